@@ -1,0 +1,315 @@
+"""The ops: one frozen dataclass for each effect, with what it reads and what it writes.
+
+`reads()` and `writes()` give `Access`es; an access with a `peer` touches that rank's copy of a
+symmetric buffer. The verifier, the memory planner, the simulator and the trace know an op by these,
+its stream and its order semantics, so a new kind of compute needs nothing from them.
+
+    >>> op = Get(src=View("full").chunk(RankIndex("tp", 1), 4), peer=RankIndex("tp", 1), team="tp")
+    >>> [access.peer for access in op.reads()], [access.peer for access in op.writes()]
+    ([RankIndex(team='tp', offset=1)], [None])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from interlace.ir.types import Buffer, DType, Index, Others
+from interlace.ir.view import View
+
+RNG = View("rng")
+"""The implicit buffer that ops read and write when they draw random numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loc:
+    """Where an op comes from: source file, line and module path; any may be empty."""
+
+    module: str = ""
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file else ""
+        return f"{self.module} ({place})" if self.module and place else self.module or place
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A value of a region's body, where it stands as an argument."""
+
+    name: str
+
+
+Scalar = int | float | bool | str | complex | None
+Arg = View | Name | DType | Scalar | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A view that an op reads or writes, in this rank's memory or in a peer's."""
+
+    view: View
+    peer: Index | None = None
+    team: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """What every op has: the stream it runs on, the site it serves and where it comes from."""
+
+    stream: str = "main"
+    site: int | None = None
+    loc: Loc = field(default=Loc(), compare=False)
+
+    def reads(self) -> tuple[Access, ...]:
+        """What the op reads."""
+        return ()
+
+    def writes(self) -> tuple[Access, ...]:
+        """What the op writes."""
+        return ()
+
+
+def views_in(arg: Arg) -> Iterator[View]:
+    """The views in an argument, however deep."""
+    if isinstance(arg, View):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from views_in(item)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Op):
+    """Compute: `fn` (an aten overload, a kernel or a region of the Program) from `args` into `outs`.
+
+    With `fresh` the call makes its own outputs: it declares these buffers and binds them to what it
+    returns; else `outs` are preallocated views that it fills. `mutates` marks arguments written in
+    place (they stand in `outs` as well). `rng` calls draw random numbers.
+    """
+
+    fn: str
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    outs: tuple[View, ...] = ()
+    fresh: tuple[Buffer, ...] = ()
+    mutates: bool = False
+    rng: bool = False
+
+    def views(self) -> tuple[View, ...]:
+        """The views among the arguments, in order."""
+        found = [view for arg in self.args for view in views_in(arg)]
+        found += [view for _, arg in self.kwargs for view in views_in(arg)]
+        return tuple(found)
+
+    def reads(self) -> tuple[Access, ...]:
+        found = tuple(Access(view) for view in self.views())
+        return (*found, Access(RNG)) if self.rng else found
+
+    def writes(self) -> tuple[Access, ...]:
+        found = tuple(Access(view) for view in self.outs)
+        return (*found, Access(RNG)) if self.rng else found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy(Op):
+    """`src` into `dst`, converting the element type if they differ."""
+
+    src: View
+    dst: View
+
+    def reads(self) -> tuple[Access, ...]:
+        return (Access(self.src),)
+
+    def writes(self) -> tuple[Access, ...]:
+        return (Access(self.dst),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alloc(Op):
+    """Declares a buffer and gives it storage.
+
+    For a symmetric buffer this takes a slot of the team's pool: `stream` waits until every peer has
+    released the slot's previous use. Other kinds take effect when the op is issued.
+    """
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free(Op):
+    """Gives a buffer's storage back once `stream` gets here; a symmetric one tells every peer."""
+
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record(Op):
+    """The event now stands at this point of the stream."""
+
+    event: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait(Op):
+    """The stream waits for the point where the event was last recorded before this op is issued."""
+
+    event: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSync(Op):
+    """The host waits for the stream before it issues anything more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveKind:
+    """What a collective reads and writes, and whether it reduces or has a root."""
+
+    reads: str = "all"  # all | root | none: who reads `src`
+    writes: str = "all"  # who writes `dst`
+    reduces: bool = False
+    rooted: bool = False
+    scales: str = ""  # "gather": dst is size * src; "scatter": src is size * dst; "": equal
+
+
+KINDS: dict[str, CollectiveKind] = {
+    "all_gather": CollectiveKind(scales="gather"),
+    "reduce_scatter": CollectiveKind(reduces=True, scales="scatter"),
+    "all_reduce": CollectiveKind(reduces=True),
+    "broadcast": CollectiveKind(reads="root", rooted=True),
+    "all_to_all": CollectiveKind(),
+    "gather": CollectiveKind(writes="root", rooted=True, scales="gather"),
+    "scatter": CollectiveKind(reads="root", rooted=True, scales="scatter"),
+    "reduce": CollectiveKind(writes="root", reduces=True, rooted=True),
+    "barrier": CollectiveKind(reads="none", writes="none"),
+}
+"""The kinds of collective: one row of data each."""
+
+REDUCTIONS = ("sum", "avg", "prod", "min", "max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective(Op):
+    """All ranks of `team` take part; it starts when every one of them got here.
+
+    `src` and `dst` are contiguous boxes split along dimension 0: into even parts, or by the table
+    `splits`. A broadcast writes `dst` on every rank and reads `src` on the root alone. `dst` may be
+    `src` for all_reduce. Where a kind does not read `src` (or write `dst`) on this rank, it may be None.
+    """
+
+    kind: str
+    team: str
+    src: View | None = None
+    dst: View | None = None
+    reduce: str | None = None
+    root: Index | None = None
+    splits: str | None = None
+    backend: str | None = None
+
+    def reads(self) -> tuple[Access, ...]:
+        return (Access(self.src),) if self.src is not None else ()
+
+    def writes(self) -> tuple[Access, ...]:
+        return (Access(self.dst),) if self.dst is not None else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send(Op):
+    """`src` to rank `peer` of `team`, matched in order with that rank's Recv: a rendezvous."""
+
+    src: View
+    peer: Index
+    team: str
+    backend: str | None = None
+
+    def reads(self) -> tuple[Access, ...]:
+        return (Access(self.src),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recv(Op):
+    """Into `dst` from rank `peer` of `team`."""
+
+    dst: View
+    peer: Index
+    team: str
+    backend: str | None = None
+
+    def writes(self) -> tuple[Access, ...]:
+        return (Access(self.dst),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group(Op):
+    """Sends and receives that start together and end together, so that none blocks another."""
+
+    ops: tuple[Send | Recv, ...]
+
+    def reads(self) -> tuple[Access, ...]:
+        return tuple(access for op in self.ops for access in op.reads())
+
+    def writes(self) -> tuple[Access, ...]:
+        return tuple(access for op in self.ops for access in op.writes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Put(Op):
+    """`src` of this rank into `dst` of rank `peer`; `dst` is a view of a symmetric buffer."""
+
+    src: View
+    dst: View
+    peer: Index
+    team: str
+
+    def reads(self) -> tuple[Access, ...]:
+        return (Access(self.src),)
+
+    def writes(self) -> tuple[Access, ...]:
+        return (Access(self.dst, self.peer, self.team),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Get(Op):
+    """`src` of rank `peer` (a view of a symmetric buffer) into `dst` of this rank (default: `src`)."""
+
+    src: View
+    peer: Index
+    team: str
+    dst: View | None = None
+
+    @property
+    def target(self) -> View:
+        """Where the bytes go on this rank."""
+        return self.dst if self.dst is not None else self.src
+
+    def reads(self) -> tuple[Access, ...]:
+        return (Access(self.src, self.peer, self.team),)
+
+    def writes(self) -> tuple[Access, ...]:
+        return (Access(self.target),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notify(Op):
+    """Raises `signal` on `peer` to `value`, counted from the start of the run.
+
+    A signal belongs to (name, team, writer, reader): one writer, and its values only grow. Everything
+    before a Notify in its stream, here and in a peer's memory, happens before the Expect it satisfies.
+    """
+
+    signal: str
+    peer: Index | Others
+    team: str
+    value: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expect(Op):
+    """The stream waits until `signal`, raised by `peer`, has reached `value`."""
+
+    signal: str
+    peer: Index | Others
+    team: str
+    value: int = 1

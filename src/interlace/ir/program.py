@@ -1,0 +1,270 @@
+"""Program: an ordered list of ops for one rank of a team, with all that its text says.
+
+A Program is data and never changes: `replace` makes another. `instantiate(rank)` resolves everything
+that depends on the rank, and gives the concrete Program that an Executor runs and the verifier reads.
+
+    >>> program = interlace.parse(text)
+    >>> program.instantiate(0).ops[0]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from interlace.errors import ProgramError
+from interlace.ir.ops import (
+    Alloc,
+    Arg,
+    Call,
+    Collective,
+    Copy,
+    Expect,
+    Get,
+    Group,
+    Notify,
+    Op,
+    Put,
+    Recv,
+    Send,
+)
+from interlace.ir.types import Buffer, Index, Others, Table, Team, Where, members
+from interlace.ir.view import Box, Chunk, Slice, Step, View
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One aten call in a region's body: `outs = fn(*args, **kwargs)`."""
+
+    outs: tuple[str, ...]
+    fn: str
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A group of aten calls that runs as one: eager, or compiled at bind time."""
+
+    name: str
+    inputs: tuple[str, ...]
+    body: tuple[Node, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A communication and the compute it feeds or follows, with how it is overlapped and why."""
+
+    id: int
+    kind: str
+    """`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, or a lone collective's kind."""
+    module: str = ""
+    strategy: str = "serial"
+    protocol: str | None = None
+    chunks: int | None = None
+    reason: str = ""
+    """Why this strategy was taken, or why the site stays serial."""
+    serial_ms: float | None = None
+    predicted_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """What a pass declined to do, or did on purpose, and why."""
+
+    pass_name: str
+    text: str
+    site: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One rank's ordered list of ops (or, before `instantiate`, every rank's)."""
+
+    name: str = "main"
+    teams: tuple[Team, ...] = ()
+    tables: tuple[Table, ...] = ()
+    params: tuple[Buffer, ...] = ()
+    ops: tuple[Op, ...] = ()
+    results: tuple[Arg, ...] | None = None
+    """What a run returns: views, scalars and None. None itself: the output parameters, in order."""
+    regions: tuple[Region, ...] = ()
+    sites: tuple[Site, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+    ranks: tuple[int, ...] | None = None
+    """The global ranks that run it; None: 0 up to the product of the mesh teams' sizes."""
+    rank: int | None = None
+    """Set by `instantiate`: the global rank that this concrete Program is for."""
+
+    def replace(self, **changes: object) -> Program:
+        """This Program with some fields changed."""
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """The global ranks that run this Program."""
+        if self.ranks is not None:
+            return self.ranks
+        size = 1
+        for team in self.teams:
+            size *= team.size if team.groups is None else 1
+        explicit = sorted({r for t in self.teams if t.groups for g in t.groups for r in g})
+        mesh = any(team.groups is None for team in self.teams)
+        return tuple(range(size)) if mesh or not explicit else tuple(explicit)
+
+    def team(self, name: str) -> Team:
+        """The team of that name."""
+        for team in self.teams:
+            if team.name == name:
+                return team
+        raise ProgramError(f"no team named {name!r}; known are {[t.name for t in self.teams]}")
+
+    def where(self, rank: int) -> Where:
+        """The resolver of rank-dependent values for global `rank`."""
+        tables = {table.name: table for table in self.tables}
+        return Where(rank, members(self.teams, self.ranks, rank), tables)
+
+    def buffers(self) -> dict[str, Buffer]:
+        """Every buffer by name: the parameters, and what Allocs and Calls declare."""
+        found = {buffer.name: buffer for buffer in self.params}
+        for op in self.ops:
+            if isinstance(op, Alloc):
+                found[op.buffer.name] = op.buffer
+            elif isinstance(op, Call):
+                found.update((buffer.name, buffer) for buffer in op.fresh)
+        return found
+
+    def streams(self) -> tuple[str, ...]:
+        """The streams in order of first use."""
+        return tuple(dict.fromkeys(op.stream for op in self.ops))
+
+    def site(self, site: int) -> Site:
+        """The site of that id."""
+        for candidate in self.sites:
+            if candidate.id == site:
+                return candidate
+        raise ProgramError(f"no site {site}; known are {[s.id for s in self.sites]}")
+
+    def returned(self) -> tuple[Arg, ...]:
+        """What a run returns, with the default filled in."""
+        if self.results is not None:
+            return self.results
+        return tuple(View(buffer.name) for buffer in self.params if buffer.kind == "output")
+
+    def boxes(self, rank: int) -> Callable[[View], Box]:
+        """A function that gives the box of a view on one rank, cached."""
+        where, buffers = self.where(rank), self.buffers()
+        cache: dict[View, Box] = {}
+
+        def box(view: View) -> Box:
+            found = cache.get(view)
+            if found is None:
+                buffer = buffers.get(view.buffer)
+                if buffer is None:
+                    raise ProgramError(f"no buffer named {view.buffer!r}")
+                found = cache[view] = view.box(buffer, where)
+            return found
+
+        return box
+
+    def instantiate(self, rank: int) -> Program:
+        """The concrete Program of global `rank`: every index, size and peer an integer."""
+        if self.rank is not None:
+            if self.rank != rank:
+                raise ProgramError(f"{self.name} is already instantiated for rank {self.rank}")
+            return self
+        where = self.where(rank)
+        rewrite = _Resolver(where)
+        return dataclasses.replace(
+            self,
+            params=tuple(rewrite.buffer(buffer) for buffer in self.params),
+            ops=tuple(rewrite.op(op) for op in self.ops),
+            results=None if self.results is None else tuple(map(rewrite.arg, self.results)),
+            rank=rank,
+            ranks=self.world,
+        )
+
+
+def map_views(op: Op, change: Callable[[View], View]) -> Op:
+    """The op with every view changed."""
+
+    def arg(value: Arg) -> Arg:
+        if isinstance(value, View):
+            return change(value)
+        return tuple(map(arg, value)) if isinstance(value, tuple) else value
+
+    match op:
+        case Call():
+            return dataclasses.replace(
+                op,
+                args=tuple(map(arg, op.args)),
+                kwargs=tuple((key, arg(value)) for key, value in op.kwargs),
+                outs=tuple(map(change, op.outs)),
+            )
+        case Copy() | Put():
+            return dataclasses.replace(op, src=change(op.src), dst=change(op.dst))
+        case Get():
+            dst = None if op.dst is None else change(op.dst)
+            return dataclasses.replace(op, src=change(op.src), dst=dst)
+        case Collective():
+            src = None if op.src is None else change(op.src)
+            dst = None if op.dst is None else change(op.dst)
+            return dataclasses.replace(op, src=src, dst=dst)
+        case Send():
+            return dataclasses.replace(op, src=change(op.src))
+        case Recv():
+            return dataclasses.replace(op, dst=change(op.dst))
+        case Group():
+            return dataclasses.replace(op, ops=tuple(map_views(item, change) for item in op.ops))
+        case _:
+            return op
+
+
+class _Resolver:
+    """Replaces what depends on the rank by integers."""
+
+    def __init__(self, where: Where) -> None:
+        self.where = where
+
+    def buffer(self, buffer: Buffer) -> Buffer:
+        return dataclasses.replace(buffer, shape=tuple(map(self.where.dim, buffer.shape)))
+
+    def step(self, step: Step) -> Step:
+        match step:
+            case Chunk(index, parts, dim):
+                return Chunk(self.where.index(index), parts, dim)
+            case Slice(dim, start, stop):
+                return Slice(dim, self.where.dim(start), self.where.dim(stop))
+            case _:
+                return step
+
+    def view(self, view: View) -> View:
+        return View(view.buffer, tuple(map(self.step, view.steps)))
+
+    def arg(self, value: Arg) -> Arg:
+        if isinstance(value, View):
+            return self.view(value)
+        return tuple(map(self.arg, value)) if isinstance(value, tuple) else value
+
+    def op(self, op: Op) -> Op:
+        op = map_views(op, self.view)
+        match op:
+            case Alloc():
+                return dataclasses.replace(op, buffer=self.buffer(op.buffer))
+            case Call():
+                return dataclasses.replace(op, fresh=tuple(map(self.buffer, op.fresh)))
+            case Collective():
+                root = None if op.root is None else self.where.index(op.root)
+                return dataclasses.replace(op, root=root)
+            case Send() | Recv() | Put() | Get():
+                return dataclasses.replace(op, peer=self.where.index(op.peer))
+            case Notify() | Expect():
+                peer: Index | Others = op.peer
+                resolved = peer if isinstance(peer, Others) else self.where.index(peer)
+                return dataclasses.replace(op, peer=resolved)
+            case Group():
+                return dataclasses.replace(op, ops=tuple(self.op(item) for item in op.ops))
+            case _:
+                return op

@@ -1,0 +1,376 @@
+"""Views: a buffer and the steps that lead to a strided box of it.
+
+The steps are torch's own view operators, plus `chunk`, which depends on the rank. They are kept as
+written, so that text reads well, and resolved to a `Box` for one rank:
+
+    >>> full = Buffer("full", DType.f32, (8, 4))
+    >>> where = Where.of(rank=3, teams=(Team("tp", 4),))
+    >>> View("full").chunk(RankIndex("tp", 1), 4).box(full, where)
+    Box(offset=0, sizes=(2, 4), strides=(4, 1), dtype=<DType.f32: 'f32'>)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from interlace.errors import ProgramError
+from interlace.ir.types import (
+    Buffer,
+    Dim,
+    DType,
+    Index,
+    Table,
+    Where,
+    contiguous_strides,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A strided box: `offset` and `strides` in elements of `dtype`, from the buffer's first byte."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without gaps."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements follow one another in row-major order."""
+        step = 1
+        for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return size == 0 or self.numel == 0
+            step *= size
+        return True
+
+    @property
+    def hull(self) -> tuple[int, int]:
+        """First byte, and the byte after the last one; equal when the box is empty."""
+        first = self.offset * self.dtype.itemsize
+        if self.numel == 0:
+            return first, first
+        reach = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
+        return first, first + (reach + 1) * self.dtype.itemsize
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether the two boxes of one buffer share a byte (exact up to `MAX_RUNS` runs)."""
+        if self == other:
+            return self.numel > 0
+        (start, stop), (other_start, other_stop) = self.hull, other.hull
+        if start >= other_stop or other_start >= stop or start == stop or other_start == other_stop:
+            return False
+        mine, theirs = byte_runs(self), byte_runs(other)
+        if mine is None or theirs is None:
+            return True
+        i = j = 0
+        while i < len(mine) and j < len(theirs):
+            if mine[i][0] < theirs[j][1] and theirs[j][0] < mine[i][1]:
+                return True
+            if mine[i][1] <= theirs[j][1]:
+                i += 1
+            else:
+                j += 1
+        return False
+
+
+MAX_RUNS = 1 << 16
+"""Boxes of more separate byte runs than this are compared by their hulls (never a miss)."""
+
+
+@lru_cache(maxsize=4096)
+def byte_runs(box: Box) -> tuple[tuple[int, int], ...] | None:
+    """The maximal byte runs of a box, sorted and merged; None if there are more than `MAX_RUNS`."""
+    dims = sorted(
+        (stride, size) for size, stride in zip(box.sizes, box.strides, strict=True) if size != 1
+    )
+    if box.numel == 0:
+        return ()
+    length = 1
+    while dims and dims[0][0] <= length:  # stride 0 (expanded), or adjacent to the run so far
+        stride, size = dims.pop(0)
+        length = max(length, stride * (size - 1) + length)
+    count = 1
+    for _, size in dims:
+        count *= size
+    if count > MAX_RUNS:
+        return None
+    starts = [box.offset]
+    for stride, size in reversed(dims):
+        starts = [start + i * stride for start in starts for i in range(size)]
+    item = box.dtype.itemsize
+    runs: list[tuple[int, int]] = []
+    for start in sorted(starts):
+        if runs and start * item <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], (start + length) * item))
+        else:
+            runs.append((start * item, (start + length) * item))
+    return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Chunk `index` of `dim`: one of `parts` even parts, or of the parts that a table lists."""
+
+    index: Index
+    parts: int | str
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements `start` up to `stop` of `dim`."""
+
+    dim: int
+    start: Dim
+    stop: Dim
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """Element `index` of `dim`, which goes away."""
+
+    dim: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """Dimensions in another order."""
+
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """Other sizes over the same elements; one size may be -1. Never copies."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """Dimensions of size 1 repeated; -1 keeps a size."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """The same bytes as another element type (`view.dtype`)."""
+
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class AsStrided:
+    """Any strided box of the buffer; counts as the whole buffer where accesses are compared."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+Step = Chunk | Slice | Select | Permute | Reshape | Expand | Cast | AsStrided
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided box of a buffer, as the steps that lead to it."""
+
+    buffer: str
+    steps: tuple[Step, ...] = ()
+
+    def then(self, step: Step) -> View:
+        """This view with one more step."""
+        return View(self.buffer, (*self.steps, step))
+
+    def chunk(self, index: Index, parts: int | str | Table, dim: int = 0) -> View:
+        """Chunk `index` of `parts` (a number of even parts, or a table of sizes) of `dim`."""
+        return self.then(Chunk(index, parts.name if isinstance(parts, Table) else parts, dim))
+
+    def slice(self, dim: int, start: Dim, stop: Dim) -> View:
+        """Elements `start` up to `stop` of `dim`."""
+        return self.then(Slice(dim, start, stop))
+
+    def select(self, dim: int, index: int) -> View:
+        """Element `index` of `dim`, which goes away."""
+        return self.then(Select(dim, index))
+
+    def permute(self, *dims: int) -> View:
+        """Dimensions in another order."""
+        return self.then(Permute(dims))
+
+    def view(self, *sizes: int) -> View:
+        """Other sizes over the same elements."""
+        return self.then(Reshape(sizes))
+
+    def expand(self, *sizes: int) -> View:
+        """Dimensions of size 1 repeated."""
+        return self.then(Expand(sizes))
+
+    def cast(self, dtype: DType) -> View:
+        """The same bytes as another element type."""
+        return self.then(Cast(dtype))
+
+    def as_strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
+        """Any strided box of the buffer."""
+        return self.then(AsStrided(sizes, strides, offset))
+
+    @property
+    def covers_buffer(self) -> bool:
+        """Whether the view is the buffer itself, without a step."""
+        return not self.steps
+
+    def box(self, buffer: Buffer, where: Where) -> Box:
+        """The box that this view is on one rank. Raises ProgramError for a step that cannot be."""
+        sizes = tuple(where.dim(dim) for dim in buffer.shape)
+        strides = buffer.strides if buffer.strides is not None else contiguous_strides(sizes)
+        box = Box(0, sizes, strides, buffer.dtype)
+        for step in self.steps:
+            try:
+                box = _apply(box, step, where)
+            except (IndexError, ValueError) as error:
+                raise ProgramError(
+                    f"{step} does not fit sizes {box.sizes} of a view of {self.buffer!r}: {error}"
+                ) from error
+        return box
+
+
+def _apply(box: Box, step: Step, where: Where) -> Box:
+    sizes, strides = list(box.sizes), list(box.strides)
+    offset, dtype = box.offset, box.dtype
+    match step:
+        case Chunk(index, parts, dim):
+            i = where.index(index)
+            if isinstance(parts, str):
+                table = where.table(parts)
+                if sum(table.values) != sizes[dim]:
+                    raise ValueError(f"table {parts} sums to {sum(table.values)}")
+                start, stop = table.start(i), table.start(i) + table.values[i]
+            else:
+                if sizes[dim] % parts or not 0 <= i < parts:
+                    raise ValueError(f"no chunk {i} of {parts} even parts")
+                start, stop = i * (sizes[dim] // parts), (i + 1) * (sizes[dim] // parts)
+            offset += start * strides[dim]
+            sizes[dim] = stop - start
+        case Slice(dim, start, stop):
+            first, last = where.dim(start), where.dim(stop)
+            if not 0 <= first <= last <= sizes[dim]:
+                raise ValueError(f"{first}:{last} is not within 0:{sizes[dim]}")
+            offset += first * strides[dim]
+            sizes[dim] = last - first
+        case Select(dim, index):
+            if not 0 <= index < sizes[dim]:
+                raise ValueError(f"{index} is not within 0:{sizes[dim]}")
+            offset += index * strides[dim]
+            del sizes[dim], strides[dim]
+        case Permute(dims):
+            if sorted(dims) != list(range(len(sizes))):
+                raise ValueError("not a permutation of the dimensions")
+            sizes, strides = [sizes[d] for d in dims], [strides[d] for d in dims]
+        case Reshape(shape):
+            wanted = _fill_in(shape, box.numel)
+            strides = _reshaped_strides(sizes, strides, wanted)
+            sizes = wanted
+        case Expand(shape):
+            extra = len(shape) - len(sizes)
+            grown = [*([1] * extra), *sizes]
+            steps = [*([0] * extra), *strides]
+            sizes = [old if new == -1 else new for old, new in zip(grown, shape, strict=True)]
+            if any(old != 1 and old != new for old, new in zip(grown, sizes, strict=True)):
+                raise ValueError("only sizes of 1 can be expanded")
+            strides = [
+                stride if old == new else 0
+                for old, new, stride in zip(grown, sizes, steps, strict=True)
+            ]
+        case Cast(target):
+            sizes, strides, offset = _cast(sizes, strides, offset, dtype, target)
+            dtype = target
+        case AsStrided(new_sizes, new_strides, start):
+            sizes, strides, offset = list(new_sizes), list(new_strides), start
+    return Box(offset, tuple(sizes), tuple(strides), dtype)
+
+
+def _fill_in(shape: tuple[int, ...], numel: int) -> list[int]:
+    known = 1
+    for size in shape:
+        known *= size if size != -1 else 1
+    if -1 in shape and known == 0:
+        raise ValueError("-1 is ambiguous for an empty view")
+    wanted = [size if size != -1 else numel // known for size in shape]
+    count = 1
+    for size in wanted:
+        count *= size
+    if count != numel:
+        raise ValueError(f"{numel} elements cannot have sizes {tuple(shape)}")
+    return wanted
+
+
+def _reshaped_strides(sizes: list[int], strides: list[int], wanted: list[int]) -> list[int]:
+    """Strides of `wanted` sizes over the same elements, or ValueError where only a copy would do."""
+    if 0 in sizes:
+        return list(contiguous_strides(tuple(wanted)))
+    merged: list[tuple[int, int]] = []  # (size, stride) of the largest blocks that step evenly
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    result: list[int] = []
+    block, step = merged.pop() if merged else (1, 1)
+    taken = 1
+    for size in reversed(wanted):
+        if size != 1 and taken == block:
+            if not merged:
+                raise ValueError("more elements than the view has")
+            block, step = merged.pop()
+            taken = 1
+        result.append(step * taken)
+        taken *= size
+        if block % taken:
+            raise ValueError("these sizes need a copy")
+    if merged or taken != block:
+        raise ValueError("these sizes need a copy")
+    return result[::-1]
+
+
+def _cast(
+    sizes: list[int], strides: list[int], offset: int, old: DType, new: DType
+) -> tuple[list[int], list[int], int]:
+    before, after = old.itemsize, new.itemsize
+    if before == after:
+        return sizes, strides, offset
+    if not sizes or strides[-1] != 1:
+        raise ValueError("only a contiguous last dimension changes its element size")
+    if before > after:
+        ratio = before // after
+        return (
+            [*sizes[:-1], sizes[-1] * ratio],
+            [*(s * ratio for s in strides[:-1]), 1],
+            offset * ratio,
+        )
+    ratio = after // before
+    if sizes[-1] % ratio or offset % ratio or any(s % ratio for s in strides[:-1]):
+        raise ValueError(f"bytes do not divide into elements of {new}")
+    return (
+        [*sizes[:-1], sizes[-1] // ratio],
+        [*(s // ratio for s in strides[:-1]), 1],
+        offset // ratio,
+    )

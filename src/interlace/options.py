@@ -1,0 +1,83 @@
+"""The one set of options, frozen and keyword-only.
+
+    interlace.compile(fn, x, mesh=mesh, options=Options(strategy="peer", time_out_s=30))
+    torch.compile(model, backend="interlace", options={"strategy": "ring"})
+
+Every field can be given to `torch.compile(options=...)`, to `interlace.compile` and to the commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from interlace.errors import OptionError
+
+STRATEGIES = ("auto", "serial", "pipeline", "shift", "ring", "broadcast", "peer", "fused")
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "strategy": STRATEGIES,
+    "protocol": ("get", "put"),
+    "resharding": ("auto", "before", "after"),
+    "regions": ("auto", "eager", "inductor"),
+    "transport": ("auto", "gloo", "nccl", "ucc", "peer"),
+    "regather": ("auto", True, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a program is overlapped and run. The defaults suit most users."""
+
+    overlap: bool = True
+    """False keeps every site serial: one stream, no decomposition."""
+    in_order: bool = False
+    """Run the overlapped Program one op after another: the twin that results are compared with."""
+    strategy: str = "auto"
+    """How sites are overlapped; `auto` asks the cost model, with `serial` always a candidate."""
+    protocol: str = "get"
+    """One-sided protocol of the `peer` strategy: `get` (pull) or `put` (push)."""
+    chunks: int = 0
+    """Chunks a site is cut into by `pipeline`; 0 lets the strategy choose."""
+    resharding: str = "auto"
+    """Where a gather or scatter stands that can stand on either side of a computation."""
+    regions: str = "auto"
+    """What runs the operators that are no site: eager, Inductor, or by device."""
+    regather: bool | str = "auto"
+    """Save the local shard and gather again in backward, instead of saving the gathered tensor."""
+    transport: str = "auto"
+    """What moves bytes, where a strategy leaves a choice."""
+    graph: bool = False
+    """Capture the Program in CUDA graphs and replay them."""
+    static_outputs: bool = False
+    """With `graph`, hand out the graph's own output buffers instead of copies."""
+    calibration: str | None = None
+    """Path of a calibration file; None takes the built-in model of the device."""
+    time_out_s: float = 60.0
+    """Every wait is bounded by this many seconds."""
+    cache_size: int = 64
+    """Executors kept per compiled function before the least recently used is dropped."""
+    trace: bool = False
+    """Record the time of every op (`Executor.timeline()`)."""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                listed = ", ".join(repr(choice) for choice in choices)
+                raise OptionError(f"option {name}={value!r}: choose one of {listed}")
+        if not self.time_out_s > 0:
+            raise OptionError(
+                f"option time_out_s={self.time_out_s!r}: give a number of seconds > 0"
+            )
+        if self.cache_size < 1 or self.chunks < 0:
+            raise OptionError("options cache_size must be >= 1 and chunks >= 0")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Options:
+        """Options from a mapping such as `torch.compile(options=...)`; unknown names raise."""
+        known = {field.name for field in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise OptionError(f"unknown option {name!r}: known are {', '.join(sorted(known))}")
+        return cls(**values)
