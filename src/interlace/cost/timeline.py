@@ -1,0 +1,209 @@
+"""Timelines: when each op of each rank ran, predicted by the simulator or measured by an Executor.
+
+Both come as the same data, with the same op indices, so that one tool draws them above one another
+and one set of figures says how much communication ran under compute:
+
+    >>> spans = (
+    ...     Span(0, "main", 0, "aten.mm.out", 0.0, 3.0, kind="compute"),
+    ...     Span(0, "comm", 1, "all_gather", 1.0, 5.0, kind="comm", site=1),
+    ... )
+    >>> figures = Timeline(spans).figures(rank=0)
+    >>> figures.overlap_s, figures.exposed_s, figures.hidden
+    (2.0, 2.0, 0.5)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from interlace.errors import ParseError
+
+SCHEMA = 1
+KINDS = ("compute", "comm", "sync", "memory")
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op on one rank: from when its stream reached it until it was done.
+
+    For communication that includes waiting for the peers, as a measured span does. `op_index` is the
+    op's place in the Program's list, and `rank` is the global rank.
+    """
+
+    rank: int
+    stream: str
+    op_index: int
+    name: str
+    start_s: float
+    end_s: float
+    site: int | None = None
+    kind: str = "compute"
+
+    @property
+    def seconds(self) -> float:
+        """How long the op took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How busy a rank was (or, summed, all ranks), and how much communication compute hid."""
+
+    makespan_s: float
+    """From the first start to the last end."""
+    compute_s: float
+    """Time in which some stream computed."""
+    comm_s: float
+    """Time in which some stream communicated."""
+    overlap_s: float
+    """Time in which both happened at once."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that nothing hid."""
+        return self.comm_s - self.overlap_s
+
+    @property
+    def hidden(self) -> float:
+        """The fraction of communication that ran under compute; 0 where there was none."""
+        return self.overlap_s / self.comm_s if self.comm_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The spans of a run, in any order, with a title and whether they were predicted or measured."""
+
+    spans: tuple[Span, ...]
+    name: str = ""
+    source: str = "predicted"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have spans, sorted."""
+        return tuple(sorted({span.rank for span in self.spans}))
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first start to the last end, over all ranks."""
+        return _makespan(self.spans)
+
+    def streams(self, rank: int) -> tuple[str, ...]:
+        """The streams of one rank, in order of first use."""
+        mine = sorted((s for s in self.spans if s.rank == rank), key=lambda s: s.op_index)
+        return tuple(dict.fromkeys(span.stream for span in mine))
+
+    def of(self, *, rank: int | None = None, site: int | None = None) -> Timeline:
+        """The part that belongs to one rank, to one site, or to both."""
+        kept = tuple(
+            span
+            for span in self.spans
+            if (rank is None or span.rank == rank) and (site is None or span.site == site)
+        )
+        return Timeline(kept, self.name, self.source)
+
+    def figures(self, rank: int | None = None) -> Figures:
+        """The figures of one rank; without one, sums over the ranks (and the makespan of all)."""
+        if rank is not None:
+            return _figures([span for span in self.spans if span.rank == rank])
+        by_rank: dict[int, list[Span]] = {}
+        for span in self.spans:
+            by_rank.setdefault(span.rank, []).append(span)
+        each = [_figures(spans) for spans in by_rank.values()]
+        return Figures(
+            self.makespan_s,
+            sum(figures.compute_s for figures in each),
+            sum(figures.comm_s for figures in each),
+            sum(figures.overlap_s for figures in each),
+        )
+
+    def to_json(self) -> str:
+        """The timeline as JSON text: a header and one row for each span."""
+        rows = [
+            [s.rank, s.stream, s.op_index, s.name, s.start_s, s.end_s, s.site, s.kind]
+            for s in self.spans
+        ]
+        header = {"schema": SCHEMA, "name": self.name, "source": self.source}
+        return json.dumps({**header, "spans": rows})
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """A timeline from what `to_json` wrote. Raises ParseError for anything else."""
+        try:
+            data: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ParseError(f"this is no timeline: {error}") from error
+        if not isinstance(data, dict):
+            raise ParseError("this is no timeline: the JSON text holds no object")
+        fields = cast("dict[str, Any]", data)
+        if fields.get("schema") != SCHEMA:
+            raise ParseError(
+                f"timeline schema {fields.get('schema')!r}: this version of interlace reads schema "
+                f"{SCHEMA}; write the timeline again with it"
+            )
+        try:
+            rows = cast("list[list[Any]]", fields["spans"])
+            spans = tuple(_span(row) for row in rows)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ParseError(f"a span of this timeline is malformed: {error}") from error
+        return cls(spans, str(fields.get("name", "")), str(fields.get("source", "predicted")))
+
+
+def _span(row: Sequence[Any]) -> Span:
+    rank, stream, op_index, name, start, end, site, kind = row
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
+    place = None if site is None else int(site)
+    return Span(
+        int(rank), str(stream), int(op_index), str(name), float(start), float(end), place, kind
+    )
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time as disjoint intervals in order; empty ones are dropped."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """What two unions have in common."""
+    found: list[Interval] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if start < end:
+            found.append((start, end))
+        if one[i][1] <= other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """The time that disjoint intervals cover."""
+    return sum(end - start for start, end in intervals)
+
+
+def _makespan(spans: Sequence[Span]) -> float:
+    if not spans:
+        return 0.0
+    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+
+
+def _figures(spans: Sequence[Span]) -> Figures:
+    compute = union((s.start_s, s.end_s) for s in spans if s.kind == "compute")
+    comm = union((s.start_s, s.end_s) for s in spans if s.kind == "comm")
+    overlap = length(intersection(compute, comm))
+    return Figures(_makespan(spans), length(compute), length(comm), overlap)
