@@ -1,0 +1,33 @@
+"""Passes: Program in, Program out, one file a pass. No torch.
+
+base.py               what a pass is
+pipeline.py           pipelines as text, and the one that lowers a serial Program
+find_sites.py         every collective becomes a Site, by meaning and not by spelling
+place_resharding.py   gathers and scatters move to where fewer bytes move
+decompose.py          a site becomes chunks, by a strategy
+schedule.py           order and streams
+plan_memory.py        Alloc and Free, storage reused
+insert_sync.py        the fewest events that suffice
+"""
+
+from interlace.passes.base import Pass, add_remarks, spell
+from interlace.passes.pipeline import (
+    PASSES,
+    lower,
+    lowering,
+    parse_pipeline,
+    pass_class,
+    run_pipeline,
+)
+
+__all__ = [
+    "PASSES",
+    "Pass",
+    "add_remarks",
+    "lower",
+    "lowering",
+    "parse_pipeline",
+    "pass_class",
+    "run_pipeline",
+    "spell",
+]
