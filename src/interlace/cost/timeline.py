@@ -31,7 +31,7 @@ Interval = tuple[float, float]
 class Span:
     """One op on one rank: from when its stream reached it until it was done.
 
-    For communication that includes waiting for the peers, as a measured span does. `op_index` is the
+    For communication that includes waiting for the peers, as when measured. `op_index` is the
     op's place in the Program's list, and `rank` is the global rank.
     """
 
@@ -76,7 +76,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of a run, in any order, with a title and whether they were predicted or measured."""
+    """The spans of a run, in any order; `source` says `predicted` or `measured`."""
 
     spans: tuple[Span, ...]
     name: str = ""
