@@ -1,0 +1,56 @@
+# `make demo` and `make test` need nothing but Python >= 3.11: each target sets itself up.
+#
+#   make test ARGS="tests/ir -k parse"       arguments go to the command behind the target
+#   make demo PYTHON=python3.12              the interpreter the environment is made with
+#   make demo TORCH_INDEX=<url>              the package index that torch alone comes from
+#   make demo VENV=/somewhere/else           where the environment lies
+VENV ?= .venv
+PYTHON ?=
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+export PYTHON TORCH_INDEX
+unexport PYTHONPATH PYTHONHOME
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint lint-code lint-format lint-types lint-imports format docs clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup:  ## make the virtual environment, if it is not there or out of date
+	@sh scripts/make-venv "$(VENV)"
+
+demo: setup  ## train a small tensor-parallel model through a verified, overlapped schedule
+	@"$(BIN)/interlace" demo $(ARGS)
+
+test: setup  ## run the tests
+	@"$(BIN)/python" -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup  ## run the tests that `make test` leaves out as well
+	@"$(BIN)/python" -m pytest $(ARGS)
+
+lint: lint-code lint-format lint-types lint-imports  ## lint, format, types, import rules
+
+lint-code: setup
+	@"$(BIN)/ruff" check .
+
+lint-format: setup
+	@"$(BIN)/ruff" format --check .
+
+lint-types: setup
+	@"$(BIN)/pyright" --pythonpath "$(BIN)/python"
+
+lint-imports: setup
+	@PYTHONPATH=src "$(BIN)/lint-imports" --no-logo
+
+format: setup  ## mend what ruff can mend
+	@"$(BIN)/ruff" check --fix .
+	@"$(BIN)/ruff" format .
+
+docs: setup  ## write the generated pages of docs/ again
+	@"$(BIN)/python" docs/generate_ops.py
+
+clean:  ## remove the environment and all caches
+	rm -rf "$(VENV)" "$(VENV).lock" .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist build
