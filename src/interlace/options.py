@@ -3,7 +3,7 @@
     interlace.compile(fn, x, mesh=mesh, options=Options(strategy="peer", time_out_s=30))
     torch.compile(model, backend="interlace", options={"strategy": "ring"})
 
-Every field can be given to `torch.compile(options=...)`, to `interlace.compile` and to the commands.
+Every field can be given to `torch.compile(options=...)`, `interlace.compile` and the commands.
 """
 
 from __future__ import annotations

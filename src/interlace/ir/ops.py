@@ -82,7 +82,7 @@ def views_in(arg: Arg) -> Iterator[View]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Op):
-    """Compute: `fn` (an aten overload, a kernel or a region of the Program) from `args` into `outs`.
+    """Compute: `fn` (an aten overload, a kernel or a region of the Program), `args` into `outs`.
 
     With `fresh` the call makes its own outputs: it declares these buffers and binds them to what it
     returns; else `outs` are preallocated views that it fills. `mutates` marks arguments written in
@@ -196,7 +196,8 @@ class Collective(Op):
 
     `src` and `dst` are contiguous boxes split along dimension 0: into even parts, or by the table
     `splits`. A broadcast writes `dst` on every rank and reads `src` on the root alone. `dst` may be
-    `src` for all_reduce. Where a kind does not read `src` (or write `dst`) on this rank, it may be None.
+    `src` for all_reduce. What a kind does not read (`src`) or write (`dst`) on this rank may be
+    None.
     """
 
     kind: str
@@ -272,7 +273,7 @@ class Put(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Get(Op):
-    """`src` of rank `peer` (a view of a symmetric buffer) into `dst` of this rank (default: `src`)."""
+    """`src` of rank `peer` (a view of a symmetric buffer) into `dst` here (default: `src`)."""
 
     src: View
     peer: Index
@@ -295,8 +296,9 @@ class Get(Op):
 class Notify(Op):
     """Raises `signal` on `peer` to `value`, counted from the start of the run.
 
-    A signal belongs to (name, team, writer, reader): one writer, and its values only grow. Everything
-    before a Notify in its stream, here and in a peer's memory, happens before the Expect it satisfies.
+    A signal belongs to (name, team, writer, reader): one writer, and its values only grow.
+    Everything before a Notify in its stream, here and in a peer's memory, happens before the Expect
+    it satisfies.
     """
 
     signal: str

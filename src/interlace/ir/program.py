@@ -1,7 +1,7 @@
 """Program: an ordered list of ops for one rank of a team, with all that its text says.
 
-A Program is data and never changes: `replace` makes another. `instantiate(rank)` resolves everything
-that depends on the rank, and gives the concrete Program that an Executor runs and the verifier reads.
+A Program is data and never changes: `replace` makes another. `instantiate(rank)` resolves all that
+depends on the rank, and gives the concrete Program that an Executor runs and the verifier reads.
 
     >>> program = interlace.parse(text)
     >>> program.instantiate(0).ops[0]
@@ -59,7 +59,7 @@ class Site:
 
     id: int
     kind: str
-    """`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, or a lone collective's kind."""
+    """`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, or a collective's kind."""
     module: str = ""
     strategy: str = "serial"
     protocol: str | None = None

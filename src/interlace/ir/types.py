@@ -1,8 +1,8 @@
 """Element types, rank-dependent integers, teams, tables and buffers: the nouns of a Program.
 
-A Program is one text for all ranks. What differs between ranks is an `Index` (`tp.rank + 1`, counted
-modulo the team) or a `TableEntry` (`rows[tp.rank]`, an entry of a per-rank table). `Where` says which
-rank asks, and resolves both to integers:
+A Program is one text for all ranks. What differs between ranks is an `Index` (`tp.rank + 1`,
+counted modulo the team) or a `TableEntry` (`rows[tp.rank]`, an entry of a per-rank table). `Where`
+says which rank asks, and resolves both to integers:
 
     >>> team = Team("tp", 4)
     >>> where = Where.of(rank=3, teams=(team,), tables=(Table("rows", "tp", (3, 3, 2, 2)),))
@@ -144,7 +144,7 @@ class Member:
 
 
 def members(teams: tuple[Team, ...], ranks: tuple[int, ...] | None, rank: int) -> dict[str, Member]:
-    """The place of global `rank` in each team of a Program that runs on `ranks` (None: the mesh)."""
+    """The place of global `rank` in each team of a Program that runs on `ranks` (None: all)."""
     axes = [team for team in teams if team.groups is None]
     world = math.prod(team.size for team in axes)
     if ranks is None:
@@ -234,8 +234,8 @@ class Buffer:
     """Named storage.
 
     `kind` says where the storage comes from: `input` and `output` from the caller (an input may be
-    written), `local` from the Executor's arena, `symmetric` from the pool of `team` (present on every
-    rank and readable by its peers), `fresh` from torch, anew in every run.
+    written), `local` from the Executor's arena, `symmetric` from the pool of `team` (present on
+    every rank and readable by its peers), `fresh` from torch, anew in every run.
     """
 
     name: str

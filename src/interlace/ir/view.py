@@ -28,7 +28,7 @@ from interlace.ir.types import (
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A strided box: `offset` and `strides` in elements of `dtype`, from the buffer's first byte."""
+    """A strided box: `offset` and `strides` in elements of `dtype`, from the buffer's start."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -322,7 +322,7 @@ def _fill_in(shape: tuple[int, ...], numel: int) -> list[int]:
 
 
 def _reshaped_strides(sizes: list[int], strides: list[int], wanted: list[int]) -> list[int]:
-    """Strides of `wanted` sizes over the same elements, or ValueError where only a copy would do."""
+    """Strides of `wanted` sizes over the same elements; ValueError where only a copy would do."""
     if 0 in sizes:
         return list(contiguous_strides(tuple(wanted)))
     merged: list[tuple[int, int]] = []  # (size, stride) of the largest blocks that step evenly
