@@ -1,0 +1,276 @@
+"""Real worker processes with gloo, shared by a whole test session.
+
+Starting a process that imports torch costs seconds, so the ranks live as long as the session and
+take one task after another. A task is a function that can be imported by name; it runs on every
+rank of a default process group of the asked size, and each rank's result comes back:
+
+    def total() -> float:
+        x = torch.ones(1) * dist.get_rank()
+        dist.all_reduce(x)
+        return x.item()
+
+    def test_total(pool):
+        assert pool(3).run(total) == [3.0, 3.0, 3.0]
+
+Each task is bounded by a time-out. A rank that raises, dies or does not come back becomes a
+`RankFailure` that names it, with its traceback; the processes are then replaced, as they are after
+a task that says that it leaves them unusable (`replace=True`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MAX_WORLD = 4
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not come back; the message says which and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """Stands for the result of a rank that was expected to die; `exit_code` is -9 for SIGKILL."""
+
+    exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker is asked: a function by name, its arguments, and the group to run it in."""
+
+    module: str
+    file: str | None
+    name: str
+    args: tuple[Any, ...]
+    path: tuple[str, ...]
+    rank: int
+    world: int
+    prefix: str
+    dump: str
+    dump_after_s: float
+
+
+class Ranks:
+    """The first `world` workers of a pool."""
+
+    def __init__(self, pool: Pool, world: int) -> None:
+        self.pool = pool
+        self.world = world
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        time_out_s: float = 60.0,
+        may_die: Collection[int] = (),
+        replace: bool = False,
+    ) -> list[Any]:
+        """`function(*args)` on every rank; the results by rank, `Died` for a rank in `may_die`."""
+        return self.pool.run(self.world, function, args, time_out_s, may_die, replace)
+
+
+class Pool:
+    """Up to four worker processes, started when first needed."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._workers: list[tuple[Any, Connection]] = []
+        self._generation = 0
+        self._world = 0
+        self._store: Any = None
+
+    def __call__(self, world: int) -> Ranks:
+        """The first `world` workers."""
+        assert 1 <= world <= MAX_WORLD, f"the pool has 1 to {MAX_WORLD} ranks, not {world}"
+        return Ranks(self, world)
+
+    def run(
+        self,
+        world: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        time_out_s: float,
+        may_die: Collection[int],
+        replace: bool,
+    ) -> list[Any]:
+        """See `Ranks.run`."""
+        assert "<" not in function.__qualname__, f"{function.__qualname__} has no importable name"
+        self._start(world)
+        if world != self._world:
+            self._generation += 1
+            self._world = world
+        module = sys.modules[function.__module__]
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            for rank, (_, connection) in enumerate(self._workers[:world]):
+                task = Task(
+                    *(function.__module__, getattr(module, "__file__", None)),
+                    *(function.__qualname__, args, (str(ROOT), *sys.path), rank, world),
+                    *(str(self._generation), f"{folder}/{rank}", 0.9 * time_out_s),
+                )
+                connection.send_bytes(pickle.dumps(task))
+            answers = self._collect(world, time_out_s)
+            failures: list[str] = []
+            results: list[Any] = []
+            for rank in range(world):
+                kind, value = answers.get(rank, ("stuck", None))
+                if kind == "died" and rank in may_die:
+                    results.append(Died(value))
+                elif kind == "ok":
+                    results.append(value)
+                elif kind == "error":
+                    failures.append(f"rank {rank} of {world} raised:\n{value}")
+                elif kind == "died":
+                    failures.append(f"rank {rank} of {world} died with exit code {value}")
+                else:
+                    stacks = Path(f"{folder}/{rank}")
+                    where = stacks.read_text() if stacks.exists() else "(no stack)"
+                    failures.append(
+                        f"rank {rank} of {world} did not finish in {time_out_s:g} s:\n{where}"
+                    )
+        if failures or replace or any(isinstance(result, Died) for result in results):
+            self.close()
+        if failures:
+            raise RankFailure(f"{function.__qualname__}{args}\n" + "\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        """Ends every worker; a later task starts new ones."""
+        workers, self._workers, self._world = self._workers, [], 0
+        for _, connection in workers:
+            connection.close()
+        deadline = time.monotonic() + 1.0
+        for process, _ in workers:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+
+    def _start(self, world: int) -> None:
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if not self._workers:
+            self._generation += 1
+        while len(self._workers) < world:
+            mine, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=work, args=(theirs, self._store.port), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, mine))
+
+    def _collect(self, world: int, time_out_s: float) -> dict[int, tuple[str, Any]]:
+        answers: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + time_out_s
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers[:world])}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left):
+                assert isinstance(ready, Connection)
+                rank = waiting.pop(ready)
+                try:
+                    answers[rank] = pickle.loads(ready.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    process = self._workers[rank][0]
+                    process.join(5)
+                    answers[rank] = ("died", process.exitcode)
+                if answers[rank][0] != "ok":  # the others have little reason to come back
+                    deadline = min(deadline, time.monotonic() + max(10.0, time_out_s / 2))
+        return answers
+
+
+def work(connection: Connection, port: int) -> None:
+    """A worker's life: task after task, until the pool closes its end or its process is gone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    joined = ""
+    while True:
+        try:
+            task: Task = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError, OSError):
+            os._exit(0)  # no destructor may block on a peer that is gone
+        try:
+            with open(task.dump, "w") as dump:
+                faulthandler.dump_traceback_later(task.dump_after_s, file=dump)
+                try:
+                    if joined != task.prefix:
+                        _join(task, port)
+                        joined = task.prefix
+                    answer = ("ok", _function(task)(*task.args))
+                    payload = pickle.dumps(answer)
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+        except BaseException:
+            payload = pickle.dumps(("error", traceback.format_exc()))
+        try:
+            connection.send_bytes(payload)
+        except OSError:
+            os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _join(task: Task, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    limit = timedelta(seconds=60)
+    store = dist.PrefixStore(task.prefix, dist.TCPStore("127.0.0.1", port, timeout=limit))
+    dist.init_process_group(
+        "gloo", store=store, rank=task.rank, world_size=task.world, timeout=limit
+    )
+
+
+def _function(task: Task) -> Callable[..., Any]:
+    for entry in reversed(task.path):
+        if entry not in sys.path:
+            sys.path.insert(0, entry)
+    found: Any = _module(task)
+    for part in task.name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _module(task: Task) -> ModuleType:
+    try:
+        return importlib.import_module(task.module)
+    except ModuleNotFoundError:
+        if task.file is None or not Path(task.file).exists():
+            raise
+    spec = importlib.util.spec_from_file_location(task.module, task.file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[task.module] = module
+    spec.loader.exec_module(module)
+    return module

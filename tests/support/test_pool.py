@@ -1,0 +1,59 @@
+"""The pool itself: results, failures that name the rank, deaths, time-outs, and no process left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Died, Pool, RankFailure
+
+
+def total(scale: float) -> tuple[int, float]:
+    x = torch.ones(1) * dist.get_rank() * scale
+    dist.all_reduce(x)
+    return os.getpid(), x.item()
+
+
+def misbehave(how: str) -> int:
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("the planted fault")
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    return os.getpid()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_results_come_back_by_rank_from_processes_that_stay(pool: Pool, world: int) -> None:
+    first = pool(world).run(total, 2.0)
+    again = pool(world).run(total, 3.0)
+    ranks = sum(range(world))
+    assert [value for _, value in first] == [2.0 * ranks] * world
+    assert [value for _, value in again] == [3.0 * ranks] * world
+    assert [pid for pid, _ in first] == [pid for pid, _ in again]
+    assert len({pid for pid, _ in first}) == world
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("raise", "the planted fault"), ("die", "exit code -9"), ("stall", "time.sleep|misbehave")],
+)
+def test_a_failure_names_the_rank_and_leaves_a_working_pool(
+    pool: Pool, how: str, words: str
+) -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2") as caught:
+        pool(2).run(misbehave, how, time_out_s=3)
+    assert any(word in str(caught.value) for word in words.split("|"))
+    assert [value for _, value in pool(2).run(total, 1.0)] == [1.0, 1.0]
+
+
+def test_an_expected_death_is_a_result(pool: Pool) -> None:
+    alive, dead = pool(2).run(misbehave, "die", may_die={1})
+    assert dead == Died(-signal.SIGKILL)
+    with pytest.raises(ProcessLookupError):  # the survivor was replaced too
+        os.kill(alive, 0)
