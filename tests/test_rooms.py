@@ -1,0 +1,149 @@
+"""House rules that a machine can check: what may be imported where, and what no file may hold.
+
+Who may import whom is written once, in pyproject.toml (`[tool.importlinter]`, run by `make lint`).
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import interlace
+
+SOURCE = Path(interlace.__file__).parent
+FILES = {str(path.relative_to(SOURCE)): path for path in sorted(SOURCE.rglob("*.py"))}
+
+WITHOUT_TORCH = (
+    "interlace",
+    "interlace.ir",
+    "interlace.verify",
+    "interlace.cost",
+    "interlace.passes",
+)
+
+MAX_LINES = 350
+
+ENVIRONMENT_READERS: dict[str, str] = {}
+"""The files that may read the environment, and why; no option of ours is read from it."""
+
+PICKLING_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+PICKLING_CALLS = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a fresh interpreter that finds the same `interlace`."""
+    code = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r})\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_imports_without_torch(module: str) -> None:
+    blocked = "for name in ('torch', 'triton', 'numpy'): sys.modules[name] = None\n"
+    done = run_python(f"{blocked}import {module}; print({module}.__name__)")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == module
+
+
+def test_import_is_quick() -> None:
+    """`import interlace` brings neither torch nor the terminal libraries with it."""
+    heavy = "{'torch', 'numpy', 'rich', 'typer', 'multiprocessing'}"
+    done = run_python(f"import interlace; print(sorted({heavy} & set(sys.modules)))")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_module_touches_cuda_when_imported() -> None:
+    done = run_python(
+        "import importlib, pkgutil, torch\n"
+        "def refuse(*args, **kwargs): raise AssertionError('CUDA was initialised by an import')\n"
+        "torch.cuda._lazy_init = torch.cuda.init = refuse\n"
+        "torch.cuda.is_available = torch.cuda.device_count = refuse\n"
+        "import interlace\n"
+        "names = [m.name for m in pkgutil.walk_packages(interlace.__path__, 'interlace.')]\n"
+        "for name in names:\n"
+        "    if not name.endswith('__main__'): importlib.import_module(name)\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print(len(names))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) + 1 >= len(FILES) - 1
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_is_short_and_says_what_it_is(name: str) -> None:
+    text = FILES[name].read_text()
+    assert len(text.splitlines()) <= MAX_LINES, "one subject a file: split it"
+    assert ast.get_docstring(ast.parse(text)), "a module docstring says what, why, with an example"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_keeps_the_rules(name: str) -> None:
+    """No pickle, no environment variable as an option, no state that a function rebinds."""
+    breaches = list(find_breaches(ast.parse(FILES[name].read_text()), name))
+    assert not breaches, "\n".join(breaches)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import pickle", "pickle"),
+        ("from pickle import loads", "pickle"),
+        ("dist.all_gather_object(xs, x)", "all_gather_object"),
+        ("torch.load(path)", "torch.load"),
+        ("import os\nos.environ['A']", "environ"),
+        ("from os import getenv", "getenv"),
+        ("import os as o\no.getenv('A')", "getenv"),
+        ("x = 0\ndef f():\n    global x\n    x = 1", "global"),
+    ],
+)
+def test_each_rule_fires(code: str, told: str) -> None:
+    assert any(told in breach for breach in find_breaches(ast.parse(code), "made_up.py"))
+
+
+def test_allow_list_is_in_use() -> None:
+    """An entry that is needed no longer goes."""
+    for name in ENVIRONMENT_READERS:
+        found = find_breaches(ast.parse(FILES[name].read_text()), "made_up.py")
+        assert any("environment" in breach for breach in found), name
+
+
+def find_breaches(tree: ast.Module, name: str):
+    """Yields one line for each breach of a house rule."""
+    for node in ast.walk(tree):
+        where = f"{name}:{getattr(node, 'lineno', 0)}"
+        match node:
+            case ast.Import(names=names) if {
+                n.name.split(".")[0] for n in names
+            } & PICKLING_MODULES:
+                yield f"{where}: imports pickle or the like"
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in PICKLING_MODULES:
+                yield f"{where}: imports from pickle or the like"
+            case ast.ImportFrom(module="os", names=names):
+                for alias in names:
+                    if alias.name in ("environ", "getenv") and name not in ENVIRONMENT_READERS:
+                        yield f"{where}: reads the environment ({alias.name})"
+            case ast.Attribute(attr="environ" | "getenv" as attr) if (
+                name not in ENVIRONMENT_READERS
+            ):
+                yield f"{where}: reads the environment ({attr})"
+            case ast.Attribute(attr=attr) if attr in PICKLING_CALLS:
+                yield f"{where}: {attr} pickles over the wire"
+            case ast.Attribute(attr="load", value=ast.Name(id="torch")):
+                yield f"{where}: torch.load reads pickle; use a text format or safetensors"
+            case ast.Global():
+                yield f"{where}: `global` rebinds module state: {', '.join(node.names)}"
+            case _:
+                pass
