@@ -1,0 +1,200 @@
+"""Installs the project as a user does, into fresh environments and directories.
+
+The environments borrow torch and the other dependencies from the one that runs the tests, by links,
+so that nothing is downloaded; pip's own part is real.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("src", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
+
+
+def run(*command: str | Path, cwd: Path, home: Path, **environment: str) -> str:
+    """Runs a command with a home and a temporary directory of its own; returns what it printed."""
+    (home / "tmp").mkdir(parents=True, exist_ok=True)
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PIP_CONSTRAINT")}
+    env |= {"HOME": str(home), "TMPDIR": str(home / "tmp"), "PIP_NO_CACHE_DIR": "1"}
+    env |= {"PATH": "/usr/bin:/bin", **environment}  # pip asks other tools of the PATH who they are
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def files_under(directory: Path) -> set[str]:
+    """Every file below `directory`, but for the compiled ones that Python leaves behind."""
+    found = (path for path in directory.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {str(path.relative_to(directory)) for path in found}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the sources, so that a build cannot leave anything in the real ones."""
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def borrowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with links to all that the tests' environment holds, except Interlace and pip."""
+    directory = tmp_path_factory.mktemp("borrowed")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        ours = path.name.lstrip("_").startswith(("interlace", "pip", "editable"))
+        if not ours and path.suffix != ".pth":
+            (directory / path.name).symlink_to(path)
+    return directory
+
+
+class Environment:
+    """A fresh virtual environment that sees the borrowed packages."""
+
+    def __init__(self, directory: Path, home: Path, borrowed: Path) -> None:
+        self.directory, self.home = directory, home
+        run(sys.executable, "-m", "venv", "--without-pip", directory, cwd=home, home=home)
+        self.python = directory / "bin" / "python"
+        self.site = next((directory / "lib").glob("python3*/site-packages"))
+        (self.site / "borrowed.pth").write_text(f"{borrowed}\n")
+
+    def pip(self, *arguments: str | Path, cwd: Path) -> str:
+        """Runs the tests' pip for this environment."""
+        return run(
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            self.python,
+            *arguments,
+            cwd=cwd,
+            home=self.home,
+        )
+
+    def run(self, *command: str | Path, **environment: str) -> str:
+        """Runs a command outside every checkout."""
+        return run(*command, cwd=self.home, home=self.home, **environment)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, borrowed: Path) -> Environment:
+    home = tmp_path / "home"
+    home.mkdir()
+    return Environment(tmp_path / "venv", home, borrowed)
+
+
+# The build back end is among the borrowed packages; `make` has already built with isolation.
+INSTALL = ("install", "--no-deps", "--no-build-isolation", "--no-index")
+
+CHECK = """
+import importlib.metadata, pathlib, interlace
+print(pathlib.Path(interlace.__file__).parent)
+assert importlib.metadata.version("interlace") == interlace.__version__
+assert (pathlib.Path(interlace.__file__).parent / "py.typed").is_file()
+points = importlib.metadata.distribution("interlace").entry_points
+assert {(p.group, p.name) for p in points} == {
+    ("console_scripts", "interlace"), ("torch_dynamo_backends", "interlace")
+}, points
+for point in points:
+    assert callable(point.load()), point
+import torch._dynamo
+assert "interlace" in torch._dynamo.list_backends()
+"""
+
+
+def test_pip_install(checkout: Path, environment: Environment) -> None:
+    """`pip install .` puts everything below site-packages and bin, and nothing into the sources."""
+    sources, before = files_under(checkout), files_under(environment.directory)
+    environment.pip(*INSTALL, ".", cwd=checkout)
+    assert files_under(checkout) == sources
+    added = files_under(environment.directory) - before
+    site = environment.site.relative_to(environment.directory)
+    elsewhere = {name for name in added if not name.startswith(f"{site}/interlace")}
+    assert elsewhere == {"bin/interlace"}
+
+    package = Path(environment.run(environment.python, "-c", CHECK).strip())
+    assert package == environment.site / "interlace"
+    assert "demo" in environment.run(environment.directory / "bin" / "interlace", "--help")
+    assert files_under(environment.home) == set()
+
+
+def test_pip_install_target(checkout: Path, environment: Environment, tmp_path: Path) -> None:
+    """`pip install --target DIR .` writes to DIR alone."""
+    target = tmp_path / "target"
+    sources, before = files_under(checkout), files_under(environment.directory)
+    environment.pip(*INSTALL, "--target", target, ".", cwd=checkout)
+    assert files_under(checkout) == sources
+    assert files_under(environment.directory) == before
+    assert files_under(environment.home) == set()
+    assert {name.split("/")[0].split("-")[0] for name in files_under(target)} == {
+        "interlace",
+        "bin",
+    }
+
+    path = {"PYTHONPATH": str(target)}
+    package = Path(environment.run(environment.python, "-c", CHECK, **path).strip())
+    assert package == target / "interlace"
+    script = target / "bin" / "interlace"
+    assert "demo" in environment.run(environment.python, script, "--help", **path)
+
+
+def test_editable_install(checkout: Path, environment: Environment) -> None:
+    """`pip install -e .` points at the sources, and a change there shows at once."""
+    sources = files_under(checkout)
+    environment.pip(*INSTALL, "--editable", ".", cwd=checkout)
+    assert files_under(checkout) == sources
+    package = Path(environment.run(environment.python, "-c", CHECK).strip())
+    assert package == checkout / "src" / "interlace"
+    (package / "errors.py").write_text("ADDED = 'seen'\n")
+    (package / "__init__.py").write_text("from interlace.errors import ADDED\n")
+    code = "import interlace; print(interlace.ADDED)"
+    assert environment.run(environment.python, "-c", code).strip() == "seen"
+
+
+def test_wheel_holds_python_alone(checkout: Path, environment: Environment, tmp_path: Path) -> None:
+    """One pure wheel for every platform: no compiled code, all sources, types marked."""
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path / "out")
+    environment.pip("wheel", *options, ".", cwd=checkout)
+    (wheel,) = (tmp_path / "out").iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = next(name for name in names if name.endswith(".dist-info/WHEEL"))
+        assert "Root-Is-Purelib: true" in archive.read(info).decode()
+    packaged = {name.removeprefix("interlace/") for name in names if name.startswith("interlace/")}
+    assert packaged == files_under(checkout / "src" / "interlace")
+    assert "py.typed" in packaged
+    binaries = {".so", ".pyd", ".dll", ".dylib", ".a", ".o", ".cubin", ".fatbin", ".exe"}
+    assert not {name for name in names if Path(name).suffix in binaries}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_dependencies_are_few(checkout: Path, environment: Environment) -> None:
+    """What a plain install brings along is torch and the terminal; the rest are extras."""
+    environment.pip(*INSTALL, ".", cwd=checkout)
+    code = "import importlib.metadata as m; print('\\n'.join(m.requires('interlace')))"
+    required = environment.run(environment.python, "-c", code).splitlines()
+    plain = {line.split(">")[0] for line in required if "extra ==" not in line}
+    assert {"torch", "typer", "rich"} <= plain <= {"torch", "typer", "rich", "perfetto"}
