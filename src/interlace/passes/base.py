@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from interlace.ir import Program, Remark
 
@@ -47,7 +47,7 @@ def spell_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        values: Iterable[object] = value  # pyright: ignore[reportUnknownVariableType]
+        values = cast("tuple[object, ...]", value)
         return f"[{','.join(map(spell_value, values))}]"
     return "none" if value is None else str(value)
 

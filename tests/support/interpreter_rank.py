@@ -1,0 +1,225 @@
+"""One rank of the reference interpreter: its memory, and how far each of its streams has come.
+
+Everything that depends on the list alone (which Record a Wait is bound to, the k-th collective of a
+team, the k-th message of a pair) is numbered once; `start` begins a run, `issue` plays the host.
+
+    rank = Rank(program, 0, [x, w])
+    rank.tensor(View("x"))
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tests.support.torch_ops import DTYPES
+
+from interlace.ir import (
+    Alloc,
+    Arg,
+    Box,
+    Buffer,
+    Collective,
+    Group,
+    HostSync,
+    Index,
+    Op,
+    Others,
+    Program,
+    Record,
+    Recv,
+    Send,
+    View,
+    Wait,
+    contiguous_strides,
+)
+
+TeamKey = tuple[str, tuple[int, ...]]
+Part = tuple[int, int]
+"""An op of a rank's list, and a member of it if it is a Group (else 0)."""
+
+
+class LifetimeFault(AssertionError):
+    """A buffer is used before its Alloc or after its Free."""
+
+
+@dataclass
+class Memory:
+    """Bytes, from `base` on."""
+
+    storage: torch.UntypedStorage
+    base: int = 0
+
+    def tensor(self, box: Box) -> torch.Tensor:
+        """The box as a tensor over these bytes."""
+        dtype = DTYPES[box.dtype]
+        first = self.base // box.dtype.itemsize + box.offset
+        if not box.numel:
+            return torch.empty(box.sizes, dtype=dtype)
+        return torch.empty(0, dtype=dtype).set_(self.storage, first, box.sizes, box.strides)
+
+
+def poisoned(nbytes: int) -> torch.UntypedStorage:
+    """Fresh bytes, NaN in every floating point type."""
+    storage = torch.UntypedStorage(nbytes)
+    storage.fill_(255)
+    return storage
+
+
+class Rank:
+    """One rank: its concrete Program, its memory and how far each stream has come."""
+
+    def __init__(self, program: Program, rank: int, inputs: Sequence[torch.Tensor]) -> None:
+        self.rank, self.program = rank, program.instantiate(rank)
+        self.where = program.where(rank)
+        self.box = self.program.boxes(rank)
+        self.ops, self.buffers = self.program.ops, self.program.buffers()
+        self.regions = {region.name: region for region in self.program.regions}
+        self.inputs = list(inputs)
+        self.run = -1
+        self.taken: dict[str, int] = {}
+        self.collectives: dict[tuple[TeamKey, str | None, int], int] = {}
+        self.collective_key: dict[int, tuple[TeamKey, str | None, int]] = {}
+        self.before: dict[int, int] = {}  # the collective that must be done before this one
+        self.messages: dict[tuple[type[Op], TeamKey, int, int, int], Part] = {}
+        self.message_key: dict[Part, tuple[type[Op], TeamKey, int, int, int]] = {}
+        self.bindings: dict[int, int] = {}
+        self._number()
+        self.start()
+
+    def team(self, name: str) -> TeamKey:
+        """The instance of the team that this rank is in."""
+        return name, self.where.member(name).ranks
+
+    def peers(self, team: str, peer: Index | Others) -> list[int]:
+        """Indices in the team that `peer` stands for."""
+        member = self.where.member(team)
+        if isinstance(peer, Others):
+            return [i for i in range(len(member.ranks)) if i != member.index]
+        return [self.where.index(peer)]
+
+    def _number(self) -> None:
+        counts: dict[object, int] = defaultdict(int)
+        latest: dict[object, int] = {}
+        for i, op in enumerate(self.ops):
+            if isinstance(op, Collective):
+                queue = (self.team(op.team), op.backend)
+                self.collective_key[i] = (*queue, counts[queue])
+                self.collectives[self.collective_key[i]] = i
+                counts[queue] += 1
+                if queue in latest:
+                    self.before[i] = latest[queue]
+                latest[queue] = i
+            elif isinstance(op, Record):
+                latest[op.event] = i
+            elif isinstance(op, Wait):
+                if op.event not in latest:
+                    raise AssertionError(f"rank {self.rank}: wait({op.event}) before its record")
+                self.bindings[i] = latest[op.event]
+            for part, item in enumerate(op.ops if isinstance(op, Group) else (op,)):
+                if isinstance(item, Send | Recv):
+                    me, peer = self.where.member(item.team).index, self.peers(item.team, item.peer)
+                    pair = (me, peer[0]) if isinstance(item, Send) else (peer[0], me)
+                    key = (type(item), self.team(item.team), *pair)
+                    self.message_key[i, part] = (*key, counts[key])
+                    self.messages[self.message_key[i, part]] = (i, part)
+                    counts[key] += 1
+
+    def start(self) -> None:
+        """Begins the next run: nothing issued, inputs and outputs bound, the rest unbound."""
+        self.run += 1
+        self.issued = 0
+        self.queues: dict[str, list[int]] = {stream: [] for stream in self.program.streams()}
+        self.done: set[int] = set()
+        self.parts_done: set[Part] = set()
+        self.memory: dict[str, Memory] = {}
+        self.freed: set[str] = set()
+        given = iter(self.inputs)
+        for buffer in self.program.params:
+            box = self.box(View(buffer.name))
+            if buffer.kind == "output":
+                self.memory[buffer.name] = Memory(poisoned(box.hull[1]))
+                continue
+            tensor = next(given)
+            assert tensor.dtype == DTYPES[buffer.dtype], f"{buffer.name}: {tensor.dtype}"
+            assert tuple(tensor.shape) == box.sizes, f"{buffer.name}: {tuple(tensor.shape)}"
+            self.memory[buffer.name] = Memory(
+                tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+            )
+        self.arena: dict[str, torch.UntypedStorage] = {}
+        extents: dict[str, int] = defaultdict(int)
+        for buffer in self.buffers.values():
+            if buffer.kind == "local":
+                name = buffer.storage or buffer.name
+                extents[name] = max(extents[name], buffer.offset + self.nbytes(buffer))
+        for name, nbytes in extents.items():
+            self.arena[name] = poisoned(nbytes)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every op of this run is done."""
+        return len(self.done) == len(self.ops)
+
+    def nbytes(self, buffer: Buffer) -> int:
+        """Bytes that the buffer spans."""
+        return self.box(View(buffer.name)).hull[1]
+
+    def issue(self, in_order: bool) -> None:
+        """Lets the host go on until a HostSync (in order: any op) that is not done holds it up."""
+        while self.issued < len(self.ops):
+            last = self.issued - 1
+            held = last >= 0 and last not in self.done
+            if held and (in_order or isinstance(self.ops[last], HostSync)):
+                return
+            op = self.ops[self.issued]
+            if isinstance(op, Alloc) and op.buffer.kind != "symmetric":
+                self.declare(op.buffer)
+            self.queues[op.stream].append(self.issued)
+            self.issued += 1
+
+    def declare(self, buffer: Buffer) -> None:
+        """Binds a local or fresh buffer at issue."""
+        self.freed.discard(buffer.name)
+        if buffer.kind == "local":
+            self.memory[buffer.name] = Memory(
+                self.arena[buffer.storage or buffer.name], buffer.offset
+            )
+        else:
+            self.memory[buffer.name] = Memory(poisoned(self.nbytes(buffer)))
+
+    def at(self, i: int) -> bool:
+        """Whether op `i` stands at the head of its stream, and of its team's queue."""
+        queue = self.queues[self.ops[i].stream]
+        return bool(queue) and queue[0] == i and self.before.get(i, i) in {i, *self.done}
+
+    def finish(self, i: int) -> None:
+        """Op `i` is done; its stream goes on."""
+        self.done.add(i)
+        self.queues[self.ops[i].stream].pop(0)
+
+    def tensor(self, view: View) -> torch.Tensor:
+        """The view in this rank's memory."""
+        if view.buffer not in self.memory or view.buffer in self.freed:
+            state = "after its free" if view.buffer in self.freed else "before its alloc"
+            raise LifetimeFault(f"rank {self.rank} uses {view.buffer} {state}")
+        return self.memory[view.buffer].tensor(self.box(view))
+
+    def bind(self, buffer: Buffer, value: torch.Tensor) -> None:
+        """Gives a fresh buffer storage of the strides it declares, and its contents."""
+        box = self.box(View(buffer.name))
+        assert tuple(value.shape) == box.sizes, f"{buffer.name}: {tuple(value.shape)}, {box.sizes}"
+        assert value.dtype == DTYPES[buffer.dtype], f"{buffer.name}: {value.dtype}"
+        strides = buffer.strides or contiguous_strides(box.sizes)
+        bound = torch.empty_strided(box.sizes, strides, dtype=value.dtype)
+        bound.copy_(value)
+        self.memory[buffer.name] = Memory(bound.untyped_storage())
+
+    def collect_results(self) -> tuple[object, ...]:
+        """What this run returns."""
+
+        def result(arg: Arg) -> object:
+            return self.tensor(arg).clone() if isinstance(arg, View) else arg
+
+        return tuple(map(result, self.program.returned()))
