@@ -1,0 +1,269 @@
+"""schedule: order and streams in one pass, so that communication runs under compute.
+
+Compute goes to the stream `main`, communication to one stream `comm`, in the order in which its
+results are needed. The pass plays the Program on two lanes: communication starts as soon as its
+data is there; compute whose input still travels gives way to compute that is ready, above all to
+what feeds more communication (the gradient of the input before the gradient of the weight). So a
+gather for a weight's gradient runs under the matmul for the input's, the scatter of the input's
+gradient under the weight's, and reductions that nobody awaits under the rest of the backward.
+
+    >>> overlapped = InsertSync().run(Schedule().run(program))
+
+All ranks must decide alike, also where their local sizes differ, so the pass looks at what ops
+there are, what depends on what and at sites, never at sizes: Note [Weights]. Every move keeps the
+dependencies of `passes/dependencies.py`, so the list runs in order without a deadlock.
+
+Note [Weights]
+    Between two lanes only the ratio matters: a matmul or an attention weighs as much as a whole
+    communication, the chunks of a site share that, and what is left weighs little. The machine's
+    real speeds decide between strategies, in `decompose`; here they would gain little and cost the
+    agreement of the ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from dataclasses import dataclass
+from typing import ClassVar
+
+from interlace.errors import PassError
+from interlace.ir import (
+    Alloc,
+    Call,
+    Collective,
+    Copy,
+    Expect,
+    Free,
+    Get,
+    Group,
+    HostSync,
+    Notify,
+    Op,
+    Program,
+    Put,
+    Recv,
+    Send,
+)
+from interlace.passes.dependencies import Before, dependencies, followers
+from interlace.passes.insert_sync import strip_events
+
+HEAVY = frozenset(
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "matmul",
+        "linear",
+        "convolution",
+        "_scaled_mm",
+        "_grouped_mm",
+    )
+)
+"""Calls that weigh as much as a communication, by the operator's name (and all attention)."""
+
+WHOLE, LIGHT = 96, 8
+FAR = 1 << 40
+
+
+def is_heavy(fn: str) -> bool:
+    """Whether a call of `fn` counts as heavy: a matmul, a convolution, an attention."""
+    parts = fn.split(".")
+    base = parts[1] if len(parts) > 1 else fn
+    return base in HEAVY or "attention" in base
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Orders the ops and puts them on streams."""
+
+    name: ClassVar[str] = "schedule"
+    streams: int = 2
+    """1 keeps the order, and everything on `main`."""
+    window: int = 64
+    """How many ops compute may be brought forward or held back: what bounds the memory it costs."""
+
+    def run(self, program: Program) -> Program:
+        """The same ops, reordered and on streams; events are left to `insert_sync`."""
+        if self.streams not in (1, 2) or self.window < 1:
+            raise PassError(
+                f"schedule: streams={self.streams}, window={self.window}; give 1 or 2 streams and "
+                "a window of 1 or more"
+            )
+        program = strip_events(program)
+        if self.streams == 1:
+            return program.replace(ops=tuple(_on(op, "main") for op in program.ops))
+        return program.replace(ops=tuple(_Player(program, self.window).play()))
+
+
+def role(op: Op) -> str:
+    """What the pass does with an op.
+
+    `compute` and `comm` take a place on a lane. `late` ops (allocations, awaited signals) go right
+    before the first op that needs them, on its stream, so that they hold up nothing else; `early`
+    ones (signals raised, storage given back) right after the last op that they need.
+    """
+    match op:
+        case Expect() | Alloc():
+            return "late"
+        case Notify() | Free() | HostSync():
+            return "early"
+        case Collective() | Send() | Recv() | Group() | Put() | Get():
+            return "comm"
+        case Copy(site=site) if site is not None:
+            return "comm"
+        case _:
+            return "compute"
+
+
+class _Player:
+    """Plays a Program on two lanes, and lists its ops as they start."""
+
+    def __init__(self, program: Program, window: int) -> None:
+        self.ops, self.window = program.ops, window
+        self.roles = [role(op) for op in self.ops]
+        self.before = dependencies(program)
+        self.after = followers(self.before)
+        self.needs = self._needs()
+        self.missing = [len(needs) for needs in self.needs]
+        self.dependants = followers(self.needs)
+        self.weights = self._weights()
+        self.depths = self._depths()
+        self.ranks = self._ranks()
+        self.finish = [0] * len(self.ops)
+        self.placed = [False] * len(self.ops)
+        self.stream = [""] * len(self.ops)
+        self.listed: list[int] = []
+        self.free = {"main": 0, "comm": 0}
+
+    def play(self) -> list[Op]:
+        """The ops in their new order."""
+        compute = [i for i, role in enumerate(self.roles) if role == "compute"]
+        oldest = 0
+        distant: dict[str, list[tuple[int, int]]] = {"main": [], "comm": []}
+        near: dict[str, dict[int, int]] = {"main": {}, "comm": {}}  # op: when its data is there
+        woken = [i for i, count in enumerate(self.missing) if count == 0]
+        while True:
+            for index in self._settle(woken):
+                lane = "main" if self.roles[index] == "compute" else "comm"
+                heapq.heappush(distant[lane], (self.ranks[index], index))
+            while oldest < len(compute) and self.placed[compute[oldest]]:
+                oldest += 1
+            horizon = oldest + self.window if oldest < len(compute) else 2 * FAR
+            for lane, heap in distant.items():
+                while heap and (heap[0][0] < horizon or heap[0][0] == FAR):
+                    index = heapq.heappop(heap)[1]
+                    near[lane][index] = max((self.finish[i] for i in self.needs[index]), default=0)
+            choices = [self._choose(lane, ready) for lane, ready in near.items() if ready]
+            if not choices:
+                break
+            start, lane, index = min(choices)
+            del near[lane][index]
+            self._place(index, lane)
+            self.finish[index] = self.free[lane] = start + self.weights[index]
+            woken = self._wake(index)
+        for index in range(len(self.ops)):
+            if not self.placed[index]:
+                assert self.roles[index] == "late", "only what nobody needs is left"
+                self._place(index, "main")
+        return [_on(self.ops[index], self.stream[index]) for index in self.listed]
+
+    def _choose(self, lane: str, ready: dict[int, int]) -> tuple[int, str, int]:
+        """When the lane goes on, and with which op; at the same time communication goes first."""
+        start = max(self.free[lane], min(ready.values()))
+        able = [index for index, when in ready.items() if when <= start]
+        if lane == "main":
+            return start, lane, min(able, key=lambda index: (-self.depths[index], index))
+        return start, lane, min(able, key=lambda index: (self.ranks[index], index))
+
+    def _place(self, index: int, stream: str) -> None:
+        """Lists an op, after the late ones that it needs."""
+        late, stack = {index}, [index]
+        while stack:
+            missing = {i for i in self.before[stack.pop()] if not self.placed[i]} - late
+            late |= missing
+            stack += missing
+        for other in sorted(late):
+            self.placed[other], self.stream[other] = True, stream
+            self.listed.append(other)
+
+    def _wake(self, index: int) -> list[int]:
+        woken: list[int] = []
+        for other in self.dependants[index]:
+            self.missing[other] -= 1
+            if self.missing[other] == 0:
+                woken.append(other)
+        return woken
+
+    def _settle(self, woken: list[int]) -> list[int]:
+        """Lists the early ops among `woken` and those that they wake; gives the others."""
+        waiting: list[int] = []
+        queue = sorted(woken)
+        while queue:
+            index = heapq.heappop(queue)
+            if self.roles[index] == "late":
+                continue
+            if self.roles[index] != "early":
+                waiting.append(index)
+                continue
+            last = max(self.needs[index], key=lambda i: (self.finish[i], i), default=None)
+            self.finish[index] = self.finish[last] if last is not None else 0
+            host = isinstance(self.ops[index], HostSync)
+            self._place(index, "main" if last is None or host else self.stream[last])
+            for other in self._wake(index):
+                heapq.heappush(queue, other)
+        return waiting
+
+    def _needs(self) -> Before:
+        """What each op must follow, with what late ops must follow in their place."""
+        found: list[tuple[int, ...]] = []
+        for earlier in self.before:
+            needs: set[int] = set()
+            for other in earlier:
+                needs.update(found[other] if self.roles[other] == "late" else (other,))
+            found.append(tuple(sorted(needs)))
+        return tuple(found)
+
+    def _weights(self) -> list[int]:
+        """How long each op takes on its lane: Note [Weights]."""
+        heavy = [
+            self.roles[i] == "comm" or (isinstance(op, Call) and is_heavy(op.fn))
+            for i, op in enumerate(self.ops)
+        ]
+        weights = [WHOLE if whole else LIGHT for whole in heavy]
+        sharing: dict[tuple[int, str], list[int]] = {}
+        for i, op in enumerate(self.ops):
+            if heavy[i] and op.site is not None:
+                sharing.setdefault((op.site, self.roles[i]), []).append(i)
+        for parts in sharing.values():
+            for i in parts:
+                weights[i] = max(1, WHOLE // len(parts))
+        return weights
+
+    def _depths(self) -> list[int]:
+        """How many communications follow one another after each op."""
+        depths = [0] * len(self.ops)
+        for index in reversed(range(len(self.ops))):
+            later = max((depths[other] for other in self.after[index]), default=0)
+            depths[index] = later + (self.roles[index] == "comm")
+        return depths
+
+    def _ranks(self) -> list[int]:
+        """Compute has its place among compute; the others that of the first compute they serve."""
+        ranks = [FAR] * len(self.ops)
+        count = self.roles.count("compute")
+        for index in reversed(range(len(self.ops))):
+            if self.roles[index] == "compute":
+                count -= 1
+                ranks[index] = count
+            else:
+                ranks[index] = min((ranks[other] for other in self.after[index]), default=FAR)
+        return ranks
+
+
+def _on(op: Op, stream: str) -> Op:
+    if isinstance(op, Group):
+        members = tuple(dataclasses.replace(member, stream=stream) for member in op.ops)
+        return dataclasses.replace(op, stream=stream, ops=members)
+    return op if op.stream == stream else dataclasses.replace(op, stream=stream)
