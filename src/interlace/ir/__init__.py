@@ -4,6 +4,8 @@
     view.py      views and the strided boxes they are
     ops.py       one frozen dataclass for each effect
     program.py   Program, its regions, sites and remarks; `instantiate(rank)`
+    printer.py   Program to text (printer_ops.py, layout.py)
+    parser.py    text to Program, its inverse (parser_*.py; spelling.py holds what both share)
 
 Nothing here imports torch.
 """
@@ -35,6 +37,8 @@ from interlace.ir.ops import (
     Wait,
     views_in,
 )
+from interlace.ir.parser import parse, parse_set
+from interlace.ir.printer import print_lines, print_op, print_program, print_set, print_view
 from interlace.ir.program import Node, Program, Region, Remark, Site, map_views
 from interlace.ir.types import (
     Buffer,
@@ -118,5 +122,12 @@ __all__ = [
     "Where",
     "contiguous_strides",
     "map_views",
+    "parse",
+    "parse_set",
+    "print_lines",
+    "print_op",
+    "print_program",
+    "print_set",
+    "print_view",
     "views_in",
 ]

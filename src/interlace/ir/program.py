@@ -98,6 +98,11 @@ class Program:
     rank: int | None = None
     """Set by `instantiate`: the global rank that this concrete Program is for."""
 
+    def __str__(self) -> str:
+        from interlace.ir.printer import print_program  # the printer imports this module
+
+        return print_program(self)
+
     def replace(self, **changes: object) -> Program:
         """This Program with some fields changed."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,160 @@
+"""The text being parsed: errors that show where they are, and the arguments of a call.
+
+coppy(x, y)   ->  ParseError: schedule.ilc:7:11: no op is named 'coppy'
+                    6 |     full = alloc(f32[8, 4])
+                  > 7 |     main: coppy(x, y)
+                      |           ^^^^^
+                  did you mean 'copy'?
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from interlace.errors import ParseError
+from interlace.ir.ops import Loc
+from interlace.ir.spelling import did_you_mean, excerpt
+
+Node = ast.expr | ast.stmt | ast.arg | ast.keyword
+
+
+class Source:
+    """A text with the name of its file."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self.text = text
+        self.file = file
+        self.lines = re.split(r"\r\n|\r|\n", text)  # as Python counts lines
+
+    def error(self, node: Node | None, what: str, fix: str) -> ParseError:
+        """The error to raise for a node."""
+        if node is None:
+            return self.error_at(1, None, 1, what, fix)
+        end = node.end_col_offset if node.end_lineno == node.lineno else None
+        column = self.column(node.lineno, node.col_offset)
+        length = 1 if end is None else self.column(node.lineno, end) - column
+        return self.error_at(node.lineno, column, length, what, fix)
+
+    def error_at(
+        self, line: int, column: int | None, length: int, what: str, fix: str
+    ) -> ParseError:
+        """The error to raise for a place in the text."""
+        place = f"{self.file}:{line}" + (f":{column}" if column else "")
+        shown = excerpt(self.lines, line, column, length)
+        return ParseError(f"{place}: {what}\n{shown}\n{fix}")
+
+    def column(self, line: int, offset: int) -> int:
+        """The column (from 1) of a byte offset, which is how `ast` counts."""
+        if line > len(self.lines):
+            return 1
+        return len(self.lines[line - 1].encode()[:offset].decode(errors="replace")) + 1
+
+    def loc(self, node: Node) -> Loc:
+        """Where a node stands."""
+        return Loc(file=self.file, line=node.lineno)
+
+    def tree(self) -> ast.Module:
+        """The text as Python's syntax tree."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # such as an unknown escape in a string
+                return ast.parse(self.text)
+        except SyntaxError as error:
+            line = min(max(error.lineno or 1, 1), len(self.lines))
+            raise self.error_at(
+                line,
+                min(error.offset, len(self.lines[line - 1]) + 1) if error.offset else None,
+                1,
+                f"not the syntax of a schedule: {error.msg}",
+                "a schedule is written in Python's syntax: check brackets, commas and indentation",
+            ) from None
+        except (ValueError, MemoryError, RecursionError) as error:
+            what = "nested too deeply" if not isinstance(error, ValueError) else str(error)
+            raise self.error_at(
+                1, None, 1, f"the text cannot be read: {what}", "give the text of a schedule"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a call takes: positional names (the first `required` must be there) and keywords."""
+
+    positional: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    rest: bool = False
+    """Takes any number of further positional arguments."""
+    any_keyword: bool = False
+    """Takes keywords of any name."""
+
+
+class Arguments:
+    """The arguments of one call, bound to a signature; every one is asked for by name."""
+
+    def __init__(self, source: Source, call: ast.Call, name: str, signature: Signature) -> None:
+        self.call = call
+        self.bound: dict[str, ast.expr] = {}
+        self.rest: list[ast.expr] = []
+        self.others: list[tuple[str, ast.expr]] = []
+        for place, node in enumerate(call.args):
+            if isinstance(node, ast.Starred):
+                raise source.error(node, "'*' has no meaning here", "write the arguments out")
+            if place < len(signature.positional):
+                self.bound[signature.positional[place]] = node
+            elif signature.rest:
+                self.rest.append(node)
+            else:
+                count = len(signature.positional)
+                raise source.error(
+                    node,
+                    f"{name}(...) takes {count} positional argument{'s' if count != 1 else ''}",
+                    f"write {usage(name, signature)}",
+                )
+        for keyword in call.keywords:
+            key = keyword.arg
+            known = (*signature.positional, *signature.keywords)
+            if key is None:
+                raise source.error(keyword, "'**' has no meaning here", "write the arguments out")
+            if key in self.bound or any(key == other for other, _ in self.others):
+                raise source.error(keyword, f"{name}(...) has {key!r} twice", "remove one of them")
+            if key in known:
+                self.bound[key] = keyword.value
+            elif signature.any_keyword:
+                self.others.append((key, keyword.value))
+            else:
+                raise source.error(
+                    keyword,
+                    f"{name}(...) has no argument {key!r}",
+                    did_you_mean(key, known, f"{name}(...) takes"),
+                )
+        missing = [key for key in signature.required if key not in self.bound]
+        if missing:
+            raise source.error(
+                call, f"{name}(...) lacks {missing[0]!r}", f"write {usage(name, signature)}"
+            )
+
+    def get(self, name: str) -> ast.expr | None:
+        """The argument of that name; None if it is not given or is the word None."""
+        node = self.bound.get(name)
+        return None if isinstance(node, ast.Constant) and node.value is None else node
+
+    def given(self, name: str) -> bool:
+        """Whether the argument is there, even as None."""
+        return name in self.bound
+
+    def __getitem__(self, name: str) -> ast.expr:
+        return self.bound[name]
+
+
+def usage(name: str, signature: Signature) -> str:
+    """How a call is written."""
+    parts: Sequence[str] = [
+        *signature.positional,
+        *(["..."] if signature.rest else []),
+        *(f"{key}=..." for key in signature.keywords if key not in ("site", "loc", "stream")),
+    ]
+    return f"{name}({', '.join(parts)})"

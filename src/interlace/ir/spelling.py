@@ -1,0 +1,97 @@
+"""What the printer, the parser and the validator share: names, scalars, excerpts, suggestions.
+
+A name that Python would not take as an identifier (or that the text uses for something else) is
+written as a string: `wait("end of step")`, `buffer["layers.0.x"][tp.rank]`.
+
+    >>> plain("full"), plain("layers.0"), quote('say "hi"')
+    (True, False, "'say \"hi\"'")
+"""
+
+from __future__ import annotations
+
+import difflib
+import keyword
+from collections.abc import Iterable, Sequence
+
+from interlace.ir.ops import Scalar
+from interlace.ir.types import DType
+
+RESERVED = frozenset(
+    {
+        *(str(dtype) for dtype in DType),
+        *("inf", "nan", "complex", "__debug__", "match", "case", "type", "_"),
+        *("buffer", "value", "stream", "team", "table"),
+    }
+)
+"""Words that mean something of their own where a name may stand."""
+
+
+def plain(name: str) -> bool:
+    """Whether `name` can stand in the text as it is."""
+    return (
+        name.isascii()
+        and name.isidentifier()
+        and not keyword.iskeyword(name)
+        and name not in RESERVED
+    )
+
+
+def quote(text: str) -> str:
+    """A string literal, in double quotes where that needs no escape."""
+    literal = repr(text)
+    return f'"{literal[1:-1]}"' if literal[0] == "'" and '"' not in text else literal
+
+
+def name_or_string(name: str) -> str:
+    """A name where only a name may stand: bare, or as a string."""
+    return name if plain(name) else quote(name)
+
+
+def accessor(family: str, name: str) -> str:
+    """A name inside an expression: bare, or `buffer["odd name"]`."""
+    return name if plain(name) else f"{family}[{quote(name)}]"
+
+
+def number(value: int | float) -> str:
+    """An integer or a float; `inf`, `-inf` and `nan` are words of the text."""
+    return repr(value)
+
+
+def scalar(value: Scalar) -> str:
+    """A literal of an argument."""
+    if isinstance(value, DType):
+        return value.value
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, complex):
+        return f"complex({number(value.real)}, {number(value.imag)})"
+    return repr(value)
+
+
+def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
+    """A hint for a name that is not there: the nearest ones, or the first few that are."""
+    names = sorted(set(known))
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(repr(found) for found in near)}?"
+    if not names:
+        return f"there are none ({what})"
+    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    return f"{what}: {shown}"
+
+
+def excerpt(
+    lines: Sequence[str], line: int, column: int | None = None, length: int = 1, context: int = 2
+) -> str:
+    """Line `line` (from 1) marked among its neighbours, with carets under `column` (from 1)."""
+    first, last = max(1, line - context), min(len(lines), line + context)
+    width = len(str(max(last, line)))
+    shown: list[str] = []
+    for at in range(first, last + 1):
+        mark = ">" if at == line else " "
+        text = lines[at - 1].rstrip()
+        shown.append(f"{mark} {at:>{width}} | {text}".rstrip())
+        if at == line and column is not None:
+            carets = "^" * max(1, min(length, len(text) - column + 1))
+            shown.append(f"  {' ' * width} | {' ' * (column - 1)}{carets}")
+    return "\n".join(shown)
