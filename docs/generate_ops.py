@@ -1,0 +1,183 @@
+"""Writes docs/ops.md, the table of ops, from the dataclasses themselves.
+
+    python docs/generate_ops.py            write the page
+    python docs/generate_ops.py --check    exit with 1 if the page is out of date
+
+The words are the classes' own docstrings, so the page cannot say something else than the code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import interlace.ir as ir
+from interlace.ir.printer import print_op
+
+PAGE = Path(__file__).with_name("ops.md")
+
+TP = ir.Team("tp", 4)
+NEXT, PREVIOUS = ir.RankIndex("tp", 1), ir.RankIndex("tp", -1)
+X, Y, W = ir.View("x"), ir.View("y"), ir.View("w")
+FULL = ir.View("full")
+BUFFER = ir.Buffer("full", ir.DType.bf16, (8192, 8192), "symmetric", "tp")
+SEND = ir.Send(src=X, peer=NEXT, team="tp", stream="comm")
+RECV = ir.Recv(dst=Y, peer=PREVIOUS, team="tp", stream="comm")
+
+FAMILIES: dict[str, tuple[ir.Op, ...]] = {
+    "Compute": (
+        ir.Call(fn="aten.mm.out", args=(FULL.chunk(TP.rank, 4), W), outs=(Y.chunk(TP.rank, 4),)),
+        ir.Copy(src=X, dst=FULL.chunk(TP.rank, 4)),
+    ),
+    "Memory": (ir.Alloc(buffer=BUFFER), ir.Free(buffer="full")),
+    "Order": (
+        ir.Record(event="e1", stream="comm"),
+        ir.Wait(event="e1"),
+        ir.HostSync(stream="comm"),
+    ),
+    "Team": (
+        ir.Collective(kind="all_gather", src=X, dst=FULL, team="tp", stream="comm"),
+        SEND,
+        RECV,
+        ir.Group(ops=(SEND, RECV), stream="comm"),
+    ),
+    "One-sided": (
+        ir.Put(src=X, dst=FULL.chunk(TP.rank, 4), peer=NEXT, team="tp", stream="comm"),
+        ir.Get(src=FULL.chunk(NEXT, 4), peer=NEXT, team="tp", stream="comm"),
+        ir.Notify(signal="ready", peer=TP.others, team="tp"),
+        ir.Expect(signal="ready", peer=NEXT, team="tp", stream="comm"),
+    ),
+}
+"""Every op, once, as an example."""
+
+HEAD = """# The ops
+
+<!-- Written by docs/generate_ops.py from the dataclasses. Change those, then run `make docs`. -->
+
+Each op is one effect: a frozen dataclass in `interlace.ir`. All have `stream` (the queue they run
+on), `site` (the communication they serve) and `loc` (the module and source line they come from).
+`reads()` and `writes()` give what an op touches; the verifier, the memory planner, the simulator
+and the trace know an op by these and by its place in the order. How an op orders others is in
+[semantics.md](semantics.md), how it is written in [text.md](text.md).
+"""
+
+
+def page() -> str:
+    """The text of docs/ops.md."""
+    parts = [HEAD]
+    for family, ops in FAMILIES.items():
+        parts.append(f"## {family}\n")
+        parts += [section(op) for op in ops]
+    parts.append("## Kinds of collective\n")
+    parts.append(
+        "One row of data each (`interlace.ir.KINDS`), for a team of `n` ranks. Reductions: "
+        + ", ".join(f"`{name}`" for name in ir.REDUCTIONS)
+        + ".\n"
+    )
+    parts.append(kinds())
+    parts.append("## Steps of a view\n")
+    steps = (
+        ir.Chunk,
+        ir.Slice,
+        ir.Select,
+        ir.Permute,
+        ir.Reshape,
+        ir.Expand,
+        ir.Cast,
+        ir.AsStrided,
+    )
+    parts.append(table(("step", "fields", "what"), (step_row(step) for step in steps)))
+    parts.append("## Element types\n")
+    parts.append(table(("name", "bytes"), ((f"`{t.value}`", str(t.itemsize)) for t in ir.DType)))
+    return "\n".join(parts)
+
+
+def section(op: ir.Op) -> str:
+    """One op: what it is, how it is written, its fields."""
+    kind = type(op)
+    example = print_op(op, ir.Program(teams=(TP,)))
+    common = {field.name for field in dataclasses.fields(ir.Op)}
+    rows = [
+        (f"`{field.name}`", f"`{field.type}`", default(field))
+        for field in dataclasses.fields(kind)
+        if field.name not in common
+    ]
+    parts = [f"### {kind.__name__}\n", doc(kind), f"\n```python\n{example}\n```\n"]
+    parts += [f"Reads {touched(op.reads())}; writes {touched(op.writes())}.\n"]
+    if rows:
+        parts.append(table(("field", "type", "default"), rows))
+    return "\n".join(parts)
+
+
+def touched(accesses: Iterable[ir.Access]) -> str:
+    """What the example reads or writes, in words."""
+    names = dict.fromkeys(
+        f"`{access.view.buffer}`" + ("" if access.peer is None else " of a peer")
+        for access in accesses
+    )
+    return ", ".join(names) or "nothing"
+
+
+def default(field: dataclasses.Field[object]) -> str:
+    """A field's default as the page shows it."""
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`"
+    return "required"
+
+
+def kinds() -> str:
+    """The table of collectives."""
+    scales = {"gather": "`dst` is n times `src`", "scatter": "`src` is n times `dst`", "": "equal"}
+    return table(
+        ("kind", "who reads `src`", "who writes `dst`", "sizes", "reduces", "root"),
+        (
+            (
+                f"`{name}`",
+                kind.reads,
+                kind.writes,
+                scales[kind.scales] if kind.reads != "none" else "none",
+                "yes" if kind.reduces else "no",
+                "yes" if kind.rooted else "no",
+            )
+            for name, kind in ir.KINDS.items()
+        ),
+    )
+
+
+def step_row(step: type) -> tuple[str, str, str]:
+    """One step of a view as a row."""
+    fields = ", ".join(f"`{f.name}: {f.type}`" for f in dataclasses.fields(step))
+    return f"`{step.__name__}`", fields, doc(step).replace("\n", " ")
+
+
+def doc(kind: type) -> str:
+    """A class's docstring as Markdown."""
+    text = inspect.getdoc(kind)
+    assert text, f"{kind.__name__} says nothing about itself"
+    return text
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    escaped = (tuple(cell.replace("|", "\\|") for cell in line) for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped) + "\n"
+
+
+def main() -> int:
+    """Writes the page, or checks it."""
+    text = page()
+    if "--check" in sys.argv[1:]:
+        if PAGE.exists() and PAGE.read_text() == text:
+            return 0
+        print(f"{PAGE} is out of date: run `make docs`", file=sys.stderr)
+        return 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
