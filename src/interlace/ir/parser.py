@@ -66,9 +66,7 @@ def _program(source: Source, node: ast.stmt) -> Program:
         raise source.error(
             node, "expected a program", "write one as def name(tp: Team[4], x: f32[8]): ..."
         )
-    name = node.name
-    for decorator in node.decorator_list:
-        name = decorated(source, decorator, "named") or name
+    name = decorated(source, node, "named")
     teams = tuple(parse_team(source, arg) for arg in parameters(source, node) if is_team(arg))
     return _Body(source, name, teams).parse(node)
 
@@ -130,7 +128,7 @@ class _Body:
             case ast.Expr(value=ast.Call(func=ast.Name(id=word)) as call):
                 self.directive(node, word, call)
             case ast.FunctionDef():
-                self.regions.append(region(self.source, node))
+                self.regions.append(region(self.source, node, self.program.teams))
             case ast.Return(value=value):
                 items = self.ops_parser.items(value) if isinstance(value, ast.Tuple) else [value]
                 self.results = tuple(self.ops_parser.arg(item) for item in items if item)

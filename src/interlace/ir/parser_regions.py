@@ -9,10 +9,12 @@ def region_0(x, y):
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from interlace.ir.parser_ops import OpParser
 from interlace.ir.parser_source import Arguments, Signature, Source
 from interlace.ir.program import Node, Region
+from interlace.ir.types import Team
 
 
 def is_doc(place: int, node: ast.stmt) -> bool:
@@ -25,15 +27,20 @@ def is_doc(place: int, node: ast.stmt) -> bool:
     )
 
 
-def decorated(source: Source, node: ast.expr, word: str) -> str | None:
-    """The name that a decorator gives; None for a decorator without one."""
-    if isinstance(node, ast.Name) and node.id == word and word == "region":
-        return None
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == word:
-        args = Arguments(source, node, word, Signature(("name",), (), ("name",)))
-        return OpParser(source, ()).string(args["name"])
-    form = "@region" if word == "region" else '@named("any name")'
-    raise source.error(node, "this decorator has no meaning here", f"write {form}, or remove it")
+def decorated(source: Source, node: ast.FunctionDef, word: str) -> str:
+    """The name of a program or a region: its own, or what its decorator says."""
+    name = node.name
+    for found in node.decorator_list:
+        if isinstance(found, ast.Name) and found.id == word == "region":
+            continue
+        call = found if isinstance(found, ast.Call) else None
+        if call is None or not (isinstance(call.func, ast.Name) and call.func.id == word):
+            form = "@region" if word == "region" else '@named("any name")'
+            what = "this decorator has no meaning here"
+            raise source.error(found, what, f"write {form}, or remove it")
+        args = Arguments(source, call, word, Signature(("name",), (), ("name",)))
+        name = OpParser(source, ()).string(args["name"])
+    return name
 
 
 def parameters(source: Source, node: ast.FunctionDef) -> list[ast.arg]:
@@ -51,13 +58,13 @@ def parameters(source: Source, node: ast.FunctionDef) -> list[ast.arg]:
     return args.args
 
 
-def region(source: Source, node: ast.FunctionDef) -> Region:
+def region(source: Source, node: ast.FunctionDef, teams: Sequence[Team]) -> Region:
     """`@region def region_0(x, y): ...`."""
     if len(node.decorator_list) != 1:
         fix = "write @region on the line before it"
         raise source.error(node, "a def inside a program is a region", fix)
-    name = decorated(source, node.decorator_list[0], "region") or node.name
-    expr = OpParser(source, (), in_region=True)
+    name = decorated(source, node, "region")
+    expr = OpParser(source, teams, in_region=True)
     inputs = tuple(
         arg.arg if arg.annotation is None else expr.string(arg.annotation)
         for arg in parameters(source, node)

@@ -53,6 +53,8 @@ CALL_KEYWORDS = frozenset(
     {"fn", "out", "fresh", "mutates", "rng", "kwargs", "site", "loc", "stream"}
 )
 """Keywords of a Call itself; keyword arguments of these names stand in `kwargs=`."""
+NODE_KEYWORDS = frozenset({"fn", "kwargs"})
+"""The same for the calls of a region."""
 SLICED_DIMS = 4
 """Slices of dimensions below this are written in brackets, others with `.slice(...)`."""
 
@@ -179,7 +181,7 @@ class OpPrinter:
         return f"{name} := {self.buffer_type(buffer, 'fresh', name)}"
 
     def keywords(
-        self, kwargs: tuple[tuple[str, Arg], ...], taken: frozenset[str] = frozenset({"kwargs"})
+        self, kwargs: tuple[tuple[str, Arg], ...], taken: frozenset[str] = NODE_KEYWORDS
     ) -> list[Item]:
         """Keyword arguments, all in one `kwargs=` where one could not stand as a keyword."""
         names = [key for key, _ in kwargs]

@@ -1,0 +1,37 @@
+"""`parse(str(p)) == p`: for Programs with anything in them, and for sensible ones."""
+
+from __future__ import annotations
+
+import random
+
+from tests.support.arbitrary_programs import Arbitrary
+
+from interlace.ir import parse, parse_set, print_set
+
+
+def test_anything_that_a_program_can_hold(seed: int) -> None:
+    draw = Arbitrary(random.Random(seed))
+    for _ in range(1500):
+        program = draw.program()
+        text = str(program)
+        read = parse(text)
+        assert read == program, text
+        assert str(read) == text
+        assert [op.loc.module for op in read.ops] == [op.loc.module for op in program.ops]
+
+
+def test_types_survive_and_not_only_values(seed: int) -> None:
+    """1, 1.0 and True are equal to Python but not to torch."""
+    draw = Arbitrary(random.Random(seed))
+    for _ in range(500):
+        program = draw.program()
+        read = parse(str(program))
+        assert repr(read.results) == repr(program.results)
+        assert repr(read.regions) == repr(program.regions)
+
+
+def test_sets_of_programs(seed: int) -> None:
+    draw = Arbitrary(random.Random(seed))
+    for count in (1, 2, 5):
+        programs = tuple(draw.program() for _ in range(count))
+        assert parse_set(print_set(programs)) == programs
