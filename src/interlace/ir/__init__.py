@@ -1,7 +1,8 @@
 """The schedule as data: ops, buffers, views, streams, events, teams, Program, and its text.
 
     types.py     element types, teams, tables, buffers, rank-dependent integers
-    view.py      views and the strided boxes they are
+    box.py       strided boxes: the bytes that a view is on one rank
+    view.py      views: a buffer and the steps that lead to a box of it
     ops.py       one frozen dataclass for each effect
     program.py   Program, its regions, sites and remarks; `instantiate(rank)`
     printer.py   Program to text (printer_ops.py, layout.py)
@@ -10,6 +11,7 @@
 Nothing here imports torch.
 """
 
+from interlace.ir.box import Box
 from interlace.ir.ops import (
     KINDS,
     REDUCTIONS,
@@ -56,7 +58,6 @@ from interlace.ir.types import (
 )
 from interlace.ir.view import (
     AsStrided,
-    Box,
     Cast,
     Chunk,
     Expand,
