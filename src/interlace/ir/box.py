@@ -1,7 +1,7 @@
 """Boxes: the bytes that a view is, on one rank.
 
-A `Box` is what two accesses are compared by: the verifier, the passes and the executor agree on what
-touches what because they all ask here.
+A `Box` is what two accesses are compared by: the verifier, the passes and the executor agree on
+what touches what because they all ask here.
 
     >>> rows = Box(8, (2, 4), (4, 1), DType.f32)
     >>> rows.hull, rows.overlaps(Box(12, (4,), (1,), DType.f32))
