@@ -1,0 +1,287 @@
+"""plan_memory: where every buffer lives, and for how long.
+
+- Buffers that stay inside the Program share one `arena` by lifetime. A fresh buffer that nobody
+  outside sees becomes one of them, and so does the result of a matmul (`aten.mm.default` turns into
+  `aten.mm.out`), so that a run allocates little. What leaves the Program stays fresh.
+- Symmetric buffers take slots of their team's pool; one slot serves many that live one after
+  another.
+- `Alloc` stands right before the first use; `Free`, for fresh and symmetric buffers, after the
+  last one.
+
+    >>> print(PlanMemory().run(program))
+    ...
+        h = alloc(f32[64, 256], storage="arena", offset=4096)
+
+Bytes are reused, and buffers freed, only where the Program's data already orders all their uses,
+so `insert_sync`, which runs later, adds no event for memory's sake and nothing waits longer. A
+remark tells the bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from interlace.errors import PassError
+from interlace.ir import Alloc, Buffer, Call, Free, Op, Program, Remark, View, views_in
+from interlace.passes.base import add_remarks
+from interlace.passes.dependencies import dependencies
+from interlace.passes.insert_sync import Order, clocks, strip_events
+from interlace.passes.overlaps import Overlaps, written
+
+ARENA = "arena"
+ALIGNMENT = 256
+"""Bytes; enough for any vector load, and for what a matrix multiplication likes best."""
+OUT_VARIANTS = {f"aten.{name}.default": f"aten.{name}.out" for name in ("mm", "addmm", "bmm")}
+"""Calls that can write into storage they are given, with the same arithmetic."""
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """Places `Alloc` and `Free`, and shares storage."""
+
+    name: ClassVar[str] = "plan_memory"
+    reuse: bool = True
+    """False gives every local buffer bytes of its own, and every symmetric one a slot."""
+
+    def run(self, program: Program) -> Program:
+        """The same ops on the same streams, with memory planned."""
+        program = _place_allocs(_localise(strip_events(program)))
+        lives = Lives.of(program)
+        overlaps = Overlaps(program)
+        sizes = {name: overlaps.size(lives.buffers[name]) for name in lives.uses}
+        offsets = _pack(lives, sizes, self.reuse)
+        frees = _place_frees(lives, len(program.ops))
+        slots = _take_slots(lives, frees, sizes, self.reuse)
+        ops: list[Op] = []
+        for index, op in enumerate(program.ops):
+            if isinstance(op, Alloc) and op.buffer.name in offsets:
+                place = {"storage": ARENA, "offset": offsets[op.buffer.name]}
+                op = dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, **place))
+            elif isinstance(op, Alloc) and op.buffer.name in slots:
+                slot = dataclasses.replace(op.buffer, storage=slots[op.buffer.name], offset=0)
+                op = dataclasses.replace(op, buffer=slot)
+            ops += [op, *frees.get(index, ())]
+        remarks = _remarks(lives, offsets, slots, frees, sizes)
+        kept = tuple(r for r in program.remarks if r.pass_name != self.name)
+        return add_remarks(program.replace(ops=tuple(ops), remarks=kept), remarks)
+
+
+def _escaping(program: Program) -> set[str]:
+    return {view.buffer for arg in program.returned() for view in views_in(arg)}
+
+
+def _localise(program: Program) -> Program:
+    """Fresh buffers that stay inside become local; local ones that leave become fresh."""
+    escaping = _escaping(program)
+    ops: list[Op] = []
+    for op in program.ops:
+        if isinstance(op, Alloc) and op.buffer.kind in ("fresh", "local"):
+            kind = "fresh" if op.buffer.name in escaping else "local"
+            buffer = dataclasses.replace(op.buffer, kind=kind, storage=None, offset=0)
+            op = dataclasses.replace(op, buffer=buffer)
+        elif isinstance(op, Call) and op.fn in OUT_VARIANTS and len(op.fresh) == 1:
+            (buffer,) = op.fresh
+            if buffer.name not in escaping and buffer.strides is None:
+                ops.append(Alloc(buffer=dataclasses.replace(buffer, kind="local")))
+                fn, outs = OUT_VARIANTS[op.fn], (View(buffer.name),)
+                op = dataclasses.replace(op, fn=fn, outs=outs, fresh=())
+        ops.append(op)
+    return program.replace(ops=tuple(ops))
+
+
+def buffers_of(op: Op) -> set[str]:
+    """The buffers that an op reads or writes, a peer's copies included."""
+    names = {access.view.buffer for access in (*op.reads(), *op.writes())}
+    return names.union(view.buffer for view in written(op))
+
+
+def _place_allocs(program: Program) -> Program:
+    """Each `Alloc` right before the first use, on its stream; no `Free`."""
+    pending: dict[str, Alloc] = {}
+    for op in program.ops:
+        if isinstance(op, Alloc) and pending.setdefault(op.buffer.name, op) is not op:
+            raise PassError(
+                f"plan_memory: {op.buffer.name!r} is allocated twice; give the second a new name"
+            )
+    ops: list[Op] = []
+    for op in program.ops:
+        if isinstance(op, Alloc | Free):
+            continue
+        for name in sorted(buffers_of(op)):
+            alloc = pending.pop(name, None)
+            if alloc is not None:
+                ops.append(dataclasses.replace(alloc, stream=op.stream))
+        ops.append(op)
+    escaping = _escaping(program)
+    ops += [alloc for name, alloc in pending.items() if name in escaping]
+    return program.replace(ops=tuple(ops))
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """Who uses each buffer that the Program declares, and how those uses are ordered."""
+
+    ops: tuple[Op, ...]
+    order: Order
+    buffers: Mapping[str, Buffer]
+    uses: dict[str, list[int]]
+    """By buffer in order of first use: the ops that use it, and for a fresh one the declaration."""
+    escaping: set[str]
+
+    @classmethod
+    def of(cls, program: Program) -> Lives:
+        """The lives of a Program's buffers, as the order of its data allows them."""
+        buffers = program.buffers()
+        params = {buffer.name for buffer in program.params}
+        uses: dict[str, list[int]] = {}
+        for index, op in enumerate(program.ops):
+            for name in sorted(buffers_of(op)):
+                if name in buffers and name not in params:
+                    uses.setdefault(name, []).append(index)
+        order = clocks(program.ops, dependencies(program))
+        return cls(program.ops, order, buffers, uses, _escaping(program))
+
+    def last(self, name: str) -> list[int]:
+        """How far each stream must have come for every use of the buffer to be done."""
+        reached = [0] * len(self.order.streams)
+        for index in self.uses[name]:
+            lane = self.order.lane[index]
+            reached[lane] = max(reached[lane], self.order.position[index])
+        return reached
+
+    def done_before(self, last: Sequence[int], name: str) -> bool:
+        """Whether streams that came as far as `last` have done so before any use of `name`."""
+        seen: set[int] = set()
+        for index in self.uses[name]:
+            lane = self.order.lane[index]
+            if lane not in seen:  # a stream's later uses come after its first
+                seen.add(lane)
+                clock = self.order.clock[index]
+                before = (c - (i == lane) for i, c in enumerate(clock))
+                if any(need > has for need, has in zip(last, before, strict=True)):
+                    return False
+        return True
+
+
+def _pack(lives: Lives, sizes: Mapping[str, int], reuse: bool) -> dict[str, int]:
+    """An offset in the arena for every local buffer: the first gap that is free by then."""
+    offsets: dict[str, int] = {}
+    active: list[tuple[list[int], int, int]] = []  # (how far its uses reach, first byte, last)
+    floor = _Floor(lives.order)
+    for name, uses in lives.uses.items():
+        if lives.buffers[name].kind != "local":
+            continue
+        if reuse:
+            least = floor.at(uses[0])
+            active = [a for a in active if any(n > h for n, h in zip(a[0], least, strict=True))]
+        taken = [(a[1], a[2]) for a in active if not (reuse and lives.done_before(a[0], name))]
+        size, offset = -(-sizes[name] // ALIGNMENT) * ALIGNMENT, 0
+        for start, stop in sorted(taken):
+            if offset + size <= start:
+                break
+            offset = max(offset, stop)
+        offsets[name] = offset
+        active.append((lives.last(name), offset, offset + size))
+    return offsets
+
+
+class _Floor:
+    """How far each stream has certainly come for whatever is listed from an op on."""
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.index = order, 0
+        self.latest = [(0,) * len(order.streams) for _ in order.streams]
+        self.left = [order.lane.count(lane) for lane in range(len(order.streams))]
+
+    def at(self, index: int) -> list[int]:
+        """The least that any stream with ops to come knows; `index` may only grow."""
+        for i in range(self.index, index):
+            lane = self.order.lane[i]
+            self.latest[lane] = self.order.clock[i]
+            self.left[lane] -= 1
+        self.index = max(self.index, index)
+        open_ = [clock for clock, left in zip(self.latest, self.left, strict=True) if left]
+        return [min(column) for column in zip(*open_, strict=True)]
+
+
+def _place_frees(lives: Lives, count: int) -> dict[int, list[Free]]:
+    """After which op each buffer is freed: the first that comes after all uses."""
+    ending: dict[int, list[str]] = {}
+    for name, uses in lives.uses.items():
+        kind = lives.buffers[name].kind
+        if kind == "symmetric" or (kind == "fresh" and name not in lives.escaping):
+            ending.setdefault(uses[-1], []).append(name)
+    frees: dict[int, list[Free]] = {}
+    pending: dict[str, list[int]] = {}
+    for index in range(count):
+        pending.update((name, lives.last(name)) for name in ending.get(index, ()))
+        clock = lives.order.clock[index]
+        for name, last in list(pending.items()):
+            if all(need <= has for need, has in zip(last, clock, strict=True)):
+                del pending[name]
+                free = Free(buffer=name, stream=lives.ops[index].stream)
+                frees.setdefault(index, []).append(free)
+    for name in pending:  # a slot must be given back, if a stream has to wait for that
+        if lives.buffers[name].kind == "symmetric":
+            free = Free(buffer=name, stream=lives.ops[lives.uses[name][-1]].stream)
+            frees.setdefault(count - 1, []).append(free)
+    return frees
+
+
+def _take_slots(
+    lives: Lives, frees: Mapping[int, list[Free]], sizes: Mapping[str, int], reuse: bool
+) -> dict[str, str]:
+    """The slot of each symmetric buffer: one that is free by then and fits best, or a new one."""
+    names: dict[str, str] = {}
+    size: dict[tuple[str | None, str], int] = {}
+    idle: dict[str | None, list[str]] = {}
+    for index, op in enumerate(lives.ops):
+        if isinstance(op, Alloc) and op.buffer.kind == "symmetric":
+            wanted, team = sizes.get(op.buffer.name, 0), op.buffer.team
+            free = idle.setdefault(team, [])
+            best = min(free, key=lambda s: abs(size[team, s] - wanted)) if free and reuse else None
+            if best is None:
+                best = f"s{sum(owner == team for owner, _ in size)}"
+            else:
+                free.remove(best)
+            size[team, best] = max(wanted, size.get((team, best), 0))
+            names[op.buffer.name] = best
+        for released in frees.get(index, ()):
+            if released.buffer in names:
+                team = lives.buffers[released.buffer].team
+                idle.setdefault(team, []).append(names[released.buffer])
+    return names
+
+
+def _remarks(
+    lives: Lives,
+    offsets: Mapping[str, int],
+    slots: Mapping[str, str],
+    frees: Mapping[int, list[Free]],
+    sizes: Mapping[str, int],
+) -> list[Remark]:
+    arena = max((offset + sizes[name] for name, offset in offsets.items()), default=0)
+    alone = sum(sizes[name] for name in offsets)
+    pool: dict[tuple[str | None, str], int] = {}
+    for name, slot in slots.items():
+        key = (lives.buffers[name].team, slot)
+        pool[key] = max(pool.get(key, 0), sizes.get(name, 0))
+    live = peak = 0
+    begins: dict[int, list[str]] = {}
+    for name, uses in lives.uses.items():
+        begins.setdefault(uses[0], []).append(name)
+    for index in range(len(lives.ops)):
+        fresh = [n for n in begins.get(index, ()) if lives.buffers[n].kind == "fresh"]
+        live += sum(sizes[name] for name in fresh)
+        peak = max(peak, live)
+        gone = [free.buffer for free in frees.get(index, ())]
+        live -= sum(sizes[name] for name in gone if lives.buffers[name].kind == "fresh")
+    text = (
+        f"peak {arena + 2 * sum(pool.values()) + peak} bytes: arena {arena} for {len(offsets)} "
+        f"buffers ({alone} without reuse), {len(pool)} symmetric slots of two copies "
+        f"{2 * sum(pool.values())}, fresh {peak}"
+    )
+    return [Remark("plan_memory", text)]
