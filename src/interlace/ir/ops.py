@@ -85,8 +85,9 @@ class Call(Op):
     """Compute: `fn` (an aten overload, a kernel or a region of the Program), `args` into `outs`.
 
     With `fresh` the call makes its own outputs: it declares these buffers and binds them to what it
-    returns; else `outs` are preallocated views that it fills. `mutates` marks arguments written in
-    place (they stand in `outs` as well). `rng` calls draw random numbers.
+    returns (they do not stand in `outs`); else `outs` are preallocated views that it fills.
+    `mutates` marks arguments written in place (they stand in `outs` as well). `rng` calls draw
+    random numbers.
     """
 
     fn: str
@@ -108,7 +109,8 @@ class Call(Op):
         return (*found, Access(RNG)) if self.rng else found
 
     def writes(self) -> tuple[Access, ...]:
-        found = tuple(Access(view) for view in self.outs)
+        made = (View(buffer.name) for buffer in self.fresh)
+        found = tuple(Access(view) for view in dict.fromkeys((*self.outs, *made)))
         return (*found, Access(RNG)) if self.rng else found
 
 

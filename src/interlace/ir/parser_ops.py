@@ -109,16 +109,10 @@ class OpParser(ViewParser, TypeParser):
         outs: list[View] = []
         fresh: list[Buffer] = []
         for node in self.items(args.bound.get("out")):
-            if isinstance(node, ast.NamedExpr):
-                buffer = self.fresh(node)
-                fresh.append(buffer)
-                outs.append(View(buffer.name))
+            if isinstance(node, ast.NamedExpr):  # a buffer that the call makes: t := f32[8, 4]
+                fresh.append(self.declared(node.value).buffer(node.target.id, "fresh"))
             else:
                 outs.append(self.view(node))
-        for node in self.items(args.bound.get("fresh")):
-            if not isinstance(node, ast.NamedExpr):
-                raise self.fail(node, "expected a declaration", "write fresh=(t := f32[8, 4])")
-            fresh.append(self.fresh(node))
         return Call(
             fn=self.string(args["fn"]),
             args=tuple(map(self.arg, args.rest)),
@@ -135,10 +129,6 @@ class OpParser(ViewParser, TypeParser):
         if node is None:
             return []
         return list(node.elts) if isinstance(node, ast.Tuple | ast.List) else [node]
-
-    def fresh(self, node: ast.NamedExpr) -> Buffer:
-        """A buffer that a call makes: `t := f32[8, 4]`."""
-        return self.declared(node.value).buffer(node.target.id, "fresh")
 
     def flag(self, args: Arguments, name: str) -> bool:
         """A keyword that is True or False."""
@@ -304,7 +294,7 @@ FORMS: dict[str, Form] = {
     "call": Form(
         Signature(
             ("fn",),
-            ("out", "fresh", "mutates", "rng", "kwargs", *_COMMON),
+            ("out", "mutates", "rng", "kwargs", *_COMMON),
             ("fn",),
             rest=True,
             any_keyword=True,

@@ -49,9 +49,7 @@ from interlace.ir.view import (
     View,
 )
 
-CALL_KEYWORDS = frozenset(
-    {"fn", "out", "fresh", "mutates", "rng", "kwargs", "site", "loc", "stream"}
-)
+CALL_KEYWORDS = frozenset({"fn", "out", "mutates", "rng", "kwargs", "site", "loc", "stream"})
 """Keywords of a Call itself; keyword arguments of these names stand in `kwargs=`."""
 NODE_KEYWORDS = frozenset({"fn", "kwargs"})
 """The same for the calls of a region."""
@@ -154,24 +152,11 @@ class OpPrinter:
     def call_items(self, op: Call) -> list[Item]:
         items: list[Item] = [quote(op.fn), *map(self.arg, op.args)]
         items += self.keywords(op.kwargs, CALL_KEYWORDS)
-        plainly = {buffer.name: buffer for buffer in op.fresh}
-        declared = tuple(
-            dict.fromkeys(v.buffer for v in op.outs if v.covers_buffer and v.buffer in plainly)
-        )
-        inline = declared == tuple(buffer.name for buffer in op.fresh)
-        outs: list[Item] = []
-        for view in op.outs:
-            if inline and view.covers_buffer and view.buffer in plainly:
-                outs.append(self.declared(plainly.pop(view.buffer)))
-            else:
-                outs.append(self.view(view))
-        if len(outs) == 1:
-            walrus = isinstance(outs[0], str) and " := " in outs[0]
-            items.append(Block("out=(", outs, ")") if walrus else f"out={outs[0]}")
+        outs = [*map(self.view, op.outs), *map(self.declared, op.fresh)]
+        if len(outs) == 1 and not op.fresh:
+            items.append(f"out={outs[0]}")
         elif outs:
-            items.append(Block("out=(", outs, ")"))
-        if not inline:
-            items.append(Block("fresh=(", [self.declared(b) for b in op.fresh], ")"))
+            items.append(Block("out=(", list(outs), ")"))
         items += ["mutates=True"] if op.mutates else []
         items += ["rng=True"] if op.rng else []
         return items
