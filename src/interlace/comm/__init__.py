@@ -1,0 +1,51 @@
+"""Teams and what moves bytes between their ranks.
+
+teams.py              a team over a process group, its backends, its set-up and reset
+control.py            the block where ranks see each other's runs, progress and errors
+signals.py            counters in shared memory, and the one bounded wait
+slots.py              the pool of symmetric slots, two copies each
+workspace.py          an Executor's signals, message boxes and staging areas
+collectives.py        every kind of collective on gloo, NCCL or UCC
+peer_collectives.py   the same kinds through shared memory
+messages.py           Send, Recv and Group
+board.py, sharing.py, shared_memory.py, liveness.py, reductions.py: what these stand on
+"""
+
+from interlace.comm.board import Board
+from interlace.comm.collectives import Spec, bind_collective
+from interlace.comm.control import Control
+from interlace.comm.messages import Incoming, Outgoing, PeerIncoming, PeerOutgoing, exchange
+from interlace.comm.peer_collectives import bind_peer_collective, staged_nbytes
+from interlace.comm.shared_memory import Segment
+from interlace.comm.signals import Wait, fence, stamp
+from interlace.comm.slots import Slot, SlotPool, Use
+from interlace.comm.teams import BACKENDS, TeamComm, release_teams, team_of
+from interlace.comm.workspace import Demand, Message, Workspace
+
+__all__ = [
+    "BACKENDS",
+    "Board",
+    "Control",
+    "Demand",
+    "Incoming",
+    "Message",
+    "Outgoing",
+    "PeerIncoming",
+    "PeerOutgoing",
+    "Segment",
+    "Slot",
+    "SlotPool",
+    "Spec",
+    "TeamComm",
+    "Use",
+    "Wait",
+    "Workspace",
+    "bind_collective",
+    "bind_peer_collective",
+    "exchange",
+    "fence",
+    "release_teams",
+    "staged_nbytes",
+    "stamp",
+    "team_of",
+]

@@ -1,0 +1,255 @@
+"""The kinds of collective on a torch.distributed backend: gloo, NCCL or UCC.
+
+`bind_collective` gives one function per op, with everything decided beforehand that does not change
+from run to run:
+
+    gloo = team.backend("gloo", "cpu", time_out_s=60)
+    run = bind_collective(gloo, Spec("all_gather", 4, me=0, parts=(8,) * 4, dtype=torch.int8), 60)
+    run(src, dst, wait)
+
+What only moves data goes as bytes, so every element type works. Order of reductions is the
+backend's own: the same in every run of one shape and on every rank, but not that of another
+backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from interlace.comm.reductions import check_reduction
+from interlace.comm.signals import Wait
+from interlace.errors import UnsupportedError
+
+c10d: Any = distributed_c10d
+"""Untyped here: its option classes stand in no stub."""
+
+Run = Callable[[torch.Tensor | None, torch.Tensor | None, Wait], None]
+
+_OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+_GLOO_REDUCES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One collective as a rank sees it."""
+
+    kind: str
+    size: int
+    me: int
+    parts: tuple[int, ...]
+    """Elements of each rank's part, on the side that is split (else the whole, once)."""
+    dtype: torch.dtype
+    reduce: str | None = None
+    root: int = 0
+
+    @property
+    def even(self) -> bool:
+        """Whether all parts are equal."""
+        return len(set(self.parts)) <= 1
+
+
+def split(flat: torch.Tensor, parts: tuple[int, ...]) -> list[torch.Tensor]:
+    """The ranks' parts of a flat tensor."""
+    return list(flat.split(list(parts)))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as flat bytes of the same memory."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _given(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "a collective lacks its source or its destination"
+    return tensor
+
+
+def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
+    """The function that runs this collective on the backend."""
+    if spec.reduce is not None:
+        check_reduction(spec.reduce, spec.dtype)
+        if backend.name() == "gloo" and spec.dtype not in _GLOO_REDUCES:
+            raise UnsupportedError(
+                f"gloo does not reduce {spec.dtype}: choose backend='peer', or convert first"
+            )
+    if spec.kind != "barrier" and sum(spec.parts) == 0:
+        return _nothing
+    return _Binder(backend, spec, timedelta(seconds=time_out_s)).bind()
+
+
+def _nothing(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+    """A collective of no elements: the rendezvous before it was all."""
+
+
+class _Binder:
+    """Makes the function of one collective."""
+
+    def __init__(self, backend: Any, spec: Spec, limit: timedelta) -> None:
+        self.backend = backend
+        self.spec = spec
+        self.limit = limit
+
+    def options(self, cls: Any, **fields: Any) -> Any:
+        """The options object that the backend takes."""
+        options = cls()
+        options.timeout = self.limit
+        for name, value in fields.items():
+            setattr(options, name, value)
+        return options
+
+    def reduction(self, cls: Any, **fields: Any) -> Any:
+        """Options with the reduction; an average is a sum, divided afterwards."""
+        assert self.spec.reduce is not None
+        op = getattr(c10d.ReduceOp, _OPS[self.spec.reduce])
+        return self.options(cls, reduceOp=op, **fields)
+
+    def bind(self) -> Run:
+        match self.spec.kind:
+            case "all_gather":
+                return self.all_gather() if self.spec.even else self.uneven_all_gather()
+            case "reduce_scatter":
+                return self.reduce_scatter() if self.spec.even else self.uneven_reduce_scatter()
+            case "all_reduce":
+                return self.all_reduce()
+            case "broadcast":
+                return self.broadcast()
+            case "reduce":
+                return self.reduce()
+            case "gather" | "scatter" | "all_to_all":
+                return self.exchange()
+            case "barrier":
+                backend, options = self.backend, self.options(c10d.BarrierOptions)
+                return lambda src, dst, wait: wait.finish(backend.barrier(options))
+            case kind:
+                raise UnsupportedError(f"no collective named {kind!r}")
+
+    def all_gather(self) -> Run:
+        backend, options = self.backend, self.options(c10d.AllgatherOptions)
+
+        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            into, own = as_bytes(_given(dst)), as_bytes(_given(src))
+            wait.finish(backend._allgather_base(into, own, options))
+
+        return run
+
+    def uneven_all_gather(self) -> Run:
+        """Every rank broadcasts its part, since gloo's own takes even parts only."""
+        backend, spec = self.backend, self.spec
+        sources = [rank for rank in range(spec.size) if spec.parts[rank]]
+        options = [self.options(c10d.BroadcastOptions, rootRank=rank) for rank in sources]
+
+        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            parts = split(_given(dst).reshape(-1), spec.parts)
+            parts[spec.me].copy_(_given(src).reshape(-1))
+            works = [
+                backend.broadcast([as_bytes(parts[rank])], option)
+                for rank, option in zip(sources, options, strict=True)
+            ]
+            for work in works:
+                wait.finish(work)
+
+        return run
+
+    def scaled(self, run: Run) -> Run:
+        """With an average's division after it."""
+        rooted = self.spec.kind == "reduce" and self.spec.me != self.spec.root
+        if self.spec.reduce != "avg" or rooted:
+            return run
+        size = self.spec.size
+
+        def averaged(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            run(src, dst, wait)
+            _given(dst).div_(size)
+
+        return averaged
+
+    def reduce_scatter(self) -> Run:
+        backend, options = self.backend, self.reduction(c10d.ReduceScatterOptions)
+
+        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            into, whole = _given(dst).reshape(-1), _given(src).reshape(-1)
+            wait.finish(backend._reduce_scatter_base(into, whole, options))
+
+        return self.scaled(run)
+
+    def uneven_reduce_scatter(self) -> Run:
+        """Reduces everything and keeps the own part: the even form's algorithms need even parts."""
+        backend, spec = self.backend, self.spec
+        options = self.reduction(c10d.AllreduceOptions)
+
+        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            whole = _given(src).reshape(-1).clone()
+            wait.finish(backend.allreduce([whole], options))
+            _given(dst).reshape(-1).copy_(split(whole, spec.parts)[spec.me])
+
+        return self.scaled(run)
+
+    def all_reduce(self) -> Run:
+        backend, options = self.backend, self.reduction(c10d.AllreduceOptions)
+
+        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            into = _given(dst).reshape(-1)
+            if src is not None:
+                into.copy_(src.reshape(-1))
+            wait.finish(backend.allreduce([into], options))
+
+        return self.scaled(run)
+
+    def broadcast(self) -> Run:
+        backend, spec = self.backend, self.spec
+        options = self.options(c10d.BroadcastOptions, rootRank=spec.root)
+
+        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            place = dst if dst is not None else _given(src)
+            if spec.me == spec.root and dst is not None and src is not None:
+                dst.reshape(-1).copy_(src.reshape(-1))
+            wait.finish(backend.broadcast([as_bytes(place)], options))
+
+        return run
+
+    def reduce(self) -> Run:
+        """Works in a copy off the root: gloo leaves partial sums in what it is given."""
+        backend, spec = self.backend, self.spec
+        options = self.reduction(c10d.ReduceOptions, rootRank=spec.root)
+
+        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            scratch = _given(src).reshape(-1).clone()
+            wait.finish(backend.reduce([scratch], options))
+            if spec.me == spec.root:
+                _given(dst).reshape(-1).copy_(scratch)
+
+        return self.scaled(run)
+
+    def exchange(self) -> Run:
+        """Gather, scatter and all-to-all, each as bytes that go from every rank to every rank."""
+        backend, spec = self.backend, self.spec
+        item, nobody = spec.dtype.itemsize, [0] * spec.size
+        parts = [part * item for part in spec.parts]
+        own = [parts[spec.me] if rank == spec.root else 0 for rank in range(spec.size)]
+        is_root = spec.me == spec.root
+        taken, given = {
+            "gather": (parts if is_root else nobody, own),
+            "scatter": (own, parts if is_root else nobody),
+            "all_to_all": (parts, parts),
+        }[spec.kind]
+        options = self.options(c10d.AllToAllOptions)
+        empty = torch.empty(0, dtype=torch.uint8)
+
+        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+            into = as_bytes(_given(dst)) if sum(taken) else empty.to(_device(src, dst))
+            out = as_bytes(_given(src)) if sum(given) else empty.to(_device(src, dst))
+            wait.finish(backend.alltoall_base(into, out, taken, given, options))
+
+        return run
+
+
+def _device(src: torch.Tensor | None, dst: torch.Tensor | None) -> torch.device:
+    return (src if src is not None else _given(dst)).device

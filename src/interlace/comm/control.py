@@ -1,0 +1,254 @@
+"""What the ranks of a team know of each other while they run: one block of shared memory per team.
+
+Each rank writes its own part and reads the others':
+
+    error      a kind and a message: what made this rank stop; every wait of its peers looks here
+    entries    (run, tag and name of the Program) of its last runs: ranks that call Programs in
+               different order are told so, by name, before any data moves
+    progress   the op it is at, and since when: who is late, in a time-out's message
+    reached    how many collectives of each backend it has got to in this run
+
+`run` counts the Programs that this process ran on the team, whatever Executor ran them, so the same
+number means the same call on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from interlace.comm.board import named
+from interlace.comm.liveness import Life
+from interlace.comm.shared_memory import Segment
+from interlace.comm.signals import VALUE_BITS, Wait, fence, stamp
+from interlace.errors import AgreementError, CommTimeoutError, InterlaceError, PeerError
+
+ERROR, ERROR_LENGTH, ENTERED, EXITED, PROGRESS, PROGRESS_NS = range(6)
+REACHED = 8
+MAX_BACKENDS = 8
+RING = 16
+RING_ENTRIES, RING_CELLS = 64, 20
+RUN, TAG, NAME_LENGTH, NAME = range(4)
+ERROR_TEXT = RING + RING_ENTRIES * RING_CELLS
+ERROR_BYTES = 4096
+NBYTES = ERROR_TEXT * 8 + ERROR_BYTES
+
+_KINDS: tuple[type[InterlaceError], ...] = (PeerError, AgreementError, CommTimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Where a peer stands: the runs it entered and left last, its op, and since when."""
+
+    entered: int
+    exited: int
+    run: int
+    op: int
+    since_s: float
+
+
+class Control:
+    """The control block of one team, seen from one of its ranks."""
+
+    def __init__(
+        self,
+        team: str,
+        ranks: Sequence[int],
+        me: int,
+        segments: Sequence[Segment],
+        lives: Sequence[Life],
+    ) -> None:
+        self.team = team
+        self.ranks = tuple(ranks)
+        self.me = me
+        self._segments = segments
+        self._lives = lives
+        self._cells = [segment.cells for segment in segments]
+        self._mine = segments[me].cells
+        self._met: list[int] = [0] * len(self.ranks)
+
+    @property
+    def run(self) -> int:
+        """The number of the run that this rank entered last."""
+        return self._mine[ENTERED]
+
+    # -- entries ---------------------------------------------------------------------------------
+
+    def enter(self, tag: int, name: str) -> int:
+        """This rank enters its next run, with this Program; the number of the run."""
+        mine = self._mine
+        run = mine[ENTERED] + 1
+        at = RING + run % RING_ENTRIES * RING_CELLS
+        mine[at + RUN] = 0
+        mine[at + TAG] = tag
+        text = name.encode()[: (RING_CELLS - NAME) * 8]
+        mine[at + NAME_LENGTH] = len(text)
+        self._write(self._segments[self.me], (at + NAME) * 8, text)
+        mine[at + RUN] = run
+        fence()
+        mine[ENTERED] = run
+        self._met[self.me] = run
+        fence()
+        return run
+
+    def leave(self) -> None:
+        """The run that this rank entered last is over."""
+        self._mine[EXITED] = self._mine[ENTERED]
+
+    def meet(self, peer: int, wait: Wait) -> None:
+        """Before the first contact of a run: the peer has entered it, with the same Program."""
+        run = self._mine[ENTERED]
+        if self._met[peer] == run:
+            return
+        theirs = self._cells[peer]
+        wait.until(lambda: theirs[ENTERED] >= run, lambda: self.where([peer]))
+        self._compare(peer, run)
+        self._met[peer] = run
+
+    def _compare(self, peer: int, run: int) -> None:
+        mine, theirs = self._entry(self.me, run), self._entry(peer, run)
+        if mine is None or theirs is None or mine[0] == theirs[0]:
+            return
+        pairs = sorted([(self.ranks[self.me], mine), (self.ranks[peer], theirs)])
+        called = ", ".join(
+            f"rank {rank} called {name!r} ({tag:08x})" for rank, (tag, name) in pairs
+        )
+        text = (
+            f"ranks call Programs in different order: in run {run} of team {self.team}, {called}. "
+            "Every rank of a team must run the same Programs in the same order: look for a branch "
+            "that depends on the rank or on its data"
+        )
+        self.fail(AgreementError(text))
+        raise AgreementError(text)
+
+    def _entry(self, member: int, run: int) -> tuple[int, str] | None:
+        cells = self._cells[member]
+        at = RING + run % RING_ENTRIES * RING_CELLS
+        if cells[at + RUN] != run:
+            return None
+        length = min(cells[at + NAME_LENGTH], (RING_CELLS - NAME) * 8)
+        found = cells[at + TAG], self._read(self._segments[member], (at + NAME) * 8, length)
+        fence()
+        return found if cells[at + RUN] == run else None
+
+    # -- errors ----------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tells every peer that this rank stopped, and why. The first word stays."""
+        if self._mine[ERROR]:
+            return
+        kind = next((i for i, cls in enumerate(_KINDS) if isinstance(error, cls)), 0)
+        told = (
+            str(error) if isinstance(error, InterlaceError) else f"{type(error).__name__}: {error}"
+        )
+        text = told.encode()[:ERROR_BYTES]
+        self._write(self._segments[self.me], ERROR_TEXT * 8, text)
+        self._mine[ERROR_LENGTH] = len(text)
+        fence()
+        self._mine[ERROR] = kind + 1
+
+    def failure(self) -> InterlaceError | None:
+        """What stopped a rank of this team: its own word, or the end of its process."""
+        for member, cells in enumerate(self._cells):
+            if cells[ERROR]:
+                fence()
+                length = min(cells[ERROR_LENGTH], ERROR_BYTES)
+                text = self._read(self._segments[member], ERROR_TEXT * 8, length)
+                kind = _KINDS[min(cells[ERROR], len(_KINDS)) - 1]
+                if kind is AgreementError:
+                    return AgreementError(text)
+                where = f"rank {self.ranks[member]} of team {self.team}"
+                return PeerError(f"{where} stopped: {text}")
+        for member, life in enumerate(self._lives):
+            # A process that ended after this run has given all that the run needs of it.
+            if self._cells[member][EXITED] < self._mine[ENTERED] and not life.alive():
+                return PeerError(
+                    f"rank {self.ranks[member]} of team {self.team} died: its process has ended "
+                    f"({self.where([member])})"
+                )
+        return None
+
+    def check(self) -> None:
+        """Raises what stopped a peer."""
+        error = self.failure()
+        if error is not None:
+            raise error
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank itself has reported an error since the last reset."""
+        return bool(self._mine[ERROR])
+
+    # -- progress --------------------------------------------------------------------------------
+
+    def progress(self, op: int) -> None:
+        """This rank is at the op of that index."""
+        self._mine[PROGRESS] = stamp(self._mine[ENTERED], op)
+        self._mine[PROGRESS_NS] = time.monotonic_ns()
+
+    def reach(self, backend: int, count: int, wait: Wait) -> None:
+        """Returns when every rank got to collective number `count` of this run: a rendezvous."""
+        for peer in range(len(self.ranks)):
+            self.meet(peer, wait)
+        mark = stamp(self._mine[ENTERED], count)
+        at = REACHED + backend
+        fence()
+        self._mine[at] = mark
+        cells = self._cells
+
+        def missing() -> str:
+            return self.where([i for i, theirs in enumerate(cells) if theirs[at] < mark])
+
+        wait.until(lambda: all(theirs[at] >= mark for theirs in cells), missing)
+
+    def late(self, member: int) -> Late:
+        """Where a member stands."""
+        cells = self._cells[member]
+        progress = cells[PROGRESS]
+        since = (time.monotonic_ns() - cells[PROGRESS_NS]) / 1e9
+        run, op = progress >> VALUE_BITS, progress & ((1 << VALUE_BITS) - 1)
+        return Late(cells[ENTERED], cells[EXITED], run, op, since)
+
+    def where(self, members: Sequence[int], op_text: Callable[[int], str] | None = None) -> str:
+        """Who is missing, and where each of them stands."""
+        if not members:
+            return ""
+        lines = [f"waiting for {named([self.ranks[member] for member in members])}:"]
+        mine = self._mine[ENTERED]
+        for member in members:
+            late = self.late(member)
+            if late.entered < mine:
+                state = "is between runs" if late.exited == late.entered else "is still in it"
+                last = f"the last it entered is {late.entered}, and it {state}"
+                text = f"has not entered run {mine}: {last}"
+            elif late.run < late.entered:
+                text = f"entered run {late.entered} and has not begun an op"
+            else:
+                op = f" ({op_text(late.op)})" if op_text else ""
+                text = f"is at op {late.op}{op} of run {late.run}, since {late.since_s:.3g} s"
+            lines.append(f"rank {self.ranks[member]} {text}")
+        return "\n  ".join(lines)
+
+    # -- reset -----------------------------------------------------------------------------------
+
+    def reset(self, run: int) -> None:
+        """Forgets this rank's own words; a barrier stands before and after.
+
+        Runs are counted on from `run`, the highest of any rank, so that stamps of old runs,
+        wherever they stand, are lower than those to come.
+        """
+        mine = self._mine
+        for at in range(ERROR_TEXT):
+            mine[at] = 0
+        mine[ENTERED] = mine[EXITED] = run
+        self._met = [0] * len(self.ranks)
+
+    @staticmethod
+    def _write(segment: Segment, offset: int, data: bytes) -> None:
+        segment.cells.cast("B")[offset : offset + len(data)] = data
+
+    @staticmethod
+    def _read(segment: Segment, offset: int, length: int) -> str:
+        data = bytes(segment.cells.cast("B")[offset : offset + length])
+        return data.decode(errors="replace")

@@ -1,0 +1,111 @@
+"""Counters that one process raises and another awaits, and the one bounded wait of this library.
+
+A signal is a 64-bit cell of shared memory with one writer, whose values only grow: a `stamp` puts
+the number of the run above the value that the Program counts from the start of the run, so that
+cells need no reset between runs.
+
+    >>> wait = Wait(time_out_s=5, describe=lambda: "expect(ready, 1)")
+    >>> wait.until(lambda: cells[3] >= stamp(run, 1))
+
+Note [Memory order]
+    x86 keeps the order of stores, and of loads, so data copied before a stamp is seen before it.
+    ARM does not. Python has no fence, but its locks are made of atomic operations: an acquire, a
+    release and an acquire of one lock order everything before them with everything after them (an
+    acquire that reads the value of a release is ordered after it, and that after all that came
+    before). A writer calls `fence()` between its data and its stamp, a reader between seeing a
+    stamp and touching the data. 64-bit cells are aligned and written by one store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from interlace.errors import CommTimeoutError
+
+VALUE_BITS = 24
+SPINS = 50
+LONGEST_SLEEP_S = 0.001
+CHECK_EVERY_S = 0.005
+SLICE_S = 0.05
+
+
+def stamp(run: int, value: int) -> int:
+    """The cell's content for `value` in `run`: it grows with the run, then with the value."""
+    assert 0 <= value < 1 << VALUE_BITS, f"signal value {value} does not fit in {VALUE_BITS} bits"
+    return run << VALUE_BITS | value
+
+
+def fence() -> None:
+    """Orders the memory accesses before it with those after it; see Note [Memory order]."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_detail() -> str:
+    return ""
+
+
+@dataclass(slots=True)
+class Wait:
+    """How an op waits: for how long, what may end it early, and how it says what it was."""
+
+    time_out_s: float
+    describe: Callable[[], str]
+    """The op, as an error should show it."""
+    check: Callable[[], None] = _nothing
+    """Raises when waiting has become pointless: a peer failed, or another stream of this rank."""
+    log: Callable[[], str] = _no_detail
+    """What every stream was doing, for the end of a time-out's message."""
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], str] = _no_detail) -> None:
+        """Returns when `ready()`; raises `CommTimeoutError`, or what `check` raises.
+
+        Spins for a moment, then sleeps for growing moments: more than a few threads spinning on a
+        machine with fewer cores would keep the thread they wait for from running.
+        """
+        for _ in range(SPINS):
+            if ready():
+                return fence()
+        started = now = time.monotonic()
+        next_check, pause = started + CHECK_EVERY_S, 10e-6
+        while not ready():
+            if now >= next_check:
+                self.check()
+                if now - started > self.time_out_s:
+                    raise self.late(missing())
+                next_check = now + CHECK_EVERY_S
+            time.sleep(pause)
+            pause = min(pause * 1.3, LONGEST_SLEEP_S)
+            now = time.monotonic()
+        return fence()
+
+    def finish(self, work: Any, missing: Callable[[], str] = _no_detail) -> None:
+        """Waits for a torch `Work`, in slices, so that a peer's failure ends the wait early."""
+        started = time.monotonic()
+        while True:
+            try:
+                work.wait(timedelta(seconds=min(SLICE_S, self.time_out_s)))
+                return
+            except RuntimeError:
+                if work.is_completed():  # its own error, not the end of our slice
+                    raise
+            self.check()
+            if time.monotonic() - started > self.time_out_s:
+                raise self.late(missing())
+
+    def late(self, missing: str = "") -> CommTimeoutError:
+        """The time-out's error, with what is missing and the flight log."""
+        parts = [f"no progress in {self.time_out_s:g} s: {self.describe()}"]
+        parts += [part for part in (missing, self.log()) if part]
+        return CommTimeoutError("\n".join(parts))

@@ -1,0 +1,252 @@
+"""Teams over the process groups that the user already has.
+
+A `TeamComm` adds to a `torch.distributed.ProcessGroup` what a schedule needs: the control block,
+the pool of symmetric slots, a backend for each op that asks for one, and a bounded set-up through
+the store. There is one per group and process:
+
+    team = team_of(mesh.get_group("tp"), "tp")
+    team.setup(time_out_s=60)                        # all ranks of the group, together
+    gloo = team.backend("gloo", "cpu", time_out_s=60)
+
+Note [One queue per team]
+    What ranks do on a team must happen in one order, whatever Executor does it, so everything that
+    counts (runs, takes of slots) belongs to the process group and not to an Executor. Hence the one
+    registry of this package: it maps a live group to its TeamComm and forgets it with the group.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from interlace.comm.board import Board, Note, named
+from interlace.comm.control import NBYTES, Control
+from interlace.comm.liveness import Life, identity
+from interlace.comm.sharing import share
+from interlace.comm.slots import SlotPool
+from interlace.errors import AgreementError, BackendError, TeamError
+
+BACKENDS = ("gloo", "nccl", "ucc", "peer")
+
+_CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
+_MEND = {
+    "gloo": "this torch was built without gloo; install torch from pip's index, which has it",
+    "nccl": "this torch has no NCCL; install a CUDA build of torch, or choose gloo or peer",
+    "ucc": "this torch was built without UCC; build torch with USE_UCC=1, or choose gloo or peer",
+}
+
+
+def require_backend(name: str) -> None:
+    """Raises `BackendError` where this torch lacks the backend."""
+    if name not in BACKENDS:
+        raise BackendError(f"no backend named {name!r}: choose one of {', '.join(BACKENDS)}")
+    there = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "ucc": getattr(c10d, "is_ucc_available", lambda: False),
+    }
+    if name in there and not there[name]():
+        raise BackendError(f"the backend {name!r} is not there: {_MEND[name]}")
+
+
+def host() -> str:
+    """Names this host: equal on two ranks where they can share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+class TeamComm:
+    """A team's process group, with what its ranks share. Get it from `team_of`."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        try:
+            self.ranks = tuple(dist.get_process_group_ranks(group))
+            store, rank = c10d._get_default_store(), dist.get_rank()
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise TeamError(
+                f"the process group of team {name!r} is not one of torch.distributed's "
+                f"({error}): make it with init_process_group, new_group or a DeviceMesh"
+            ) from error
+        if rank not in self.ranks:
+            raise TeamError(f"rank {rank} is not in the process group of team {name!r}")
+        self.name = name
+        self.me = self.ranks.index(rank)
+        self.rank = rank
+        self.lock = threading.RLock()
+        self.board = Board(store)
+        self._group = weakref.ref(group)
+        self._store = store
+        self._own: dict[tuple[str, str], Any] = {}
+        self._renewed: set[tuple[str, str]] = set()
+        self._control: Control | None = None
+        self._lives: list[Life] = []
+        self.resets = 0
+        """How often the team was reset."""
+        self.num_prepared = 0
+        """Programs prepared on this team so far: every rank counts alike."""
+        key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
+        generation = self.board.count(f"{key}/generation/{rank}")
+        self.topic = f"{key}/{generation}"
+        self.slots = SlotPool(self.board, f"{self.topic}/slots", self.ranks, self.me)
+        self.single_host = True
+
+    @property
+    def size(self) -> int:
+        """How many ranks the team has."""
+        return len(self.ranks)
+
+    @property
+    def control(self) -> Control:
+        """The control block; `setup` makes it."""
+        assert self._control is not None, f"team {self.name} was not set up"
+        return self._control
+
+    def setup(self, time_out_s: float) -> None:
+        """Makes the control block, once. All ranks of the team call it together."""
+        if self._control is not None:
+            return
+        process = identity()
+        note: Note = {"host": host(), "process": list(process)}
+        topic = f"{self.topic}/setup"
+        notes = self.board.exchange(f"{topic}/hello", self.ranks, self.rank, note, time_out_s)
+        away = [rank for rank, n in zip(self.ranks, notes, strict=True) if n["host"] != host()]
+        if away:
+            raise BackendError(
+                f"team {self.name} spans hosts: rank {self.rank} is on {host().split('/')[0]}, and "
+                f"{named(away)} on others. The CPU executor shares memory between the ranks of a "
+                "team: start them on one host, or make teams that stay within one"
+            )
+        shared = share(self.board, topic, self.ranks, self.me, NBYTES, {}, time_out_s)
+        self._lives = [Life.of(*n["process"]) for n in notes]
+        self._control = Control(self.name, self.ranks, self.me, shared.segments, self._lives)
+
+    def backend(self, name: str | None, device: str, time_out_s: float) -> Any:
+        """The torch backend of that name for tensors on `device`, the user's own where it has one.
+
+        Without a name it is the one that the group has for the device. A backend that the group
+        lacks is made for this team, which all ranks do together.
+        """
+        name = self.backend_name(name, device)
+        key = (name, device)
+        if key not in self._own:
+            mine = self._users_backend(device)
+            if mine is None or mine.name() != name or key in self._renewed:
+                mine = self._make(name, time_out_s)
+            self._own[key] = mine
+        return self._own[key]
+
+    def backend_name(self, name: str | None, device: str) -> str:
+        """What `None` means for this group and device; checks that the backend exists."""
+        if name is None:
+            mine = self._users_backend(device)
+            usual = "gloo" if device == "cpu" else "nccl"
+            name = str(mine.name()) if mine is not None else usual
+        require_backend(name)
+        return name
+
+    def _users_backend(self, device: str) -> Any:
+        group = self._group()
+        if group is None:
+            raise TeamError(f"the process group of team {self.name} was destroyed")
+        try:
+            return group._get_backend(torch.device(device))
+        except RuntimeError:
+            return None
+
+    def _make(self, name: str, time_out_s: float) -> Any:
+        place = f"{self.topic}/{name}/{self.resets}"
+        store = c10d.PrefixStore(f"interlace/{place}", self._store)
+        cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
+        try:
+            return cls(store, self.me, self.size, timeout=timedelta(seconds=time_out_s))
+        except RuntimeError as error:
+            raise BackendError(
+                f"rank {self.rank} could not connect the backend {name!r} of team {self.name} "
+                f"within {time_out_s:g} s: {error}"
+            ) from error
+
+    def reset(self, time_out_s: float) -> None:
+        """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
+
+        A failed op leaves a backend's connections unusable, so each one in use is replaced by one
+        that this team makes. Memory stays where it is: Executors need not be prepared again.
+        """
+        self.resets += 1
+        topic = f"{self.topic}/reset/{self.resets}"
+        with self.lock:
+            mine: Note = {"run": self.control.run}
+            told = self.board.exchange(f"{topic}/reset", self.ranks, self.rank, mine, time_out_s)
+            self.control.reset(max(note["run"] for note in told))
+            self.slots.reset()
+            self.board.exchange(f"{topic}/renewal", self.ranks, self.rank, {}, time_out_s)
+            for key in sorted(self._own):
+                self._renewed.add(key)
+                self._own[key] = self._make(key[0], time_out_s)
+
+    def close(self) -> None:
+        """Lets go of the team's memory and connections."""
+        self._own.clear()
+        self._control = None
+        self.slots.slots.clear()
+        for life in self._lives:
+            life.close()
+
+
+class _Registry:
+    """One TeamComm for each live process group; see Note [One queue per team]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._teams: weakref.WeakKeyDictionary[dist.ProcessGroup, TeamComm] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def get(self, group: dist.ProcessGroup, name: str) -> TeamComm:
+        with self._lock:
+            team = self._teams.get(group)
+            if team is None:
+                team = self._teams[group] = TeamComm(group, name)
+            return team
+
+    def clear(self) -> None:
+        with self._lock:
+            teams = list(self._teams.values())
+            self._teams.clear()
+        for team in teams:
+            team.close()
+
+
+_registry = _Registry()
+
+
+def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
+    """The TeamComm of a process group, made at the first call; `name` is for messages."""
+    return _registry.get(group, name)
+
+
+def release_teams() -> None:
+    """Gives back everything that teams hold. Executors made before can no longer run."""
+    _registry.clear()
+
+
+def check_size(team: TeamComm, size: int) -> None:
+    """Raises `TeamError` unless the process group has as many ranks as the Program's team."""
+    if team.size != size:
+        raise TeamError(
+            f"team {team.name} has {size} ranks in the Program, but its process group has "
+            f"{team.size} ({list(team.ranks)}): give the Program another "
+            "team size, or the team another group"
+        )
+
+
+def disagreement(text: str) -> AgreementError:
+    """An AgreementError with the usual advice."""
+    return AgreementError(f"{text}. Every rank must prepare the same Programs in the same order")
