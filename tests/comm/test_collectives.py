@@ -1,0 +1,197 @@
+"""Every kind of collective, on gloo and through shared memory, against plain arithmetic.
+
+The values are small integers, so that sums are exact in every element type and order.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+
+from interlace.comm import (
+    Demand,
+    Spec,
+    TeamComm,
+    Wait,
+    Workspace,
+    bind_collective,
+    bind_peer_collective,
+    staged_nbytes,
+    team_of,
+)
+from interlace.comm.collectives import Run
+from interlace.errors import UnsupportedError
+from interlace.ir import KINDS
+
+TIME_OUT_S = 20.0
+COLUMNS = 3
+Shape = tuple[int, ...]
+
+
+def rows(shape: str, world: int) -> Shape:
+    """How many rows each rank has."""
+    return {
+        "even": (2,) * world,
+        "uneven": tuple(rank + 1 for rank in range(world)),
+        "one-row": (1, *(0,) * (world - 1)),
+        "empty": (0,) * world,
+    }[shape]
+
+
+def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank gives: known to every rank."""
+    generator = torch.Generator().manual_seed(seed + rank)
+    return torch.randint(0, 4, (numel,), generator=generator).to(dtype)
+
+
+def meet() -> tuple[TeamComm, Wait]:
+    team = team_of(dist.group.WORLD, "tp")
+    team.setup(TIME_OUT_S)
+    return team, Wait(TIME_OUT_S, lambda: "the op under test", team.control.check)
+
+
+def bind(team: TeamComm, backend: str, specs: list[Spec], topic: str) -> list[Run]:
+    if backend == "gloo":
+        gloo = team.backend("gloo", "cpu", TIME_OUT_S)
+        return [bind_collective(gloo, spec, TIME_OUT_S) for spec in specs]
+    stage = max(map(staged_nbytes, specs))
+    space = Workspace(team, topic, Demand(stage_nbytes=stage), TIME_OUT_S)
+    return [bind_peer_collective(space, spec, k + 1) for k, spec in enumerate(specs)]
+
+
+def expected(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor | None:
+    """What this rank's destination should hold; None where it has none."""
+    parts, me = list(spec.parts), spec.me
+    is_root = me == spec.root
+    if spec.kind in ("all_gather", "gather"):
+        return torch.cat(given) if spec.kind == "all_gather" or is_root else None
+    if spec.kind == "broadcast":
+        return given[spec.root]
+    if spec.kind == "scatter":
+        return given[spec.root].split(parts)[me]
+    if spec.kind == "all_to_all":
+        return torch.cat([part.split(parts)[me] for part in given])
+    stack = torch.stack([part.double() for part in given])
+    total = {
+        "sum": lambda: stack.sum(0),
+        "avg": lambda: stack.mean(0),
+        "prod": lambda: stack.prod(0),
+        "min": lambda: stack.amin(0),
+        "max": lambda: stack.amax(0),
+    }[spec.reduce or "sum"]()
+    if spec.kind == "reduce_scatter":
+        return total.split(parts)[me]
+    return total if spec.kind == "all_reduce" or is_root else None
+
+
+def specs_of(kind: str, world: int, me: int) -> list[Spec]:
+    row = KINDS[kind]
+    found: list[Spec] = []
+    shapes = ("even", "uneven", "one-row", "empty") if kind != "all_to_all" else ("even", "empty")
+    roots = range(world) if row.rooted else (0,)
+    reductions = ("sum", "avg", "prod", "min", "max") if row.reduces else (None,)
+    types = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    for shape, dtype, root, reduce in itertools.product(shapes, types, roots, reductions):
+        if reduce and (dtype == torch.bool or (reduce == "avg" and dtype == torch.int64)):
+            continue
+        parts = tuple(n * COLUMNS for n in rows(shape, world))
+        split = row.scales or kind == "all_to_all"
+        whole = parts if split else (sum(parts),)
+        found.append(Spec(kind, world, me, whole, dtype, reduce, root))
+    return found
+
+
+def run_all(kind: str, backend: str, seed: int, topic: str) -> int:
+    """Runs every variant of a kind twice and compares; how many there were."""
+    team, wait = meet()
+    specs = specs_of(kind, team.size, team.me)
+    runs = bind(team, backend, specs, topic)
+    for again in range(2):
+        team.control.enter(1, "collectives")
+        for number, (spec, run) in enumerate(zip(specs, runs, strict=True)):
+            team.control.reach(0, number + 1, wait)
+            row, whole = KINDS[kind], sum(spec.parts)
+            given = [
+                values(
+                    seed + number,
+                    rank,
+                    spec.parts[rank] if row.scales == "gather" else whole,
+                    spec.dtype,
+                )
+                for rank in range(team.size)
+            ]
+            wanted = expected(spec, given)
+            src = given[spec.me].clone()
+            reads = row.reads == "all" or spec.me == spec.root
+            dst = torch.full_like(wanted, 77) if wanted is not None else None
+            dst = dst.to(spec.dtype) if dst is not None else None
+            run(src if reads else None, dst, wait)
+            if dst is not None and wanted is not None:
+                assert torch.equal(dst, wanted.to(spec.dtype)), (again, spec, dst, wanted)
+            assert torch.equal(src, given[spec.me]), f"{spec} changed its source"
+        team.control.leave()
+    return len(specs)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("backend", ["gloo", "peer"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "barrier"])
+def test_kind_moves_and_reduces_as_it_says(
+    pool: Pool, kind: str, backend: str, world: int, seed: int
+) -> None:
+    counts = pool(world).run(run_all, kind, backend, seed, f"{kind}-{seed}")
+    assert counts == [counts[0]] * world
+    assert counts[0] >= 8
+
+
+def refuse(dtype: torch.dtype, reduce: str, backend: str) -> str:
+    team, _ = meet()
+    spec = Spec("all_reduce", team.size, team.me, (4,), dtype, reduce)
+    try:
+        bind(team, backend, [spec], f"refuse-{dtype}-{reduce}")
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduce", "backend", "advice"),
+    [
+        (torch.int32, "avg", "gloo", "divide"),
+        (torch.int32, "avg", "peer", "divide"),
+        (torch.int16, "sum", "gloo", "backend='peer'"),
+        (torch.complex64, "max", "peer", "order"),
+        (torch.bool, "sum", "peer", "max"),
+    ],
+    ids=str,
+)
+def test_reductions_without_a_meaning_are_refused_with_advice(
+    pool: Pool, dtype: torch.dtype, reduce: str, backend: str, advice: str
+) -> None:
+    for text in pool(2).run(refuse, dtype, reduce, backend):
+        assert advice in text
+
+
+def peer_bits(seed: int) -> torch.Tensor:
+    """An fp32 all-reduce of values whose sum depends on the order."""
+    team, wait = meet()
+    spec = Spec("all_reduce", team.size, team.me, (1000,), torch.float32, "sum")
+    (run,) = bind(team, "peer", [spec], f"bits-{seed}")
+    generator = torch.Generator().manual_seed(seed + team.me)
+    src, dst = torch.randn(1000, generator=generator) * 1e3, torch.empty(1000)
+    team.control.enter(2, "bits")
+    run(src, dst, wait)
+    team.control.leave()
+    return dst
+
+
+def test_peer_reduces_in_rank_order(pool: Pool, seed: int) -> None:
+    results = pool(4).run(peer_bits, seed)
+    total = torch.zeros(1000)
+    for rank in range(4):
+        total += torch.randn(1000, generator=torch.Generator().manual_seed(seed + rank)) * 1e3
+    assert all(torch.equal(result, total) for result in results)
