@@ -1,0 +1,336 @@
+"""Builds the happens-before graph of a set of Programs.
+
+Note [One run stands for all]
+    Say that in one run every queue is balanced: members of a team issue equally many collectives,
+    each channel has as many sends as receives, each slot is taken equally often on every rank, and
+    what is taken is freed in the same run. Then nothing of a run is ever matched with another run,
+    so every edge stays in its run or leads to a later one: no cycle spans runs, and two ops of one
+    run are ordered as they would be in the first. Ops of different runs on one rank's own memory
+    are ordered by the end of the earlier run; on a symmetric slot by the Frees and the Alloc
+    between them (use outside of which is a finding in itself). So the first run shows every fault,
+    and it alone is unrolled; a set that is not balanced is unrolled in full. The tests compare the
+    two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from interlace.errors import ProgramError, TeamError
+from interlace.ir.ops import Collective, Expect, Notify, Recv, Send
+from interlace.ir.types import Index, Others
+from interlace.verify.graph import Frame, Graph, Place, TeamKey
+from interlace.verify.source import Code, Item, Source
+
+Queue = tuple[TeamKey, str | None]
+"""The collectives of one team and backend."""
+Channel = tuple[TeamKey, int, int]
+"""The messages of one team from one global rank to another."""
+Slot = tuple[TeamKey, str]
+"""A slot of a team's pool."""
+Signal = tuple[str, TeamKey, int, int]
+"""A signal: name, team, writer, reader."""
+
+
+class Builder:
+    """The graph while it grows, run by run, and what the matching checks need to know about it."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.graph = Graph()
+        self.places = _places(sources)
+        self.ranks = {place.rank for place in self.places}
+        self.queues: dict[Queue, dict[int, list[tuple[Frame, Item, int]]]] = {}
+        self.channels: dict[Channel, tuple[list[tuple[Frame, Item, int]], ...]] = {}
+        self.allocs: dict[Slot, dict[int, list[tuple[Frame, Item, int]]]] = {}
+        self.frees: dict[tuple[Slot, int, int], int] = {}
+        self.raised: dict[tuple[Signal, int], list[tuple[int, int, Frame, Item]]] = {}
+        self.awaited: list[tuple[Signal, int, int, int, Frame, Item]] = []
+        self.met: dict[tuple[Queue | Channel, int], int] = {}
+        self.num_runs = 0
+        num_chains = 0
+        for place in self.places:
+            num_chains += len(place.source.streams)
+        self.graph.num_chains = num_chains
+        self.heights = [0] * num_chains
+        self.exits: dict[int, int] = {}
+        self._teams: dict[tuple[int, str], TeamKey] = {}
+
+    def build(self, runs: int, unroll: bool = False) -> Graph:
+        """The solved graph of `runs` runs, or of one where one stands for all."""
+        self._run()
+        if unroll or not self._balanced():
+            for _ in range(runs - 1):
+                self._run()
+        self._match()
+        self.graph.solve()
+        return self.graph
+
+    def _run(self) -> None:
+        for place in self.places:
+            _FrameBuilder(self, place, self.num_runs).run()
+        self.num_runs += 1
+
+    def _balanced(self) -> bool:
+        for (team, _), members in self.queues.items():
+            if len({len(members.get(rank, ())) for rank in team[1]}) > 1:
+                return False
+        for sends, receives in self.channels.values():
+            if len(sends) != len(receives):
+                return False
+        for (team, name), members in self.allocs.items():
+            if len({len(members.get(rank, ())) for rank in team[1]}) > 1:
+                return False
+            for rank, taken in members.items():
+                if any(((team, name), n, rank) not in self.frees for n in range(len(taken))):
+                    return False
+        return True
+
+    def team(self, place: Place, name: str) -> TeamKey:
+        """The instance of a team that a rank is in."""
+        key = self._teams.get((place.rank, name))
+        if key is None:
+            key = (name, place.where.member(name).ranks)
+            self._teams[place.rank, name] = key
+        return key
+
+    def slot(self, place: Place, version: int) -> Slot:
+        """The slot that a symmetric buffer of a rank takes."""
+        buffer = place.source.versions[version].buffer
+        if buffer.team is None:
+            raise ProgramError(
+                f"{place.source.program.name}: the symmetric buffer {buffer.name} has no team"
+            )
+        return self.team(place, buffer.team), buffer.storage or buffer.name
+
+    def _match(self) -> None:
+        """Adds the edges between ranks that wait for the whole to be known."""
+        graph = self.graph
+        for (team, backend), members in self.queues.items():
+            longest = max(map(len, members.values()))
+            for rank in team[1]:
+                issued = members.get(rank, [])
+                for k in range(len(issued), longest):
+                    node = self.met[(team, backend), k]
+                    graph.never.setdefault(node, self._missing(rank, len(issued), team, k))
+        for (team, sender, receiver), (sends, receives) in self.channels.items():
+            for k in range(min(len(sends), len(receives)), max(len(sends), len(receives))):
+                verb, other = ("receives", receiver) if k < len(sends) else ("sends", sender)
+                count = min(len(sends), len(receives))
+                graph.never[self.met[(team, sender, receiver), k]] = (
+                    f"message {k + 1} of team {team[0]} from rank {sender} to rank {receiver}: "
+                    f"rank {other} {verb} only {count}"
+                )
+        for slot, members in self.allocs.items():
+            for taken in members.values():
+                for n, (_, _, node) in enumerate(taken[2:]):
+                    self._await_frees(slot, n, node)
+        for signal, run, value, node, _, _ in self.awaited:
+            self._await_signal(signal, run, value, node)
+
+    def _missing(self, rank: int, count: int, team: TeamKey, k: int) -> str:
+        if rank not in self.ranks:
+            return f"rank {rank} of team {team[0]}, which runs no Program of the set"
+        return (
+            f"rank {rank}, which issues {count} collectives of team {team[0]} while others issue "
+            f"{k + 1} or more"
+        )
+
+    def _await_frees(self, slot: Slot, take: int, node: int) -> None:
+        for rank in slot[0][1]:
+            free = self.frees.get((slot, take, rank))
+            if free is not None:
+                self.graph.preds[node].append(free)
+            else:
+                self.graph.never[node] = (
+                    f"slot {slot[1]}, whose take {take + 1} rank {rank} never frees"
+                )
+
+    def _await_signal(self, signal: Signal, run: int, value: int, node: int) -> None:
+        raised = self.raised.get((signal, run), [])
+        for reached, source, _, _ in raised:
+            if reached >= value:
+                self.graph.preds[node].append(source)
+                return
+        best = max((reached for reached, _, _, _ in raised), default=0)
+        what = f"raises it to {best} at most" if raised else "never raises it"
+        self.graph.never[node] = f"signal {signal[0]} to reach {value}: rank {signal[2]} {what}"
+
+
+class _FrameBuilder:
+    """Adds one run of one rank."""
+
+    def __init__(self, builder: Builder, place: Place, run: int) -> None:
+        self.builder = builder
+        self.graph = builder.graph
+        self.place = place
+        source = place.source
+        self.frame = Frame(place, run, [-1] * (len(source.items) + 1))
+        entry = builder.exits.get(place.rank, -1)
+        self.tails = [entry] * len(source.streams)
+        self.host = -1
+        self.host_seen = [-1] * len(source.streams)
+        self.last: dict[Queue, int] = {}
+        self.entry = entry
+        self.fresh: dict[str, int] = {}
+
+    def run(self) -> None:
+        self.graph.frames.append(self.frame)
+        for item in self.place.source.items:
+            if item.code is Code.GROUP:
+                self.group(item)
+            else:
+                node = self.node_of(item)
+                self.put(node, item)
+                if item.code is not Code.PLAIN:
+                    self.meaning(node, item)
+        self.leave()
+
+    def node_of(self, item: Item) -> int:
+        """A new node, or the rendezvous that another rank has begun."""
+        code, op = item.code, item.op
+        if code is Code.COLLECTIVE:
+            assert isinstance(op, Collective)
+            queue = (self.builder.team(self.place, op.team), op.backend)
+            mine = self.builder.queues.setdefault(queue, {}).setdefault(self.place.rank, [])
+            node = self.meet(queue, len(mine))
+            mine.append((self.frame, item, node))
+            return node
+        if code is Code.SEND or code is Code.RECV:
+            return self.message(item)
+        return self.graph.add()
+
+    def message(self, item: Item) -> int:
+        op = item.op
+        assert isinstance(op, Send | Recv)
+        team = self.builder.team(self.place, op.team)
+        peer, sends = self.global_rank(op.peer, team), isinstance(op, Send)
+        channel = (team, self.place.rank, peer) if sends else (team, peer, self.place.rank)
+        ends = self.builder.channels.setdefault(channel, ([], []))[0 if sends else 1]
+        node = self.meet(channel, len(ends))
+        ends.append((self.frame, item, node))
+        return node
+
+    def meet(self, key: Queue | Channel, k: int) -> int:
+        node = self.builder.met.get((key, k))
+        if node is None:
+            node = self.builder.met[key, k] = self.graph.add()
+        return node
+
+    def put(self, node: int, item: Item) -> None:
+        """Places the node behind what its stream holds already."""
+        graph, stream = self.graph, item.stream
+        before = graph.preds[node]
+        if self.tails[stream] >= 0:
+            before.append(self.tails[stream])
+        if self.host_seen[stream] != self.host:
+            self.host_seen[stream] = self.host
+            if self.tails[stream] != self.host:
+                before.append(self.host)
+        self.tails[stream] = node
+        chain = self.place.chain + stream
+        position = self.builder.heights[chain] = self.builder.heights[chain] + 1
+        if graph.chain[node] < 0 and not graph.parts[node]:
+            graph.chain[node], graph.pos[node] = chain, position
+        else:
+            if node not in graph.marks:
+                graph.marks[node] = []
+                if graph.chain[node] >= 0:
+                    graph.marks[node].append((graph.chain[node], graph.pos[node]))
+            graph.marks[node].append((chain, position))
+            if graph.chain[node] < 0:
+                graph.chain[node], graph.pos[node] = chain, position
+        graph.parts[node].append((self.frame, item))
+        self.frame.nodes[item.index] = node
+
+    def meaning(self, node: int, item: Item) -> None:
+        """Adds the edges and the book-keeping of an op that orders others."""
+        code, op, graph, builder = item.code, item.op, self.graph, self.builder
+        if code is Code.WAIT:
+            if item.record >= 0:
+                graph.preds[node].append(self.frame.nodes[item.record])
+        elif code is Code.COLLECTIVE:
+            assert isinstance(op, Collective)
+            queue = (builder.team(self.place, op.team), op.backend)
+            if queue in self.last:
+                graph.preds[node].append(self.last[queue])
+            self.last[queue] = node
+        elif code is Code.HOST_SYNC:
+            self.host = node
+            self.host_seen[item.stream] = node
+        elif code is Code.ALLOC:
+            self.alloc(node, item)
+        elif code is Code.FREE:
+            version = item.version
+            if version in self.frame.takes:
+                slot = builder.slot(self.place, version)
+                builder.frees[slot, self.frame.takes[version], self.place.rank] = node
+        elif code is Code.NOTIFY or code is Code.EXPECT:
+            self.signal(node, item)
+
+    def alloc(self, node: int, item: Item) -> None:
+        if self.place.source.versions[item.version].symmetric:
+            slot = self.builder.slot(self.place, item.version)
+            taken = self.builder.allocs.setdefault(slot, {}).setdefault(self.place.rank, [])
+            self.frame.takes[item.version] = len(taken)
+            taken.append((self.frame, item, node))
+
+    def signal(self, node: int, item: Item) -> None:
+        op = item.op
+        assert isinstance(op, Notify | Expect)
+        rank, run, builder = self.place.rank, self.frame.run, self.builder
+        team = builder.team(self.place, op.team)
+        if isinstance(op.peer, Others):
+            peers = [peer for peer in team[1] if peer != rank]
+        else:
+            peers = [self.global_rank(op.peer, team)]
+        for peer in peers:
+            if isinstance(op, Notify):
+                raised = builder.raised.setdefault(((op.signal, team, rank, peer), run), [])
+                raised.append((op.value, node, self.frame, item))
+            else:
+                signal = (op.signal, team, peer, rank)
+                builder.awaited.append((signal, run, op.value, node, self.frame, item))
+
+    def global_rank(self, index: Index, team: TeamKey) -> int:
+        i = self.place.where.index(index)
+        if not 0 <= i < len(team[1]):
+            raise TeamError(f"team {team[0]} has {len(team[1])} ranks, and no rank {i}")
+        return team[1][i]
+
+    def group(self, item: Item) -> None:
+        """A start on the stream, the members beside each other, and an end on the stream."""
+        graph = self.graph
+        start, end = graph.add(), graph.add()
+        self.put(start, item)
+        for member in item.members:
+            node = self.message(member)
+            graph.preds[node].append(start)
+            graph.preds[end].append(node)
+            graph.parts[node].append((self.frame, member))
+            graph.ends.setdefault(node, []).append(end)
+        self.put(end, item)
+
+    def leave(self) -> None:
+        """The end of the run: after the last op of every stream."""
+        leave, graph = self.place.source.exit, self.graph
+        node = graph.add()
+        self.put(node, leave)
+        graph.preds[node] += [tail for tail in self.tails[1:] if tail >= 0]
+        self.builder.exits[self.place.rank] = node
+
+
+def _places(sources: Sequence[Source]) -> list[Place]:
+    places: list[Place] = []
+    chain = 0
+    seen: dict[int, Source] = {}
+    for source in sources:
+        for rank in source.ranks:
+            if rank in seen:
+                raise TeamError(
+                    f"rank {rank} runs both {seen[rank].program.name} and {source.program.name}: "
+                    f"the Programs of a set must run on different ranks"
+                )
+            seen[rank] = source
+            places.append(Place(source, rank, source.program.where(rank), chain))
+            chain += len(source.streams)
+    return places

@@ -1,0 +1,223 @@
+"""Turns what the checks found into findings that a person can act on.
+
+Lines are those of the file, for a Program that was parsed from one; else those of `str(program)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from interlace.ir.ops import Get, Put
+from interlace.ir.printer import print_lines, print_op
+from interlace.ir.program import Program
+from interlace.verify.graph import Frame
+from interlace.verify.memory import Entry
+from interlace.verify.report import Finding, OpRef
+from interlace.verify.source import Code, Flaw, Item, Source
+from interlace.verify.sweep import Fault
+
+NEIGHBOURS = 2
+"""Lines of the Program shown above and below an op."""
+
+
+class Explainer:
+    """Findings from faults; the text of each Program is made once, and only if it is asked for."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, list[int]] = {}
+        self._programs: list[Program] = []  # keeps the ids of `_lines` alive
+
+    def line(self, source: Source, index: int) -> int:
+        """The line that an op (or, after the last, the return) stands on."""
+        program = source.program
+        lines = self._lines.get(id(program))
+        if lines is None:
+            lines = self._lines[id(program)] = _line_numbers(program)
+            self._programs.append(program)
+        return lines[index]
+
+    def ref(
+        self,
+        frame: Frame,
+        item: Item,
+        role: str,
+        buffer: str = "",
+        extent: tuple[int, int] | None = None,
+    ) -> OpRef:
+        """The op as a finding shows it."""
+        return self.ref_on(frame.place.source, frame.place.rank, item, role, buffer, extent)
+
+    def ref_on(
+        self,
+        source: Source,
+        rank: int,
+        item: Item,
+        role: str,
+        buffer: str = "",
+        extent: tuple[int, int] | None = None,
+    ) -> OpRef:
+        """The op of a Source on one of its ranks."""
+        first = max(0, item.index - NEIGHBOURS)
+        last = min(len(source.items), item.index + NEIGHBOURS + 1)
+        context = [(self.line(source, i), self.text(source, i)) for i in range(first, last)]
+        if item.index == len(source.items):
+            context.append((self.line(source, item.index), "return"))
+        return OpRef(
+            rank,
+            self.line(source, item.index),
+            "" if item.code is Code.EXIT else source.streams[item.stream],
+            self.text(source, item.index),
+            role,
+            buffer,
+            extent,
+            "" if item.op is None else str(item.op.loc),
+            tuple(context),
+        )
+
+    def text(self, source: Source, index: int) -> str:
+        """The op as the text of its Program writes it."""
+        if index == len(source.program.ops):
+            return "return"
+        return print_op(source.program.ops[index], source.program)
+
+    def flaw(self, source: Source, flaw: Flaw) -> Finding:
+        """A fault of list order, which every rank of the Program has."""
+        rank = source.ranks[0] if source.ranks else 0
+        fix = "".join(
+            part if isinstance(part, str) else str(self.line(source, part)) for part in flaw.fix
+        )
+        ops = [self.ref_on(source, rank, item, role, buffer) for item, role, buffer in flaw.ops]
+        return Finding(flaw.kind, flaw.message, tuple(ops), fix, ranks=source.ranks)
+
+    def access(self, entry: Entry) -> OpRef:
+        """An op with what it does to which bytes."""
+        name, item = entry.content.name, entry.item
+        if entry.free:
+            verb = "frees" if item.code is Code.FREE else "takes the slot of"
+        elif item.code is Code.EXIT:
+            verb = "returns"
+        else:
+            verb = "writes" if entry.write else "reads"
+        whose = ""
+        if isinstance(item.op, Put if entry.write else Get):
+            where = entry.frame.place.where
+            peer = where.member(item.op.team).ranks[where.index(item.op.peer)]
+            whose = f" of rank {peer}"
+        extent = (entry.region.lo, entry.region.hi)
+        return self.ref(entry.frame, item, f"{verb} {name}{whose}", name, extent)
+
+    def faults(self, faults: Sequence[Fault]) -> Finding:
+        """One finding for the same fault on several ranks."""
+        fault = faults[0]
+        first, second = fault.first, fault.second
+        ranks = tuple(sorted({found.second.frame.place.rank for found in faults}))
+        if first is None:
+            return self._unwritten(fault, ranks)
+        if fault.kind == "race" and not first.free and _listed_after(first, second):
+            first, second = second, first
+        ops = (self.access(first), self.access(second))
+        name = second.content.name
+        match fault.kind:
+            case "use-after-free":
+                message = f"{name} is used after it was freed"
+                fix = f"free {name} after line {ops[1].line}"
+                fix += self._join(second, first) if second.item.stream != first.item.stream else ""
+            case "use-before-alloc":
+                message = f"{name} is used before its slot is taken"
+                fix = f"allocate {name} before line {ops[1].line}, in an order that this op awaits"
+            case _:
+                message = self._race(first, second, ops)
+                fix = self._edge(first, second)
+        return Finding(fault.kind, message, ops, fix, ranks=ranks)
+
+    def _race(self, first: Entry, second: Entry, ops: tuple[OpRef, OpRef]) -> str:
+        one, two = first.content.name, second.content.name
+        what = one if one == two else f"{one} and {two}, which share storage"
+        verbs = [("frees" if e.item.code is Code.FREE else "allocates") if e.free
+                 else "writes" if e.write else "reads" for e in (first, second)]  # fmt: skip
+        return (
+            f"nothing orders line {ops[0].line} on rank {ops[0].rank}, which {verbs[0]}, and line "
+            f"{ops[1].line} on rank {ops[1].rank}, which {verbs[1]} the same bytes of {what}"
+        )
+
+    def _edge(self, first: Entry, second: Entry) -> str:
+        """The edge to add between two accesses."""
+        one, two = first.frame.place, second.frame.place
+        before, after = self._at(first), self._at(second)
+        if one.rank != two.rank:
+            return (
+                f"notify a signal to rank {two.rank} after line {before} on rank {one.rank}, and "
+                f"expect it before line {after} on rank {two.rank}"
+            )
+        streams = one.source.streams
+        from_, to = streams[first.item.stream], streams[second.item.stream]
+        if first.item.index == second.item.index:
+            return f"take one of the two out of the group on line {before}"
+        if second.item.code is Code.FREE:
+            return (
+                f"record an event on {from_} after line {before} and wait for it on {to} before "
+                f"the free on line {after}"
+            )
+        return (
+            f"record an event on {from_} after line {before} and wait for it on {to} before line "
+            f"{after}"
+        )
+
+    def _join(self, first: Entry, second: Entry) -> str:
+        streams = first.frame.place.source.streams
+        return (
+            f", and wait on {streams[second.item.stream]} for an event recorded on "
+            f"{streams[first.item.stream]} after it"
+        )
+
+    def _at(self, entry: Entry) -> int:
+        return self.line(entry.frame.place.source, entry.item.index)
+
+    def _unwritten(self, fault: Fault, ranks: tuple[int, ...]) -> Finding:
+        op, name = self.access(fault.second), fault.second.content.name
+        writers = _writers(fault.second.frame.place.source.items, fault.second)
+        if fault.kind == "overwritten":
+            message = f"{name} is read after its bytes were overwritten through another buffer"
+            fix = f"free {name} only after line {op.line}, and give the storage away after that"
+        else:
+            message = f"{name} is read, and nothing wrote all of these bytes before"
+            fix = f"write them before line {op.line}"
+            if writers:
+                listed = ", ".join(
+                    str(self.line(fault.second.frame.place.source, i)) for i in writers[:4]
+                )
+                fix += f"; {name} is written on line {listed}, which is no part or no cause of it"
+        return Finding("uninitialized", message, (op,), fix, ranks=ranks)
+
+
+def _listed_after(first: Entry, second: Entry) -> bool:
+    """Whether the fix reads better the other way round."""
+    one, two = first.frame.place, second.frame.place
+    if one.source is two.source and one.rank == two.rank:
+        return first.item.index > second.item.index
+    if second.free:
+        return False
+    return second.write and not first.write
+
+
+def _writers(items: Iterable[Item], entry: Entry) -> list[int]:
+    name = entry.content.name
+    return [
+        item.index
+        for item in items
+        if any(touch.write and touch.spot.buffer.name == name for touch in item.touches)
+    ]
+
+
+def _line_numbers(program: Program) -> list[int]:
+    """For every op and the return: its line in the file, or in the printed text."""
+    if program.ops and all(op.loc.file and op.loc.line and not op.loc.module for op in program.ops):
+        lines = [op.loc.line for op in program.ops]
+        return [*lines, lines[-1] + 1]
+    found: dict[int, int] = {}
+    end = 0
+    for number, line in enumerate(print_lines(program), 1):
+        end = number
+        if line.tag[0] == "op":
+            found.setdefault(line.tag[1], number)
+    return [*(found[i] for i in range(len(program.ops))), end + (program.results is None)]

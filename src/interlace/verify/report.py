@@ -1,0 +1,176 @@
+"""What a check finds: findings, each with its ops and the way to mend it, and the Report of them.
+
+    report = check(program)
+    print(report)                  # for a terminal
+    json.dumps(report.to_json())   # for a script; the schema has a version
+    report.raise_if_unsound()      # for a pipeline: SoundnessError, with the counterexample
+
+A finding names its ops by rank, line and text. A line is the op's place in the Program, counted
+from 1; the place after the last op is the return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from interlace.errors import SoundnessError
+
+SCHEMA = 1
+"""Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
+
+KINDS: dict[str, str] = {
+    "race": "two accesses of the same bytes, at least one of them a write, in no order",
+    "deadlock": "ops that wait for each other, or for something that never comes",
+    "mismatch": "members of a collective, or the two ends of a message, that disagree",
+    "use-after-free": "an access that comes after the buffer was freed",
+    "use-before-alloc": "an access that comes before the buffer has its storage",
+    "double-free": "a buffer freed twice",
+    "bad-free": "a Free of what the Program did not allocate",
+    "leak": "a symmetric buffer that a run does not free",
+    "uninitialized": "a read of bytes that nothing wrote before",
+    "event": "a wait for an event that was not recorded before",
+    "signal": "a signal whose values do not grow in one order",
+    "result": "a result that lives in memory which the next run uses again",
+    "unexpected-notify": "a signal that is raised and that nobody awaits (a remark)",
+}
+"""The kinds of finding and what each means."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpRef:
+    """An op in a finding: where it stands, what it says, and what it does to which bytes."""
+
+    rank: int
+    line: int
+    stream: str
+    text: str
+    role: str = ""
+    """What the op does in the finding: `writes full`, `waits for rank 1`, ..."""
+    buffer: str = ""
+    bytes: tuple[int, int] | None = None
+    """The byte range of the buffer that it touches: first byte, and the byte after the last."""
+    loc: str = ""
+    """The module and source line that the op comes from."""
+    context: tuple[tuple[int, str], ...] = ()
+    """The op's line and its neighbours, as (line, text)."""
+
+    @property
+    def place(self) -> str:
+        """Where the op stands, in words."""
+        return f"rank {self.rank}, line {self.line} ({self.stream})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The op as plain data."""
+        return {
+            "rank": self.rank,
+            "line": self.line,
+            "stream": self.stream,
+            "text": self.text,
+            "role": self.role,
+            "buffer": self.buffer,
+            "bytes": None if self.bytes is None else list(self.bytes),
+            "loc": self.loc,
+            "context": [{"line": line, "text": text} for line, text in self.context],
+        }
+
+    def __str__(self) -> str:
+        extent = f" [bytes {self.bytes[0]}:{self.bytes[1]}]" if self.bytes is not None else ""
+        head = f"  {self.place}: {self.role}{extent}"
+        if self.loc:
+            head += f"   from {self.loc}"
+        if not self.context:
+            return f"{head}\n      {self.text}"
+        width = len(str(self.context[-1][0]))
+        lines = [
+            f"    {'>' if line == self.line else ' '} {line:>{width}} | {text}"
+            for line, text in self.context
+        ]
+        return "\n".join([head, *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault: its kind, what happens, the ops that make it, and how to mend it."""
+
+    kind: str
+    message: str
+    ops: tuple[OpRef, ...] = ()
+    fix: str = ""
+    level: str = "error"
+    """`error`, or `remark` for what is odd and harmless."""
+    ranks: tuple[int, ...] = ()
+    """The ranks on which the same ops make the same fault."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as plain data."""
+        return {
+            "kind": self.kind,
+            "level": self.level,
+            "message": self.message,
+            "fix": self.fix,
+            "ranks": list(self.ranks),
+            "ops": [op.to_json() for op in self.ops],
+        }
+
+    def __str__(self) -> str:
+        head = f"{self.level}: {self.kind}: {self.message}"
+        if len(self.ranks) > 1:
+            head += f" (the same on ranks {', '.join(map(str, self.ranks))})"
+        parts = [head, *map(str, self.ops)]
+        if self.fix:
+            parts.append(f"  to mend it: {self.fix}")
+        return "\n".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of a check."""
+
+    findings: tuple[Finding, ...]
+    num_ops: int
+    """Ops of all ranks, in one run."""
+    num_ranks: int
+    seconds: float = field(default=0.0, compare=False)
+    num_left_out: int = 0
+    """Further faults that were found and are not listed."""
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that make the programs unsound."""
+        return tuple(finding for finding in self.findings if finding.level == "error")
+
+    @property
+    def sound(self) -> bool:
+        """Whether no interleaving of the ranks can go wrong."""
+        return not self.errors
+
+    def kinds(self) -> frozenset[str]:
+        """The kinds of the errors."""
+        return frozenset(finding.kind for finding in self.errors)
+
+    def raise_if_unsound(self) -> None:
+        """Raises SoundnessError with the counterexamples, unless the programs are sound."""
+        if not self.sound:
+            raise SoundnessError(str(self), self.errors)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data; `schema` is its version."""
+        return {
+            "schema": SCHEMA,
+            "sound": self.sound,
+            "num_ranks": self.num_ranks,
+            "num_ops": self.num_ops,
+            "seconds": self.seconds,
+            "num_left_out": self.num_left_out,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+    def __str__(self) -> str:
+        size = f"{self.num_ranks} ranks, {self.num_ops} ops, {self.seconds * 1e3:.0f} ms"
+        errors = len(self.errors) + self.num_left_out
+        verdict = f"unsound: {errors} fault{'s' if errors != 1 else ''}" if errors else "sound"
+        parts = [f"{verdict} ({size})", *map(str, self.findings)]
+        if self.num_left_out:
+            parts.append(f"... and {self.num_left_out} more of the same kinds")
+        return "\n\n".join(parts)

@@ -1,0 +1,147 @@
+"""The form in which Programs are checked: items, the buffers they touch, and flaws of list order.
+
+source.items[3].touches        # what the op on line 4 reads and writes
+source.versions[0].symmetric   # a buffer, from its declaration on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from interlace.ir.ops import (
+    Alloc,
+    Call,
+    Collective,
+    Copy,
+    Expect,
+    Free,
+    Get,
+    Group,
+    HostSync,
+    Notify,
+    Op,
+    Put,
+    Record,
+    Recv,
+    Send,
+    Wait,
+)
+from interlace.ir.program import Program
+from interlace.ir.types import Buffer, Index
+from interlace.verify.regions import Spot
+
+
+class Code(IntEnum):
+    """What an op means for the order."""
+
+    PLAIN = 0
+    RECORD = 1
+    WAIT = 2
+    COLLECTIVE = 3
+    SEND = 4
+    RECV = 5
+    GROUP = 6
+    NOTIFY = 7
+    EXPECT = 8
+    ALLOC = 9
+    FREE = 10
+    HOST_SYNC = 11
+    EXIT = 12
+
+
+CODES: dict[type[Op], Code] = {
+    Call: Code.PLAIN,
+    Copy: Code.PLAIN,
+    Put: Code.PLAIN,
+    Get: Code.PLAIN,
+    Record: Code.RECORD,
+    Wait: Code.WAIT,
+    Collective: Code.COLLECTIVE,
+    Send: Code.SEND,
+    Recv: Code.RECV,
+    Group: Code.GROUP,
+    Notify: Code.NOTIFY,
+    Expect: Code.EXPECT,
+    Alloc: Code.ALLOC,
+    Free: Code.FREE,
+    HostSync: Code.HOST_SYNC,
+}
+
+
+class Touch(NamedTuple):
+    """A read or a write of a view, in this rank's memory or in a peer's."""
+
+    write: bool
+    version: int
+    spot: Spot
+    peer: Index | None
+    team: str | None
+    root_only: bool
+    """Whether only the root of the collective does it."""
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """An op of a Program; the members of a Group are items too, with the Group's index."""
+
+    index: int
+    op: Op | None
+    """None: the return."""
+    code: Code
+    stream: int
+    touches: tuple[Touch, ...] = ()
+    version: int = -1
+    """The buffer that an Alloc or a Free means."""
+    record: int = -1
+    """The index of the Record that a Wait sees."""
+    members: tuple[Item, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """A buffer from its declaration on: what a name means between an Alloc and the next."""
+
+    buffer: Buffer
+    spot: Spot
+    """The whole of it."""
+    alloc: int = -1
+    """The index of the op that declares it; -1 for a parameter."""
+    free: int = -1
+    shared: bool = False
+    """Whether other buffers share its storage."""
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether peers can reach it."""
+        return self.buffer.kind == "symmetric"
+
+    @property
+    def storage(self) -> str:
+        """The name of its bytes: a slot, an arena storage, or its own."""
+        return self.buffer.storage or self.buffer.name
+
+
+class Flaw(NamedTuple):
+    """A fault that list order alone shows, so it is the same on every rank."""
+
+    kind: str
+    message: str
+    ops: tuple[tuple[Item, str, str], ...]
+    """Item, role and buffer of each op."""
+    fix: tuple[str | int, ...]
+    """Text, and numbers of ops whose line stands there."""
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One Program, ready to be placed on its ranks."""
+
+    program: Program
+    ranks: tuple[int, ...]
+    streams: tuple[str, ...]
+    items: list[Item]
+    exit: Item
+    versions: list[Version]
+    flaws: list[Flaw] = field(default_factory=list[Flaw])

@@ -1,0 +1,232 @@
+"""Walks the graph in an order that agrees with it, and compares every access with those before it.
+
+It finds races, reads of bytes that nothing wrote, and uses outside of a buffer's lifetime. A Free
+and the Alloc of a symmetric buffer count as writes of the whole buffer by their rank; what peers do
+in a rank's slot is ordered with that rank's Free by the pool (no slot is taken again before every
+rank has freed it), so it need not be ordered by the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from interlace.ir.ops import Collective
+from interlace.verify.build import Slot
+from interlace.verify.graph import Frame, Graph
+from interlace.verify.memory import Cell, Content, Entry, Memory
+from interlace.verify.regions import Region, Regions
+from interlace.verify.source import Code, Item, Touch, Version
+
+MAX_REPEATS = 256
+"""Of one fault on many ranks and in many runs, so many are kept."""
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One buffer in one run of one rank: its memory, and from when to when it may be used."""
+
+    version: Version
+    content: Content
+    memory: Memory
+    offset: int
+    slot: Slot | None = None
+    take: int = -1
+    alloc: int = -1
+    """The node that takes the slot; -1 for a buffer that is there from the start."""
+    freed: int = -1
+    """The node of its Free, once the walk has passed it."""
+    last: dict[int, Entry] = field(default_factory=dict[int, Entry])
+    """Chain -> the rank's last access on it, wherever the bytes are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something found between two accesses, or about one."""
+
+    kind: str
+    first: Entry | None
+    second: Entry
+
+
+class Sweep:
+    """The walk. `faults` holds what it found, by the pair of ops that it is about."""
+
+    def __init__(self, graph: Graph, regions: Regions, slot: Callable[[Frame, int], Slot]) -> None:
+        self.graph = graph
+        self.regions = regions
+        self.slot = slot
+        self.faults: dict[tuple[object, ...], list[Fault]] = {}
+        self._lives: dict[Frame, list[Life | None]] = {
+            frame: [None] * len(frame.place.source.versions) for frame in graph.frames
+        }
+        self._arenas: dict[tuple[Frame, str], Memory] = {}
+        self._slots: dict[tuple[Slot, int, int], tuple[Content, Memory]] = {}
+
+    def run(self) -> None:
+        """Visits every node that can finish."""
+        parts = self.graph.parts
+        for node in self.graph.order:
+            for frame, item in parts[node]:
+                for touch in item.touches:
+                    self._touch(node, frame, item, touch)
+                if item.code is Code.FREE and item.version >= 0:
+                    self._free(node, frame, item)
+
+    def _fault(self, kind: str, first: Entry | None, second: Entry) -> None:
+        """Keeps a fault under what it is about, so that ranks and runs that repeat it share it."""
+        pair = () if first is None else (first.frame.place.source, first.item.index, first.free)
+        key = (kind, pair, second.frame.place.source, second.item.index, second.free)
+        found = self.faults.setdefault(key, [])
+        if len(found) < MAX_REPEATS:
+            found.append(Fault(kind, first, second))
+
+    def _life(self, frame: Frame, version: int) -> Life:
+        lives = self._lives[frame]
+        life = lives[version]
+        if life is None:
+            life = lives[version] = self._start(frame, version)
+        return life
+
+    def _start(self, frame: Frame, number: int) -> Life:
+        version = frame.place.source.versions[number]
+        buffer = version.buffer
+        whole = self.regions.at(version.spot, frame.place.where)
+        if version.symmetric:
+            slot, take = self.slot(frame, number), frame.takes.get(number, -1 - frame.run)
+            content, memory = self._copy(slot, take, frame.place.rank, buffer.name, whole.hi)
+            alloc = frame.nodes[version.alloc] if version.alloc >= 0 else -1
+            return Life(version, content, memory, 0, slot, take, alloc)
+        content = Content(buffer.name, whole.hi, buffer.kind == "input")
+        if not version.shared:
+            return Life(version, content, Memory(), 0)
+        return Life(version, content, self._arena(frame, version.storage), buffer.offset)
+
+    def _copy(
+        self, slot: Slot, take: int, rank: int, name: str, size: int
+    ) -> tuple[Content, Memory]:
+        """One rank's copy of a slot, for one take of it."""
+        found = self._slots.get((slot, take, rank))
+        if found is None:
+            found = self._slots[slot, take, rank] = (Content(name, size, False), Memory())
+        return found
+
+    def _arena(self, frame: Frame, storage: str) -> Memory:
+        found = self._arenas.get((frame, storage))
+        if found is None:
+            bounds: set[int] = set()
+            for version in frame.place.source.versions:
+                if version.shared and version.storage == storage:
+                    whole = self.regions.at(version.spot, frame.place.where)
+                    bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
+            found = self._arenas[frame, storage] = Memory(sorted(bounds))
+        return found
+
+    def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
+        where = frame.place.where
+        if touch.root_only and isinstance(item.op, Collective) and item.op.root is not None:
+            if where.index(item.op.root) != where.member(item.op.team).index:
+                return
+        region = self.regions.at(touch.spot, where)
+        if region.lo >= region.hi:
+            return
+        life = self._life(frame, touch.version)
+        content, memory = life.content, life.memory
+        if touch.peer is not None and touch.team is not None and life.slot is not None:
+            rank = where.member(touch.team).ranks[where.index(touch.peer)]
+            name, size = life.version.buffer.name, content.size
+            content, memory = self._copy(life.slot, life.take, rank, name, size)
+        offset = life.offset
+        entry = Entry(
+            offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
+        )
+        if life.alloc >= 0 or life.version.free >= 0:
+            self._check_life(life, entry)
+        for cell in memory.within(entry.lo, entry.hi):
+            if touch.write:
+                self._write(cell, entry, offset)
+            else:
+                self._read(cell, entry)
+        if touch.write:
+            content.write(region)
+        elif not content.full and not content.holds(region, self.regions):
+            kind = "uninitialized" if content.log is None else "overwritten"
+            self._fault(kind, None, entry)
+
+    def _check_life(self, life: Life, entry: Entry) -> None:
+        graph, node, frame = self.graph, entry.node, entry.frame
+        if life.alloc >= 0 and not graph.before(life.alloc, node):
+            early = graph.clocks[life.alloc] is not None and graph.before(node, life.alloc)
+            alloc = self._whole(life, life.alloc, frame, life.version.alloc)
+            self._fault("use-before-alloc" if early else "race", alloc, entry)
+        if life.freed >= 0:
+            late = graph.before(life.freed, node)
+            free = self._whole(life, life.freed, frame, life.version.free)
+            self._fault("use-after-free" if late else "race", free, entry)
+        elif life.version.free >= 0:
+            chain = graph.chain[node]
+            life.last[chain if chain >= 0 else -1 - node] = entry
+
+    def _whole(self, life: Life, node: int, frame: Frame, index: int) -> Entry:
+        """An Alloc or a Free as an access of the whole buffer."""
+        region = self.regions.at(life.version.spot, frame.place.where)
+        lo, hi = life.offset + region.lo, life.offset + region.hi
+        item = frame.place.source.items[index]
+        return Entry(lo, hi, region, life.content, node, frame, item, True, True)
+
+    def _free(self, node: int, frame: Frame, item: Item) -> None:
+        life = self._life(frame, item.version)
+        life.freed = node
+        free = self._whole(life, node, frame, item.index)
+        for entry in life.last.values():
+            if not self.graph.before(entry.node, node):
+                self._fault("race", entry, free)
+        life.last.clear()
+        if life.version.shared and free.lo < free.hi:
+            for cell in life.memory.within(free.lo, free.hi):
+                self._write(cell, free, life.offset)
+                cell.live.pop(life.content, None)
+
+    def _read(self, cell: Cell, new: Entry) -> None:
+        for old in cell.writes:
+            if old.lo < new.hi and new.lo < old.hi and old.node != new.node:
+                if not self.graph.before(old.node, new.node):
+                    self._conflict(old, new)
+        chain = self.graph.chain[new.node]
+        cell.reads[new.region, new.content, chain if chain >= 0 else -1 - new.node] = new
+
+    def _write(self, cell: Cell, new: Entry, offset: int) -> None:
+        before = self.graph.before
+        kept: list[Entry] = []
+        for old in cell.writes:
+            if old.lo < new.hi and new.lo < old.hi:
+                if old.node != new.node and not before(old.node, new.node):
+                    self._conflict(old, new)
+                elif cell.covers(new, old):
+                    continue
+            kept.append(old)
+        kept.append(new)
+        cell.writes = kept
+        gone: list[tuple[Region, Content, int]] = []
+        for key, old in cell.reads.items():
+            if old.lo < new.hi and new.lo < old.hi:
+                if old.node != new.node and not before(old.node, new.node):
+                    self._conflict(old, new)
+                elif cell.covers(new, old):
+                    gone.append(key)
+        for key in gone:
+            del cell.reads[key]
+        if not new.free:
+            for content, start in cell.live.items():
+                if content is not new.content:
+                    content.lose(new.lo - start, new.hi - start)
+            cell.live[new.content] = offset
+
+    def _conflict(self, old: Entry, new: Entry) -> None:
+        """Two unordered accesses whose hulls meet: a race, unless the boxes interleave."""
+        if old.content is new.content:
+            if old.free or new.free:
+                return  # compared by `_check_life` and `_free`
+            if not self.regions.overlap(old.region, new.region):
+                return
+        self._fault("race", old, new)
