@@ -1,0 +1,27 @@
+"""Timelines, predicted and measured, for people to look at.
+
+perfetto.py   a Perfetto trace (or Chrome's JSON), with arrows between ops that order each other
+html.py       one self-contained page: rows, text, sites and overlap figures
+figures.py    the overlap figures as text or data
+tracks.py     what stands in one row, and the arrows
+
+from interlace.trace import write_html, write_perfetto
+"""
+
+from interlace.trace.figures import figures_json, figures_rows, figures_text
+from interlace.trace.html import html_page, write_html
+from interlace.trace.perfetto import write_perfetto
+from interlace.trace.tracks import Arrow, Track, arrows, tracks
+
+__all__ = [
+    "Arrow",
+    "Track",
+    "arrows",
+    "figures_json",
+    "figures_rows",
+    "figures_text",
+    "html_page",
+    "tracks",
+    "write_html",
+    "write_perfetto",
+]

@@ -1,0 +1,256 @@
+"""Timelines as one self-contained HTML page: nothing is fetched, and it opens from a file.
+
+Rows are ranks x streams, the predicted run above the measured one; a colour is a site. The page
+zooms, pans, shows an op's text under the pointer, and has the Program's text, its sites and the
+overlap figures beside it.
+
+    write_html(simulated, executor.timeline(), "step.html", program=executor.program)
+
+Every string is escaped, and the page's own policy lets no script run but the one written here (by
+its hash), so a module path or a remark cannot become markup or code. Script and style stand in
+`page/`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from interlace.cost.timeline import KINDS, Timeline
+from interlace.ir import Program, Site
+from interlace.ir.printer import print_lines
+from interlace.trace.figures import HEADINGS, figures_rows
+from interlace.trace.perfetto import as_set, title, write_whole
+from interlace.trace.tracks import arrows, tracks
+
+SCRIPTS = ("model.js", "draw.js", "act.js")
+"""The page's one script, in this order."""
+
+SiteKey = tuple[int, int]
+"""A Program's place in its set, and a site's id."""
+
+
+def write_html(
+    predicted: Timeline | None,
+    measured: Timeline | None,
+    path: str | Path,
+    *,
+    program: Program | Sequence[Program] | None = None,
+    name: str = "",
+    facts: Sequence[tuple[str, str]] = (),
+) -> Path:
+    """Writes the page, whole or not at all; returns the path.
+
+    `program` is what ran (a sequence for a set of Programs). `facts` are shown at the top, such as
+    `("verifier", "sound")`.
+    """
+    path = Path(path)
+    write_whole(path, html_page(predicted, measured, program, name, facts).encode())
+    return path
+
+
+def html_page(
+    predicted: Timeline | None,
+    measured: Timeline | None,
+    program: Program | Sequence[Program] | None = None,
+    name: str = "",
+    facts: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The page as text; `write_html` says what the arguments are."""
+    programs = as_set(program)
+    timelines = [timeline for timeline in (predicted, measured) if timeline is not None]
+    name = name or " + ".join(dict.fromkeys(p.name for p in programs)) or "timeline"
+    page = files("interlace.trace").joinpath("page")
+    style = page.joinpath("page.css").read_text(encoding="utf-8")
+    parts = [page.joinpath(part).read_text(encoding="utf-8") for part in SCRIPTS]
+    script = "\n" + "\n".join(parts)
+    data = script_json(_data(timelines, programs))
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
+    listings = "".join(_listing(place, program) for place, program in enumerate(programs))
+    chips = "".join(f"<li><b>{escape(key)}</b> {escape(value)}</li>" for key, value in facts)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(name)} · interlace</title>
+<style>{style}</style>
+</head>
+<body>
+<header>
+<h1>{escape(name)}</h1>
+<ul class="facts">{chips}</ul>
+<div class="tools" role="toolbar" aria-label="view">
+<button id="zoom-in" title="zoom in (+)">+</button>
+<button id="zoom-out" title="zoom out (-)">&minus;</button>
+<button id="fit" title="show everything (0)">fit</button>
+<label><input type="checkbox" id="same-scale"> same time scale</label>
+<label><input type="checkbox" id="all-arrows"> all arrows</label>
+<button id="theme" title="light or dark">light / dark</button>
+</div>
+</header>
+<main>
+<section id="timelines" aria-label="timelines">
+<noscript><p>The timelines are drawn by a script; the tables and the text below do without.</p>
+</noscript>
+<p class="hint">drag to pan · ctrl + wheel or pinch to zoom · shift + drag to zoom into a
+span of time · click an op for its line<br>
+<span><i class="key"></i>compute</span> <span><i class="key comm"></i>communication</span>
+<span><i class="key sync"></i>waiting and memory</span> · one colour for each site</p>
+</section>
+<section id="text" aria-label="program text">{listings}</section>
+</main>
+<section id="tables">
+<div><h2>Overlap</h2>{_table(HEADINGS, figures_rows(timelines))}</div>
+{_sites(programs)}
+</section>
+<div id="tip" role="tooltip" hidden></div>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def script_json(value: object) -> str:
+    """JSON that may stand inside a script element: nothing in it ends the element or a comment."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _data(timelines: Sequence[Timeline], programs: Sequence[Program]) -> dict[str, object]:
+    """What the script draws: names and sites once, spans as rows of numbers (microseconds)."""
+    owner = {
+        rank: i
+        for i, program in enumerate(programs)
+        for rank in ((program.rank,) if program.rank is not None else program.world)
+    }
+    sites = {(i, site.id): site for i, program in enumerate(programs) for site in program.sites}
+    keys = list(sites)
+    for timeline in timelines:  # a span may name a site that no Program here knows
+        for span in timeline.spans:
+            if span.site is not None and (owner.get(span.rank, 0), span.site) not in sites:
+                key = (owner.get(span.rank, 0), span.site)
+                sites[key] = Site(id=span.site, kind="")
+                keys.append(key)
+    place = {key: i for i, key in enumerate(keys)}
+    names: dict[str, int] = {}
+    panels: list[dict[str, object]] = []
+    for timeline in timelines:
+        origin = min((span.start_s for span in timeline.spans), default=0.0)
+        rows: list[dict[str, object]] = []
+        for track in tracks(timeline):
+            spans = [
+                [
+                    round((span.start_s - origin) * 1e6, 3),
+                    round(span.seconds * 1e6, 3),
+                    span.op_index,
+                    names.setdefault(span.name, len(names)),
+                    -1 if span.site is None else place[owner.get(span.rank, 0), span.site],
+                    KINDS.index(span.kind),
+                ]
+                for span in track.spans
+            ]
+            program = owner.get(track.rank, -1)
+            row = {"title": track.title, "rank": track.rank, "program": program, "spans": spans}
+            rows.append(row)
+        panel = {"title": title(timeline), "source": timeline.source, "rows": rows}
+        panels.append({**panel, "makespan": timeline.makespan_s * 1e6})
+    return {
+        "panels": panels,
+        "names": list(names),
+        "kinds": KINDS,
+        "sites": [_site_data(key, sites[key]) for key in keys],
+        "locs": [[str(op.loc) for op in program.ops] for program in programs],
+        "arrows": [[a.kind, a.name, *a.source, *a.target] for a in arrows(programs)],
+    }
+
+
+def _site_data(key: SiteKey, site: Site) -> dict[str, object]:
+    return {
+        "program": key[0],
+        "id": site.id,
+        "kind": site.kind,
+        "module": site.module,
+        "strategy": site.strategy,
+    }
+
+
+def _listing(place: int, program: Program) -> str:
+    """A Program's text, each line knowing its op and site."""
+    rows: list[str] = []
+    for line in print_lines(program):
+        family, index = line.tag
+        attributes = f' data-op="{place}:{index}"' if family == "op" else ""
+        site = program.ops[index].site if family == "op" else None
+        site = program.sites[index].id if family == "site" else site
+        if site is not None:
+            attributes += f' data-site="{place}:{site}"'
+        rows.append(f"<li{attributes}>{_coloured(line.text) or ' '}</li>")
+    caption = f"{escape(program.name)} · {len(program.ops)} ops"
+    return f"<h2>{caption}</h2><ol>{''.join(rows)}</ol>"
+
+
+def _coloured(line: str) -> str:
+    """A line of text, escaped, its stream's name in bold."""
+    head, colon, rest = line.partition(": ")
+    if colon and head.strip().isidentifier():
+        return f"<b>{escape(head)}</b>: {escape(rest)}"
+    return escape(line)
+
+
+def _sites(programs: Sequence[Program]) -> str:
+    """The table of sites; the script colours its rows and lights up their spans."""
+    headings = ("", "site", "module", "kind", "strategy", "serial", "predicted", "reason")
+    rows = [
+        (
+            f"{place}:{site.id}",
+            (
+                "",
+                str(site.id),
+                site.module,
+                site.kind,
+                " ".join(filter(None, (site.strategy, site.protocol))),
+                _ms(site.serial_ms),
+                _ms(site.predicted_ms),
+                site.reason,
+            ),
+        )
+        for place, program in enumerate(programs)
+        for site in program.sites
+    ]
+    if not rows:
+        return ""
+    cells = "".join(
+        f'<tr tabindex="0" data-site="{key}">'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for key, row in rows
+    )
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    return (
+        f'<div><h2>Sites</h2><div class="wide"><table id="sites"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{cells}</tbody></table></div></div>"
+    )
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g} ms"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
