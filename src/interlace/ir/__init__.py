@@ -56,6 +56,7 @@ from interlace.ir.types import (
     Where,
     contiguous_strides,
 )
+from interlace.ir.validate import validate
 from interlace.ir.view import (
     AsStrided,
     Cast,
@@ -130,5 +131,6 @@ __all__ = [
     "print_program",
     "print_set",
     "print_view",
+    "validate",
     "views_in",
 ]

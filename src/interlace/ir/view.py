@@ -164,11 +164,13 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
             i = where.index(index)
             if isinstance(parts, str):
                 table = where.table(parts)
+                if not 0 <= i < len(table.values):
+                    raise ValueError(f"table {parts} has no entry {i}")
                 if sum(table.values) != sizes[dim]:
                     raise ValueError(f"table {parts} sums to {sum(table.values)}")
                 start, stop = table.start(i), table.start(i) + table.values[i]
             else:
-                if sizes[dim] % parts or not 0 <= i < parts:
+                if parts < 1 or sizes[dim] % parts or not 0 <= i < parts:
                     raise ValueError(f"no chunk {i} of {parts} even parts")
                 start, stop = i * (sizes[dim] // parts), (i + 1) * (sizes[dim] // parts)
             offset += start * strides[dim]
@@ -197,7 +199,8 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
             grown = [*([1] * extra), *sizes]
             steps = [*([0] * extra), *strides]
             sizes = [old if new == -1 else new for old, new in zip(grown, shape, strict=True)]
-            if any(old != 1 and old != new for old, new in zip(grown, sizes, strict=True)):
+            pairs = list(zip(grown, sizes, strict=True))
+            if any(new < 0 or (old != 1 and old != new) for old, new in pairs):
                 raise ValueError("only sizes of 1 can be expanded")
             strides = [
                 stride if old == new else 0
@@ -207,6 +210,8 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
             sizes, strides, offset = _cast(sizes, strides, offset, dtype, target)
             dtype = target
         case AsStrided(new_sizes, new_strides, start):
+            if len(new_sizes) != len(new_strides) or min(new_sizes, default=0) < 0:
+                raise ValueError("give one stride for each size, and sizes >= 0")
             sizes, strides, offset = list(new_sizes), list(new_strides), start
     return Box(offset, tuple(sizes), tuple(strides), dtype)
 
@@ -217,6 +222,8 @@ def _fill_in(shape: tuple[int, ...], numel: int) -> list[int]:
         known *= size if size != -1 else 1
     if -1 in shape and known == 0:
         raise ValueError("-1 is ambiguous for an empty view")
+    if shape.count(-1) > 1 or min(shape, default=0) < -1:
+        raise ValueError("sizes are >= 0, and one of them may be -1")
     wanted = [size if size != -1 else numel // known for size in shape]
     count = 1
     for size in wanted:
