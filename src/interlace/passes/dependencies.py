@@ -46,7 +46,7 @@ from interlace.ir import (
     Recv,
     Send,
 )
-from interlace.passes.overlaps import Overlaps, written
+from interlace.passes.overlaps import Overlaps
 
 Before = tuple[tuple[int, ...], ...]
 
@@ -128,8 +128,7 @@ def _data_edges(program: Program, edges: list[set[int]]) -> None:
     for index, op in enumerate(program.ops):
         mine = edges[index]
         reads = [(place(a), overlaps.number(a.view)) for a in op.reads()]
-        writes = [(place(a), overlaps.number(a.view)) for a in op.writes() if a.peer is not None]
-        writes += [(overlaps.storage(v.buffer), overlaps.number(v)) for v in written(op)]
+        writes = [(place(a), overlaps.number(a.view)) for a in op.writes()]
         for key, number in reads:
             state = live.setdefault(key, _Live())
             mine.update(i for n, i in state.writes if overlaps.between(number, n))
@@ -202,7 +201,6 @@ def _lifetime_edges(program: Program, edges: list[set[int]]) -> None:
                 edges[index].add(taken[op.buffer])
         else:
             names = {a.view.buffer for a in (*op.reads(), *op.writes())}
-            names.update(view.buffer for view in written(op))
             for name in names:
                 if name in taken:
                     edges[index].add(taken[name])

@@ -13,20 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interlace.ir import AsStrided, Box, Buffer, Call, Chunk, DType, Op, Program, Slice, View
+from interlace.ir import AsStrided, Box, Buffer, Chunk, DType, Program, Slice, View
 from interlace.ir.types import TableEntry, Where
 
 RNG_BUFFER = Buffer("rng", DType.u8, (1,))
 """Stands for the state that ops read and write when they draw random numbers."""
-
-
-def written(op: Op) -> tuple[View, ...]:
-    """The views of this rank's memory that an op writes, with the buffers that a Call binds."""
-    views = [access.view for access in op.writes() if access.peer is None]
-    if isinstance(op, Call):
-        known = {view.buffer for view in op.outs}
-        views += [View(buffer.name) for buffer in op.fresh if buffer.name not in known]
-    return tuple(views)
 
 
 def representatives(program: Program) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from interlace.ir import Alloc, Buffer, Call, Free, Op, Program, Remark, View, v
 from interlace.passes.base import add_remarks
 from interlace.passes.dependencies import dependencies
 from interlace.passes.insert_sync import Order, clocks, strip_events
-from interlace.passes.overlaps import Overlaps, written
+from interlace.passes.overlaps import Overlaps
 
 ARENA = "arena"
 ALIGNMENT = 256
@@ -94,8 +94,7 @@ def _localise(program: Program) -> Program:
 
 def buffers_of(op: Op) -> set[str]:
     """The buffers that an op reads or writes, a peer's copies included."""
-    names = {access.view.buffer for access in (*op.reads(), *op.writes())}
-    return names.union(view.buffer for view in written(op))
+    return {access.view.buffer for access in (*op.reads(), *op.writes())}
 
 
 def _place_allocs(program: Program) -> Program:

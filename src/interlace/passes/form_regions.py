@@ -1,0 +1,248 @@
+"""form_regions: small calls that follow one another become one.
+
+A chain of pointwise operators costs a launch and a trip through memory each. Where such calls stand
+together in the list, and feed one another, this pass makes them one `Call` of a region, whose body
+the Program holds: at bind time it runs eager, or through a compiler.
+
+    h = aten.mul.Tensor(x, 2.0)                  @region
+    y = aten.add.Tensor(h, b)           ->       def region_0(i0, i1):
+                                                     t0 = aten.mul.Tensor(i0, 2.0)
+                                                     t1 = aten.add.Tensor(t0, i1)
+                                                     return t1
+
+Left alone are matmuls and attention (`schedule` wants to place them), calls of a site, calls that
+draw random numbers or write in place, and calls of several results. A region begins where
+communication arrives, so that none waits for more than its calls did. Values are numbered, not
+named: the same chain in two layers is one region, compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from interlace.errors import PassError
+from interlace.ir import (
+    Alloc,
+    Arg,
+    AsStrided,
+    Buffer,
+    Call,
+    Cast,
+    Chunk,
+    Expand,
+    Name,
+    Node,
+    Op,
+    Permute,
+    Program,
+    Region,
+    Reshape,
+    Select,
+    Slice,
+    Step,
+    View,
+    views_in,
+)
+from interlace.passes.schedule import is_heavy
+
+
+@dataclass(frozen=True)
+class FormRegions:
+    """Merges runs of small calls into regions."""
+
+    name: ClassVar[str] = "form_regions"
+    min_calls: int = 2
+    """How many calls it takes to be worth a region."""
+
+    def run(self, program: Program) -> Program:
+        """The same Program, with chains of small calls as calls of regions."""
+        if self.min_calls < 1:
+            raise PassError(f"form_regions: min_calls={self.min_calls}; give 1 or more")
+        former = _Former(program, self.min_calls)
+        ops = [op for run in _runs(program) for op in former.form(run)]
+        return program.replace(ops=tuple(ops), regions=tuple(former.regions.values()))
+
+
+def _small(op: Op) -> bool:
+    return (
+        isinstance(op, Call)
+        and op.fn.startswith(("aten.", "prims."))
+        and len(op.fresh) == 1
+        and not (op.outs or op.mutates or op.rng)
+        and op.site is None
+        and not is_heavy(op.fn)
+    )
+
+
+def _runs(program: Program) -> Iterator[list[Op]]:
+    """The list in pieces: runs of small calls on one stream, and single other ops."""
+    arrived = {
+        access.view.buffer
+        for op in program.ops
+        if not isinstance(op, Call | Alloc)
+        for access in op.writes()
+    }
+    run: list[Op] = []
+    made: set[str] = set()
+    for op in program.ops:
+        together = bool(run) and _small(op) and _small(run[-1]) and op.stream == run[-1].stream
+        if isinstance(op, Call) and together:
+            views = op.views()
+            inside = [view for view in views if view.buffer in made]
+            together = not any(view.buffer in arrived for view in views) and all(
+                _as_node(step) is not None for view in inside for step in view.steps
+            )
+        if not together:
+            if run:
+                yield run
+            run, made = [], set()
+        run.append(op)
+        if isinstance(op, Call):
+            made.update(buffer.name for buffer in op.fresh)
+    if run:
+        yield run
+
+
+class _Former:
+    """Makes regions of runs, each body once."""
+
+    def __init__(self, program: Program, min_calls: int) -> None:
+        self.min_calls = min_calls
+        self.regions = {region.name: region for region in program.regions}
+        self.known = {(r.inputs, r.body, r.outputs): r.name for r in program.regions}
+        self.readers: dict[str, int] = {}
+        for op in program.ops:
+            for name in {access.view.buffer for access in (*op.reads(), *op.writes())}:
+                self.readers[name] = self.readers.get(name, 0) + 1
+        for arg in program.returned():
+            for view in views_in(arg):
+                self.readers[view.buffer] = self.readers.get(view.buffer, 0) + 1
+
+    def form(self, run: list[Op]) -> list[Op]:
+        """The run with every group of calls that feed one another as a region."""
+        calls = [op for op in run if isinstance(op, Call) and _small(op)]
+        if len(calls) != len(run):
+            return run
+        formed: list[Op] = []
+        for group in _connected(calls):
+            call = self.region(group) if len(group) >= self.min_calls else None
+            formed += [call] if call is not None else group
+        return formed
+
+    def region(self, calls: list[Call]) -> Call | None:
+        """A call of the region of these calls; None where nobody would see what it computes."""
+        body = _Body()
+        for call in calls:
+            body.add(call)
+        inside: dict[str, int] = {}
+        for call in calls:
+            for name in {*(view.buffer for view in call.views()), call.fresh[0].name}:
+                inside[name] = inside.get(name, 0) + 1
+        outputs: list[Buffer] = []
+        for call in calls:
+            (buffer,) = call.fresh
+            if self.readers[buffer.name] > inside[buffer.name]:
+                outputs.append(buffer)
+        if not outputs:
+            return None
+        names = tuple(body.values[View(buffer.name)] for buffer in outputs)
+        key = (tuple(body.inputs.values()), tuple(body.nodes), names)
+        if key not in self.known:
+            number = len(self.regions)
+            while f"region_{number}" in self.regions:
+                number += 1
+            self.known[key] = f"region_{number}"
+            self.regions[f"region_{number}"] = Region(f"region_{number}", *key)
+        return Call(
+            fn=self.known[key],
+            args=tuple(body.inputs),
+            fresh=tuple(outputs),
+            stream=calls[0].stream,
+            loc=calls[0].loc,
+        )
+
+
+@dataclass(slots=True)
+class _Body:
+    """The body of a region as it grows."""
+
+    inputs: dict[View, str] = field(default_factory=dict[View, str])
+    values: dict[View, str] = field(default_factory=dict[View, str])
+    nodes: list[Node] = field(default_factory=list[Node])
+
+    def add(self, call: Call) -> None:
+        """One more call."""
+        args = tuple(map(self.arg, call.args))
+        kwargs = tuple((key, self.arg(value)) for key, value in call.kwargs)
+        self.value(View(call.fresh[0].name), call.fn, args, kwargs)
+
+    def value(
+        self, view: View, fn: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...] = ()
+    ) -> str:
+        """A new node, whose result `view` stands for."""
+        name = self.values[view] = f"t{len(self.nodes)}"
+        self.nodes.append(Node((name,), fn, args, kwargs))
+        return name
+
+    def arg(self, value: Arg) -> Arg:
+        """An argument as the body spells it."""
+        if isinstance(value, tuple):
+            return tuple(map(self.arg, value))
+        return Name(self.view(value)) if isinstance(value, View) else value
+
+    def view(self, view: View) -> str:
+        """The name of a view: of a value inside, taken inside; else an input."""
+        if view in self.values:
+            return self.values[view]
+        if View(view.buffer) not in self.values:
+            return self.inputs.setdefault(view, f"i{len(self.inputs)}")
+        *steps, last = view.steps
+        whole = Name(self.view(View(view.buffer, tuple(steps))))
+        made = _as_node(last)
+        assert made is not None, "such a view begins another run"
+        fn, args = made
+        return self.value(view, fn, (whole, *args))
+
+
+def _as_node(step: Step) -> tuple[str, tuple[Arg, ...]] | None:
+    """The operator that takes a step of a view, with its arguments; None where none does."""
+    match step:
+        case Slice(dim, int(start), int(stop)):
+            return "aten.slice.Tensor", (dim, start, stop)
+        case Select(dim, index):
+            return "aten.select.int", (dim, index)
+        case Permute(dims):
+            return "aten.permute.default", (dims,)
+        case Reshape(sizes):
+            return "aten.view.default", (sizes,)
+        case Expand(sizes):
+            return "aten.expand.default", (sizes,)
+        case Cast(dtype):
+            return "aten.view.dtype", (dtype,)
+        case AsStrided(sizes, strides, offset):
+            return "aten.as_strided.default", (sizes, strides, offset)
+        case Chunk() | Slice():
+            return None
+
+
+def _connected(calls: Sequence[Call]) -> list[list[Call]]:
+    """The calls in groups that pass no value to one another, each in order."""
+    group = {call.fresh[0].name: i for i, call in enumerate(calls)}
+    root = list(range(len(calls)))
+
+    def find(i: int) -> int:
+        while root[i] != i:
+            i = root[i]
+        return i
+
+    for i, call in enumerate(calls):
+        for view in call.views():
+            if view.buffer in group and group[view.buffer] < i:
+                one, other = sorted((find(i), find(group[view.buffer])))
+                root[other] = one
+    groups: dict[int, list[Call]] = {}
+    for i, call in enumerate(calls):
+        groups.setdefault(find(i), []).append(call)
+    return list(groups.values())
