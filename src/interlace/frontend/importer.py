@@ -1,0 +1,313 @@
+"""The walk over an AOT graph that writes a serial Program, node by node.
+
+A node becomes a Call, a View or whatever its lowering makes of it; the tables of lowerings stand in
+`normalise.py`, `collectives.py` and `rng.py`, and `import_fx.py` joins them.
+
+    imported = Importer(gm, "forward", teams, lowerings).run()
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from interlace.errors import UnsupportedError
+from interlace.frontend.emitter import Emitter
+from interlace.frontend.graphs import (
+    aliases,
+    bound,
+    draws_random_numbers,
+    flatten,
+    is_mutable,
+    is_view,
+    live_nodes,
+    output_nodes,
+)
+from interlace.frontend.inplace import InPlace
+from interlace.frontend.locs import describe, location, parameter_name
+from interlace.frontend.teams import Teams
+from interlace.frontend.types import buffer_like, scalar_word
+from interlace.frontend.views import RULES, SPLITS, extend, split_dim, strided
+from interlace.ir import Buffer, Call, Program, Team, View
+
+Value = Any
+"""What a node stands for: a View, a scalar, None, an `Opaque`, or a tuple of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An argument of the graph that is no tensor and no number, such as a DeviceMesh."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A Program, and how a graph's arguments and outputs map to its parameters and results."""
+
+    program: Program
+    inputs: tuple[int, ...]
+    """Positions of the graph's arguments that are the Program's first parameters."""
+    constants: tuple[torch.Tensor, ...]
+    """Tensors of the graph itself: the parameters after those."""
+    outputs: tuple[int | Opaque, ...]
+    """For each output of the graph: the result of that index, or an argument handed through."""
+
+    def gather(self, args: Sequence[Any]) -> list[Any]:
+        """The Program's inputs, from the graph's arguments."""
+        return [*(args[position] for position in self.inputs), *self.constants]
+
+    def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The graph's outputs, from the Program's results and the graph's arguments."""
+        return [
+            args[out.position] if isinstance(out, Opaque) else results[out] for out in self.outputs
+        ]
+
+
+Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
+"""Makes a value of a node and its bound arguments."""
+
+
+class Importer(Emitter):
+    """Walks a graph once, in order; the lowerings of `normalise` and others call its methods."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        name: str,
+        teams: Teams,
+        lowerings: Mapping[str, Lowering],
+        values: Mapping[fx.Node, Any] | None = None,
+        labels: Sequence[str] = (),
+    ) -> None:
+        self.gm = gm
+        self.program_name = name
+        self.teams = teams
+        self.lowerings = lowerings
+        self.recorded = values
+        self.labels = labels
+        super().__init__(self._main_device())
+        self.values: dict[fx.Node, Value] = {}
+        self.params: list[Buffer] = []
+        self.inputs: list[int] = []
+        self.constants: list[torch.Tensor] = []
+        self.constant_params: list[Buffer] = []
+        self.in_place = InPlace(gm.graph)
+        self.written: set[str] = set()
+        """Buffers of inputs that the graph writes: no copy of them may become a view."""
+        returned = set(output_nodes(gm.graph))
+        self.leaving = {
+            node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
+        }
+        """Nodes that the output holds, or a view of them: they must not share with another."""
+
+    def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
+        """Whether a node that copies `views` may be a view of them instead."""
+        return node not in self.leaving and all(view.buffer not in self.written for view in views)
+
+    def run(self) -> Imported:
+        """The Program of the whole graph."""
+        live = live_nodes(self.gm.graph)
+        outputs: list[Value] = []
+        position = 0
+        for node in self.gm.graph.nodes:
+            self.loc = location(node)
+            if node.op == "placeholder":
+                self.values[node] = self._parameter(node, position)
+                position += 1
+            elif node.op == "output":
+                outputs = [self.arg(item) for item in flatten(node.args[0])]
+            elif node in live and node not in self.in_place.absorbed:
+                self.values[node] = self._lower(node)
+        results = [value for value in outputs if not isinstance(value, Opaque)]
+        index = iter(range(len(results)))
+        places = [value if isinstance(value, Opaque) else next(index) for value in outputs]
+        teams, ranks = self.teams.used()
+        program = Program(
+            name=self.program_name,
+            teams=teams,
+            params=(*self.params, *self.constant_params),
+            ops=tuple(self.ops),
+            results=tuple(results),
+            ranks=ranks,
+        )
+        return Imported(program, tuple(self.inputs), tuple(self.constants), tuple(places))
+
+    def value(self, node: Any) -> Any:
+        """The fake value that tracing recorded for a node."""
+        return self.recorded[node] if self.recorded is not None else node.meta.get("val")
+
+    def arg(self, value: Any) -> Any:
+        """An argument of a node as a Program spells it."""
+        if isinstance(value, fx.Node):
+            return self.values[value]
+        if isinstance(value, list | tuple):
+            return tuple(self.arg(item) for item in value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise self._symbolic(value)
+        return scalar_word(value, self.device)
+
+    def view(self, value: Any) -> View:
+        """An argument that must be a tensor."""
+        found = self.arg(value)
+        assert isinstance(found, View), f"{value} is {found}, not a tensor"
+        return found
+
+    def team(self, node: fx.Node, group: Any) -> Team:
+        """The team that a process group, or its name, stands for."""
+        return self.teams.team(self.value(group) if isinstance(group, fx.Node) else group)
+
+    def unsupported(self, node: fx.Node, why: str, fix: str) -> UnsupportedError:
+        """The error for a node that cannot be lowered."""
+        return UnsupportedError(f"{describe(node)} cannot be lowered: {why}. {fix}")
+
+    def call_like(self, node: fx.Node, fn: str, args: Any, kwargs: Any, value: Any) -> Value:
+        """A Call with results like the fake `value`; tuples, None and numbers are kept as they are."""
+        fresh: list[Buffer] = []
+
+        def declare(item: Any) -> Value:
+            if isinstance(item, torch.Tensor):
+                base = node.name if not fresh else f"{node.name}_{len(fresh)}"
+                fresh.append(buffer_like(self.name(base), item, "fresh"))
+                return self.declare(fresh[-1])
+            return tuple(map(declare, item)) if isinstance(item, list | tuple) else item
+
+        result = declare(value)
+        self._call(node, fn, args, kwargs, fresh=tuple(fresh))
+        return result
+
+    def _call(self, node: fx.Node, fn: str, args: Any, kwargs: Any, **results: Any) -> None:
+        given = tuple(map(self.arg, args))
+        named = tuple((key, self.arg(item)) for key, item in kwargs.items())
+        for item in flatten((given, tuple(value for _, value in named))):
+            if isinstance(item, Opaque | torch.nn.Module):
+                raise self.unsupported(
+                    node,
+                    "an argument is neither a tensor nor a number",
+                    "Move it out of the compiled function (torch.compiler.disable)",
+                )
+        rng = draws_random_numbers(node)
+        self.emit(Call(fn=fn, args=given, kwargs=named, rng=rng, loc=self.loc, **results))
+
+    def _main_device(self) -> torch.device:
+        for node in self.gm.graph.nodes:
+            value = self.value(node)
+            if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+                return torch.device(value.device.type)
+        return torch.device("cpu")
+
+    def _parameter(self, node: fx.Node, position: int) -> Value:
+        value = self.value(node)
+        if isinstance(value, torch.Tensor):
+            buffer = buffer_like(self.name(parameter_name(node, self.labels)), value, "input")
+            self.inputs.append(position)
+            self.params.append(buffer)
+            if node in self.in_place.targets:
+                self.written.add(buffer.name)
+            return self.declare(buffer)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise self._symbolic(value)
+        return value if isinstance(value, bool | int | float | None) else Opaque(position)
+
+    def _symbolic(self, value: Any) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.program_name} has the symbolic size {value}: make it concrete before the import"
+        )
+
+    def _constant(self, node: fx.Node) -> Value:
+        tensor: Any = self.gm
+        for part in str(node.target).split("."):
+            tensor = getattr(tensor, part)
+        if not isinstance(tensor, torch.Tensor):
+            return tensor  # the body of a higher-order operator, refused where it is used
+        if tensor.ndim == 0:
+            result = buffer_like(self.name(node.name), tensor, "fresh")
+            kwargs = {"dtype": result.dtype, "device": scalar_word(tensor.device, self.device)}
+            return self.call("aten.full.default", ((), tensor.item()), result, kwargs)
+        buffer = buffer_like(self.name("constant"), tensor, "input")
+        self.constants.append(tensor)
+        self.constant_params.append(buffer)
+        return self.declare(buffer)
+
+    def _lower(self, node: fx.Node) -> Value:
+        if node.op == "get_attr":
+            return self._constant(node)
+        if node.op != "call_function":
+            raise self.unsupported(node, f"a {node.op} node", "Trace with AOTAutograd or make_fx")
+        if node in self.in_place.states:
+            return self.in_place.write(self, node)
+        value = self.value(node)
+        if isinstance(value, bool | int | float):
+            return value
+        if node.target is operator.getitem:
+            return self.arg(node.args[0])[node.args[1]]
+        name = str(node.target)
+        lowering = self.lowerings.get(name)
+        if lowering is not None:
+            return lowering(self, node, bound(node))
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise self.unsupported(
+                node,
+                "it holds another graph or calls back into Python, which a Program cannot",
+                "Move it out of the compiled function (torch.compiler.disable), or write it with "
+                "plain operators",
+            )
+        if name in SPLITS:
+            return self._split(node, name, bound(node), value)
+        if name in RULES or is_view(node):
+            return self._view(name, bound(node), value)
+        if is_mutable(node):
+            return self._mutation(node)
+        return self.call_like(node, name, node.args, node.kwargs, value)
+
+    def _view(self, name: str, args: list[Any], value: torch.Tensor) -> View:
+        source = self.view(args[0])
+        buffer, box = self.buffers[source.buffer], self.box(source)
+        if not box.numel and (empty := self.viewed(source, tuple(value.shape))) is not None:
+            return empty
+        steps = RULES[name]([None, *map(self.arg, args[1:])], box, value) if name in RULES else ()
+        found = extend(source, buffer, steps, value)
+        if found is not None:
+            return found
+        if name in ("aten.reshape.default", "aten._unsafe_view.default", "aten.view.default"):
+            return self.reshaped(source, tuple(int(size) for size in value.shape))
+        return strided(box, self.value(args[0]), value, source)
+
+    def _split(self, node: fx.Node, name: str, args: list[Any], parts: Any) -> tuple[View, ...]:
+        source = self.view(args[0])
+        dim = split_dim(name, [None, *map(self.arg, args[1:])], len(self.sizes(source)))
+        start, found = 0, []
+        for i, part in enumerate(parts):
+            if name == "aten.unbind.int":
+                piece = View("").select(dim, i)
+            else:
+                stop = start + int(part.shape[dim])
+                piece = View("").slice(dim, start, stop)
+                start = stop
+            view = extend(source, self.buffers[source.buffer], piece.steps, part)
+            assert view is not None, f"{describe(node)}: part {i} of {source} is not {piece}"
+            found.append(view)
+        return tuple(found)
+
+    def _mutation(self, node: fx.Node) -> Value:
+        args, schema = bound(node), node.target._schema  # pyright: ignore
+        infos = [argument.alias_info for argument in schema.arguments]
+        written = [arg for arg, info in zip(args, infos, strict=True) if info and info.is_write]
+        views = [view for arg in written for view in flatten(self.arg(arg))]
+        if str(node.target) == "aten.copy_.default":
+            self.copy_into(self.view(args[1]), views[0])
+            return views[0]
+        fresh = [result for result in schema.returns if result.alias_info is None]
+        if fresh or not all(isinstance(view, View) for view in views):
+            raise self.unsupported(
+                node,
+                "it writes an argument and makes new results at once",
+                "Wrap it in a custom operator that does one of the two",
+            )
+        self._call(node, str(node.target), node.args, node.kwargs, outs=tuple(views), mutates=True)
+        return views[0] if len(views) == 1 else tuple(views)

@@ -1,0 +1,75 @@
+"""Where an FX node comes from: its module path, and the user's own line.
+
+>>> module_path("L['self'].layers.0.mlp")
+'layers.0.mlp'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from interlace.ir import Loc
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+_LOCAL = re.compile(r"^[LG]\['\w+'\]\.?")
+_ITEM = re.compile(r"\._modules\['([^']+)'\]|\[(?:'([^']+)'|(\d+))\]")
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def location(node: fx.Node) -> Loc:
+    """The module path, file and line of a node; backward nodes take their forward node's."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    module = module_path(_innermost(stack)) if stack else ""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    mine = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
+    if not mine:
+        return Loc(module)
+    file, line = mine[-1]
+    return Loc(module, file, int(line))
+
+
+def _innermost(stack: dict[str, Any]) -> str:
+    entry = list(stack.values())[-1]
+    return str(entry[0]) if isinstance(entry, tuple) else str(entry)
+
+
+def module_path(path: str) -> str:
+    """A module path as `named_modules` spells it, from what the tracer recorded."""
+    path = _LOCAL.sub("", path)
+    path = _ITEM.sub(lambda found: "." + next(filter(None, found.groups())), path)
+    return path.removeprefix("self.").removeprefix("self").lstrip(".")
+
+
+def parameter_name(node: fx.Node, labels: Sequence[str]) -> str:
+    """A name for an argument: the user's own where the tracer says which it is, else the node's.
+
+    `labels` are the names of the arguments that the graph had before AOTAutograd took it apart.
+    """
+    desc = node.meta.get("desc")
+    while hasattr(desc, "base"):
+        desc = desc.base  # pyright: ignore
+    if hasattr(desc, "target"):
+        return str(desc.target).replace(".", "_")  # pyright: ignore
+    index = getattr(desc, "idx", None)
+    if type(desc).__name__ == "PlainAOTInput" and index is not None and index < len(labels):
+        return labels[index] or node.name
+    return node.name
+
+
+def label(source: str) -> str:
+    """An identifier for an argument, from the tracer's name of where it comes from."""
+    path = module_path(_MEMBER.sub(lambda found: "." + found.group(1), source))
+    return re.sub(r"\W+", "_", path.replace("local_tensor", "")).strip("_")
+
+
+def describe(node: fx.Node) -> str:
+    """A node as errors name it: operator, module and line."""
+    place = str(location(node))
+    return f"{node.target} in {place}" if place else f"{node.target} (node {node.name})"
