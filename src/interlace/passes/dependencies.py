@@ -3,8 +3,8 @@
 An op depends on an earlier one where both touch the same bytes and one writes (read after write,
 write after read, write after write), on any rank that runs the Program. Beyond data:
 
-- `Alloc` stays before, and `Free` after, every access of the buffer, a peer's copy included; the
-  takes of one symmetric slot keep their order.
+- `Alloc` stays before, and `Free` after, every access of the buffer, a peer's copy included. (The
+  takes of one slot need no edge: an Alloc waits by itself until a copy of the slot is free.)
 - One-sided accesses are ordered with the peers by signals alone: Note [Signals publish].
 - `HostSync` stays where it is. So does the order of all communication that ranks of another Program
   take part in, or where the Program is one rank's own: those lists are not ours to permute.
@@ -181,18 +181,9 @@ class _Places:
 
 
 def _lifetime_edges(program: Program, edges: list[set[int]]) -> None:
-    symmetric = symmetric_buffers(program)
     taken: dict[str, int] = {}
     users: dict[str, list[int]] = {}
-    slots: dict[str, int] = {}
     for index, op in enumerate(program.ops):
-        if isinstance(op, Alloc | Free):
-            name = op.buffer.name if isinstance(op, Alloc) else op.buffer
-            if name in symmetric:
-                slot = symmetric[name].storage or name
-                if slot in slots:
-                    edges[index].add(slots[slot])
-                slots[slot] = index
         if isinstance(op, Alloc):
             taken[op.buffer.name] = index
         elif isinstance(op, Free):
@@ -200,8 +191,7 @@ def _lifetime_edges(program: Program, edges: list[set[int]]) -> None:
             if op.buffer in taken:
                 edges[index].add(taken[op.buffer])
         else:
-            names = {a.view.buffer for a in (*op.reads(), *op.writes())}
-            for name in names:
+            for name in {a.view.buffer for a in (*op.reads(), *op.writes())}:
                 if name in taken:
                     edges[index].add(taken[name])
                 users.setdefault(name, []).append(index)
@@ -249,7 +239,7 @@ def _signal_edges(program: Program, edges: list[set[int]], frozen: bool) -> None
                     used.append((index, how if a.peer is None else f"peer {how}"))
     for (team, _), signal in signals.items():
         _publish(signal, teams.get(team, {}), edges, frozen)
-        _match(program, signal, edges)
+        _match(program, team, signal, edges)
     _relay(signals, edges)
     for index, team in barriers:
         ends = [i for (t, _), s in signals.items() if t == team for i in (*s.notifies, *s.expects)]
@@ -288,19 +278,41 @@ def _publish(signal: _Signal, used: _Used, edges: list[set[int]], frozen: bool) 
                     edges[i].add(index)
 
 
-def _match(program: Program, signal: _Signal, edges: list[set[int]]) -> None:
-    _chain(signal.notifies, edges)
-    _chain(signal.expects, edges)
+def _match(program: Program, team: str, signal: _Signal, edges: list[set[int]]) -> None:
+    """Every Expect after the Notify of its value, and both in the order of their values."""
+    size = program.team(team).size
+
+    def offsets(index: int) -> frozenset[int]:
+        """How far away in the team the peer is: every distance for `others` and for a number."""
+        op = program.ops[index]
+        assert isinstance(op, Notify | Expect)
+        if isinstance(op.peer, RankIndex) and op.peer.team == team:
+            return frozenset((op.peer.offset % size,))
+        return frozenset(range(size))
+
+    raised: dict[int, list[tuple[int, int]]] = {}  # by distance: (value, op)
+    for index in signal.notifies:
+        op = program.ops[index]
+        assert isinstance(op, Notify)
+        for offset in offsets(index):
+            before = raised.setdefault(offset, [])
+            if before:
+                edges[index].add(before[-1][1])
+            before.append((op.value, index))
+    awaited: dict[int, int] = {}
     for index in signal.expects:
-        wanted = program.ops[index]
-        assert isinstance(wanted, Expect)
-        for other in signal.notifies:
-            raised = program.ops[other]
-            assert isinstance(raised, Notify)
-            if raised.value >= wanted.value:
-                if other < index:
-                    edges[index].add(other)
-                break
+        op = program.ops[index]
+        assert isinstance(op, Expect)
+        for offset in offsets(index):
+            if offset in awaited:
+                edges[index].add(awaited[offset])
+            awaited[offset] = index
+            early = [(value, i) for value, i in raised.get(-offset % size, ()) if i < index]
+            enough = [i for value, i in early if value >= op.value]
+            if isinstance(op.peer, int):  # some rank's own, at any distance: the last of all
+                edges[index].update(i for _, i in early[-1:])
+            else:
+                edges[index].update(enough[:1])
 
 
 def _relay(signals: dict[tuple[str, str], _Signal], edges: list[set[int]]) -> None:

@@ -94,7 +94,8 @@ class Schedule:
         program = strip_events(program)
         if self.streams == 1:
             return program.replace(ops=tuple(_on(op, "main") for op in program.ops))
-        return program.replace(ops=tuple(_Player(program, self.window).play()))
+        ops = _Player(program, self.window).play()
+        return program.replace(ops=tuple(map(_without_slot, ops)))
 
 
 def role(op: Op) -> str:
@@ -260,6 +261,13 @@ class _Player:
             else:
                 ranks[index] = min((ranks[other] for other in self.after[index]), default=FAR)
         return ranks
+
+
+def _without_slot(op: Op) -> Op:
+    """A symmetric buffer's slot was chosen for another order; `plan_memory` chooses anew."""
+    if isinstance(op, Alloc) and op.buffer.kind == "symmetric" and op.buffer.storage is not None:
+        return dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, storage=None))
+    return op
 
 
 def _on(op: Op, stream: str) -> Op:
