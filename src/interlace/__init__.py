@@ -1,8 +1,34 @@
 """Interlace hides communication under computation in multi-GPU PyTorch programs."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from interlace import errors
 from interlace.errors import InterlaceError
 from interlace.options import Options
 
-__all__ = ["InterlaceError", "Options", "errors"]
+if TYPE_CHECKING:
+    from interlace.ir.builder import program
+    from interlace.ir.parser import parse, parse_set
+
+__all__ = ["InterlaceError", "Options", "errors", "parse", "parse_set", "program"]
 __version__ = "0.1.0"
+
+_LAZY = {
+    "parse": "interlace.ir.parser",
+    "parse_set": "interlace.ir.parser",
+    "program": "interlace.ir.builder",
+}
+"""Names that are imported when they are first asked for, and from where."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -7,11 +7,15 @@
     program.py   Program, its regions, sites and remarks; `instantiate(rank)`
     printer.py   Program to text (printer_ops.py, layout.py)
     parser.py    text to Program, its inverse (parser_*.py; spelling.py holds what both share)
+    validate.py  structural rules, with the offending line (check_*.py)
+    builder.py   Programs written by hand in Python (builder_*.py, handle.py)
 
 Nothing here imports torch.
 """
 
 from interlace.ir.box import Box
+from interlace.ir.builder import Builder
+from interlace.ir.handle import Handle
 from interlace.ir.ops import (
     KINDS,
     REDUCTIONS,
@@ -80,6 +84,7 @@ __all__ = [
     "AsStrided",
     "Box",
     "Buffer",
+    "Builder",
     "Call",
     "Cast",
     "Chunk",
@@ -93,6 +98,7 @@ __all__ = [
     "Free",
     "Get",
     "Group",
+    "Handle",
     "HostSync",
     "Index",
     "Loc",

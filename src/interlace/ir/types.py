@@ -106,6 +106,10 @@ class Table:
     team: str
     values: tuple[int, ...]
 
+    def __getitem__(self, index: Index) -> TableEntry:
+        """The entry of a rank, as a size; printed `rows[tp.rank]`."""
+        return TableEntry(self.name, index)
+
     def start(self, index: int) -> int:
         """Sum of the entries before `index`: where chunk `index` begins."""
         return sum(self.values[:index])

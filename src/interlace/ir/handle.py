@@ -1,0 +1,137 @@
+"""Handles: views as one writes them by hand, in a builder.
+
+full[p.tp.rank + 1]        chunk 1 further than this rank's, of as many as the team has ranks
+x[:, 0:8].permute(1, 0)    a slice, then the steps that torch has
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from interlace.errors import ProgramError
+from interlace.ir.printer import print_view
+from interlace.ir.printer_ops import even_parts, team_sizes
+from interlace.ir.program import Program
+from interlace.ir.spelling import did_you_mean
+from interlace.ir.types import Buffer, Dim, DType, Index, RankIndex, Table, Team
+from interlace.ir.view import View
+
+
+@dataclass(slots=True)
+class Scope:
+    """What handles are resolved with: the teams, tables and buffers of the Program being built."""
+
+    teams: tuple[Team, ...]
+    ranks: tuple[int, ...] | None = None
+    tables: dict[str, Table] = field(default_factory=dict[str, Table])
+    buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
+
+    def parts(self, index: Index) -> int:
+        """How many chunks `x[index]` cuts dimension 0 into."""
+        if isinstance(index, RankIndex):
+            sizes: Mapping[str, int] = team_sizes(self.teams)
+            if index.team not in sizes:
+                fix = did_you_mean(index.team, sizes, "teams are")
+                raise ProgramError(f"no team is named {index.team!r}: {fix}")
+            return sizes[index.team]
+        even = even_parts(self.teams)
+        if even is None:
+            raise ProgramError(
+                f"[{index}] is a chunk of as many as the team has ranks, and it is unclear which "
+                f"team: write .chunk({index}, parts)"
+            )
+        return even
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A view of a buffer; each step gives another handle. `ir` is the `View` itself."""
+
+    scope: Scope = field(repr=False, compare=False)
+    ir: View
+
+    def __getitem__(self, key: Index | slice | tuple[slice, ...]) -> Handle:
+        """A chunk of dimension 0 (`x[1]`, `x[p.tp.rank]`), or slices (`x[2:4]`, `x[:, 2:4]`)."""
+        if isinstance(key, int | RankIndex):
+            return self.chunk(key, self.scope.parts(key))
+        found = self
+        for dim, part in enumerate(key if isinstance(key, tuple) else (key,)):
+            if part.step not in (None, 1):
+                raise ProgramError(f"{self} has slices without steps only: write start:stop")
+            if part.start is not None or part.stop is not None:
+                start = 0 if part.start is None else part.start
+                stop = self.shape[dim] if part.stop is None else part.stop
+                found = found.slice(dim, start, stop)
+        return found
+
+    def __str__(self) -> str:
+        return print_view(self.ir, Program(teams=self.scope.teams))
+
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer that it is a view of."""
+        return self.scope.buffers[self.ir.buffer]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes, where every rank has the same."""
+        frame = Program(
+            teams=self.scope.teams,
+            tables=tuple(self.scope.tables.values()),
+            ranks=self.scope.ranks,
+        )
+        found = {self.ir.box(self.buffer, frame.where(rank)).sizes for rank in frame.world}
+        if len(found) != 1:
+            raise ProgramError(
+                f"{self} has sizes {sorted(found)} on different ranks: give both ends of a slice"
+            )
+        return found.pop()
+
+    def chunk(self, index: Index, parts: int | str | Table, dim: int = 0) -> Handle:
+        """Chunk `index` of `parts`: a number of even ones, or a table of their sizes."""
+        return self._then(self.ir.chunk(index, parts, dim))
+
+    def slice(self, dim: int, start: Dim, stop: Dim) -> Handle:
+        """Elements `start` up to `stop` of `dim`."""
+        return self._then(self.ir.slice(dim, start, stop))
+
+    def select(self, dim: int, index: int) -> Handle:
+        """Element `index` of `dim`, which goes away."""
+        return self._then(self.ir.select(dim, index))
+
+    def permute(self, *dims: int) -> Handle:
+        """Dimensions in another order."""
+        return self._then(self.ir.permute(*dims))
+
+    def t(self) -> Handle:
+        """The transpose of a matrix."""
+        return self.permute(1, 0)
+
+    def view(self, *sizes: int) -> Handle:
+        """Other sizes over the same elements; one may be -1."""
+        return self._then(self.ir.view(*sizes))
+
+    def expand(self, *sizes: int) -> Handle:
+        """Dimensions of size 1 repeated."""
+        return self._then(self.ir.expand(*sizes))
+
+    def cast(self, dtype: DType | str) -> Handle:
+        """The same bytes as another element type."""
+        return self._then(self.ir.cast(element_type(dtype)))
+
+    def as_strided(self, sizes: Sequence[int], strides: Sequence[int], offset: int = 0) -> Handle:
+        """Any strided box of the buffer."""
+        return self._then(self.ir.as_strided(tuple(sizes), tuple(strides), offset))
+
+    def _then(self, view: View) -> Handle:
+        return Handle(self.scope, view)
+
+
+def element_type(dtype: DType | str) -> DType:
+    """An element type by its name, such as `"bf16"`."""
+    try:
+        return DType(dtype)
+    except ValueError:
+        fix = did_you_mean(dtype, (known.value for known in DType), "element types are")
+        raise ProgramError(f"no element type is named {dtype!r}: {fix}") from None
