@@ -1,0 +1,309 @@
+"""What each collective of a serial Program is: a gather that feeds matmuls, or a scatter of them.
+
+By meaning, not by spelling: `Values` follows the rows through views and data movement, and
+`layout.py` says how they are dealt to the ranks. What is no site is refused with a reason.
+
+    >>> analyse(program)[0]
+    Found(collective=2, kind='all_gather_matmul', site=GatherSite(...), reason='')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from interlace.ir import Call, Chunk, Collective, Op, Program, RankIndex, Slice, View, map_views
+from interlace.ir.types import TableEntry
+from interlace.passes.aten import MATMULS
+from interlace.passes.blocks import order
+from interlace.passes.cone import Cone, cone_of, result_of
+from interlace.passes.dependencies import dependencies
+from interlace.passes.layout import Layout, balanced_sizes, gather_layout, scatter_layout
+from interlace.passes.overlaps import representatives
+from interlace.passes.rows import Refused, Run
+from interlace.passes.values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSite:
+    """An all-gather and the matmuls that take its rows."""
+
+    collective: int
+    layout: Layout
+    width: int
+    matmuls: tuple[int, ...]
+    moves: tuple[int, ...]
+    """Ops that only put the gathered rows in order, for these matmuls alone."""
+    whole: bool
+    """Whether other ops use the gathered tensor too."""
+    declared: tuple[int, ...]
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """All its ops."""
+        found = (self.collective, *self.matmuls, *self.moves, *self.declared)
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSite:
+    """Matmuls, row by row what follows them, and the reduction of the result."""
+
+    collective: int
+    layout: Layout
+    cone: Cone
+    moves: tuple[int, ...]
+    """Ops that only put the rows in order for the collective."""
+    declared: tuple[int, ...]
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """All its ops."""
+        return tuple(sorted((self.collective, *self.cone.ops, *self.moves, *self.declared)))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A collective, what it is, and the reason where it stays alone."""
+
+    collective: int
+    kind: str
+    site: GatherSite | ScatterSite | None = None
+    reason: str = ""
+
+
+SITE_KINDS = {
+    "all_gather": "all_gather_matmul",
+    "reduce_scatter": "matmul_reduce_scatter",
+    "all_reduce": "matmul_all_reduce",
+}
+
+
+def analyse(program: Program, done: Iterable[int] = ()) -> tuple[Found, ...]:
+    """What every collective is; those of the sites `done` are left out, and their ops untouched."""
+    ranks = representatives(program)
+    found = _analyse(program, ranks[0], frozenset(done))
+    if _depends_on_rank(program):
+        for rank in ranks[1:]:
+            other = _analyse(program, rank, frozenset(done))
+            found = tuple(
+                mine
+                if mine == theirs
+                else Found(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
+                for mine, theirs in zip(found, other, strict=True)
+            )
+    return found
+
+
+def _kind(program: Program, found: Found) -> str:
+    op = program.ops[found.collective]
+    assert isinstance(op, Collective)
+    return op.kind
+
+
+def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, ...]:
+    values = Values(program, rank)
+    before = dependencies(program)
+    blocks = [[i for i, op in enumerate(program.ops) if op.site == site] for site in sorted(done)]
+    taken = {i for block in blocks for i in block}
+    found: list[Found] = []
+    for i, op in enumerate(program.ops):
+        if not isinstance(op, Collective) or op.site in done:
+            continue
+        try:
+            if values.program.team(op.team).size < 2:
+                raise Refused(f"team {op.team} has one rank")
+            site = _site(values, i, op, taken)
+            block = [*blocks, list(site.ops)]
+            if order(before, block) is None:
+                raise Refused("its ops cannot run together: others stand between them")
+        except Refused as refusal:
+            found.append(Found(i, op.kind, None, str(refusal)))
+        else:
+            blocks = block
+            taken.update(site.ops)
+            found.append(Found(i, SITE_KINDS[op.kind], site))
+    return tuple(found)
+
+
+def _site(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
+    if op.kind not in SITE_KINDS:
+        raise Refused(f"{op.kind} is not overlapped chunk by chunk")
+    if op.src is None or op.dst is None or not op.dst.covers_buffer:
+        raise Refused("it does not fill a buffer of its own")
+    if values.maker(op.dst.buffer) is None:
+        raise Refused(f"{op.dst.buffer} is written by others too")
+    if op.kind == "all_gather":
+        return _gather(values, i, op, taken)
+    return _scatter(values, i, op, taken)
+
+
+# gathers
+
+
+def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite:
+    assert op.dst is not None
+    name = op.dst.buffer
+    shards = parts_of(values, op, op.dst)
+    starts = [sum(shards[:rank]) for rank in range(len(shards))]
+    origin = tuple(Run(starts[r], size, r, 0) for r, size in enumerate(shards) if size)
+    accepted: list[int] = []
+    shape: tuple[Layout, int] | None = None
+    reasons: list[str] = []
+    moved: dict[str, int] = {}
+    for j, path in _uses(values, name):
+        call = values.program.ops[j]
+        try:
+            layout, width = _rows_of(values, call, name, path, origin, shards)
+            if j in taken:
+                raise Refused("its matmul is overlapped with another communication")
+            if shape is not None and shape != (layout, width):
+                raise Refused("its matmuls take the rows in different orders")
+        except Refused as refusal:
+            reasons.append(str(refusal))
+            continue
+        shape = layout, width
+        accepted.append(j)
+        moved.update((m, _index(values, m)) for m in path)
+    if shape is None:
+        raise Refused(reasons[0] if reasons else _unused(values, name))
+    moves = _dead(values, moved, set(accepted))
+    others = set(values.users.get(name, ())) - set(accepted) - set(moves)
+    whole = bool(others) or name in values.returned or values.buffers[name].kind == "output"
+    layout, width = shape
+    outs = [result_of(values.program.ops[j]) for j in accepted]
+    names = [name, *(out.buffer for out in outs if out is not None)]
+    declared = tuple(values.allocs[n] for n in names if n in values.allocs)
+    return GatherSite(i, layout, width, tuple(accepted), moves, whole, declared)
+
+
+def parts_of(values: Values, op: Collective, whole: View) -> list[int]:
+    """Bytes of each rank's part of the whole tensor of a gather or scatter."""
+    team, box = values.program.team(op.team), values.box(whole)
+    if op.splits is None:
+        return [box.nbytes // team.size] * team.size
+    table = next(t for t in values.program.tables if t.name == op.splits)
+    row = box.nbytes // max(sum(table.values), 1)
+    return [rows * row for rows in table.values]
+
+
+def _uses(values: Values, name: str) -> list[tuple[int, list[str]]]:
+    """Ops that use a buffer, directly or moved, with the moved buffers between."""
+    found: dict[int, list[str]] = {}
+    stack: list[tuple[str, list[str]]] = [(name, [])]
+    while stack:
+        current, path = stack.pop()
+        for j in values.users.get(current, ()):
+            outs = [access.view.buffer for access in values.program.ops[j].writes()]
+            if len(outs) == 1 and values.moved(outs[0]) and outs[0] not in path:
+                stack.append((outs[0], [*path, outs[0]]))
+            else:
+                found.setdefault(j, path)
+    return sorted(found.items())
+
+
+def _rows_of(
+    values: Values,
+    call: Op,
+    name: str,
+    path: list[str],
+    origin: tuple[Run, ...],
+    shards: Sequence[int],
+) -> tuple[Layout, int]:
+    matmul = MATMULS.get(call.fn) if isinstance(call, Call) else None
+    if not isinstance(call, Call) or matmul is None:
+        what = call.fn if isinstance(call, Call) else type(call).__name__.lower()
+        raise Refused(f"{what}, not a matmul, takes the gathered tensor")
+    lhs = call.args[matmul.lhs]
+    related = {name, *path}
+    rest = [view for view in call.views() if view != lhs and view.buffer in related]
+    if not isinstance(lhs, View) or lhs.buffer not in related:
+        raise Refused(f"{call.fn} takes the gathered tensor as its right-hand side or its bias")
+    if rest or call.views().count(lhs) > 1:
+        raise Refused(f"{call.fn} takes the gathered tensor twice")
+    if result_of(call) is None or values.root(lhs.buffer) != name:
+        raise Refused(f"{call.fn} takes more than the gathered tensor as its rows")
+    box = values.box(lhs)
+    if len(box.sizes) != 2 or box.sizes[1] == 0:
+        raise Refused(f"{call.fn} contracts over nothing")
+    width = box.sizes[1]
+    contents = values.contents(lhs, name, origin)
+    return gather_layout(contents, width * box.dtype.itemsize, shards), width
+
+
+def _index(values: Values, name: str) -> int:
+    made = values.maker(name)
+    assert made is not None
+    return made[0]
+
+
+def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, ...]:
+    """The moves of which all users are these ops or other such moves."""
+    dead: set[int] = set()
+    changed = True
+    while changed:
+        changed = False
+        for name, i in moved.items():
+            held = name in values.returned or values.buffers[name].kind == "output"
+            if i not in dead and not held and set(values.users.get(name, ())) <= users | dead:
+                dead.add(i)
+                changed = True
+    return tuple(sorted(dead))
+
+
+def _unused(values: Values, name: str) -> str:
+    leaves = name in values.returned or values.buffers[name].kind == "output"
+    return "its result leaves the program" if leaves else "nothing takes the gathered tensor"
+
+
+# scatters
+
+
+def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> ScatterSite:
+    assert op.src is not None and op.dst is not None  # noqa: PT018
+    root = values.root(op.src.buffer)
+    path = values.reaches(op.src.buffer, root) or []
+    moves = _dead(values, {m: _index(values, m) for m in path}, {i})
+    cone = cone_of(values, root, taken, {i, *moves})
+    if cone.transposed and not values.users.get(op.dst.buffer):
+        raise Refused(
+            "it reduces the gradient of a weight, for which nothing here waits: "
+            "it runs under the computation that follows"
+        )
+    box = values.box(op.src)
+    if box.dtype != values.buffers[root].dtype or not values.whole(View(root)):
+        raise Refused("it reduces other bytes than the matmul's rows")
+    row = cone.width * box.dtype.itemsize
+    total = cone.rows
+    contents = values.contents(op.src, root, (Run(0, total * row, 0, 0),) if total * row else ())
+    team = values.program.team(op.team)
+    if op.kind == "all_reduce":
+        if contents not in ((Run(0, total * row, 0, 0),), ()) or box.nbytes != total * row:
+            raise Refused("it reduces the matmul's rows in another order, or not all of them")
+        rows = balanced_sizes(total, team.size)
+        layout = Layout(1, rows, rows)
+    else:
+        layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)
+    outs = (result_of(values.program.ops[j]) for j in cone.ops)
+    names = [op.dst.buffer, *(out.buffer for out in outs if out is not None)]
+    declared = tuple(values.allocs[n] for n in names if n in values.allocs)
+    return ScatterSite(i, layout, cone, moves, declared)
+
+
+def _depends_on_rank(program: Program) -> bool:
+    """Whether a size, or a view of an op, differs between ranks."""
+    found = any(isinstance(dim, TableEntry) for b in program.buffers().values() for dim in b.shape)
+
+    def look(view: View) -> View:
+        nonlocal found
+        for step in view.steps:
+            if isinstance(step, Chunk):
+                found = found or isinstance(step.index, RankIndex)
+            elif isinstance(step, Slice):
+                found = found or isinstance(step.start, TableEntry)
+                found = found or isinstance(step.stop, TableEntry)
+        return view
+
+    for op in program.ops:
+        map_views(op, look)
+    return found

@@ -1,0 +1,70 @@
+"""What the passes know of aten operators, as tables: matmuls, pointwise operators, data movement.
+
+A row-wise operator can be cut along its rows: row i of the result needs row i of its operands. Each
+entry names the overload that writes into given memory, so that chunks land in their place.
+
+    >>> MATMULS["aten.addmm.default"].lhs, POINTWISE["aten.gelu.default"]
+    (1, 'aten.gelu.out')
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """A matrix product: its overload with `out`, which argument holds the rows of the result."""
+
+    out: str
+    lhs: int
+    rows: tuple[int, ...] = ()
+    """Arguments that may have one row for each row of the result (else they are passed whole)."""
+
+
+MATMULS = {
+    "aten.mm.out": Matmul("aten.mm.out", 0),
+    "aten.addmm.out": Matmul("aten.addmm.out", 1, (0,)),
+    "aten.mm.default": Matmul("aten.mm.out", 0),
+    "aten.addmm.default": Matmul("aten.addmm.out", 1, (0,)),
+    "aten._scaled_mm.default": Matmul("aten._scaled_mm.out", 0, (2,)),
+}
+
+_UNARY = (
+    *("abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "gelu", "hardswish", "leaky_relu"),
+    *("log", "log1p", "log2", "mish", "neg", "reciprocal", "relu", "round", "rsqrt", "sigmoid"),
+    *("sign", "silu", "sin", "sqrt", "square", "tan", "tanh", "trunc"),
+)
+_BACKWARD = (
+    *("gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward"),
+    *("threshold_backward", "leaky_relu_backward"),
+)
+
+POINTWISE = {
+    **{f"aten.{name}.default": f"aten.{name}.out" for name in _UNARY},
+    **{f"aten.{name}.default": f"aten.{name}.grad_input" for name in _BACKWARD},
+    **{f"aten.{name}.Tensor": f"aten.{name}.out" for name in ("add", "sub", "mul", "div")},
+    **{f"aten.{name}.Scalar": f"aten.{name}.Scalar_out" for name in ("add", "sub", "mul", "div")},
+    "aten.clamp.default": "aten.clamp.out",
+    "aten.maximum.default": "aten.maximum.out",
+    "aten.minimum.default": "aten.minimum.out",
+    "aten.pow.Tensor_Scalar": "aten.pow.Tensor_Scalar_out",
+    "aten.pow.Tensor_Tensor": "aten.pow.Tensor_Tensor_out",
+    "aten.where.self": "aten.where.self_out",
+}
+"""Element by element, with broadcasting: the overload that writes into given memory."""
+
+CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
+"""Element by element into another element type: a Copy does it."""
+
+SAME_ORDER = (
+    *("aten.clone.default", "aten.contiguous.default", "aten.alias.default"),
+    *("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"),
+)
+"""The elements of the first argument in the same row-major order."""
+
+ROW_REDUCTIONS = (
+    *("aten.sum.dim_IntList", "aten.mean.dim", "aten.amax.default", "aten.amin.default"),
+    *("aten.prod.dim_int", "aten.argmax.default"),
+)
+"""Over the dimensions of the second argument."""

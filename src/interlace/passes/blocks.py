@@ -1,0 +1,55 @@
+"""Groups of ops taken as one: is there an order in which each group runs without a break?
+
+A site's ops become one block, which is then replaced as a whole. A block that would have to run
+both before and after some op outside it (or another block) cannot be; `order` then gives None.
+
+    >>> order(before, [{0, 3}, {5, 6}])         # before: dependencies(program)
+    [(0, 3), (1,), (2,), (4,), (5, 6)]
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+
+Edges = Sequence[Iterable[int]]
+
+
+def order(
+    before: Edges, blocks: Sequence[Iterable[int]], anchors: Mapping[int, int] | None = None
+) -> list[tuple[int, ...]] | None:
+    """All ops, each block together, in an order that keeps `before` and else the list's; or None.
+
+    A block stands where its op `anchors[number of the block]` would (default: its last op).
+    """
+    node = list(range(len(before)))
+    members: dict[int, list[int]] = {i: [i] for i in node}
+    for number, block in enumerate(blocks):
+        listed = sorted(block)
+        if not listed:
+            continue
+        anchor = (anchors or {}).get(number, listed[-1])
+        assert all(node[i] == i for i in listed), "blocks share an op"
+        for i in listed:
+            del members[i]
+        for i in listed:
+            node[i] = anchor
+        members[anchor] = listed
+    missing = dict.fromkeys(members, 0)
+    after: dict[int, set[int]] = {i: set() for i in members}
+    for i, earlier in enumerate(before):
+        for j in earlier:
+            if node[i] != node[j] and node[i] not in after[node[j]]:
+                after[node[j]].add(node[i])
+                missing[node[i]] += 1
+    ready = [i for i, count in missing.items() if count == 0]
+    heapq.heapify(ready)
+    found: list[tuple[int, ...]] = []
+    while ready:
+        i = heapq.heappop(ready)
+        found.append(tuple(members[i]))
+        for j in after[i]:
+            missing[j] -= 1
+            if missing[j] == 0:
+                heapq.heappush(ready, j)
+    return found if len(found) == len(members) else None

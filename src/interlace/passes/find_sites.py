@@ -1,0 +1,56 @@
+"""find_sites: every collective of a serial Program gets a Site, and its ops the site's number.
+
+Sites are found by meaning (`analysis.py`): an all-gather whose rows one or several matmuls take,
+or matmuls whose rows, pointwise operators between, a reduce-scatter or an all-reduce sums. A
+collective that is neither is a site of its own kind, with the reason, and runs as it is.
+
+    site(1, "all_gather_matmul", "layers.0.mlp.up")
+    site(2, "all_gather", "layers.0.mlp.up", reason="aten.mm.default takes the gathered tensor as
+        its right-hand side or its bias")
+
+Run again, it numbers afresh; sites that were decomposed before keep their numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from interlace.ir import Op, Program, Site
+from interlace.passes.analysis import Found, analyse
+
+
+@dataclass(frozen=True)
+class FindSites:
+    """Gives every collective a Site."""
+
+    name: ClassVar[str] = "find_sites"
+
+    def run(self, program: Program) -> Program:
+        """The same ops, marked with the sites they belong to."""
+        done = {site.id: site for site in program.sites if site.strategy != "serial"}
+        ops: list[Op] = [
+            op if op.site is None or op.site in done else dataclasses.replace(op, site=None)
+            for op in program.ops
+        ]
+        sites = list(done.values())
+        number = max(done, default=0)
+        for found in analyse(program, done):
+            number += 1
+            sites.append(_site(program, found, number))
+            for i in members(program, found):
+                ops[i] = dataclasses.replace(ops[i], site=number)
+        return program.replace(ops=tuple(ops), sites=tuple(sites))
+
+
+def members(program: Program, found: Found) -> tuple[int, ...]:
+    """The ops of a site, by index."""
+    return found.site.ops if found.site is not None else (found.collective,)
+
+
+def _site(program: Program, found: Found, number: int) -> Site:
+    modules = [program.ops[i].loc.module for i in members(program, found)]
+    own = program.ops[found.collective].loc.module
+    module = own or next((module for module in modules if module), "")
+    return Site(id=number, kind=found.kind, module=module, reason=found.reason)
