@@ -1,0 +1,57 @@
+"""The command line: `interlace`, or `python -m interlace`.
+
+$ interlace demo
+$ interlace check ring.ilc --world 4
+$ interlace opt mlp.ilc -p "find_sites,decompose{strategy=peer},schedule" --diff
+
+Reading the help is quick, and so are the commands on text: torch is imported by those that run
+something (`demo`, `doctor`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from interlace.commands.check import check
+from interlace.commands.doctor import doctor
+from interlace.commands.explain import explain
+from interlace.commands.opt import opt
+from interlace.commands.show import show
+from interlace.commands.simulate import simulate
+
+app = typer.Typer(
+    name="interlace",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from interlace import __version__
+
+        typer.echo(f"interlace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Hide communication under computation, by schedules that can be read and are proved sound."""
+
+
+for function in (check, opt, show, simulate, explain, doctor):
+    app.command(no_args_is_help=False)(function)
+
+
+def main() -> None:
+    """The `interlace` command."""
+    app()

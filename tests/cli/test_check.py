@@ -1,0 +1,177 @@
+"""`interlace check`: verdicts, counterexamples, worlds and meshes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.cli.schedules import RACE, RING, SOUND, STAGES, STUCK, command
+from typer.testing import CliRunner
+
+from interlace.cli import app
+
+RACE_TEXT = """\
+unsound: 2 faults (2 ranks, 22 ops, _ ms)
+
+error: race: nothing orders line 8 on rank 0, which writes, and line 11 on rank 0, which reads \
+the same bytes of full (the same on ranks 0, 1)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> str:
+        path = tmp_path / "program.ilc"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, list(args))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, re.sub(r"\d+ ms", "_ ms", done.stdout), done.stderr
+
+
+def test_sound(write) -> None:
+    assert run("check", write(SOUND)) == (0, "sound (2 ranks, 24 ops, _ ms)\n", "")
+
+
+def test_unsound_shows_the_counterexample_and_the_mending(write) -> None:
+    code, out, _ = run("check", write(RACE))
+    assert code == 1
+    assert out.startswith(RACE_TEXT)
+    assert '> 11 | main: call("aten.mm.out", full[tp.rank + 1], w, out=y[tp.rank + 1])' in out
+    assert "to mend it: record an event on comm after line 8 and wait for it on main" in out
+
+
+def test_deadlock_of_a_set(write) -> None:
+    code, out, _ = run("check", write(STUCK))
+    assert (code, "deadlock" in out) == (1, True)
+
+
+def test_json_is_a_report(write) -> None:
+    code, out, _ = run("check", write(RACE), "--json")
+    report = json.loads(out)
+    assert (code, report["sound"], report["num_ranks"]) == (1, False, 2)
+    assert {finding["kind"] for finding in report["findings"]} == {"race"}
+    ops = report["findings"][0]["ops"]
+    assert [op["line"] for op in ops] == [8, 11]
+
+
+@pytest.mark.parametrize(("world", "ops"), [(2, 24), (4, 48), (6, 72)])
+def test_a_larger_world_holds_copies(write, world: int, ops: int) -> None:
+    code, out, _ = run("check", write(SOUND), "--world", str(world))
+    assert (code, out) == (0, f"sound ({world} ranks, {ops} ops, _ ms)\n")
+
+
+@pytest.mark.parametrize(("size", "ranks"), [("tp=3", 3), ("tp=7", 7), ("dp=2,tp=4", 8)])
+def test_mesh_sizes_teams_and_adds_axes(write, size: str, ranks: int) -> None:
+    assert (
+        run("check", write(RING), "--mesh", size)[1]
+        == f"sound ({ranks} ranks, {ranks} ops, _ ms)\n"
+    )
+
+
+def test_mesh_resizes_chunks_of_the_team(write) -> None:
+    # the text has copies for 2 ranks only: with 4, the parts of two ranks are never gathered
+    text = SOUND.replace("x: f32[64, 256]", "x: f32[32, 256]").replace("Team[2]", "Team[4]")
+    code, out, _ = run("check", write(text))
+    assert code == 1
+    again = SOUND.replace("x: f32[64, 256]", "x: f32[32, 256]")
+    code_again, out_again, err = run("check", write(again.replace("tp.rank + 1", "tp.rank - 1")))
+    assert (code_again, out_again) == (2, "")  # 32 rows do not fit a half of 128
+    assert "copy from x (f32[32, 256])" in err
+    assert "uninitialized" in out
+
+
+def test_a_set_of_programs(write) -> None:
+    assert run("check", write(STAGES))[:2] == (0, "sound (2 ranks, 2 ops, _ ms)\n")
+    assert run("check", write(STAGES), "--world", "2")[0] == 0
+    assert run("check", write(STAGES), "--world", "3") == (
+        *(2, ""),
+        "error: TeamError: these 2 programs run on 2 ranks [0, 1], not on 3\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--world", "3"], "a world of 3 ranks does not divide into teams tp[2]"),
+        (["--world", "0"], "a world of 0 ranks does not divide"),
+        (["--mesh", "tp=2,dp"], "write axes and their sizes, such as dp=2,tp=4"),
+        (["--mesh", "tp=0"], "write axes and their sizes"),
+        (["--mesh", "tp=2,tp=4"], "axis tp stands there twice"),
+        (["--mesh", "tp=2,dp=2", "--world", "8"], "--world 8 and a mesh of 4 ranks do not agree"),
+    ],
+    ids=["indivisible", "none", "no-size", "zero", "twice", "both"],
+)
+def test_worlds_that_do_not_fit_are_errors(write, args: list[str], told: str) -> None:
+    code, out, err = run("check", write(SOUND), *args)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: TeamError: ")
+    assert told in err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def f(:\n", "ParseError"),
+        ("x = 1\n", "ParseError"),
+        ("", "there is no program here"),
+        ("def f(x: f32[8], y: out[f32[8]]):\n    main: copy(z, y)\n", "ProgramError"),
+        ("def f(x: f32[8], y: out[f32[4]]):\n    main: copy(x, y)\n", "ProgramError"),
+    ],
+    ids=["syntax", "statement", "empty", "unknown-name", "sizes"],
+)
+def test_malformed_files_are_errors(write, text: str, told: str) -> None:
+    code, out, err = run("check", write(text))
+    assert (code, out) == (2, "")
+    assert told in err
+    assert "Traceback" not in err
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    code, out, err = run("check", str(tmp_path / "no.ilc"))
+    assert (code, out) == (2, "")
+    assert (
+        err == f"error: ParseError: cannot read {tmp_path / 'no.ilc'}: No such file or directory\n"
+    )
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.ilc"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in run("check", str(path))[2]
+
+
+@pytest.mark.parametrize(("text", "code"), [(SOUND, 0), (RACE, 1), ("def", 2)])
+def test_exit_codes_of_the_real_command(text: str, code: int) -> None:
+    done = command("check", "-", stdin=text)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (code < 2)
+    assert bool(done.stderr) == (code == 2)
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error(write) -> None:
+    import os
+    import subprocess
+    import sys
+
+    path = write(SOUND)
+    read, end = os.pipe()
+    os.close(read)
+    with os.fdopen(end, "w") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "interlace", "show", path],
+            **{"stdout": closed, "stderr": subprocess.PIPE, "timeout": 60, "text": True},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=False,
+        )
+    assert done.stderr == ""
+    assert done.returncode == 0

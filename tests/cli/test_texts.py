@@ -1,0 +1,193 @@
+"""`show`, `simulate`, `opt` and `explain` on text files, and what all commands share."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.schedules import ROOT, SOUND, STAGES, command
+from typer.testing import CliRunner
+
+from interlace.cli import app
+from interlace.cost import Timeline, default_machine
+from interlace.ir import parse, parse_set
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> str:
+    path = tmp_path / "sound.ilc"
+    path.write_text(SOUND)
+    return str(path)
+
+
+def run(*args: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, list(args))
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_show_prints_the_canonical_text(sound: str) -> None:
+    assert run("show", sound) == SOUND
+
+
+def test_show_of_one_rank_is_what_it_runs(sound: str) -> None:
+    text = run("show", sound, "--rank", "1")
+    assert parse(text) == parse(SOUND).instantiate(1)
+    assert "main: copy(x, full[1])" in text
+    assert "rank 2 is not among" in run("show", sound, "--rank", "2", code=2)
+
+
+def test_show_json(sound: str) -> None:
+    (facts,) = json.loads(run("show", sound, "--json"))["programs"]
+    assert facts["text"] + "\n" == SOUND
+    assert (facts["ranks"], facts["streams"], facts["teams"]) == (
+        [0, 1],
+        ["main", "comm"],
+        {"tp": 2},
+    )
+
+
+def test_show_a_set_as_a_page(tmp_path: Path) -> None:
+    path, page = tmp_path / "stages.ilc", tmp_path / "deep" / "stages.html"
+    path.write_text(STAGES)
+    assert run("show", str(path), "--html", str(page)) == f"wrote {page}\n"
+    assert page.read_text().count("<li data-op=") == 2
+    assert [program.name for program in parse_set(run("show", str(path)))] == ["first", "second"]
+
+
+def test_simulate_prints_the_figures(sound: str) -> None:
+    lines = run("simulate", sound).splitlines()
+    assert lines[0] == "predicted for machine 'cpu':"
+    assert lines[1].split() == "run rank makespan compute communication hidden exposed".split()
+    assert [line.split()[:2] for line in lines[2:]] == [
+        ["predicted", "0"],
+        ["predicted", "1"],
+        ["predicted", "all"],
+    ]
+
+
+def test_simulate_writes_timeline_page_and_trace(sound: str, tmp_path: Path) -> None:
+    out, page, trace = (tmp_path / name for name in ("t.json", "t.html", "t.pftrace.json"))
+    run("simulate", sound, "-o", str(out), "--html", str(page), "--perfetto", str(trace))
+    timeline = Timeline.from_json(out.read_text())
+    assert timeline.ranks == (0, 1)
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "<!doctype html>" in page.read_text()
+    figures = json.loads(run("simulate", sound, "--json"))["figures"]
+    assert figures[0]["makespan_s"] == timeline.figures(0).makespan_s
+    # and a timeline that was written can be shown again
+    assert json.loads(run("show", str(out), "--json"))["figures"] == figures
+    again = tmp_path / "again.html"
+    run("show", str(out), "--program", sound, "--html", str(again))
+    assert '"source":"predicted"' in again.read_text()
+
+
+def test_simulate_takes_a_calibration_file(sound: str, tmp_path: Path) -> None:
+    slow, path = default_machine("cpu"), tmp_path / "slow.json"
+    slow.replace(name="slow", launch_s=0.5).save(path)
+    figures = json.loads(run("simulate", sound, "--json", "--calibration", str(path)))
+    assert figures["machine"] == "slow"
+    assert figures["figures"][0]["makespan_s"] > 1.0
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"schema": 99}'], ids=["none", "cut", "schema"])
+def test_bad_calibration_files_are_errors(sound: str, tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "bad.json"
+    if content is not None:
+        path.write_text(content)
+    told = run("simulate", sound, "--calibration", str(path), code=2)
+    assert told.startswith("error: CalibrationError: ")
+
+
+def test_opt_prints_the_text_after_each_pass(sound: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.ilc"
+    text = run("opt", sound, "-p", "schedule,insert_sync", "-o", str(out), "--check")
+    assert text.count("# all_gather_linear after ") == 2
+    assert parse_set(text)[1] == parse(out.read_text())
+    steps = json.loads(run("opt", sound, "-p", "schedule,insert_sync", "--json"))["steps"]
+    assert [step["pass"] for step in steps] == ["", "schedule", "insert_sync"]
+    assert steps[0]["text"] == SOUND
+
+
+def test_opt_diff_shows_what_changed(sound: str) -> None:
+    text = run("opt", sound, "-p", "schedule,schedule", "--diff")
+    assert text.startswith("--- all_gather_linear\n+++ all_gather_linear after schedule\n")
+    assert "\n-    comm: wait(e0)\n" in text
+    assert text.endswith("# all_gather_linear: schedule changes nothing\n\n")
+
+
+@pytest.mark.parametrize("passes", ["no_such_pass", "schedule{no=1}", "schedule{", ","])
+def test_bad_pipelines_are_errors(sound: str, passes: str) -> None:
+    assert run("opt", sound, "-p", passes, code=2).startswith("error: PassError: ")
+
+
+def test_explain_a_hand_written_schedule(tmp_path: Path) -> None:
+    site = 'site(7, "all_gather_matmul", "mlp.up", strategy="peer", protocol="get", chunks=2, '
+    site += 'reason="it is faster", serial_ms=3.0, predicted_ms=2.0)'
+    head, body = SOUND.split("\n", 1)
+    path = tmp_path / "explained.ilc"
+    path.write_text(f'{head}\n    {site}\n    remark("decompose", "why not", site=7)\n{body}')
+    lines = run("explain", str(path)).splitlines()
+    assert lines[0] == "all_gather_linear:"
+    assert lines[2].split(maxsplit=9) == [
+        *("7", "mlp.up", "all_gather_matmul", "peer/get", "x2"),
+        *("3.000", "ms", "2.000", "ms", "1.50x  it is faster"),
+    ]
+    assert lines[3] == "decompose (site 7): why not"
+    assert lines[-1].startswith("sound (2 ranks, 24 ops")
+    data = json.loads(run("explain", str(path), "--json"))
+    assert data["verdict"] == "sound"
+    assert data["programs"][0]["sites"][0]["predicted_ms"] == 2.0
+
+
+def test_nothing_on_text_needs_torch(sound: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'numpy', 'triton'): sys.modules[name] = None\n"
+        "from typer.testing import CliRunner\n"
+        "from interlace.cli import app\n"
+        f"sound, page = {sound!r}, {str(tmp_path / 'p.html')!r}\n"
+        "for args in (['check', sound], ['show', sound], ['show', sound, '--html', page],\n"
+        "             ['simulate', sound], ['opt', sound, '-p', 'schedule,insert_sync'],\n"
+        "             ['explain', sound], ['--help']):\n"
+        "    done = CliRunner().invoke(app, args)\n"
+        "    assert done.exit_code == 0, (args, done.output, done.exception)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        **{"env": {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}, "timeout": 60},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_is_light_to_import() -> None:
+    code = (
+        "import sys, interlace.cli\n"
+        "print(sorted({'torch', 'numpy', 'interlace.ir', 'interlace.verify'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        **{"env": {"PYTHONPATH": str(ROOT / "src"), "PATH": ""}, "timeout": 60},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_version_and_help() -> None:
+    import interlace
+
+    assert command("--version").stdout == f"interlace {interlace.__version__}\n"
+    done = command("--help")
+    assert done.returncode == 0
+    for name in ("check", "opt", "show", "simulate", "explain", "doctor"):
+        assert f" {name} " in done.stdout
+    assert "\x1b" not in done.stdout
