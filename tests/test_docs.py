@@ -63,6 +63,16 @@ def test_schedule_in_a_page_is_sound(name: str) -> None:
     check(program).raise_if_unsound()
 
 
+def test_counterexample_in_the_readme_is_real() -> None:
+    """What the README shows for a schedule with a line deleted is what the verifier says."""
+    (code,) = (code for name, code in SCHEDULES.items() if name.startswith("README.md"))
+    deleted = "    main: wait(e1)\n"
+    assert deleted in code
+    report = check(parse(code.replace(deleted, "")))
+    (shown,) = blocks("text").values()
+    assert shown.strip() in str(report)
+
+
 @pytest.mark.parametrize("name", PYTHON)
 def test_python_in_a_page_is_python(name: str) -> None:
     ast.parse(PYTHON[name])
