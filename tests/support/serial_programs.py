@@ -142,14 +142,14 @@ class Maker:
 
     def gather(self) -> None:
         if not self.even:
-            return self.gather_get()
+            self.gather_get()
+            return
         out = self.alloc(self.total)
         src = View(self.pick(False))
         self.ops.append(
             Collective(kind="all_gather", team="tp", src=src, dst=View(out), site=self.site())
         )
         self.fulls.append(out)
-
 
     def scatter(self) -> None:
         if self.even:
@@ -234,11 +234,42 @@ class Maker:
             self.ops.append(Group(ops=messages, site=site))
         self.fulls.append(full)
 
-    def program(self, length: int) -> Program:
+    def fence(self) -> None:
+        """Rows pushed to the next rank; a collective tells that they are there."""
+        src, site = View(self.pick(False)), self.site()
+        full = self.alloc(self.total, "symmetric")
+        self.ops.append(Copy(src=View(self.pick(True)), dst=View(full), site=site))
+        self.ops.append(Collective(kind="barrier", team="tp", site=site))
+        peer = RankIndex("tp", 1)
+        self.ops.append(Put(src=src, dst=self.chunk(full), peer=peer, team="tp", site=site))
+        self.ops.append(Collective(kind="barrier", team="tp", site=site))
+        self.fulls.append(self.call("aten.mul.Tensor", View(full), 1, rows=self.total))
+
+    def two_hops(self) -> None:
+        """Rows pushed two ranks on; the signal comes by way of the rank between."""
+        if self.world < 3:
+            return
+        src, site = View(self.pick(False)), self.site()
+        full, first, second = (
+            self.alloc(self.total, "symmetric"),
+            self.name("first"),
+            self.name("second"),
+        )
+        self.ops.append(Copy(src=View(self.pick(True)), dst=View(full), site=site))
+        self.ops.append(Collective(kind="barrier", team="tp"))
+        far, on, back = RankIndex("tp", 2), RankIndex("tp", 1), RankIndex("tp", -1)
+        self.ops.append(Put(src=src, dst=self.chunk(full), peer=far, team="tp", site=site))
+        for signal in (first, second):
+            self.ops.append(Notify(signal=signal, peer=on, team="tp", site=site))
+            self.ops.append(Expect(signal=signal, peer=back, team="tp", site=site))
+        self.fulls.append(self.call("aten.mul.Tensor", View(full), 1, rows=self.total))
+
+    def program(self, length: int, fences: bool) -> Program:
         """A Program of `length` such steps, which returns some of what it computed."""
         steps = [
             *(self.pointwise, self.matmul, self.matmul, self.chunked, self.in_place, self.gather),
             *(self.scatter, self.reduce, self.gather_get, self.gather_put, self.relay, self.ring),
+            *((self.fence, self.two_hops) if fences else ()),
         ]
         for _ in range(length):
             self.rng.choice(steps)()
@@ -269,9 +300,12 @@ class Maker:
 
 
 def serial_program(
-    rng: random.Random, world: int, length: int
+    rng: random.Random, world: int, length: int, fences: bool = True
 ) -> tuple[Program, list[list[torch.Tensor]]]:
-    """A random serial Program, and inputs for each of its ranks."""
+    """A random serial Program, and inputs for each of its ranks.
+
+    With `fences`, one-sided copies may be ordered by what is no single signal between two ranks.
+    """
     maker = Maker(rng, world)
-    program = maker.program(length)
+    program = maker.program(length, fences)
     return program, maker.inputs()

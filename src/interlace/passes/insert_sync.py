@@ -34,7 +34,7 @@ class InsertSync:
     def run(self, program: Program) -> Program:
         """The same ops in the same order on the same streams, with events between them."""
         program = strip_events(program)
-        order = clocks(program.ops, dependencies(program))
+        order = clocks(program.ops, dependencies(program, listed=False))
         events = {source: 0 for wait in order.waits for source in wait}
         for number, source in enumerate(sorted(events), 1):
             events[source] = number

@@ -117,7 +117,7 @@ class Overlaps:
             isinstance(dim, TableEntry) for dim in buffer.shape
         )
         wheres = self._wheres[:1] if fixed else self._wheres
-        boxes = tuple(_box(view, buffer, where) for where in wheres)
+        boxes = tuple(compared_box(view, buffer, where) for where in wheres)
         held = [box for box in boxes if box is not None]
         if not held:
             return Extent(view.buffer, boxes, 0, 0, 0, 0)
@@ -137,7 +137,7 @@ class Overlaps:
         )
 
 
-def _box(view: View, buffer: Buffer, where: Where) -> Box | None:
+def compared_box(view: View, buffer: Buffer, where: Where) -> Box | None:
     """The box that is compared; None where it holds nothing.
 
     What `as_strided` made counts as the whole buffer. So does an empty box, unless a table made it

@@ -140,7 +140,7 @@ class Lives:
             for name in sorted(buffers_of(op)):
                 if name in buffers and name not in params:
                     uses.setdefault(name, []).append(index)
-        order = clocks(program.ops, dependencies(program))
+        order = clocks(program.ops, dependencies(program, listed=False))
         return cls(program.ops, order, buffers, uses, _escaping(program))
 
     def last(self, name: str) -> list[int]:

@@ -1,0 +1,243 @@
+"""What signals order: the part of the dependencies that reaches into peers' memory.
+
+    signal_edges(program, edges, listed, frozen=False)
+
+adds to `edges[i]` what op i must follow on its streams, and to `listed[i]` what must stand before
+it in the list though no stream of this rank need wait for it.
+
+Note [Signals publish]
+    All ranks run one list, so a pass that moves an op moves it on every rank. Take an access X and
+    a later access Y of one symmetric buffer, one of them a write, such that what rank p touches in
+    X rank p + d touches in Y, for a distance d other than 0. Streams and events of one rank do not
+    order them; a Notify N after X to distance d does, with an Expect E of it before Y. Such a pair
+    is proof enough, and exact: the edges X -> N and E -> Y keep it. Of several E the nearest
+    to Y is taken, one of the same site first. Where no single signal orders X and Y, all that
+    meets peers between them stays where it is.
+    An Expect stays after its Notify, which keeps the list free of deadlocks in order: whatever a
+    rank waits for stands earlier in the list that its peer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from interlace.ir import (
+    Box,
+    Buffer,
+    Collective,
+    Expect,
+    Group,
+    Index,
+    Notify,
+    Op,
+    Others,
+    Program,
+    RankIndex,
+    Recv,
+    Send,
+    View,
+)
+from interlace.passes.overlaps import compared_box, representatives
+
+Edges = list[set[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """An access of a symmetric buffer: by which op, of whose copy, of what."""
+
+    op: int
+    write: bool
+    offset: int | None
+    """How far away the copy's rank is; None for a fixed rank."""
+    view: View
+
+
+@dataclass(slots=True)
+class _Team:
+    """What happens in one team, in list order."""
+
+    size: int
+    notifies: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    expects: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    meetings: list[int] = field(default_factory=list[int])
+    """All that meets peers: signals, collectives, messages."""
+    uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
+    source: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """For an Expect and a distance the Notify that satisfies it."""
+
+
+def signal_edges(program: Program, edges: Edges, listed: Edges, frozen: bool) -> None:
+    """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
+    teams = _teams(program)
+    meets = _Meets(program)
+    for name, team in teams.items():
+        for signal in dict.fromkeys((*team.notifies, *team.expects)):
+            _match(program, name, team, signal, edges, listed)
+        if frozen:
+            _keep_all(team, edges)
+            continue
+        for buffer, uses in team.uses.items():
+            remote = any(use.offset != 0 for use in uses)
+            for j, y in enumerate(uses if remote else ()):
+                for x in uses[:j]:
+                    if x.op < y.op and (x.write or y.write):
+                        _order(program, team, x, y, edges, meets.at(name, buffer))
+
+
+def _teams(program: Program) -> dict[str, _Team]:
+    teams = {team.name: _Team(team.size) for team in program.teams}
+    symmetric = {n: b for n, b in program.buffers().items() if b.kind == "symmetric"}
+    for index, op in enumerate(program.ops):
+        match op:
+            case Notify() | Expect():
+                team = teams[op.team]
+                ends = team.notifies if isinstance(op, Notify) else team.expects
+                ends.setdefault(op.signal, []).append(index)
+                team.meetings.append(index)
+            case Collective() | Send() | Recv():
+                teams[op.team].meetings.append(index)
+            case Group():
+                for name in {message.team for message in op.ops}:
+                    teams[name].meetings.append(index)
+            case _:
+                pass
+        for write, accesses in ((False, op.reads()), (True, op.writes())):
+            for access in accesses:
+                buffer = symmetric.get(access.view.buffer)
+                if buffer is not None and buffer.team is not None:
+                    team = teams[buffer.team]
+                    offset = 0 if access.peer is None else _offset(access.peer, team.size)
+                    use = _Use(index, write, offset, access.view)
+                    team.uses.setdefault(buffer.name, []).append(use)
+    return teams
+
+
+def _offset(peer: Index, size: int) -> int | None:
+    return peer.offset % size if isinstance(peer, RankIndex) else None
+
+
+def _distances(op: Op, team: str, size: int) -> frozenset[int]:
+    """How far away the peers of a signal are; every distance for a fixed rank."""
+    assert isinstance(op, Notify | Expect)
+    if isinstance(op.peer, RankIndex) and op.peer.team == team:
+        return frozenset((op.peer.offset % size,))
+    return frozenset(range(1 if isinstance(op.peer, Others) else 0, size))
+
+
+def _match(
+    program: Program, name: str, team: _Team, signal: str, edges: Edges, listed: Edges
+) -> None:
+    """Every Expect after the Notify of its value, and both in the order of their values."""
+    raised: dict[int, list[tuple[int, int]]] = {}  # by distance: (value, op)
+    for index in team.notifies.get(signal, ()):
+        op = program.ops[index]
+        assert isinstance(op, Notify)
+        for distance in _distances(op, name, team.size):
+            before = raised.setdefault(distance, [])
+            if before:
+                edges[index].add(before[-1][1])
+            before.append((op.value, index))
+    awaited: dict[int, int] = {}
+    for index in team.expects.get(signal, ()):
+        op = program.ops[index]
+        assert isinstance(op, Expect)
+        for distance in _distances(op, name, team.size):
+            if distance in awaited:
+                listed[index].add(awaited[distance])
+            awaited[distance] = index
+            early = [item for item in raised.get(-distance % team.size, ()) if item[1] < index]
+            enough = [other for value, other in early if value >= op.value]
+            if isinstance(op.peer, int):  # some rank's own, at any distance: the last of all
+                listed[index].update(other for _, other in early[-1:])
+            elif enough:
+                listed[index].add(enough[0])
+                notify = program.ops[enough[0]]
+                if isinstance(notify, Notify) and not isinstance(notify.peer, int):
+                    team.source[index, -distance % team.size] = enough[0]
+
+
+def _keep_all(team: _Team, edges: Edges) -> None:
+    """Where other Programs share the signals: after all they may publish, before all they admit."""
+    used = sorted({use.op for uses in team.uses.values() for use in uses})
+    for ends in team.notifies.values():
+        for index in ends:
+            edges[index].update(op for op in used if op < index)
+    for ends in team.expects.values():
+        for index in ends:
+            for op in used:
+                if op > index:
+                    edges[op].add(index)
+
+
+def _order(
+    program: Program,
+    team: _Team,
+    x: _Use,
+    y: _Use,
+    edges: Edges,
+    meet: Callable[[View, View, int], bool],
+) -> None:
+    """Keeps what orders two accesses that may touch the same bytes on different ranks."""
+    if x.offset is not None and y.offset is not None:
+        distance = (x.offset - y.offset) % team.size
+        if distance == 0 or not meet(x.view, y.view, distance):
+            return
+        site = program.ops[y.op].site
+        proofs = [
+            (site is not None and program.ops[expect].site == site, expect, notify)
+            for (expect, reach), notify in team.source.items()
+            if reach == distance and x.op < notify and expect < y.op
+        ]
+        if proofs:
+            _, expect, notify = max(proofs)
+            edges[notify].add(x.op)
+            edges[y.op].add(expect)
+            return
+    last = x.op
+    for index in team.meetings:
+        if x.op < index < y.op:
+            edges[index].add(last)
+            last = index
+    if last != x.op:
+        edges[y.op].add(last)
+
+
+class _Meets:
+    """Whether what a rank touches of a buffer is what another, so far away, touches of it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.buffers = program, program.buffers()
+        self.ranks = representatives(program)
+        self.known: dict[object, bool] = {}
+
+    def at(self, team: str, name: str) -> Callable[[View, View, int], bool]:
+        """The question for one buffer of a team. Buffers of one shape have the same answers."""
+        buffer = self.buffers[name]
+        shape = (team, buffer.shape, buffer.strides, buffer.dtype)
+
+        def meet(one: View, other: View, distance: int) -> bool:
+            key = (shape, one.steps, other.steps, distance)
+            if key not in self.known:
+                self.known[key] = self.compare(team, buffer, one, other, distance)
+            return self.known[key]
+
+        return meet
+
+    def compare(self, team: str, buffer: Buffer, one: View, other: View, distance: int) -> bool:
+        """Compares the boxes of every rank with those of the rank so far away."""
+        for rank in self.ranks:
+            where = self.program.where(rank)
+            member = where.members.get(team)
+            if member is None:
+                continue
+            peer = member.ranks[(member.index + distance) % len(member.ranks)]
+            boxes: list[Box | None] = [
+                compared_box(one, buffer, where),
+                compared_box(other, buffer, self.program.where(peer)),
+            ]
+            mine, theirs = boxes
+            if mine is not None and theirs is not None and mine.overlaps(theirs):
+                return True
+        return False
