@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.trace.chromium import dump_dom
@@ -13,7 +14,8 @@ from tests.trace.samples import RANKS, run, sample
 
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Loc, Program, Remark, Site
-from interlace.trace import html_page, write_html
+from interlace.trace import Run, html_page, write_html
+from interlace.trace.page_data import page_data
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
@@ -77,9 +79,9 @@ def test_the_page_is_one_file_that_fetches_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=["script", "image", "comment", "quote", "entities"])
 def test_hostile_strings_stay_text(text: str):
-    plain = [tag for tag, _ in tags(html_page(run(sample()), None, sample()))]
+    plain = [tag for tag, _ in tags(html_page([Run((sample(),), run(sample()))]))]
     program, timeline = hostile(text)
-    page = html_page(timeline, None, program, name=text, facts=[(text, text)])
+    page = html_page([Run((program,), timeline, name=text)], text, [(text, text)])
     found = tags(page)
     assert {tag for tag, _ in found} <= {*plain}
     assert sum(tag == "script" for tag, _ in found) == 2
@@ -93,7 +95,7 @@ def test_hostile_strings_stay_text(text: str):
 def test_the_figures_and_sites_are_there_without_a_script():
     program = sample()
     timeline = run(program)
-    page = html_page(timeline, None, program)
+    page = html_page([Run((program,), timeline)])
     assert f"<td>{timeline.figures(1).hidden:.0%}</td>" in page
     assert "<td>peer is 1.4x faster than serial</td>" in page
     assert page.count("<li data-op=") == len(program.ops)
@@ -105,10 +107,31 @@ def test_a_set_of_programs_keeps_the_sites_of_each_apart():
         program.replace(name="first", ranks=(0, 1, 2, 3)),
         program.replace(name="second", ranks=(4, 5, 6, 7)),
     ]
-    page = html_page(run(program), None, stages)
+    page = html_page([Run(tuple(stages), run(program))])
     assert 'data-op="0:3"' in page
     assert 'data-op="1:3"' in page
     assert page.count('<tr tabindex="0" data-site=') == 2 * len(program.sites)
+
+
+def test_several_runs_keep_their_programs_apart():
+    program = sample()
+    forward = Run((program.replace(name="forward"),), run(program), name="forward")
+    backward = Run((program.replace(name="backward"),), run(program), run(program), "backward")
+    data = page_data([forward, backward])
+    panels: Any = data["panels"]
+    assert [panel["title"] for panel in panels] == [
+        *("forward · predicted", "backward · predicted", "backward · predicted")
+    ]
+    assert [{row["program"] for row in panel["rows"]} for panel in panels] == [{0}, {1}, {1}]
+    sites: Any = data["sites"]
+    used = [{span[4] for row in panel["rows"] for span in row["spans"]} for panel in panels]
+    assert [{(sites[i]["program"], sites[i]["id"]) for i in u if i >= 0} for u in used] == [
+        {(0, 1), (0, 2)},
+        {(1, 1), (1, 2)},
+        {(1, 1), (1, 2)},
+    ]
+    page = html_page([forward, backward])
+    assert "<td>backward predicted</td>" in page
 
 
 def test_chromium_draws_every_row(tmp_path: Path):

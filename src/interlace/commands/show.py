@@ -80,9 +80,9 @@ def _predict(programs: list[Program]) -> Timeline:
 def _page(
     path: Path, predicted: Timeline | None, measured: Timeline | None, programs: list[Program]
 ) -> None:
-    from interlace.trace import html_page
+    from interlace.trace import Run, html_page
 
-    write_text(path, html_page(predicted, measured, programs))
+    write_text(path, html_page([Run(tuple(programs), predicted, measured)]))
     say(f"wrote {path}")
 
 

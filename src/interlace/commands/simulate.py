@@ -39,7 +39,7 @@ def simulate(
 ) -> None:
     """Predict when each op runs, and how much communication is hidden."""
     from interlace import cost
-    from interlace.trace import figures_json, html_page, write_perfetto
+    from interlace.trace import Run, figures_json, html_page, write_perfetto
     from interlace.trace.figures import HEADINGS, figures_rows
 
     programs = on_mesh(read_programs(file), world=None, mesh=parse_mesh(mesh))
@@ -51,7 +51,7 @@ def simulate(
         written.append(output)
     if html is not None:
         facts = [("machine", machine.name)]
-        write_text(html, html_page(timeline, None, programs, facts=facts))
+        write_text(html, html_page([Run(tuple(programs), timeline)], facts=facts))
         written.append(html)
     if perfetto is not None:
         written.append(write_perfetto(timeline, perfetto, program=programs))

@@ -21,18 +21,15 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from interlace.cost.timeline import KINDS, Timeline
-from interlace.ir import Program, Site
+from interlace.cost.timeline import Timeline
+from interlace.ir import Program
 from interlace.ir.printer import print_lines
 from interlace.trace.figures import HEADINGS, figures_rows
-from interlace.trace.perfetto import as_set, title, write_whole
-from interlace.trace.tracks import arrows, tracks
+from interlace.trace.page_data import Run, all_programs, page_data
+from interlace.trace.perfetto import as_set, write_whole
 
 SCRIPTS = ("model.js", "draw.js", "act.js")
 """The page's one script, in this order."""
-
-SiteKey = tuple[int, int]
-"""A Program's place in its set, and a site's id."""
 
 
 def write_html(
@@ -44,32 +41,32 @@ def write_html(
     name: str = "",
     facts: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Writes the page, whole or not at all; returns the path.
+    """Writes the page of one run, whole or not at all; returns the path.
 
     `program` is what ran (a sequence for a set of Programs). `facts` are shown at the top, such as
     `("verifier", "sound")`.
     """
+    return write_page([Run(tuple(as_set(program)), predicted, measured)], path, name, facts)
+
+
+def write_page(
+    runs: Sequence[Run], path: str | Path, name: str = "", facts: Sequence[tuple[str, str]] = ()
+) -> Path:
+    """Writes the page of several runs, such as forward and backward; see `write_html`."""
     path = Path(path)
-    write_whole(path, html_page(predicted, measured, program, name, facts).encode())
+    write_whole(path, html_page(runs, name, facts).encode())
     return path
 
 
-def html_page(
-    predicted: Timeline | None,
-    measured: Timeline | None,
-    program: Program | Sequence[Program] | None = None,
-    name: str = "",
-    facts: Sequence[tuple[str, str]] = (),
-) -> str:
-    """The page as text; `write_html` says what the arguments are."""
-    programs = as_set(program)
-    timelines = [timeline for timeline in (predicted, measured) if timeline is not None]
+def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, str]] = ()) -> str:
+    """The page as text."""
+    programs = all_programs(runs)
     name = name or " + ".join(dict.fromkeys(p.name for p in programs)) or "timeline"
     page = files("interlace.trace").joinpath("page")
     style = page.joinpath("page.css").read_text(encoding="utf-8")
     parts = [page.joinpath(part).read_text(encoding="utf-8") for part in SCRIPTS]
     script = "\n" + "\n".join(parts)
-    data = script_json(_data(timelines, programs))
+    data = script_json(page_data(runs))
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     listings = "".join(_listing(place, program) for place, program in enumerate(programs))
     chips = "".join(f"<li><b>{escape(key)}</b> {escape(value)}</li>" for key, value in facts)
@@ -107,7 +104,7 @@ span of time · click an op for its line<br>
 <section id="text" aria-label="program text">{listings}</section>
 </main>
 <section id="tables">
-<div><h2>Overlap</h2>{_table(HEADINGS, figures_rows(timelines))}</div>
+<div><h2>Overlap</h2>{_table(HEADINGS, _figures(runs))}</div>
 {_sites(programs)}
 </section>
 <div id="tip" role="tooltip" hidden></div>
@@ -128,62 +125,13 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _data(timelines: Sequence[Timeline], programs: Sequence[Program]) -> dict[str, object]:
-    """What the script draws: names and sites once, spans as rows of numbers (microseconds)."""
-    owner = {
-        rank: i
-        for i, program in enumerate(programs)
-        for rank in ((program.rank,) if program.rank is not None else program.world)
-    }
-    sites = {(i, site.id): site for i, program in enumerate(programs) for site in program.sites}
-    keys = list(sites)
-    for timeline in timelines:  # a span may name a site that no Program here knows
-        for span in timeline.spans:
-            if span.site is not None and (owner.get(span.rank, 0), span.site) not in sites:
-                key = (owner.get(span.rank, 0), span.site)
-                sites[key] = Site(id=span.site, kind="")
-                keys.append(key)
-    place = {key: i for i, key in enumerate(keys)}
-    names: dict[str, int] = {}
-    panels: list[dict[str, object]] = []
-    for timeline in timelines:
-        origin = min((span.start_s for span in timeline.spans), default=0.0)
-        rows: list[dict[str, object]] = []
-        for track in tracks(timeline):
-            spans = [
-                [
-                    round((span.start_s - origin) * 1e6, 3),
-                    round(span.seconds * 1e6, 3),
-                    span.op_index,
-                    names.setdefault(span.name, len(names)),
-                    -1 if span.site is None else place[owner.get(span.rank, 0), span.site],
-                    KINDS.index(span.kind),
-                ]
-                for span in track.spans
-            ]
-            program = owner.get(track.rank, -1)
-            row = {"title": track.title, "rank": track.rank, "program": program, "spans": spans}
-            rows.append(row)
-        panel = {"title": title(timeline), "source": timeline.source, "rows": rows}
-        panels.append({**panel, "makespan": timeline.makespan_s * 1e6})
-    return {
-        "panels": panels,
-        "names": list(names),
-        "kinds": KINDS,
-        "sites": [_site_data(key, sites[key]) for key in keys],
-        "locs": [[str(op.loc) for op in program.ops] for program in programs],
-        "arrows": [[a.kind, a.name, *a.source, *a.target] for a in arrows(programs)],
-    }
-
-
-def _site_data(key: SiteKey, site: Site) -> dict[str, object]:
-    return {
-        "program": key[0],
-        "id": site.id,
-        "kind": site.kind,
-        "module": site.module,
-        "strategy": site.strategy,
-    }
+def _figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """The overlap figures of all runs."""
+    return [
+        (f"{run.name} {row[0]}".strip(), *row[1:])
+        for run in runs
+        for row in figures_rows(run.timelines)
+    ]
 
 
 def _listing(place: int, program: Program) -> str:

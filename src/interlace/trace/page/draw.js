@@ -142,7 +142,7 @@ function first(panel, row) {  // the first span that may end in sight, by bisect
 
 function arrows(panel, pen) {
   const program = new Map(panel.rows.map(row => [row.rank, row.program]));
-  for (const [kind, , fromRank, fromOp, toRank, toOp] of data.arrows) {
+  for (const [kind, , fromRank, fromOp, toRank, toOp] of panel.arrows) {
     const ends = [`${program.get(fromRank)}:${fromOp}`, `${program.get(toRank)}:${toOp}`];
     const near = ends.some(end => end === picked.op || end === picked.hover);
     if (!picked.arrows && !near) continue;
