@@ -49,7 +49,9 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def meet() -> tuple[TeamComm, Wait]:
-    team = team_of(dist.group.WORLD, "tp")
+    group = dist.group.WORLD
+    assert group is not None
+    team = team_of(group, "tp")
     team.setup(TIME_OUT_S)
     return team, Wait(TIME_OUT_S, lambda: "the op under test", team.control.check)
 
@@ -63,6 +65,13 @@ def bind(team: TeamComm, backend: str, specs: list[Spec], topic: str) -> list[Ru
     return [bind_peer_collective(space, spec, k + 1) for k, spec in enumerate(specs)]
 
 
+def numel_given(spec: Spec, rank: int) -> int:
+    """How many elements a rank gives."""
+    if KINDS[spec.kind].scales == "gather":
+        return spec.parts[rank]
+    return spec.size * spec.parts[rank] if spec.merges else sum(spec.parts)
+
+
 def expected(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor | None:
     """What this rank's destination should hold; None where it has none."""
     parts, me = list(spec.parts), spec.me
@@ -74,7 +83,9 @@ def expected(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor | None:
     if spec.kind == "scatter":
         return given[spec.root].split(parts)[me]
     if spec.kind == "all_to_all":
-        return torch.cat([part.split(parts)[me] for part in given])
+        alike = [part.numel() // spec.size for part in given]
+        cuts = [[n] * spec.size if spec.merges else parts for n in alike]
+        return torch.cat([part.split(cut)[me] for part, cut in zip(given, cuts, strict=True)])
     stack = torch.stack([part.double() for part in given])
     total = {
         "sum": lambda: stack.sum(0),
@@ -91,7 +102,7 @@ def expected(spec: Spec, given: list[torch.Tensor]) -> torch.Tensor | None:
 def specs_of(kind: str, world: int, me: int) -> list[Spec]:
     row = KINDS[kind]
     found: list[Spec] = []
-    shapes = ("even", "uneven", "one-row", "empty") if kind != "all_to_all" else ("even", "empty")
+    shapes = ("even", "uneven", "one-row", "empty")
     roots = range(world) if row.rooted else (0,)
     reductions = ("sum", "avg", "prod", "min", "max") if row.reduces else (None,)
     types = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -102,6 +113,8 @@ def specs_of(kind: str, world: int, me: int) -> list[Spec]:
         split = row.scales or kind == "all_to_all"
         whole = parts if split else (sum(parts),)
         found.append(Spec(kind, world, me, whole, dtype, reduce, root))
+        if kind == "all_to_all":
+            found.append(Spec(kind, world, me, whole, dtype, merges=True))
     return found
 
 
@@ -114,14 +127,9 @@ def run_all(kind: str, backend: str, seed: int, topic: str) -> int:
         team.control.enter(1, "collectives")
         for number, (spec, run) in enumerate(zip(specs, runs, strict=True)):
             team.control.reach(0, number + 1, wait)
-            row, whole = KINDS[kind], sum(spec.parts)
+            row = KINDS[kind]
             given = [
-                values(
-                    seed + number,
-                    rank,
-                    spec.parts[rank] if row.scales == "gather" else whole,
-                    spec.dtype,
-                )
+                values(seed + number, rank, numel_given(spec, rank), spec.dtype)
                 for rank in range(team.size)
             ]
             wanted = expected(spec, given)

@@ -50,6 +50,9 @@ class Spec:
     dtype: torch.dtype
     reduce: str | None = None
     root: int = 0
+    merges: bool = False
+    """An all-to-all whose parts are cut on the destination's side: every rank sends its own part to
+    all, and the parts that it receives have their owners' sizes."""
 
     @property
     def even(self) -> bool:
@@ -235,10 +238,11 @@ class _Binder:
         parts = [part * item for part in spec.parts]
         own = [parts[spec.me] if rank == spec.root else 0 for rank in range(spec.size)]
         is_root = spec.me == spec.root
+        alike = [parts[spec.me]] * spec.size
         taken, given = {
             "gather": (parts if is_root else nobody, own),
             "scatter": (own, parts if is_root else nobody),
-            "all_to_all": (parts, parts),
+            "all_to_all": (parts, alike) if spec.merges else (alike, parts),
         }[spec.kind]
         options = self.options(c10d.AllToAllOptions)
         empty = torch.empty(0, dtype=torch.uint8)

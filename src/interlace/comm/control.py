@@ -66,6 +66,7 @@ class Control:
         self._lives = lives
         self._cells = [segment.cells for segment in segments]
         self._mine = segments[me].cells
+        self._op_text: Callable[[int], str] | None = None
         self._met: list[int] = [0] * len(self.ranks)
 
     @property
@@ -75,9 +76,12 @@ class Control:
 
     # -- entries ---------------------------------------------------------------------------------
 
-    def enter(self, tag: int, name: str) -> int:
-        """This rank enters its next run, with this Program; the number of the run."""
-        mine = self._mine
+    def enter(self, tag: int, name: str, op_text: Callable[[int], str] | None = None) -> int:
+        """This rank enters its next run, with this Program; the number of the run.
+
+        `op_text` tells the Program's ops by index, for messages about peers that run the same.
+        """
+        mine, self._op_text = self._mine, op_text
         run = mine[ENTERED] + 1
         at = RING + run % RING_ENTRIES * RING_CELLS
         mine[at + RUN] = 0
@@ -210,7 +214,7 @@ class Control:
         run, op = progress >> VALUE_BITS, progress & ((1 << VALUE_BITS) - 1)
         return Late(cells[ENTERED], cells[EXITED], run, op, since)
 
-    def where(self, members: Sequence[int], op_text: Callable[[int], str] | None = None) -> str:
+    def where(self, members: Sequence[int]) -> str:
         """Who is missing, and where each of them stands."""
         if not members:
             return ""
@@ -225,8 +229,9 @@ class Control:
             elif late.run < late.entered:
                 text = f"entered run {late.entered} and has not begun an op"
             else:
-                op = f" ({op_text(late.op)})" if op_text else ""
-                text = f"is at op {late.op}{op} of run {late.run}, since {late.since_s:.3g} s"
+                known = self._op_text is not None and late.run == mine
+                op = self._op_text(late.op) if self._op_text and known else f"op {late.op}"
+                text = f"is at {op} of run {late.run}, since {late.since_s:.3g} s"
             lines.append(f"rank {self.ranks[member]} {text}")
         return "\n  ".join(lines)
 

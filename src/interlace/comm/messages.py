@@ -156,6 +156,14 @@ class PeerIncoming:
 
 def exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
     """Carries out Sends and Recvs together: each moves as soon as its peer is there."""
+    packed = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    _exchange(parts, packed, wait)
+    for part, tensor, pack in zip(parts, tensors, packed, strict=True):
+        if pack is not tensor and isinstance(part, Incoming | PeerIncoming):
+            tensor.copy_(pack)
+
+
+def _exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
     for part in parts:
         part.team.control.meet(part.peer, wait)
     for part, tensor in zip(parts, tensors, strict=True):

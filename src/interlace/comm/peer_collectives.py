@@ -29,6 +29,8 @@ def staged_nbytes(spec: Spec) -> int:
         "scatter": total if spec.me == spec.root else 0,
         "barrier": 0,
     }
+    if spec.merges:
+        total = spec.size * spec.parts[spec.me]
     return elements.get(spec.kind, total) * spec.dtype.itemsize
 
 
@@ -44,7 +46,8 @@ def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
         return area[: elements * spec.dtype.itemsize].view(spec.dtype)
 
     def part_of(member: int, copy: int) -> torch.Tensor:
-        return split(staged(member, copy, sum(spec.parts)), spec.parts)[spec.me]
+        parts = (spec.parts[member],) * spec.size if spec.merges else spec.parts
+        return split(staged(member, copy, sum(parts)), parts)[spec.me]
 
     def read(dst: torch.Tensor, copy: int) -> None:
         """This rank's result, from everyone's staging areas."""
@@ -58,7 +61,9 @@ def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
             case "scatter":
                 into.copy_(part_of(spec.root, copy))
             case "all_to_all":
-                for member, place in zip(everyone, split(into, spec.parts), strict=True):
+                alike = (spec.parts[spec.me],) * spec.size
+                taken = split(into, spec.parts if spec.merges else alike)
+                for member, place in zip(everyone, taken, strict=True):
                     place.copy_(part_of(member, copy))
             case "reduce_scatter":
                 parts = [part_of(member, copy) for member in everyone]

@@ -1,0 +1,18 @@
+"""Executors: bind a Program once, run it many times.
+
+executor.py    the Executor: prepare, run, reset, close
+engine.py      the seam: what a device's engine gets and gives
+cpu.py         the CPU engine, a thread a stream
+plan.py        what a concrete Program says before anything is allocated
+values.py      the per-run table that calls read their arguments from
+calls.py       Calls bound to torch operators;  regions.py: groups of them
+host_ops.py    events, copies, collectives, messages and signals, bound for threads
+agreement.py   ranks agree on a Program before they run it
+flight.py      what every stream was doing, for errors
+inputs.py, ranks.py: checks of what a caller gives
+"""
+
+from interlace.runtime.engine import Context, Engine, executor_for
+from interlace.runtime.executor import Executor
+
+__all__ = ["Context", "Engine", "Executor", "executor_for"]

@@ -1,0 +1,209 @@
+"""Before ranks run a Program together they agree on it, through the store and within a time-out.
+
+Each rank posts what it prepares and reads what the others do: its team mates, their team mates, and
+so on. Equal hashes agree. So do equal skeletons: Programs that differ only in scalars of Calls (a
+vocabulary's offset on each rank, say). Others are verified as a set, as a pipeline's stages are.
+
+    agreement = agree(program, rank, teams, time_out_s=60)
+    agreement.tag                # 64 bits that name what all of these ranks prepared together
+
+A rank that does not come is named, which also tells a recompilation on one rank alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from interlace.comm import TeamComm
+from interlace.comm.board import Note, named
+from interlace.errors import AgreementError, ProgramError, SoundnessError
+from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
+from interlace.verify import Report, check
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What a component of ranks prepared together."""
+
+    tag: int
+    verified: bool = False
+    """Whether agreeing included the proof, of the Programs of all ranks as a set."""
+
+
+@lru_cache(maxsize=256)
+def verdict(program: Program) -> Report:
+    """The verifier's report of a Program, once per Program and process."""
+    return check(program)
+
+
+def digest(text: str) -> str:
+    """A hash for texts."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def essence(program: Program) -> Program:
+    """What a Program does: without its sites, remarks and source lines."""
+    ops = tuple(replace(op, loc=Loc(), site=None) for op in program.ops)
+    return program.replace(ops=ops, sites=(), remarks=())
+
+
+def skeleton(program: Program) -> Program:
+    """A Program without the scalars of its Calls."""
+
+    def bare(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(bare, arg))
+        return arg if isinstance(arg, View | Name) else None
+
+    def strip(op: Op) -> Op:
+        if not isinstance(op, Call):
+            return op
+        kwargs = tuple((key, bare(value)) for key, value in op.kwargs)
+        return replace(op, args=tuple(map(bare, op.args)), kwargs=kwargs)
+
+    regions = tuple(
+        replace(
+            region,
+            body=tuple(
+                replace(
+                    node,
+                    args=tuple(map(bare, node.args)),
+                    kwargs=tuple((key, bare(value)) for key, value in node.kwargs),
+                )
+                for node in region.body
+            ),
+        )
+        for region in program.regions
+    )
+    return program.replace(ops=tuple(map(strip, program.ops)), regions=regions)
+
+
+def agree(program: Program, rank: int, teams: Sequence[TeamComm], time_out_s: float) -> Agreement:
+    """Agrees with every rank that is joined to this one by teams; `rank` is the Program's."""
+    plain = essence(program)
+    text = print_program(plain)
+    mine: Note = {
+        "rank": rank,
+        "name": program.name,
+        "hash": digest(text),
+        "skeleton": digest(print_program(skeleton(plain))),
+        "teams": [],
+    }
+    if not teams:
+        return Agreement(int(mine["hash"][:16], 16))
+    for team in teams:
+        team.num_prepared += 1
+        place = f"{team.topic}/prepare/{team.num_prepared}"
+        mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
+    board = teams[0].board
+    for place, *_ in mine["teams"]:
+        board.post(f"{place}/{teams[0].rank}", mine)
+    entries = _collect(board, teams[0].rank, mine, time_out_s)
+    differ = len({entry["skeleton"] for entry in entries.values()}) > 1
+    if differ:
+        _verify_set(board, entries, teams[0].rank, text, time_out_s)
+    parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
+    return Agreement(int(digest(repr(parts))[:16], 16), verified=differ)
+
+
+def _collect(board: Any, me: int, mine: Note, time_out_s: float) -> dict[int, Note]:
+    """The entries of all ranks that teams join to this one, by global rank."""
+    found = {me: mine}
+    wanted = _unknown(found)
+    while wanted:
+        came = board.collect(
+            {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}, time_out_s
+        )
+        missing = [rank for rank in wanted if rank not in came]
+        if missing:
+            _, team, number = wanted[missing[0]]
+            raise AgreementError(
+                f"{named(missing)} did not come to prepare Program {mine['name']!r} (number "
+                f"{number} of team {team}) within {time_out_s:g} s, as {named(sorted(found))} "
+                "did: see whether it failed, stalled, did not recompile as the others did, or "
+                "took another path through the model"
+            )
+        found.update(came)
+        wanted = _unknown(found)
+    return found
+
+
+def _unknown(found: Mapping[int, Note]) -> dict[int, tuple[str, str, int]]:
+    """Ranks that entries name and that are not known yet, with where to read of them."""
+    return {
+        rank: (place, team, number)
+        for entry in found.values()
+        for place, ranks, team, number in entry["teams"]
+        for rank in ranks
+        if rank not in found
+    }
+
+
+def _verify_set(
+    board: Any, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
+) -> None:
+    """Ranks that prepare different Programs: sound together, or an error for all of them."""
+    place = entries[me]["teams"][0][0]
+    board.post(f"text/{entries[me]['hash']}", {"text": text})
+    hashes = {entry["hash"] for entry in entries.values()}
+    notes = board.collect({key: f"text/{key}" for key in hashes}, time_out_s)
+    silent = sorted(rank for rank, entry in entries.items() if entry["hash"] not in notes)
+    if silent:
+        raise AgreementError(f"{named(silent)} did not tell its Program ({place})")
+    texts = {rank: notes[entry["hash"]]["text"] for rank, entry in entries.items()}
+    try:
+        together = _as_set(entries, {key: parse(note["text"]) for key, note in notes.items()})
+        report = check(together)
+        report.raise_if_unsound()
+    except (SoundnessError, ProgramError) as error:
+        raise AgreementError(_difference(entries, texts, str(error))) from error
+
+
+def _as_set(entries: Mapping[int, Note], programs: Mapping[str, Program]) -> list[Program]:
+    """The Programs, each for the ranks that prepare it."""
+    found: list[Program] = []
+    taken: dict[int, int] = {}
+    for key, program in programs.items():
+        ranks = sorted(entry["rank"] for entry in entries.values() if entry["hash"] == key)
+        for rank in ranks:
+            taken[rank] = taken.get(rank, 0) + 1
+        whole = program.rank is None and tuple(ranks) == tuple(sorted(program.world))
+        found += [program] if whole else [program.instantiate(rank) for rank in ranks]
+    twice = [rank for rank, count in taken.items() if count > 1]
+    if twice:
+        raise ProgramError(f"rank {twice[0]} of the Programs is prepared by more than one process")
+    return found
+
+
+def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str) -> str:
+    """The message for Programs that do not go together: who, and the first line that differs."""
+    ranks = sorted(entries)
+    first = ranks[0]
+    other = next(rank for rank in ranks if texts[rank] != texts[first])
+    like = {
+        rank: [r for r in ranks if entries[r]["hash"] == entries[rank]["hash"]]
+        for rank in (first, other)
+    }
+    lines = [texts[first].splitlines(), texts[other].splitlines()]
+    matcher = difflib.SequenceMatcher(None, *lines, autojunk=False)
+    at = next((op for op in matcher.get_opcodes() if op[0] != "equal"), ("", 0, 0, 0, 0))
+    shown = []
+    for rank, text, start in ((first, lines[0], at[1]), (other, lines[1], at[3])):
+        line = text[start].strip() if start < len(text) else "(the end)"
+        name = entries[rank]["name"]
+        shown.append(f"  {named(like[rank])}, {name!r}, line {start + 1}: {line}")
+    return "\n".join(
+        [
+            "ranks prepare Programs that do not go together; the first line that differs is",
+            *shown,
+            "and as a set they are not sound:",
+            why,
+            "Every rank must prepare the same Programs in the same order; look for code that "
+            "depends on the rank, or for inputs whose shapes differ between ranks",
+        ]
+    )

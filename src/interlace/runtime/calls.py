@@ -1,0 +1,293 @@
+"""Calls: from the name of an operator and the places of its arguments to one bound function.
+
+    run = bind_call(op, values, regions={}, device=torch.device("cpu"))
+    run()                    # torch.ops.aten.mm.out(a, b, out=y), whatever a, b and y are this time
+
+A Call without `fresh` and without an `out` form is computed and copied into its `outs`; results
+that the Program declares with other strides than torch gives are copied into those strides.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from interlace.errors import ExecutorError, ProgramError
+from interlace.ir import Arg, Buffer, Call, DType, Region, View
+from interlace.kernels import KERNELS
+from interlace.runtime import regions as region_calls
+from interlace.runtime.values import DTYPES, Values, whole
+
+Thunk = Callable[[], None]
+Read = Callable[[], Sequence[Any]]
+
+
+def resolve(fn: str) -> Callable[..., Any]:
+    """The function of that name: an aten (or other) overload, or a kernel of ours."""
+    kernel = KERNELS.get(fn)
+    if kernel is not None:
+        return kernel
+    space, _, rest = fn.partition(".")
+    if space == "operator":
+        return getattr(operator, rest)
+    found: Any = torch.ops
+    try:
+        for part in fn.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise ProgramError(
+            f"no operator named {fn!r}: write namespace.operator.overload, as in aten.mm.out, the "
+            f"name of a region of the Program, or one of {', '.join(sorted(KERNELS))}"
+        ) from error
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        found = getattr(found, "default", found)
+    if not callable(found):
+        raise ProgramError(f"{fn!r} names a group of operators, not one: add the overload")
+    return found
+
+
+def decode(arg: Any, device: torch.device) -> Any:
+    """An argument that is no view, as torch takes it."""
+    if isinstance(arg, DType):
+        return DTYPES[arg]
+    if isinstance(arg, str) and arg.startswith("@"):
+        word = arg[1:]
+        found = device if word == "device" else getattr(torch, word, None)
+        if found is None:
+            raise ProgramError(f"no value named {arg!r} that an operator could take")
+        return found
+    return arg
+
+
+def reader(args: Sequence[Arg], values: Values, device: torch.device) -> tuple[Read, bool]:
+    """A function that gives the arguments, and whether they are the same in every run."""
+    specs = [_spec(arg, values, device) for arg in args]
+    items = values.items
+    if _constant(specs, values):
+        fixed = [_take(spec, items) for spec in specs]
+        return (lambda: fixed), True
+    if any(isinstance(spec, list) for spec in specs):
+        return (lambda: [_take(spec, items) for spec in specs]), False
+    places = [spec for spec in specs if isinstance(spec, int)]
+    if len(places) == 1:
+        (only,) = places
+        return (lambda: (items[only],)), False
+    getter = operator.itemgetter(*places)
+    return (lambda: getter(items)), False
+
+
+Spec = int | list["Spec"]
+
+
+def _spec(arg: Arg, values: Values, device: torch.device) -> Spec:
+    """The place of an argument, or the list of the places of a list's items."""
+    if isinstance(arg, View):
+        return values.own(arg)
+    if isinstance(arg, tuple):
+        return [_spec(item, values, device) for item in arg]
+    return values.constant(decode(arg, device))
+
+
+def _take(spec: Spec, items: list[Any]) -> Any:
+    return [_take(item, items) for item in spec] if isinstance(spec, list) else items[spec]
+
+
+def _constant(spec: Spec, values: Values) -> bool:
+    if isinstance(spec, list):
+        return all(_constant(item, values) for item in spec)
+    return values.is_constant(spec)
+
+
+def bind_call(
+    op: Call,
+    values: Values,
+    regions: Mapping[str, Region],
+    device: torch.device,
+    compile_regions: bool = False,
+) -> Thunk:
+    """The function that runs a Call."""
+    fn: Callable[..., Any]
+    if op.fn in regions:
+        fn = _region(op, regions[op.fn], values, device, compile_regions)
+    else:
+        fn = resolve(op.fn)
+    read, fixed = reader(op.args, values, device)
+    names = tuple(name for name, _ in op.kwargs)
+    read_named, named_fixed = reader([value for _, value in op.kwargs], values, device)
+    call: Callable[[], Any]
+    if fixed and named_fixed:
+        call = functools.partial(fn, *read(), **dict(zip(names, read_named(), strict=True)))
+    elif names:
+        call = lambda: fn(*read(), **dict(zip(names, read_named(), strict=False)))  # noqa: E731
+    else:
+        call = lambda: fn(*read())  # noqa: E731
+    if op.fresh:
+        return _fresh(op, fn, call, values)
+    if op.mutates or not op.outs:
+        return _plain(call)
+    out_names = _out_names(fn)
+    outs = [values.own(view) for view in op.outs]
+    if out_names:
+        if len(out_names) != len(outs):
+            raise ProgramError(f"{op.fn} fills {len(out_names)} outputs, not {len(outs)}")
+        return _into(op, functools.partial(_call, fn, read, names, read_named), out_names, values)
+    return _copied(op, call, outs, values)
+
+
+def _region(
+    op: Call, region: Region, values: Values, device: torch.device, compile_regions: bool
+) -> Callable[..., Any]:
+    decoded = functools.partial(decode, device=device)
+    if not compile_regions:
+        return region_calls.eager(region, resolve, decoded)
+    boxes = [values.box(view) for view in op.views()]
+    examples = [
+        torch.empty_strided(box.sizes, box.strides, dtype=DTYPES[box.dtype], device=device)
+        for box in boxes
+    ]
+    return region_calls.inductor(region, resolve, decoded, examples)
+
+
+def _out_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The keyword arguments by which an operator takes what it fills."""
+    schema = getattr(fn, "_schema", None)
+    if schema is not None:
+        return tuple(argument.name for argument in schema.arguments if argument.is_out)
+    return ("out",) if fn in KERNELS.values() else ()
+
+
+def _plain(call: Callable[[], Any]) -> Thunk:
+    def run() -> None:
+        call()
+
+    return run
+
+
+def _call(
+    fn: Callable[..., Any], read: Read, names: tuple[str, ...], read_named: Read, **outs: Any
+) -> None:
+    if names:
+        fn(*read(), **dict(zip(names, read_named(), strict=True)), **outs)
+    else:
+        fn(*read(), **outs)
+
+
+def _into(op: Call, call: Callable[..., None], out_names: tuple[str, ...], values: Values) -> Thunk:
+    """A call that fills its outputs; one that would resize them is an error, not a surprise."""
+    items = values.items
+    outs = [
+        (name, values.own(view), values.box(view).sizes)
+        for name, view in zip(out_names, op.outs, strict=True)
+    ]
+    if len(outs) == 1:
+        ((name, place, size),) = outs
+
+        def run_one() -> None:
+            out = items[place]
+            call(**{name: out})
+            if out.shape != size:
+                raise _resized(op, out.shape, size)
+
+        return run_one
+
+    def run() -> None:
+        into = {name: items[place] for name, place, _ in outs}
+        call(**into)
+        for name, _, size in outs:
+            if into[name].shape != size:
+                raise _resized(op, into[name].shape, size)
+
+    return run
+
+
+def _resized(op: Call, got: Sequence[int], wanted: Sequence[int]) -> ExecutorError:
+    return ExecutorError(
+        f"{op.fn} gives a result of shape {list(got)}, but the Program has {list(wanted)} for it"
+    )
+
+
+def _copied(op: Call, call: Callable[[], Any], outs: list[int], values: Values) -> Thunk:
+    items = values.items
+
+    def run() -> None:
+        results = _flat(call())
+        if len(results) != len(outs):
+            raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(outs)}")
+        for place, result in zip(outs, results, strict=True):
+            out = items[place]
+            if out.shape != result.shape:
+                raise _resized(op, result.shape, out.shape)
+            out.copy_(result)
+
+    return run
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [tensor for item in result for tensor in _flat(item)]
+    return []
+
+
+def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Values) -> Thunk:
+    """A call that makes its own outputs; they never share memory with its arguments."""
+    binds = [
+        (buffer, *_layout(buffer), functools.partial(values.bind, buffer.name))
+        for buffer in op.fresh
+    ]
+    schema = getattr(fn, "_schema", None)
+    aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    if len(binds) == 1 and not aliases:
+        ((buffer, dtype, sizes, strides, bind),) = binds
+
+        def run_one() -> None:
+            result = call()
+            if not isinstance(result, torch.Tensor):
+                (result,) = _flat(result)
+            if result.stride() != strides or result.shape != sizes or result.dtype != dtype:
+                result = _as_declared(op, buffer, result)
+            bind(result)
+
+        return run_one
+
+    def run() -> None:
+        results = _flat(call())
+        if len(results) != len(binds):
+            raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(binds)}")
+        for (buffer, dtype, sizes, strides, bind), result in zip(binds, results, strict=True):
+            if aliases:
+                result = result.clone()
+            if result.stride() != strides or result.shape != sizes or result.dtype != dtype:
+                result = _as_declared(op, buffer, result)
+            bind(result)
+
+    return run
+
+
+def _layout(buffer: Buffer) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    box = whole(buffer)
+    return DTYPES[box.dtype], box.sizes, box.strides
+
+
+def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor:
+    """The result with the strides that the Program's views count on."""
+    dtype, sizes, strides = _layout(buffer)
+    if result.dtype != dtype or tuple(result.shape) != sizes:
+        raise ExecutorError(
+            f"{op.fn} gives {result.dtype} of shape {list(result.shape)}, but the Program declares "
+            f"{buffer.name} as {dtype} of shape {list(sizes)}"
+        )
+    if result.numel() == 0:
+        return result
+    same = all(
+        size == 1 or got == wanted
+        for size, got, wanted in zip(sizes, result.stride(), strides, strict=True)
+    )
+    if same:
+        return result.as_strided(sizes, strides)
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=result.device).copy_(result)

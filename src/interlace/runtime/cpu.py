@@ -1,0 +1,280 @@
+"""The CPU engine: a thread for each stream, real concurrency, every wait bounded.
+
+The first stream runs on the thread that calls `run`; each other one has a thread of its own, which
+lives as long as the engine. Nothing but `StreamOrder` and the signals of `comm` orders them, as in
+the Program's text.
+
+Note [Threads and arithmetic]
+    How MKL and OpenMP split a matrix multiplication depends on the number of threads, which is set
+    per calling thread. A stream's thread takes the caller's number before its first op, so that a
+    Call gives the same bits on whatever stream it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from interlace.errors import ExecutorError, InterlaceError, PeerError
+from interlace.ir import Call, Collective, Free, Group, Op, Program, Recv, Send, views_in
+from interlace.runtime.calls import Thunk, bind_call
+from interlace.runtime.engine import Context
+from interlace.runtime.host_ops import HostBinder, StreamOrder
+
+GRACE_S = 1.0
+"""How long a failed transfer looks for the peer whose end explains it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An op of a stream, bound."""
+
+    index: int
+    op: Op
+    run: Thunk
+
+
+class Stopped(BaseException):
+    """Ends a stream whose Executor failed elsewhere. Never leaves the engine."""
+
+
+class CpuEngine:
+    """Runs the bound ops of one rank."""
+
+    def __init__(self, context: Context) -> None:
+        self.spans: list[tuple[int, float, float]] = []
+        self.rank = context.plan.rank
+        self.flight = context.flight
+        self._teams = context.crew.teams
+        self._before_op = context.before_op
+        self._trace = context.options.trace
+        self._time_out_s = context.options.time_out_s
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._workers: dict[str, _Worker] = {}
+        self._num_threads = torch.get_num_threads()
+        self._order = StreamOrder()
+        self._streams = self._bind(context)
+
+    def _bind(self, context: Context) -> dict[str, list[Step]]:
+        """Every op as a step of its stream; of one stream for all with the option `in_order`."""
+        plan, compiled = context.plan, context.options.regions == "inductor"
+        regions = {region.name: region for region in plan.program.regions}
+        binder = HostBinder(context, self._order, self.check)
+        streams: dict[str, list[Step]] = {}
+        releases = _releases(plan.program)
+        for index, op in enumerate(plan.program.ops):
+            steps = streams.setdefault("" if context.options.in_order else op.stream, [])
+            for point in plan.syncs.get(index, ()):
+                steps.append(Step(index, op, binder.pass_by(point, index)))
+            if isinstance(op, Call):
+                run = bind_call(op, context.values, regions, context.device, compiled)
+            else:
+                run = binder.bind(index, op)
+            if run is not None:
+                steps.append(Step(index, op, run))
+            for name in releases.get(index, ()):
+                release = binder.free(name)
+                assert release is not None
+                steps.append(Step(index, op, release))
+        return streams
+
+    def check(self) -> None:
+        """Raises where waiting on is pointless: this rank or a peer has failed."""
+        if self._failure is not None:
+            raise Stopped
+        for team in self._teams.values():
+            team.control.check()
+
+    def run(self) -> None:
+        """Runs every stream to its end; raises what made one fail, with all of them stopped."""
+        streams = self._streams
+        self._order.begin()
+        self._failure = None
+        self.spans = []
+        self.flight.stands.update(dict.fromkeys(self.flight.stands, -1))
+        (_, mine), *others = streams.items() if streams else (("", ()),)
+        workers = [self._worker(name) for name, _ in others]
+        for worker, (_, steps) in zip(workers, others, strict=True):
+            worker.start_run(steps)
+        with torch.no_grad():
+            self._drive(mine)
+        self._join(workers, self._time_out_s)
+        if self._failure is not None:
+            raise self._failure
+
+    def _worker(self, name: str) -> _Worker:
+        if name not in self._workers:
+            self._workers[name] = _Worker(name, self._drive, self._num_threads)
+        return self._workers[name]
+
+    def _join(self, workers: Sequence[_Worker], time_out_s: float) -> None:
+        """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
+        deadline: float | None = None
+        for worker in workers:
+            while not worker.finished.acquire(timeout=0.1):
+                if self._failure is None:
+                    continue
+                deadline = deadline or time.monotonic() + time_out_s
+                if time.monotonic() > deadline:
+                    worker.lost = True
+                    raise ExecutorError(
+                        f"stream {worker.name} of rank {self.rank} does not stop: it is in "
+                        f"{self.flight.text(self.flight.stands[worker.name])}; this Executor "
+                        "cannot be used again"
+                    ) from self._failure
+
+    # -- on the streams' threads -----------------------------------------------------------------
+
+    def _drive(self, steps: Sequence[Step]) -> None:
+        """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
+        step: Step | None = None
+        try:
+            stands, since, clock = self.flight.stands, self.flight.since, time.perf_counter
+            progress = [team.control.progress for team in self._teams.values()]
+            extra = self._before_op is not None or self._trace
+            for step in steps:
+                if self._failure is not None:
+                    raise Stopped
+                stream = step.op.stream
+                since[stream] = clock()
+                stands[stream] = step.index
+                for tell in progress:
+                    tell(step.index)
+                if extra:
+                    self._run_watched(step)
+                else:
+                    step.run()
+            if step is not None:
+                stands[step.op.stream] = -2
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._fail(error, step)
+
+    def _run_watched(self, step: Step) -> None:
+        start = time.perf_counter()
+        if self._before_op is not None:
+            self._before_op(self.rank, step.index, step.op)
+        step.run()
+        if self._trace:
+            self.spans.append((step.index, start, time.perf_counter()))
+
+    def _fail(self, error: BaseException, step: Step | None) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            told = self._explain(error, step) if step is not None else error
+            self._failure = told
+        for team in self._teams.values():
+            team.control.fail(told)
+        self._order.wake()
+
+    def _explain(self, error: BaseException, step: Step) -> BaseException:
+        """The error as the user should see it: which op, and which peer if one is behind it."""
+        text = self.flight.describe(step.index)
+        if not isinstance(error, Exception):
+            return error  # KeyboardInterrupt and the like
+        if isinstance(error, InterlaceError):
+            if text not in str(error):
+                error.args = (f"{error}\nwhile running {text}", *error.args[1:])
+            return error
+        if isinstance(step.op, Collective | Send | Recv | Group) and isinstance(
+            error, RuntimeError
+        ):
+            known = self._peer_behind()
+            if known is None:
+                known = PeerError(f"a transfer failed: {str(error).splitlines()[0]}")
+            known.args = (f"{known}\nwhile running {text}", *known.args[1:])
+            known.__cause__ = error
+            return known
+        kind = "called" if isinstance(step.op, Call) else "ran"
+        told = ExecutorError(
+            f"{text} raised {type(error).__name__}: {error}\nIt was {kind} on stream "
+            f"{step.op.stream}; the Executor is out of order until every rank calls reset()"
+        )
+        told.__cause__ = error
+        return told
+
+    def _peer_behind(self) -> InterlaceError | None:
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline:
+            for team in self._teams.values():
+                found = team.control.failure()
+                if found is not None:
+                    return found
+            time.sleep(0.01)
+        return None
+
+    def close(self) -> None:
+        """Ends the threads."""
+        workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            worker.stop()
+
+
+def _releases(program: Program) -> dict[int, list[str]]:
+    """Where a fresh buffer may go: after its last use, if one stream has all uses of it.
+
+    The Program's own Frees say it otherwise, and what is returned stays.
+    """
+    kept = {view.buffer for arg in program.returned() for view in views_in(arg)}
+    kept |= {op.buffer for op in program.ops if isinstance(op, Free)}
+    streams: dict[str, set[str]] = {}
+    last: dict[str, int] = {}
+    for index, op in enumerate(program.ops):
+        for access in (*op.reads(), *op.writes()):
+            streams.setdefault(access.view.buffer, set()).add(op.stream)
+            last[access.view.buffer] = index
+    found: dict[int, list[str]] = {}
+    for buffer in program.buffers().values():
+        name = buffer.name
+        if buffer.kind == "fresh" and name not in kept and len(streams.get(name, ())) == 1:
+            found.setdefault(last[name], []).append(name)
+    return found
+
+
+class _Worker:
+    """The thread of one stream."""
+
+    def __init__(
+        self, name: str, drive: Callable[[Sequence[Step]], None], num_threads: int
+    ) -> None:
+        self.name = name
+        self.lost = False
+        self.finished = threading.Semaphore(0)
+        self._go = threading.Semaphore(0)
+        self._steps: Sequence[Step] | None = None
+        self._drive = drive
+        self._num_threads = num_threads
+        self._thread = threading.Thread(
+            target=self._live, name=f"interlace stream {name}", daemon=True
+        )
+        self._thread.start()
+
+    def start_run(self, steps: Sequence[Step]) -> None:
+        """Lets the thread run these steps; `finished` is released at their end."""
+        self._steps = steps
+        self._go.release()
+
+    def _live(self) -> None:
+        torch.set_num_threads(self._num_threads)  # see Note [Threads and arithmetic]
+        with torch.no_grad():
+            while True:
+                self._go.acquire()
+                if self._steps is None:
+                    return
+                self._drive(self._steps)
+                self._steps = None
+                self.finished.release()
+
+    def stop(self) -> None:
+        """Ends the thread, unless it hangs."""
+        self._steps = None
+        self._go.release()
+        if not self.lost and threading.current_thread() is not self._thread:
+            self._thread.join(5.0)

@@ -1,0 +1,91 @@
+"""The seam between the Executor, which is the same everywhere, and what runs ops on a device.
+
+A device has one `Engine`: it binds the ops of a plan to that device's streams and runs them.
+Another device adds a file with its engine and a line to `executor_for`; the Executor does not
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from interlace.comm import Slot, TeamComm, Use, Wait, Workspace
+from interlace.errors import BackendError
+from interlace.ir import Op
+from interlace.options import Options
+from interlace.runtime.flight import Flight
+from interlace.runtime.plan import Plan
+from interlace.runtime.values import Values
+
+BeforeOp = Callable[[int, int, Op], None]
+"""Called as (rank, index, op) before each op, on its stream: delays and faults for tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """What a rank's Program shares with other ranks."""
+
+    teams: Mapping[str, TeamComm]
+    slots: Mapping[str, Slot]
+    """By the name of the buffer that takes it."""
+    spaces: Mapping[str, Workspace]
+    """By team."""
+    backends: Mapping[tuple[str, str], Any]
+    """By team and name of the backend."""
+    uses: dict[str, Use]
+    """The takes of the run under way, by buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """All that an engine binds from."""
+
+    plan: Plan
+    values: Values
+    crew: Crew
+    options: Options
+    device: torch.device
+    flight: Flight
+    before_op: BeforeOp | None = None
+
+    def wait(self, index: int, check: Callable[[], None]) -> Wait:
+        """How op `index` waits."""
+        return Wait(
+            self.options.time_out_s,
+            lambda: self.flight.describe(index),
+            check,
+            self.flight.tail,
+        )
+
+
+class Engine(Protocol):
+    """Runs a bound Program on one device."""
+
+    spans: list[tuple[int, float, float]]
+    """With the option `trace`: op, start and end of each op of the last run, in seconds."""
+
+    def __init__(self, context: Context) -> None:
+        """Binds every op."""
+        ...
+
+    def run(self) -> None:
+        """One run: returns when all streams are done, raises what made one fail."""
+        ...
+
+    def close(self) -> None:
+        """Ends threads and gives back what the engine holds."""
+        ...
+
+
+def executor_for(device: torch.device | str) -> type[Engine]:
+    """The engine of a device."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        from interlace.runtime.cpu import CpuEngine  # which imports this file
+
+        return CpuEngine
+    raise BackendError(f"there is no executor for {kind!r} devices yet: choose device='cpu'")

@@ -1,0 +1,307 @@
+"""The Executor: a Program bound to processes, memory and threads, ready to run many times.
+
+    executor = Executor(program, groups={"tp": dist.group.WORLD})
+    executor.prepare()                  # every rank, together: agreement, proof, memory, binding
+    (y,) = executor.run([x, w])
+    executor.close()
+
+`prepare` does all collective set-up; `run` does none. A failure poisons the Executor on every
+rank of its teams: the error says what happened and where, and `reset()`, called by all, mends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import TeamComm, Workspace, team_of
+from interlace.comm.teams import BACKENDS, check_size
+from interlace.cost import Span, Timeline, op_kind, op_name
+from interlace.errors import ExecutorError, ProgramError
+from interlace.ir import Arg, Program, View, validate
+from interlace.options import Options
+from interlace.runtime.agreement import Agreement, agree, verdict
+from interlace.runtime.calls import decode
+from interlace.runtime.engine import BeforeOp, Context, Crew, Engine, executor_for
+from interlace.runtime.flight import Flight
+from interlace.runtime.inputs import Given
+from interlace.runtime.plan import make_plan
+from interlace.runtime.ranks import program_rank
+from interlace.runtime.values import Values
+
+
+class Executor:
+    """Runs one Program on this rank. All ranks of its teams make one, and use it alike."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
+        device: str | torch.device = "cpu",
+        options: Options | None = None,
+        before_op: BeforeOp | None = None,
+    ) -> None:
+        """`groups` has a process group for each team of the Program that this rank is in.
+
+        `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
+        """
+        self.program = program
+        self.device = torch.device(device)
+        self.options = options or Options()
+        self._groups = dict(groups or {})
+        self.rank = program_rank(program, self._groups)
+        self._before_op = before_op
+        self._engine_class = executor_for(self.device)
+        self._lock = threading.Lock()
+        self._teams: dict[str, TeamComm] = {}
+        self._agreement: Agreement | None = None
+        self._spaces: dict[str, Workspace] = {}
+        self._context: Context | None = None
+        self._engine: Engine | None = None
+        self._finalizer: Callable[[], object] = lambda: None
+        self._bound_resets: list[int] = []
+        self._poison: tuple[str, list[int]] | None = None
+        self._closed = False
+
+    # -- set-up ----------------------------------------------------------------------------------
+
+    def prepare(self) -> Executor:
+        """Agrees with all ranks on the Program, checks it, and sets up what a run needs, once.
+
+        Collective: every rank of the Program's teams calls it, in the same order for all Executors.
+        """
+        if self._context is not None:
+            return self
+        self._check_open()
+        limit = self.options.time_out_s
+        validate(self.program)
+        members = self.program.where(self.rank).members
+        for name in (team.name for team in self.program.teams if team.name in members):
+            team = self._teams[name] = team_of(self._groups[name], name)
+            check_size(team, len(members[name].ranks))
+        with self._alone():
+            self._agreement = agree(self.program, self.rank, list(self._teams.values()), limit)
+            if not self._agreement.verified:
+                verdict(self.program).raise_if_unsound()
+            for team in self._ordered():
+                team.setup(limit)
+            self._share(limit)
+            self._bind()
+        return self
+
+    def _ordered(self) -> list[TeamComm]:
+        """The teams in an order that all ranks share, whatever they are called in the Program."""
+        return sorted(dict.fromkeys(self._teams.values()), key=lambda team: team.topic)
+
+    def _share(self, limit: float) -> None:
+        """Slots, signals and backends: all that needs the other ranks."""
+        plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
+        wanted = {(t.team, t.backend) for t in plan.turns.values()}
+        wanted |= {(team, letter.backend) for team, letter in plan.lettered()}
+        self._backends = sorted(wanted, key=lambda key: (BACKENDS.index(key[1]), key[0]))
+        self._slots: dict[str, Any] = {}
+        for team in self._ordered():
+            for name in (name for name, other in self._teams.items() if other is team):
+                slots = team.slots.ensure(plan.slots.get(name, {}), limit)
+                for _, buffer, of_team in plan.takes:
+                    if of_team == name:
+                        self._slots[buffer] = slots[plan.slot_of(buffer)]
+                topic = f"executor/{name}/{team.num_prepared}"
+                self._spaces[name] = Workspace(team, topic, plan.demands[name], limit)
+                for _, backend in (key for key in self._backends if key[0] == name):
+                    if backend != "peer":
+                        team.backend(backend, self.device.type, limit)
+
+    def _backend_name(self, team: str, asked: str | None) -> str:
+        if asked is None and self.options.transport != "auto":
+            asked = self.options.transport
+        return self._teams[team].backend_name(asked, self.device.type)
+
+    def _bind(self) -> None:
+        """Binds every op to the memory and the backends that are there. Needs no other rank."""
+        plan, program = self._plan, self._plan.program
+        limit = self.options.time_out_s
+        backends = {
+            (name, backend): self._teams[name].backend(backend, self.device.type, limit)
+            for name, backend in self._backends
+            if backend != "peer"
+        }
+        values = Values(program, plan.box, self._slots, self.device)
+        crew = Crew(self._teams, self._slots, self._spaces, backends, {})
+        flight = Flight(program, self.rank)
+        self._context = Context(
+            *(plan, values, crew, self.options, self.device, flight, self._before_op)
+        )
+        self._finalizer()
+        self._engine = self._engine_class(self._context)
+        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._inputs, self._outputs = (
+            Given(program.name, kind, [b for b in program.params if b.kind == kind])
+            for kind in ("input", "output")
+        )
+        self._results = [self._result(arg, values) for arg in program.returned()]
+        self._bound_resets = self._resets()
+
+    def _result(self, arg: Arg, values: Values) -> Callable[[], Any]:
+        """How a run reads one of its results."""
+        if isinstance(arg, View):
+            kind = self._plan.program.buffers()[arg.buffer].kind
+            if kind not in ("input", "output", "fresh"):
+                raise ProgramError(
+                    f"{self.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
+                    "the next run reuses: return a fresh buffer or an output"
+                )
+            place, items = values.own(arg), values.items
+            return lambda: items[place]
+        if isinstance(arg, tuple):
+            parts = [self._result(item, values) for item in arg]
+            return lambda: tuple(part() for part in parts)
+        fixed = decode(arg, self.device)
+        return lambda: fixed
+
+    # -- runs ------------------------------------------------------------------------------------
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
+    ) -> tuple[Any, ...]:
+        """One run: the Program's results for these inputs; `out` gives the output parameters."""
+        self._check_ready()
+        assert self._context is not None
+        assert self._engine is not None
+        self._inputs.check(inputs, self.device)
+        if out is not None:
+            self._outputs.check(out, self.device)
+        with self._alone():
+            if self._bound_resets != self._resets():
+                self._bind()  # a reset renewed the backends
+            self._check_teams()
+            return self._run(inputs, self._outputs.new(self.device) if out is None else out)
+
+    def _run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        context, engine, agreement = self._context, self._engine, self._agreement
+        assert context is not None
+        assert engine is not None
+        assert agreement is not None
+        teams, values, uses = context.crew.teams.values(), context.values, context.crew.uses
+        for team in teams:
+            team.control.enter(agreement.tag, self.program.name, context.flight.text)
+        for _, buffer, _ in self._plan.takes:
+            uses[buffer] = context.crew.slots[buffer].next_use()
+        given = dict(zip(self._inputs.names, inputs, strict=True))
+        given.update(zip(self._outputs.names, out, strict=True))
+        try:
+            with torch.no_grad():
+                values.begin(given, uses)
+                engine.run()
+                results = tuple(result() for result in self._results)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            values.end()
+        for team in teams:
+            team.control.leave()
+        return results
+
+    def _fail(self, error: BaseException) -> None:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self._poison = (first, self._resets())
+        for team in self._teams.values():
+            team.control.fail(error)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What this process does on a team, it does one after another."""
+        with contextlib.ExitStack() as stack:
+            for lock in (self._lock, *(team.lock for team in self._ordered())):
+                if not lock.acquire(timeout=self.options.time_out_s):
+                    raise ExecutorError(
+                        f"{self.program.name} waited {self.options.time_out_s:g} s for another "
+                        "thread's run on the same teams: call Executors from one thread"
+                    )
+                stack.callback(lock.release)
+            yield
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def _resets(self) -> list[int]:
+        return [team.resets for team in self._teams.values()]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
+
+    def _check_ready(self) -> None:
+        self._check_open()
+        if self._context is None:
+            raise ExecutorError(
+                f"{self.program.name} was not prepared: every rank calls prepare() before run()"
+            )
+        if self._poison is not None:
+            why, resets = self._poison
+            if not resets or any(a == b for a, b in zip(resets, self._resets(), strict=True)):
+                raise ExecutorError(
+                    f"the Executor of {self.program.name} is out of order since a run failed "
+                    f"({why}): every rank of its teams calls reset(), or makes new Executors"
+                )
+            self._poison = None
+
+    def _check_teams(self) -> None:
+        for team in self._teams.values():
+            error = team.control.failure()
+            if error is not None:
+                raise ExecutorError(
+                    f"team {team.name} is out of order since a run failed ({error}): every rank of "
+                    "it calls reset() on an Executor of that team"
+                ) from error
+
+    def reset(self) -> None:
+        """After a failure: every rank of the teams calls it, and runs may go on."""
+        self._check_open()
+        if self._context is None:
+            return
+        for team in self._ordered():
+            team.reset(self.options.time_out_s)
+        self._poison = None
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def timeline(self) -> Timeline:
+        """When each op of the last run ran; needs the option `trace`."""
+        if not self.options.trace:
+            raise ExecutorError("there is no timeline: make the Executor with Options(trace=True)")
+        spans = self._engine.spans if self._engine is not None else []
+        ops = self.program.ops
+        return Timeline(
+            tuple(
+                Span(
+                    *(self.rank, ops[index].stream, index, op_name(ops[index]), start, end),
+                    site=ops[index].site,
+                    kind=op_kind(ops[index]),
+                )
+                for index, start, end in sorted(spans)
+            ),
+            name=self.program.name,
+            source="measured",
+        )
+
+    def close(self) -> None:
+        """Ends the threads and lets go of the memory. Slots stay with their team."""
+        self._closed = True
+        self._finalizer()
+        self._context = self._engine = None
+        self._spaces.clear()
+        self._results = []
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,59 @@
+"""The flight log: where each stream of this rank is, for the errors that say what went wrong.
+
+log = Flight(program, rank)
+log.stands["comm"] = 12          # the stream begins op 12
+print(log.text(12), log.tail())
+"""
+
+from __future__ import annotations
+
+import time
+
+from interlace.ir import Program
+from interlace.ir.printer import print_op
+
+NUM_SHOWN = 4
+"""Ops of each stream that a message shows, the last one included."""
+
+
+class Flight:
+    """What the streams of one Executor are doing."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self._program = program
+        self._rank = rank
+        self._order: dict[str, list[int]] = {}
+        for index, op in enumerate(program.ops):
+            self._order.setdefault(op.stream, []).append(index)
+        self.stands: dict[str, int] = dict.fromkeys(self._order, -1)
+        """For each stream, the op that it began last; -1 before the first, -2 after the last."""
+        self.since: dict[str, float] = dict.fromkeys(self._order, 0.0)
+        """When it began it, by `time.perf_counter`."""
+
+    def text(self, index: int) -> str:
+        """An op, with its number, its module and its line in the source."""
+        if not 0 <= index < len(self._program.ops):
+            return f"op {index}"
+        op = self._program.ops[index]
+        place = f", from {op.loc}" if str(op.loc) else ""
+        return f"`{print_op(op, self._program)}` (op {index} of {self._program.name}{place})"
+
+    def describe(self, index: int) -> str:
+        """An op of this rank, for the head of a message."""
+        return f"rank {self._rank}, {self.text(index)}"
+
+    def tail(self) -> str:
+        """The last ops of every stream."""
+        now = time.perf_counter()
+        lines = [f"what the streams of rank {self._rank} did last:"]
+        for stream, order in self._order.items():
+            stands = self.stands[stream]
+            if stands < 0:
+                lines.append(f"  {stream}: {'not begun' if stands == -1 else 'done'}")
+                continue
+            at = order.index(stands)
+            for index in order[max(0, at - NUM_SHOWN + 1) : at]:
+                lines.append(f"  {stream}: {self.text(index)} done")
+            held = now - self.since[stream]
+            lines.append(f"  {stream}: {self.text(stands)} begun {held:.3g} s ago")
+        return "\n".join(lines)

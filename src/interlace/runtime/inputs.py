@@ -1,0 +1,67 @@
+"""Checks of what the caller gives to a run, with errors that say how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.errors import ExecutorError
+from interlace.ir import Buffer
+from interlace.runtime.values import DTYPES, whole
+
+
+class Given:
+    """The parameters of one kind (`input` or `output`) of a concrete Program."""
+
+    def __init__(self, program: str, kind: str, params: Sequence[Buffer]) -> None:
+        self.program = program
+        self.kind = kind
+        self.names = tuple(buffer.name for buffer in params)
+        self._wanted = [
+            (buffer.name, DTYPES[buffer.dtype], whole(buffer).sizes, whole(buffer).strides)
+            for buffer in params
+        ]
+
+    def new(self, device: torch.device) -> list[torch.Tensor]:
+        """Tensors for all of them."""
+        return [
+            torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+            for _, dtype, sizes, strides in self._wanted
+        ]
+
+    def check(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Raises `ExecutorError` unless the tensors are what the Program was made for."""
+        if len(tensors) != len(self._wanted):
+            names = ", ".join(self.names) or "none"
+            raise ExecutorError(
+                f"{self.program} takes {len(self._wanted)} {self.kind}s ({names}), not "
+                f"{len(tensors)}"
+            )
+        for index, (tensor, (name, dtype, sizes, strides)) in enumerate(
+            zip(tensors, self._wanted, strict=True)
+        ):
+            if not isinstance(tensor, torch.Tensor):
+                what = f"is a {type(tensor).__name__}, not a tensor"
+            elif tensor.dtype != dtype:
+                what = f"has dtype {tensor.dtype}, not {dtype}: convert it with .to({dtype})"
+            elif tensor.shape != sizes:
+                what = f"has shape {list(tensor.shape)}, not {list(sizes)}: prepare another Program"
+            elif tensor.device.type != device.type:
+                what = f"is on {tensor.device}, not on {device}: move it with .to('{device}')"
+            elif tensor.stride() != strides and not _alike(tensor, strides):
+                what = (
+                    f"has strides {list(tensor.stride())}, not {list(strides)}: make it so, with "
+                    ".contiguous() where these are a contiguous tensor's"
+                )
+            else:
+                continue
+            raise ExecutorError(f"{self.kind} {index} ({name!r}) of {self.program} {what}")
+
+
+def _alike(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether the strides reach the same elements: those of dimensions of one do not matter."""
+    return tensor.numel() == 0 or all(
+        size == 1 or got == wanted
+        for size, got, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )

@@ -1,0 +1,281 @@
+"""What can be said of a concrete Program before anything is allocated.
+
+Which Record a Wait means, which ops follow a HostSync, the number of each collective and message,
+and what the rank needs of its teams: found once, in list order, by every kind of executor alike.
+
+    plan = make_plan(program, rank, backend_of)
+    plan.waits[7]            # the index of the Record that op 7 waits for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from interlace.comm import Demand, Message, Spec, staged_nbytes
+from interlace.errors import ProgramError
+from interlace.ir import (
+    KINDS,
+    Alloc,
+    Box,
+    Collective,
+    DType,
+    Expect,
+    Group,
+    HostSync,
+    Index,
+    Op,
+    Others,
+    Program,
+    Record,
+    Recv,
+    Send,
+    View,
+    Wait,
+    Where,
+)
+from interlace.runtime.values import DTYPES, nbytes
+
+BackendOf = Callable[[str, str | None], str]
+"""The backend that an op of a team uses, given the one that the op asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A collective's place in its team's queue: its backend, and its number from 1 in the run."""
+
+    team: str
+    backend: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A Send or Recv: its backend, its number among the rank's on that team, and in its pair."""
+
+    backend: str
+    number: int
+    nth: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The static facts of a concrete Program, by the index of its ops."""
+
+    program: Program
+    rank: int
+    where: Where
+    box: Callable[[View], Box]
+    waits: Mapping[int, int]
+    """For each Wait, the Record that it means."""
+    syncs: Mapping[int, tuple[int, ...]]
+    """The HostSyncs that an op of another stream has to wait for."""
+    specs: Mapping[int, Spec]
+    """Each collective, as the transports take it."""
+    turns: Mapping[int, Turn]
+    letters: Mapping[tuple[int, int], Letter]
+    """By op and by member of a Group (0 outside of one)."""
+    takes: tuple[tuple[int, str, str], ...]
+    """Every symmetric Alloc in order: its op, the buffer and the team."""
+    demands: Mapping[str, Demand]
+    slots: Mapping[str, Mapping[str, int]]
+    """By team: the bytes of each slot."""
+
+    def members(self, team: str, peer: Index | Others) -> tuple[int, ...]:
+        """The members of a team that an op names."""
+        member = self.where.member(team)
+        if isinstance(peer, Others):
+            return tuple(i for i in range(len(member.ranks)) if i != member.index)
+        return (self.where.index(peer),)
+
+    def lettered(self) -> list[tuple[str, Letter]]:
+        """Every Send and Recv, with its team."""
+        found: list[tuple[str, Letter]] = []
+        for (index, part), letter in self.letters.items():
+            op = self.program.ops[index]
+            item = op.ops[part] if isinstance(op, Group) else op
+            assert isinstance(item, Send | Recv)
+            found.append((item.team, letter))
+        return found
+
+    def slot_of(self, buffer: str) -> str:
+        """The name of the slot that a symmetric buffer takes."""
+        return self.program.buffers()[buffer].storage or buffer
+
+
+def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
+    """The facts of a Program on one rank."""
+    program = source.instantiate(rank)
+    where = program.where(rank)
+    planner = _Planner(program, where, program.boxes(rank), backend_of, merging(source))
+    for index, op in enumerate(program.ops):
+        planner.add(index, op)
+    return Plan(
+        *(program, rank, where, planner.box, planner.waits, planner.syncs, planner.specs),
+        *(planner.turns, planner.letters, tuple(planner.takes), planner.demands()),
+        planner.slots,
+    )
+
+
+def merging(source: Program) -> frozenset[int]:
+    """The uneven all-to-alls whose parts are cut on the destination's side.
+
+    On a rank whose own part is the mean of all, both sides have as many rows, so every rank is
+    asked.
+    """
+    found: set[int] = set()
+    for index, op in enumerate(source.ops):
+        if not (isinstance(op, Collective) and op.kind == "all_to_all" and op.splits):
+            continue
+        ranks = source.world if source.rank is None else (source.rank,)
+        for rank in ranks:
+            box, where = source.boxes(rank), source.where(rank)
+            if op.team not in where.members or op.src is None or op.dst is None:
+                continue
+            src, dst = box(op.src).sizes[0], box(op.dst).sizes[0]
+            if src != dst and dst == sum(where.table(op.splits).values):
+                found.add(index)
+    return frozenset(found)
+
+
+class _Planner:
+    """Goes through the ops in list order."""
+
+    def __init__(
+        self,
+        program: Program,
+        where: Where,
+        box: Callable[[View], Box],
+        backend_of: BackendOf,
+        merging: frozenset[int],
+    ) -> None:
+        self.where = where
+        self.box = box
+        self.backend_of = backend_of
+        self.merging = merging
+        self.specs: dict[int, Spec] = {}
+        self.waits: dict[int, int] = {}
+        self.syncs: dict[int, tuple[int, ...]] = {}
+        self.turns: dict[int, Turn] = {}
+        self.letters: dict[tuple[int, int], Letter] = {}
+        self.takes: list[tuple[int, str, str]] = []
+        self.slots: dict[str, dict[str, int]] = {}
+        self._teams = [team.name for team in program.teams if team.name in where.members]
+        self._records: dict[str, int] = {}
+        self._host_syncs: list[tuple[int, str]] = []
+        self._seen: dict[str, int] = {}
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._signals: dict[str, dict[str, None]] = {}
+        self._sends: dict[str, list[Message]] = {}
+        self._recvs: dict[str, list[Message]] = {}
+        self._stages: dict[str, int] = {}
+
+    def add(self, index: int, op: Op) -> None:
+        seen = self._seen.get(op.stream, 0)
+        due = [at for at, stream in self._host_syncs[seen:] if stream != op.stream]
+        self._seen[op.stream] = len(self._host_syncs)
+        if due:
+            self.syncs[index] = tuple(due)
+        match op:
+            case Record():
+                self._records[op.event] = index
+            case Wait():
+                if op.event not in self._records:
+                    raise ProgramError(f"op {index} waits for event {op.event!r}, never recorded")
+                self.waits[index] = self._records[op.event]
+            case HostSync():
+                self._host_syncs.append((index, op.stream))
+                self._seen[op.stream] = len(self._host_syncs)
+            case Alloc(buffer=buffer) if buffer.kind == "symmetric":
+                assert buffer.team is not None
+                if any(name == buffer.name for _, name, _ in self.takes):
+                    raise ProgramError(
+                        f"the symmetric buffer {buffer.name!r} is allocated twice: give the second "
+                        "one a name of its own (and the same storage, to share the slot)"
+                    )
+                self.takes.append((index, buffer.name, buffer.team))
+                sizes = self.slots.setdefault(buffer.team, {})
+                slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
+                sizes[slot] = max(sizes.get(slot, 0), size)
+            case Collective():
+                self.collective(index, op)
+            case Send() | Recv():
+                self.message(index, 0, op)
+            case Group():
+                for part, item in enumerate(op.ops):
+                    self.message(index, part, item)
+            case Expect():
+                self._signals.setdefault(op.team, {})[op.signal] = None
+            case _:
+                pass
+
+    def collective(self, index: int, op: Collective) -> None:
+        backend = self.backend_of(op.team, op.backend)
+        number = self._numbers.get((op.team, backend), 0) + 1
+        self._numbers[op.team, backend] = number
+        self.turns[index] = Turn(op.team, backend, number)
+        spec = collective_spec(op, self.where, self.box)
+        self.specs[index] = spec = replace(spec, merges=index in self.merging)
+        if backend == "peer":
+            staged = staged_nbytes(spec)
+            self._stages[op.team] = max(self._stages.get(op.team, 0), staged)
+
+    def message(self, index: int, part: int, op: Send | Recv) -> None:
+        backend = self.backend_of(op.team, op.backend)
+        member = self.where.index(op.peer)
+        listed = self._sends if isinstance(op, Send) else self._recvs
+        mine = listed.setdefault(op.team, [])
+        box = self.box(op.src if isinstance(op, Send) else op.dst)
+        nth = sum(message.member == member for message in mine)
+        self.letters[index, part] = Letter(backend, len(mine), nth)
+        mine.append(Message(member, box.nbytes if backend == "peer" else 0))
+
+    def demands(self) -> dict[str, Demand]:
+        return {
+            team: Demand(
+                tuple(self._signals.get(team, ())),
+                tuple(self._sends.get(team, ())),
+                tuple(self._recvs.get(team, ())),
+                self._stages.get(team, 0),
+            )
+            for team in self._teams
+        }
+
+
+def collective_spec(op: Collective, where: Where, box: Callable[[View], Box]) -> Spec:
+    """A collective as the transports take it: the elements of each rank's part."""
+    member, kind = where.member(op.team), KINDS[op.kind]
+    size = len(member.ranks)
+    root = where.index(op.root) if op.root is not None else 0
+    if op.kind == "barrier":
+        return Spec(op.kind, size, member.index, (), DTYPES[DType.u8])
+    view = op.dst if op.src is None else op.src
+    assert view is not None, f"{op.kind} has neither a source nor a destination"
+    dtype = DTYPES[box(view).dtype]
+    if not kind.scales and op.kind != "all_to_all":
+        return Spec(op.kind, size, member.index, (box(view).numel,), dtype, op.reduce, root)
+    parts = _parts(op, where, box, size, member.index)
+    return Spec(op.kind, size, member.index, parts, dtype, op.reduce, root)
+
+
+def _parts(
+    op: Collective, where: Where, box: Callable[[View], Box], size: int, me: int
+) -> tuple[int, ...]:
+    """Elements of each rank's part, from the side that this rank has."""
+    gathers = KINDS[op.kind].scales == "gather"
+    whole, part = (op.dst, op.src) if gathers else (op.src, op.dst)
+    if op.splits is None:
+        if whole is not None:
+            return (box(whole).numel // size,) * size
+        assert part is not None
+        return (box(part).numel,) * size
+    rows = where.table(op.splits).values
+    view = whole if whole is not None else part
+    assert view is not None
+    count = sum(rows) if whole is not None else rows[me]
+    if count:
+        return tuple(n * (box(view).numel // count) for n in rows)
+    row = 1
+    for length in box(view).sizes[1:]:
+        row *= length
+    return tuple(n * row for n in rows)

@@ -1,0 +1,226 @@
+"""The per-run table: every tensor that the calls of a Program take, by place.
+
+Views of storage that stays (the arena) are made once, at bind time. Those of inputs, outputs and
+slots are filled in when a run starts, those of fresh buffers when the buffer is made. A call reads
+its arguments by place, so the hot path makes no view and looks up no name.
+
+    place = values.own(View("x").chunk(0, 2))
+    values.begin({"x": x}, uses)
+    values.items[place]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from interlace.comm import Slot, Use
+from interlace.errors import ProgramError
+from interlace.ir import Alloc, Box, Buffer, DType, Program, View, contiguous_strides
+
+DTYPES: Mapping[DType, torch.dtype] = {
+    DType.f64: torch.float64,
+    DType.f32: torch.float32,
+    DType.bf16: torch.bfloat16,
+    DType.f16: torch.float16,
+    DType.f8e4m3: torch.float8_e4m3fn,
+    DType.f8e5m2: torch.float8_e5m2,
+    DType.i64: torch.int64,
+    DType.i32: torch.int32,
+    DType.i16: torch.int16,
+    DType.i8: torch.int8,
+    DType.u64: torch.uint64,
+    DType.u32: torch.uint32,
+    DType.u16: torch.uint16,
+    DType.u8: torch.uint8,
+    DType.bool: torch.bool,
+    DType.c64: torch.complex64,
+    DType.c128: torch.complex128,
+}
+ALIGN = 256
+
+
+def whole(buffer: Buffer) -> Box:
+    """The box of a whole buffer of a concrete Program."""
+    sizes = tuple(int(dim) for dim in buffer.shape if isinstance(dim, int))
+    assert len(sizes) == len(buffer.shape), f"{buffer.name} was not instantiated"
+    strides = contiguous_strides(sizes) if buffer.strides is None else buffer.strides
+    return Box(0, sizes, strides, buffer.dtype)
+
+
+def nbytes(buffer: Buffer) -> int:
+    """Bytes from a buffer's first element to the end of its last."""
+    return whole(buffer).hull[1]
+
+
+def at(storage: torch.UntypedStorage, start: int, box: Box, device: torch.device) -> torch.Tensor:
+    """The box of a buffer that begins at byte `start` of a storage."""
+    offset, rest = divmod(start, box.dtype.itemsize)
+    if rest:
+        raise ProgramError(f"byte {start} is no multiple of the size of {box.dtype}")
+    empty = torch.empty(0, dtype=DTYPES[box.dtype], device=device)
+    return empty.set_(storage, offset + box.offset, box.sizes, box.strides)  # pyright: ignore
+
+
+def derive(base: torch.Tensor, box: Box) -> torch.Tensor:
+    """A box of a buffer that is a tensor of the caller's or of this run's own."""
+    if base.dtype == DTYPES[box.dtype]:
+        return base.as_strided(box.sizes, box.strides, base.storage_offset() + box.offset)
+    start = int(base.storage_offset()) * base.itemsize
+    return at(base.untyped_storage(), start, box, base.device)
+
+
+@dataclass(slots=True)
+class _Family:
+    """A buffer of this run: where the table has it, and the views of it that calls take."""
+
+    place: int
+    views: list[tuple[int, Box]] = field(default_factory=list)
+
+
+class Values:
+    """The table of one bound Program."""
+
+    def __init__(
+        self,
+        program: Program,
+        box: Callable[[View], Box],
+        slots: Mapping[str, Slot],
+        device: torch.device,
+    ) -> None:
+        self.items: list[Any] = []
+        """What the calls read; places stay the same, contents of some change from run to run."""
+        self._program = program
+        self.box = box
+        """The strided box of a view on this rank."""
+        self._device = device
+        self._buffers = program.buffers()
+        self._slots = slots
+        self._places: dict[tuple[str, int | None, Box], int] = {}
+        self._families: dict[str, _Family] = {}
+        self._symmetric: list[tuple[int, str, tuple[torch.Tensor, torch.Tensor]]] = []
+        self._template: list[Any] = []
+        self._constant: set[int] = set()
+        self._arena, self._starts = self._lay_out()
+        self._allocated = tuple(
+            (op.buffer.name, whole(op.buffer))
+            for op in program.ops
+            if isinstance(op, Alloc) and op.buffer.kind == "fresh"
+        )
+        for buffer in self._buffers.values():
+            if buffer.kind in ("input", "output", "fresh"):
+                self._families[buffer.name] = _Family(self._add(None, constant=False))
+
+    @property
+    def arena_nbytes(self) -> int:
+        """Bytes of local storage that this table keeps."""
+        return self._arena.nbytes()
+
+    def _lay_out(self) -> tuple[torch.UntypedStorage, dict[str, int]]:
+        """Gives every local buffer its first byte in one arena."""
+        sizes: dict[str, int] = {}
+        locals_ = [b for b in self._buffers.values() if b.kind == "local"]
+        for buffer in locals_:
+            key = f"shared {buffer.storage}" if buffer.storage else f"own {buffer.name}"
+            sizes[key] = max(sizes.get(key, 0), buffer.offset + nbytes(buffer))
+        starts, total = {}, 0
+        for key, size in sizes.items():
+            starts[key] = total
+            total += -(-size // ALIGN) * ALIGN
+        arena = torch.empty(total, dtype=torch.uint8, device=self._device).untyped_storage()
+        return arena, {
+            b.name: b.offset + starts[f"shared {b.storage}" if b.storage else f"own {b.name}"]
+            for b in locals_
+        }
+
+    def _add(self, value: Any, constant: bool) -> int:
+        place = len(self.items)
+        self.items.append(value)
+        self._template.append(value if constant else None)
+        if constant:
+            self._constant.add(place)
+        return place
+
+    def is_constant(self, place: int) -> bool:
+        """Whether the content of a place is the same in every run."""
+        return place in self._constant
+
+    def constant(self, value: Any) -> int:
+        """A place for a value that never changes."""
+        return self._add(value, constant=True)
+
+    def own(self, view: View) -> int:
+        """The place of a view of this rank's memory."""
+        return self.at(view.buffer, self.box(view))
+
+    def at(self, name: str, box: Box) -> int:
+        """The place of a box of this rank's memory."""
+        buffer = self._buffers[name]
+        if buffer.kind == "symmetric":
+            return self._in_slot(buffer, self._slots[name].me, box)
+        key = (name, None, box)
+        if key not in self._places:
+            family = self._families.get(name)
+            if family is None:
+                tensor = at(self._arena, self._starts[name], box, self._device)
+                self._places[key] = self._add(tensor, constant=True)
+            elif box == whole(buffer):
+                self._places[key] = family.place
+            else:
+                place = self._places[key] = self._add(None, constant=False)
+                family.views.append((place, box))
+        return self._places[key]
+
+    def remote(self, view: View, member: int) -> int:
+        """The place of a view of a symmetric buffer in a peer's memory."""
+        return self._in_slot(self._buffers[view.buffer], member, self.box(view))
+
+    def _in_slot(self, buffer: Buffer, member: int, box: Box) -> int:
+        key = (buffer.name, member, box)
+        if key not in self._places:
+            first, second = (
+                at(
+                    copy.untyped_storage(),
+                    int(copy.storage_offset()) + buffer.offset,
+                    box,
+                    copy.device,
+                )
+                for copy in self._slots[buffer.name].copies[member]
+            )
+            place = self._places[key] = self._add(None, constant=False)
+            self._symmetric.append((place, buffer.name, (first, second)))
+        return self._places[key]
+
+    def family(self, name: str) -> tuple[int, ...]:
+        """All places that hold a buffer of this run or a view of it."""
+        family = self._families[name]
+        return (family.place, *(place for place, _ in family.views))
+
+    # -- a run -----------------------------------------------------------------------------------
+
+    def begin(self, given: Mapping[str, torch.Tensor], uses: Mapping[str, Use]) -> None:
+        """Fills in what this run was given, its slots' copies and the buffers it allocates."""
+        items = self.items
+        for name, tensor in given.items():
+            self.bind(name, tensor)
+        for place, name, pair in self._symmetric:
+            items[place] = pair[uses[name].copy]
+        for name, box in self._allocated:
+            dtype = DTYPES[box.dtype]
+            self.bind(
+                name, torch.empty_strided(box.sizes, box.strides, dtype=dtype, device=self._device)
+            )
+
+    def bind(self, name: str, tensor: torch.Tensor) -> None:
+        """A buffer of this run now is this tensor."""
+        family, items = self._families[name], self.items
+        items[family.place] = tensor
+        for place, box in family.views:
+            items[place] = derive(tensor, box)
+
+    def end(self) -> None:
+        """Lets go of everything that belongs to the run."""
+        self.items[:] = self._template

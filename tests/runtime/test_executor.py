@@ -1,0 +1,37 @@
+"""Programs run as the reference interpreter says, on real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import TEXTS, inputs_of, prepared, program_of
+from tests.support.interpreter import run_ranks
+from tests.support.pool import Pool
+
+
+def run_kind(kind: str, seed: int, runs: int, options: dict[str, object]) -> list[torch.Tensor]:
+    with prepared(kind, **options) as executor:
+        found: list[torch.Tensor] = []
+        for run in range(runs):
+            (y,) = executor.run(inputs_of(executor.program, dist.get_rank(), seed + run))
+            found.append(y)
+        return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("mode", ["streams", "in-order"])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_program_equals_the_interpreter(
+    pool: Pool, kind: str, mode: str, world: int, seed: int
+) -> None:
+    runs = 3
+    results = pool(world).run(run_kind, kind, seed, runs, {"in_order": mode == "in-order"})
+    program = program_of(kind, world)
+    for run in range(runs):
+        inputs = [inputs_of(program, rank, seed + run) for rank in range(world)]
+        wanted = run_ranks(program, inputs, in_order=True)
+        for rank in range(world):
+            (y,) = wanted[rank]
+            assert isinstance(y, torch.Tensor)
+            assert torch.equal(results[rank][run], y)
