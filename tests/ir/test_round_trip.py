@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 from tests.support.arbitrary_programs import Arbitrary
+from tests.support.random_programs import random_program
 
-from interlace.ir import parse, parse_set, print_set
+from interlace.ir import Op, parse, parse_set, print_set, validate
 
 
 def test_anything_that_a_program_can_hold(seed: int) -> None:
@@ -35,3 +36,28 @@ def test_sets_of_programs(seed: int) -> None:
     for count in (1, 2, 5):
         programs = tuple(draw.program() for _ in range(count))
         assert parse_set(print_set(programs)) == programs
+
+
+def test_well_formed_programs(seed: int) -> None:
+    """A thousand random programs survive print and parse, and stay well formed."""
+    rng = random.Random(seed)
+    kinds: set[str] = set()
+    for _ in range(1000):
+        program = random_program(rng, num_ops=rng.randint(5, 40))
+        text = str(program)
+        read = parse(text)
+        assert read == program, text
+        assert str(read) == text
+        validate(read, text)
+        kinds |= {type(op).__name__ for op in program.ops}
+    assert kinds == {op.__name__ for op in Op.__subclasses__()}
+
+
+def test_programs_of_one_rank(seed: int) -> None:
+    """What `instantiate` gives is a Program like any other."""
+    rng = random.Random(seed)
+    for _ in range(60):
+        program = random_program(rng)
+        concrete = program.instantiate(rng.choice(program.world))
+        assert "rank +" not in str(concrete)
+        assert parse(str(concrete)) == validate(concrete)

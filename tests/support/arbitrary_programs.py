@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from interlace.ir import (
     KINDS,
@@ -166,7 +166,7 @@ class Arbitrary:
         module = self.name() if self.flag() else ""
         return Loc(module, self.name(), self.integer()) if self.flag() else Loc(module)
 
-    def transfer(self, **common: object) -> Send | Recv:
+    def transfer(self, **common: Any) -> Send | Recv:
         make = self.rng.choice((Send, Recv))
         view = {"src" if make is Send else "dst": self.view()}
         peer = {"peer": self.index(), "team": self.team_name(), "backend": self.maybe(self.name)}
@@ -227,7 +227,7 @@ class Arbitrary:
                 peer = {"peer": self.peer(), "team": self.team_name()}
                 return make(signal=self.name(), value=self.integer(), **peer, **common)
 
-    def common(self) -> dict[str, object]:
+    def common(self) -> dict[str, Any]:
         stream = "main" if self.rng.random() < 0.6 else self.name()
         return {"stream": stream, "site": self.maybe(self.integer), "loc": self.loc()}
 
