@@ -10,8 +10,8 @@ from interlace.trace import write_html, write_perfetto
 
 from interlace.trace.figures import figures_json, figures_rows, figures_text
 from interlace.trace.html import html_page, write_html, write_page
-from interlace.trace.page_data import Run
 from interlace.trace.perfetto import write_perfetto
+from interlace.trace.runs import Run
 from interlace.trace.tracks import Arrow, Track, arrows, tracks
 
 __all__ = [

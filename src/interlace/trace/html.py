@@ -25,8 +25,8 @@ from interlace.cost.timeline import Timeline
 from interlace.ir import Program
 from interlace.ir.printer import print_lines
 from interlace.trace.figures import HEADINGS, figures_rows
-from interlace.trace.page_data import Run, all_programs, page_data
-from interlace.trace.perfetto import as_set, write_whole
+from interlace.trace.page_data import page_data
+from interlace.trace.runs import Run, all_programs, as_set, write_whole
 
 SCRIPTS = ("model.js", "draw.js", "act.js")
 """The page's one script, in this order."""

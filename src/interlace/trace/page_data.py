@@ -10,35 +10,14 @@ and sites (`program:op`, `program:site`) in the page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from interlace.cost.timeline import KINDS, Timeline
-from interlace.ir import Program, Site
-from interlace.trace.perfetto import title
+from interlace.ir import Site
+from interlace.trace.runs import Run, all_programs
 from interlace.trace.tracks import arrows, tracks
 
 SiteKey = tuple[int, int]
 """A Program's place in the page, and a site's id."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A Program (or a set of them), how it was predicted to run and how it ran."""
-
-    programs: tuple[Program, ...] = ()
-    predicted: Timeline | None = None
-    measured: Timeline | None = None
-    name: str = ""
-
-    @property
-    def timelines(self) -> list[Timeline]:
-        """The timelines there are, predicted first."""
-        return [timeline for timeline in (self.predicted, self.measured) if timeline is not None]
-
-
-def all_programs(runs: Sequence[Run]) -> list[Program]:
-    """The Programs of all runs, in the order in which the page numbers them."""
-    return [program for run in runs for program in run.programs]
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, object]:
@@ -92,7 +71,7 @@ def _panel(
         row = {"title": track.title, "rank": track.rank, "program": program, "spans": spans}
         rows.append(row)
     return {
-        "title": f"{name} · {timeline.source}" if name else title(timeline),
+        "title": title(timeline, name),
         "source": f"{name} {timeline.source}".strip(),
         "rows": rows,
         "makespan": timeline.makespan_s * 1e6,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from interlace.cost.timeline import Span, Timeline
 from interlace.errors import BackendError
 from interlace.ir import Program
+from interlace.trace.runs import Run, as_set, title, write_whole
 from interlace.trace.tracks import Arrow, OpKey, arrows, texts, tracks
 
 SEQUENCE = 1
@@ -29,7 +30,7 @@ SEQUENCE = 1
 
 
 def write_perfetto(
-    timelines: Timeline | Sequence[Timeline],
+    timelines: Timeline | Sequence[Timeline] | Sequence[Run],
     path: str | Path,
     *,
     program: Program | Sequence[Program] | None = None,
@@ -37,38 +38,22 @@ def write_perfetto(
     """Writes the timelines as one trace, whole or not at all; returns the path.
 
     `program` is what they ran (a sequence for a set of Programs); it adds arrows and the ops' text.
+    Runs have their Programs with them.
     """
-    lines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     programs = as_set(program)
+    runs = [item if isinstance(item, Run) else Run(programs, item) for item in given]
     path = Path(path)
     if path.suffix == ".json":
-        data = json.dumps(chrome_trace(lines, programs)).encode()
+        data = json.dumps(chrome_trace(runs)).encode()
     else:
-        data = perfetto_trace(lines, programs)
+        data = perfetto_trace(runs)
     write_whole(path, data)
     return path
 
 
-def as_set(program: Program | Sequence[Program] | None) -> list[Program]:
-    """A Program, a set of them, or none, as a list."""
-    if program is None:
-        return []
-    return [program] if isinstance(program, Program) else list(program)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file beside its place and moves it there, so that nobody reads half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def perfetto_trace(timelines: Sequence[Timeline], programs: Sequence[Program] = ()) -> bytes:
-    """The timelines in Perfetto's own format. BackendError without the `perfetto` package."""
+def perfetto_trace(runs: Sequence[Run]) -> bytes:
+    """The runs in Perfetto's own format. Raises BackendError without the `perfetto` package."""
     try:
         builder_module = importlib.import_module("perfetto.trace_builder.proto_builder")
         proto = importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
@@ -78,10 +63,9 @@ def perfetto_trace(timelines: Sequence[Timeline], programs: Sequence[Program] = 
             "`pip install -U perfetto protobuf`, or write to a path that ends in .json"
         ) from error
     builder = builder_module.TraceProtoBuilder()
-    details = _Details(programs)
     track_ids, flow_ids = count(1), count(1)
-    for pid, timeline in enumerate(timelines, start=1):
-        parent = _process(builder, proto, next(track_ids), pid, timeline)
+    for pid, (timeline, name, details) in enumerate(_drawn(runs), start=1):
+        parent = _process(builder, proto, next(track_ids), pid, name)
         incoming, outgoing = _flows(timeline, details.arrows, flow_ids)
         origin = min((span.start_s for span in timeline.spans), default=0.0)
         for order, track in enumerate(tracks(timeline)):
@@ -103,11 +87,11 @@ def perfetto_trace(timelines: Sequence[Timeline], programs: Sequence[Program] = 
     return builder.serialize()
 
 
-def _process(builder: Any, proto: Any, uuid: int, pid: int, timeline: Timeline) -> int:
+def _process(builder: Any, proto: Any, uuid: int, pid: int, name: str) -> int:
     packet = builder.add_packet()
     packet.track_descriptor.uuid = uuid
     packet.track_descriptor.process.pid = pid
-    packet.track_descriptor.process.process_name = title(timeline)
+    packet.track_descriptor.process.process_name = name
     packet.track_descriptor.child_ordering = proto.TrackDescriptor.EXPLICIT
     return uuid
 
@@ -127,11 +111,6 @@ def _annotate(annotation: Any, key: str, value: int | str) -> None:
         annotation.int_value = value
     else:
         annotation.string_value = value
-
-
-def title(timeline: Timeline) -> str:
-    """What a timeline is called: its source, and its name if it has one."""
-    return f"{timeline.source} · {timeline.name}" if timeline.name else timeline.source
 
 
 def _ns(seconds: float) -> int:
@@ -168,6 +147,14 @@ class _Details:
         return found
 
 
+def _drawn(runs: Sequence[Run]) -> Iterator[tuple[Timeline, str, _Details]]:
+    """Every timeline, what it is called, and what its Programs say."""
+    for run in runs:
+        details = _Details(run.programs)
+        for timeline in run.timelines:
+            yield timeline, title(timeline, run.name), details
+
+
 def _flows(
     timeline: Timeline, found: Sequence[Arrow], ids: count[int]
 ) -> tuple[dict[OpKey, list[int]], dict[OpKey, list[int]]]:
@@ -183,16 +170,12 @@ def _flows(
     return incoming, outgoing
 
 
-def chrome_trace(
-    timelines: Sequence[Timeline], programs: Sequence[Program] = ()
-) -> dict[str, object]:
-    """The timelines in Chrome's JSON format: times in microseconds."""
-    details = _Details(programs)
+def chrome_trace(runs: Sequence[Run]) -> dict[str, object]:
+    """The runs in Chrome's JSON format: times in microseconds."""
     events: list[dict[str, object]] = []
     flow_ids = count(1)
-    for pid, timeline in enumerate(timelines, start=1):
-        name = {"name": title(timeline)}
-        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": name})
+    for pid, (timeline, name, details) in enumerate(_drawn(runs), start=1):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
         incoming, outgoing = _flows(timeline, details.arrows, flow_ids)
         origin = min((span.start_s for span in timeline.spans), default=0.0)
         for tid, track in enumerate(tracks(timeline), start=1):
