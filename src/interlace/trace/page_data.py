@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from interlace.cost.timeline import KINDS, Timeline
 from interlace.ir import Site
-from interlace.trace.runs import Run, all_programs
+from interlace.trace.runs import Run, all_programs, title
 from interlace.trace.tracks import arrows, tracks
 
 SiteKey = tuple[int, int]
