@@ -1,8 +1,8 @@
 """Functional collectives as Collectives of a serial Program.
 
-A functional collective returns at once and `wait_tensor` waits; in a serial Program the Collective is
-complete where it stands, so the wait vanishes. Results are fresh buffers; sources are made contiguous,
-as torch does. A team of one rank communicates nothing.
+A functional collective returns at once and `wait_tensor` waits; in a serial Program the Collective
+is complete where it stands, so the wait vanishes. Results are fresh buffers; sources are made
+contiguous, as torch does. A team of one rank communicates nothing.
 
     full = empty(f32[8, 4])
     main: all_gather(x, full, team=tp)

@@ -5,8 +5,9 @@
 
 Compute nodes become Calls that make their own results; aten view operators become steps of Views
 and cost nothing; functional collectives become Collectives into fresh buffers, and `wait_tensor`
-vanishes (a serial Program needs no wait). `normalise.py` rewrites what has several spellings to one,
-`inplace.py` puts updates of inputs back in place. What cannot be lowered is an `UnsupportedError`.
+vanishes (a serial Program needs no wait). `normalise.py` rewrites what has several spellings to
+one, `inplace.py` puts updates of inputs back in place. What cannot be lowered is an
+`UnsupportedError`.
 """
 
 from __future__ import annotations

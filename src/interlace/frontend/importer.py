@@ -167,7 +167,7 @@ class Importer(Emitter):
         return UnsupportedError(f"{describe(node)} cannot be lowered: {why}. {fix}")
 
     def call_like(self, node: fx.Node, fn: str, args: Any, kwargs: Any, value: Any) -> Value:
-        """A Call with results like the fake `value`; tuples, None and numbers are kept as they are."""
+        """A Call with results like the fake `value`, in which None and numbers stay as they are."""
         fresh: list[Buffer] = []
 
         def declare(item: Any) -> Value:

@@ -1,8 +1,9 @@
 """Updates of inputs put back in place: a KV cache is written, not copied.
 
-AOTAutograd makes a graph functional: `cache[:, 3:5] = k` arrives as a new tensor (`slice_scatter`), and a
-`copy_` at the end puts the whole of it into the input. Where nothing reads the old contents after the
-update, the new tensor *is* the input, and the update writes only its own box:
+AOTAutograd makes a graph functional: `cache[:, 3:5] = k` arrives as a new tensor
+(`slice_scatter`), and a `copy_` at the end puts the whole of it into the input. Where nothing
+reads the old contents after the update, the new tensor *is* the input, and the update writes only
+its own box:
 
     main: copy(k, cache[...])            # at the place of the update
     main: call("aten.index_put_.default", cache, (None, i), k, False, ...)

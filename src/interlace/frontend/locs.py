@@ -52,13 +52,13 @@ def parameter_name(node: fx.Node, labels: Sequence[str]) -> str:
 
     `labels` are the names of the arguments that the graph had before AOTAutograd took it apart.
     """
-    desc = node.meta.get("desc")
+    desc: Any = node.meta.get("desc")
     while hasattr(desc, "base"):
-        desc = desc.base  # pyright: ignore
+        desc = desc.base
     if hasattr(desc, "target"):
-        return str(desc.target).replace(".", "_")  # pyright: ignore
+        return str(desc.target).replace(".", "_")
     index = getattr(desc, "idx", None)
-    if type(desc).__name__ == "PlainAOTInput" and index is not None and index < len(labels):
+    if type(desc).__name__ == "PlainAOTInput" and isinstance(index, int) and index < len(labels):
         return labels[index] or node.name
     return node.name
 

@@ -1,8 +1,8 @@
 """Ranks tell each other, through the store, which process groups they use in a graph.
 
-Each rank writes the groups that it is in, and reads those of the ranks that they connect it to, until
-the circle closes. Nothing but the store is used, so a rank that does not come costs a bounded wait
-and an error that names it, not a hang.
+Each rank writes the groups that it is in, and reads those of the ranks that they connect it to,
+until the circle closes. Nothing but the store is used, so a rank that does not come costs a
+bounded wait and an error that names it, not a hang.
 
     groups = learn_groups([(2, ((0, 1),), False), (2, ((0, 2),), False)], rank=0, time_out_s=60)
 """
@@ -56,7 +56,7 @@ def learn_groups(
 
 
 def _publish(store: Store, key: str, mine: Mine) -> None:
-    """Adds to what this rank has published; a rank may use several sets of groups of these sizes."""
+    """Adds to what this rank has published: it may use several sets of groups of these sizes."""
     published = _parse(store.get(key)) if store.check([key]) else []
     if mine not in published:
         store.set(key, json.dumps([*published, mine]))
@@ -82,8 +82,8 @@ def _read(
                     return theirs
         if time.monotonic() > deadline:
             raise AgreementError(
-                f"rank {other} did not say within {time_out_s:g} s in which process groups it runs "
-                f"this graph, which connects ranks {sorted(known)} with it: compile and run the same "
-                "model on every rank of its process groups"
+                f"rank {other} did not say within {time_out_s:g} s in which process groups it "
+                f"runs this graph, which connects ranks {sorted(known)} with it: compile and run "
+                "the same model on every rank of its process groups"
             )
         time.sleep(POLL_S)

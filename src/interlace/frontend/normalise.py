@@ -1,7 +1,7 @@
 """One spelling for what torch writes in several, so that sites are found by meaning.
 
-Every matmul of two matrices becomes `aten.mm` (with a bias: `aten.addmm`) on 2-D views, whether it was
-`linear`, a 3-D `matmul` or a `bmm` with an expanded weight. Clones that change nothing, and
+Every matmul of two matrices becomes `aten.mm` (with a bias: `aten.addmm`) on 2-D views, whether it
+was `linear`, a 3-D `matmul` or a `bmm` with an expanded weight. Clones that change nothing, and
 concatenations of neighbours in memory, become views.
 
     linear(x, w, b)  ->  addmm(b, x.view(m, k), w.permute(1, 0)).view(..., n)
@@ -64,9 +64,9 @@ def _bmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     flat = imp.viewed(x, (batch * m, k)) if shared and batch else None
     if flat is None:
         return _plain(imp, node)
-    return imp.reshaped(
-        matmul_2d(imp, node.name, flat, w.select(0, 0)), tuple(imp.value(node).shape)
-    )
+    matrix = (imp.viewed(w, imp.sizes(w)[1:]) if batch == 1 else None) or w.select(0, 0)
+    y = matmul_2d(imp, node.name, flat, matrix)
+    return imp.reshaped(y, tuple(imp.value(node).shape))
 
 
 def _addmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:

@@ -1,8 +1,9 @@
 """Random number operators that carry generator states: dropout that is recomputed in backward.
 
-Activation checkpointing saves the generator's state before a random operator in forward, and runs the
-operator from that state again in backward. A Program spells this with two operators of our own, and
-everything that touches the generator reads and writes the implicit buffer `rng`, so it keeps its order.
+Activation checkpointing saves the generator's state before a random operator in forward, and runs
+the operator from that state again in backward. A Program spells this with two operators of our
+own, and everything that touches the generator reads and writes the implicit buffer `rng`, so it
+keeps its order.
 
     main: call("interlace.get_rng_state.default", "@device", out=(state := u8[5056]))
     main: call("aten.native_dropout.default", x, 0.1, True, out=(y := ..., mask := ...))

@@ -6,8 +6,9 @@ every rank and the verifier can put the ranks together:
 
     def forward(dp: Team[2], tp: Team[2], x: f32[4, 8]): ...
 
-A DeviceMesh says how all ranks are grouped. For process groups made by hand each rank knows only its
-own; the ranks tell each other through the store (`interlace.frontend.membership`), in bounded time.
+A DeviceMesh says how all ranks are grouped. For process groups made by hand each rank knows only
+its own; the ranks tell each other through the store (`interlace.frontend.membership`), in bounded
+time.
 """
 
 from __future__ import annotations
@@ -95,6 +96,14 @@ class Teams:
         known = next(known for known in self._used.values() if known.name == team)
         group = next(group for group in known.groups if self.rank in group)
         return group.index(self.rank)
+
+    def process_groups(self) -> dict[str, ProcessGroup]:
+        """The process group of each team of the Program, by the team's name."""
+        return {
+            known.name: dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
+            for group, known in self._used.items()
+            if known.size > 1
+        }
 
     def used(self) -> tuple[tuple[Team, ...], tuple[int, ...] | None]:
         """The Teams of the Program, and its ranks: all that its collectives connect to this one."""

@@ -44,7 +44,7 @@ MEMORY_FORMATS: dict[torch.memory_format, str] = {
 }
 
 NOWHERE = Where(0, {}, {})
-"""The rank that boxes of an imported Program are resolved for: nothing in it depends on the rank."""
+"""Who asks for boxes of an imported Program, in which nothing depends on the rank."""
 
 
 def dtype_of(dtype: torch.dtype) -> DType:

@@ -2,7 +2,8 @@
 
 Each rule gives the steps that an operator stands for; the caller compares the box that comes out
 with the sizes and strides that torch recorded, so a rule that is wrong for some tensor is never
-taken: such a view becomes `AsStrided`, which counts as the whole buffer where accesses are compared.
+taken: such a view becomes `AsStrided`, which counts as the whole buffer where accesses are
+compared.
 
     >>> steps("aten.t", (x,), box_of_x, recorded)
     (Permute(dims=(1, 0)),)

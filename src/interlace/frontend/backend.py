@@ -1,0 +1,157 @@
+"""The torch.compile backend: `torch.compile(model, backend="interlace")`.
+
+    compiled = torch.compile(model, backend="interlace", options={"strategy": "ring"})
+    compiled(tokens).sum().backward()
+
+AOTAutograd takes the model apart into a forward and a backward graph of plain operators and
+functional collectives; each becomes a Program, is overlapped, proved sound and bound. Both are
+prepared when the forward is compiled, so that no rank sets up anything in the middle of a backward
+pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.errors import InterlaceError, OptionError
+from interlace.frontend.artefact import Artefact, Setting
+from interlace.frontend.binding import machine_for
+from interlace.frontend.capture import notice
+from interlace.frontend.locs import label
+from interlace.frontend.partition import Partition
+from interlace.options import Options
+
+
+class Compilation:
+    """The compilers that AOTAutograd calls for one graph, and what they made."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.artefacts: list[Artefact] = []
+
+    def compilers(self) -> dict[str, Any]:
+        """The keyword arguments that AOTAutograd takes."""
+        options, device = self.setting.options, self.setting.device
+        machine = machine_for(options, device)
+        return {
+            "fw_compiler": self._compiler("forward"),
+            "bw_compiler": self._compiler("backward"),
+            "inference_compiler": self._compiler("inference"),
+            "partition_fn": Partition(options.regather, machine),
+            "keep_inference_input_mutations": True,
+        }
+
+    def prepare(self) -> None:
+        """Binds the graphs that have concrete sizes, forward and backward together."""
+        for artefact in self.artefacts:
+            artefact.prepare()
+
+    def _compiler(self, kind: str) -> Callable[[fx.GraphModule, Any], Artefact]:
+        def compiler(gm: fx.GraphModule, example_inputs: Any) -> Artefact:
+            meshes = dict.fromkeys((*self.setting.meshes, *graph_meshes(gm)))
+            setting = Setting(
+                self.setting.options, tuple(meshes), self.setting.labels, self.setting.device
+            )
+            artefact = Artefact(kind, gm, setting)
+            self.artefacts.append(artefact)
+            notice(artefact)
+            return artefact
+
+        return compiler
+
+
+class Backend:
+    """The backend's function, with the artefacts that `torch.compiler.reset()` frees."""
+
+    __name__ = "interlace"
+
+    def __init__(self) -> None:
+        self._artefacts: weakref.WeakSet[Artefact] = weakref.WeakSet()
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        options: Options | Mapping[str, Any] | None = None,
+        **ignored: Any,
+    ) -> Callable[..., Any]:
+        """Compiles one graph of TorchDynamo. An error of ours is raised when it is called."""
+        try:
+            return self._compile(gm, example_inputs, options_from(options))
+        except InterlaceError as error:
+            return _raising(error)
+
+    def reset(self) -> None:
+        """Frees every Executor; `torch.compiler.reset()` calls it."""
+        for artefact in list(self._artefacts):
+            artefact.close()
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+    ) -> Callable[..., Any]:
+        labels = tuple(_argument_label(node) for node in gm.graph.nodes if node.op == "placeholder")
+        setting = Setting(options, meshes_in(example_inputs), labels, device_of(example_inputs))
+        compilation = Compilation(setting)
+        # Note [Backward is compiled with forward]: AOTAutograd leaves it until the first backward
+        # pass, where a rank that sets up would meet others that do not.
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            compiled = aot_autograd(**compilation.compilers())(gm, example_inputs)
+        compilation.prepare()
+        self._artefacts.update(compilation.artefacts)
+        return compiled
+
+
+backend = Backend()
+"""What `torch.compile(backend="interlace")` calls; see Note [Backward is compiled with forward]."""
+
+
+def options_from(options: Options | Mapping[str, Any] | None) -> Options:
+    """Options from what `torch.compile(options=...)` was given."""
+    if options is None:
+        return Options()
+    if isinstance(options, Options):
+        return options
+    if not isinstance(options, Mapping):
+        raise OptionError(f"options must be a mapping or Options, not {type(options).__name__}")
+    return Options.from_dict(dict(options))
+
+
+def device_of(values: Iterable[Any]) -> str:
+    """The type of the device that the tensors are on: the first that is no CPU."""
+    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
+    return next((kind for kind in sorted(kinds) if kind != "cpu"), "cpu")
+
+
+def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
+    """The device meshes among arguments: themselves, and those of DTensors."""
+    found = [getattr(value, "device_mesh", value) for value in values]
+    real = [getattr(value, "real_obj", value) for value in found]
+    return tuple(dict.fromkeys(mesh for mesh in real if isinstance(mesh, DeviceMesh)))
+
+
+def graph_meshes(gm: fx.GraphModule) -> tuple[DeviceMesh, ...]:
+    """The device meshes that a graph takes as arguments."""
+    return meshes_in(node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder")
+
+
+def _argument_label(node: fx.Node) -> str:
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return label(source.name if isinstance(source.name, str) else source.name()) if source else ""
+
+
+def _raising(error: InterlaceError) -> Callable[..., Any]:
+    """A function that raises: what a backend raises itself, TorchDynamo wraps in its own error."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail

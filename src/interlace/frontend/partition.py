@@ -1,0 +1,121 @@
+"""How a joint graph is split in forward and backward, and what is saved in between.
+
+torch's min-cut partitioner saves what a collective returned. Behind a gather that is W times the
+shard that this rank had, kept from forward to backward. This policy marks gathers (and the views
+behind them) to be done again, so that the shard is saved and backward gathers it anew, under the
+matmuls that compute the other gradient:
+
+    aot_autograd(..., partition_fn=Partition(regather="auto", machine=machine))
+
+What the user marked, by `torch.utils.checkpoint`, is left as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+from interlace.cost import Machine
+
+GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
+MOVEMENT = {
+    "_c10d_functional.wait_tensor.default",
+    *(f"aten.{name}.default" for name in ("cat", "view", "reshape", "_unsafe_view", "clone", "t")),
+    *(f"aten.{name}.default" for name in ("permute", "unsqueeze", "detach", "alias", "expand")),
+    *("aten.split.Tensor", "aten.slice.Tensor", "aten.transpose.int", "aten.squeeze.dim"),
+}
+"""What may stand between a gather and the matmul that it feeds."""
+MATMULS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten.bmm.default": 0}
+"""Matmuls, and where their first matrix stands among the arguments."""
+
+GATHER_REGION = 1 << 30
+"""An `ac_graph_id` after every region of the user's: what feeds a gather out of one is saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The partition function: marks gathers by policy, then cuts as torch does."""
+
+    regather: bool | str = "auto"
+    """True, False, or `auto`: where the gather is hidden by the matmuls it feeds, by `machine`."""
+    machine: Machine | None = None
+
+    def __call__(
+        self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward graph of a joint one."""
+        self.mark(joint.graph)
+        return min_cut_rematerialization_partition(joint, joint_inputs, **given)
+
+    def mark(self, graph: fx.Graph) -> list[fx.Node]:
+        """Marks what backward shall do again; gives the gathers among it."""
+        marked: list[fx.Node] = []
+        for node in graph.nodes:
+            if str(node.target) not in GATHERS or not _forward(node) or "recompute" in node.meta:
+                continue
+            moved = _moved(node)
+            if any("recompute" in other.meta for other in moved) or not self._wanted(node, moved):
+                continue
+            for other in (node, *moved):
+                other.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+                other.meta["ac_graph_id"] = GATHER_REGION
+            marked.append(node)
+        return marked
+
+    def _wanted(self, gather: fx.Node, moved: list[fx.Node]) -> bool:
+        matmuls = [user for node in moved for user in node.users if str(user.target) in MATMULS]
+        if self.regather != "auto" or not matmuls:
+            return self.regather is True
+        if self.machine is None:
+            return False
+        hidden_s = sum(_matmul_seconds(node, self.machine) for node in matmuls if _forward(node))
+        return _gather_seconds(gather, self.machine) <= hidden_s
+
+
+def _forward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def _moved(gather: fx.Node) -> list[fx.Node]:
+    """The nodes that only move what a gather returned, in forward."""
+    found: list[fx.Node] = []
+    todo = [gather]
+    while todo:
+        for user in todo.pop().users:
+            moves = str(user.target) in MOVEMENT or user.target is operator.getitem
+            if moves and _forward(user) and user not in found:
+                found.append(user)
+                todo.append(user)
+    return found
+
+
+def _nbytes(value: torch.Tensor) -> float:
+    return math.prod(_hint(size) for size in value.shape) * value.element_size()
+
+
+def _hint(size: Any) -> int:
+    """A size as a number; a symbolic one by the example it was traced with."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+def _gather_seconds(gather: fx.Node, machine: Machine) -> float:
+    link = machine.link(machine.backend)
+    size = _hint(gather.args[1])
+    return link.latency_s + _nbytes(gather.meta["val"]) * (size - 1) / size / link.bandwidth
+
+
+def _matmul_seconds(node: fx.Node, machine: Machine) -> float:
+    first = node.args[MATMULS[str(node.target)]]
+    assert isinstance(first, fx.Node)
+    value: torch.Tensor = node.meta["val"]
+    from interlace.frontend.types import dtype_of
+
+    flops = 2 * math.prod(map(_hint, value.shape)) * _hint(first.meta["val"].shape[-1])
+    return flops / machine.flops(dtype_of(value.dtype))

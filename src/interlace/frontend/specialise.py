@@ -1,0 +1,66 @@
+"""A concrete view of a symbolic graph: every node's value for the sizes of one call.
+
+A graph traced with dynamic shapes holds symbolic sizes; a Program has numbers. When a call comes
+with sizes (or strides) that were not seen before, its fake tensors are pushed through the graph,
+and what comes out is imported as a Program of its own:
+
+    key = signature(args)
+    values = propagate(gm, args)          # node -> fake tensor with concrete sizes, or number
+    imported = import_graph(gm, values=values)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def signature(args: Sequence[Any]) -> Hashable:
+    """What a Program depends on in a call's arguments: sizes, strides, element types, numbers."""
+    return tuple(
+        (arg.shape, arg.stride(), arg.dtype)
+        if isinstance(arg, torch.Tensor)
+        else (arg if isinstance(arg, bool | int | float) else None)
+        for arg in args
+    )
+
+
+def recorded_signature(gm: fx.GraphModule) -> Hashable | None:
+    """The signature that a graph was traced with; None where it is symbolic."""
+    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    numbers: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return None
+        if isinstance(value, torch.Tensor):
+            numbers += [*value.shape, *value.stride()]
+    if any(isinstance(number, torch.SymInt) for number in numbers):
+        return None
+    return signature(values)
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and keeps every node's value."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The node's value, noted."""
+        value = self.found[n] = super().run_node(n)
+        return value
+
+
+def propagate(gm: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
+    """Every node's fake value for these arguments; nothing is computed."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+    recorder = _Recorder(gm)
+    with mode, torch.no_grad():
+        recorder.run(*fakes, enable_io_processing=False)
+    return recorder.found
