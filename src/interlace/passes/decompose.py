@@ -1,0 +1,118 @@
+"""decompose: sites become chunks, so that communication can run under computation.
+
+One decomposer reads every strategy as a row of data (`strategies.py`). A site whose strategy cannot
+serve it stays serial, with a remark; `auto` takes the strategy with the shortest predicted time of
+the site in isolation, `serial` among them.
+
+    decompose{strategy=peer,protocol=put}
+    decompose{strategy=pipeline,chunks=4,sites=[1,3]}
+
+Everything is emitted on the stream `main`, in an order in which no rank waits for what a peer lists
+later; `schedule` then gives the transfers a stream of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from interlace.cost import Machine
+from interlace.errors import PassError
+from interlace.ir import Op, Program, Remark, Site
+from interlace.options import STRATEGIES as NAMES
+from interlace.passes.analysis import Found, analyse
+from interlace.passes.base import add_remarks
+from interlace.passes.blocks import order
+from interlace.passes.choose import Choice, Chooser
+from interlace.passes.dependencies import dependencies
+from interlace.passes.emitter import Names
+from interlace.passes.overlaps import representatives
+from interlace.passes.strategies import strategy
+from interlace.passes.values import Values
+from interlace.passes.write import refusal, write
+
+
+@dataclass(frozen=True)
+class Decompose:
+    """Replaces sites by their chunks."""
+
+    name: ClassVar[str] = "decompose"
+    strategy: str = "auto"
+    protocol: str = "get"
+    chunks: int = 0
+    """Slices of `pipeline`; 0 lets the strategy choose."""
+    sites: tuple[int, ...] | None = None
+    """The sites to work on; None: all."""
+    machine: Machine | None = field(default=None, metadata={"text": False})
+
+    def __post_init__(self) -> None:
+        if self.strategy not in NAMES:
+            raise PassError(f"decompose: no strategy {self.strategy!r}: one of {', '.join(NAMES)}")
+        if self.protocol not in ("get", "put"):
+            raise PassError(f"decompose: protocol {self.protocol!r} is neither get nor put")
+        if self.chunks < 0:
+            raise PassError(f"decompose: {self.chunks} chunks; give 0 or more")
+
+    def run(self, program: Program) -> Program:
+        """The Program with its sites decomposed."""
+        known = {site.id for site in program.sites}
+        if self.sites is not None and not known.issuperset(self.sites):
+            missing = sorted(set(self.sites) - known)
+            raise PassError(f"decompose: no sites {missing}; known are {sorted(known)}")
+        done = [site.id for site in program.sites if site.strategy != "serial"]
+        values = Values(program, representatives(program)[0])
+        names = Names(program)
+        choose = Chooser(self.machine, self.strategy, self.protocol, self.chunks)
+        changed: dict[int, Site] = {}
+        remarks: list[Remark] = []
+        blocks = [[i for i, op in enumerate(program.ops) if op.site == site] for site in done]
+        written: dict[int, list[Op]] = {}
+        anchors: dict[int, int] = {}
+        for found in analyse(program, done):
+            number = program.ops[found.collective].site
+            if number is None or (self.sites is not None and number not in self.sites):
+                continue
+            site = program.site(number)
+            if found.site is None:
+                changed[number] = dataclasses.replace(site, reason=found.reason or site.reason)
+                continue
+            choice = self._choose(choose, values, found)
+            changed[number] = choice.on(site)
+            if choice.remark:
+                remarks.append(Remark(self.name, choice.remark, number))
+            if choice.row is not None:
+                anchors[len(blocks)] = found.collective
+                blocks.append(list(found.site.ops))
+                written[found.collective] = write(
+                    values, names, found.site, choice.row, choice.chunks, number
+                )
+        ops = _rebuilt(program, blocks, anchors, written)
+        sites = tuple(changed.get(site.id, site) for site in program.sites)
+        made = program.replace(ops=ops, sites=sites, tables=tuple(names.tables))
+        return add_remarks(made, remarks)
+
+    def _choose(self, choose: Chooser, values: Values, found: Found) -> Choice:
+        assert found.site is not None
+        if self.strategy == "auto":
+            return choose.fastest(values, found.site)
+        if self.strategy == "serial":
+            return Choice(reason="asked for")
+        row = strategy(self.strategy, self.protocol)
+        why = refusal(values, found.site, row) if row else "it needs a CUDA kernel"
+        if row is None or why:
+            text = f"{self.strategy} cannot serve this site: {why}"
+            return Choice(reason=text, remark=text)
+        return choose.asked(values, found.site, row)
+
+
+def _rebuilt(
+    program: Program, blocks: list[list[int]], anchors: dict[int, int], written: dict[int, list[Op]]
+) -> tuple[Op, ...]:
+    placed = order(dependencies(program), blocks, anchors)
+    assert placed is not None, "find_sites lets no sites pass that depend on one another"
+    ops: list[Op] = []
+    for block in placed:
+        new = next((written[i] for i in block if i in written), None)
+        ops += new if new is not None else [program.ops[i] for i in block]
+    return tuple(ops)

@@ -1,0 +1,181 @@
+"""Writes the ops of one site: names, tables, views of chunks, and the calls that fill them.
+
+What depends on the rank is emitted as text for all ranks: an index is `tp.rank + k`, and a size
+that differs between ranks is an entry of a per-rank table. Where all ranks agree, it is a number.
+
+    >>> emitter.part(View("y"), emitter.rank + 1, (3, 3, 2))
+    View(buffer='y', steps=(Chunk(index=RankIndex('tp', 1), parts='rows', dim=0),))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypedDict
+
+from interlace.ir import (
+    Alloc,
+    Buffer,
+    Call,
+    Chunk,
+    Collective,
+    Copy,
+    Dim,
+    DType,
+    Expect,
+    Free,
+    Group,
+    Index,
+    Loc,
+    Notify,
+    Op,
+    Others,
+    Program,
+    RankIndex,
+    Table,
+    TableEntry,
+    Team,
+    View,
+)
+
+
+class Between(TypedDict):
+    """The team of a message, and what carries it."""
+
+    team: str
+    backend: str | None
+
+
+class Names:
+    """The names and tables of a Program, to which sites add."""
+
+    def __init__(self, program: Program) -> None:
+        self.tables = list(program.tables)
+        self.taken = {buffer.name for buffer in program.buffers().values()}
+        self.taken |= {item.name for item in (*program.tables, *program.teams, *program.regions)}
+        self.taken |= {op.signal for op in program.ops if isinstance(op, Notify | Expect)}
+
+    def new(self, wanted: str) -> str:
+        """A name that nothing has yet: `wanted`, or that with a number."""
+        name, number = wanted, 1
+        while name in self.taken:
+            number += 1
+            name = f"{wanted}_{number}"
+        self.taken.add(name)
+        return name
+
+    def table(self, team: str, values: Sequence[int]) -> str:
+        """The name of the table with these values."""
+        for table in self.tables:
+            if table.team == team and table.values == tuple(values):
+                return table.name
+        self.tables.append(Table(self.new("rows"), team, tuple(values)))
+        return self.tables[-1].name
+
+
+class Emitter:
+    """The ops of one site, as they are written."""
+
+    def __init__(self, names: Names, team: Team, collective: Collective, site: int | None) -> None:
+        self.names, self.team, self.serial, self.site = names, team, collective, site
+        self.size = team.size
+        self.ops: list[Op] = []
+        self._scratch: dict[tuple[str, tuple[int, ...]], View] = {}
+
+    @property
+    def rank(self) -> RankIndex:
+        """This process's rank in the team."""
+        return self.team.rank
+
+    @property
+    def others(self) -> range:
+        """The steps 1 .. W-1, which concern other ranks."""
+        return range(1, self.size)
+
+    @property
+    def between(self) -> Between:
+        """What a message between two ranks of the team says besides the peer."""
+        return {"team": self.team.name, "backend": self.serial.backend}
+
+    # rank-dependent sizes and views
+
+    def dim(self, values: Sequence[int], index: Index) -> Dim:
+        """`values[index]`: a number where all ranks agree, else an entry of a table."""
+        if isinstance(index, int):
+            return values[index]
+        if len(set(values)) == 1:
+            return values[0]
+        return TableEntry(self.names.table(self.team.name, values), index)
+
+    def chunk(self, index: Index, sizes: Sequence[int], dim: int = 0) -> Chunk:
+        """Part `index` of a dimension that consists of parts of these sizes, as a step."""
+        even = len(set(sizes)) == 1
+        return Chunk(index, self.size if even else self.names.table(self.team.name, sizes), dim)
+
+    def part(self, view: View, index: Index, sizes: Sequence[int], dim: int = 0) -> View:
+        """Part `index` of a dimension of a view that consists of parts of these sizes."""
+        return view.then(self.chunk(index, sizes, dim))
+
+    def head(
+        self, view: View, values: Sequence[int], index: Index, size: int, dim: int = 0
+    ) -> View:
+        """The first `values[index]` of a dimension of `size`."""
+        if all(value == size for value in values):
+            return view
+        return view.slice(dim, 0, self.dim(values, index))
+
+    # buffers
+
+    def alloc(self, name: str, dtype: DType, shape: tuple[Dim, ...], kind: str = "local") -> View:
+        """A new buffer of that (or a similar) name."""
+        team = self.team.name if kind == "symmetric" else None
+        buffer = Buffer(self.names.new(name), dtype, shape, kind, team)
+        self.emit(Alloc(buffer=buffer))
+        return View(buffer.name)
+
+    def declare(self, buffer: Buffer, kind: str) -> View:
+        """A buffer of the serial Program, now of this kind."""
+        self.emit(Alloc(buffer=dataclasses.replace(buffer, kind=kind)))
+        return View(buffer.name)
+
+    def scratch(self, name: str, dtype: DType, shape: tuple[int, ...]) -> View:
+        """A local buffer that chunks of one size use one after another."""
+        if (name, shape) not in self._scratch:
+            self._scratch[name, shape] = self.alloc(name, dtype, shape)
+        return self._scratch[name, shape]
+
+    # ops
+
+    def emit(self, op: Op) -> None:
+        """Adds an op to the site; unless it says where it comes from, that is the collective's."""
+        loc = op.loc if op.loc != Loc() else self.serial.loc
+        if isinstance(op, Group):
+            members = (dataclasses.replace(item, site=self.site, loc=loc) for item in op.ops)
+            op = dataclasses.replace(op, ops=tuple(members))
+        self.ops.append(dataclasses.replace(op, site=self.site, loc=loc))
+
+    def copy(self, src: View, dst: View, loc: Loc | None = None) -> None:
+        """`src` into `dst`, unless they are the same."""
+        if src != dst:
+            self.emit(Copy(src=src, dst=dst, loc=loc or Loc()))
+
+    def collective(self, kind: str, src: View, dst: View, **fields: object) -> None:
+        """A collective like the serial one, of this kind."""
+        changed = {"reduce": None, "splits": None, **fields}
+        self.emit(dataclasses.replace(self.serial, kind=kind, src=src, dst=dst, **changed))
+
+    def notify(self, signal: str, peer: Index | Others) -> None:
+        """Raises a signal."""
+        self.emit(Notify(signal=signal, peer=peer, team=self.team.name))
+
+    def expect(self, signal: str, peer: Index) -> None:
+        """Waits for a signal."""
+        self.emit(Expect(signal=signal, peer=peer, team=self.team.name))
+
+    def free(self, view: View) -> None:
+        """Gives a symmetric buffer back."""
+        self.emit(Free(buffer=view.buffer))
+
+    def sum_slots(self, slots: View, out: View) -> None:
+        """The sum over the first dimension in the order of the ranks."""
+        self.emit(Call(fn="interlace.sum_slots", args=(slots,), outs=(out,)))

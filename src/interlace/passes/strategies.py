@@ -1,0 +1,92 @@
+"""The strategies, as rows of data that one decomposer reads.
+
+A row says how a site is cut (`ranks`: one chunk for each rank's rows; `roots`: the same, but all
+ranks take the chunks in one order; `slices`: a slice of every rank's rows), what moves the bytes,
+and, for chunks of ranks, which chunk a rank handles at step k and with whom. A `Line` gives an
+offset from the rank, counted modulo the team:
+
+    >>> STRATEGIES["shift", None].gather.chunk.at(2)      # at step 2, the rows of rank + 2
+    2
+
+Gathers take the local rows first, at step 0; scatters compute the rank's own rows last, after step
+W - 1. `reduces` states the order in which a scatter adds the W partial results of a row, which is
+all that can make it differ from the serial collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The offset `first + step * k` at step k."""
+
+    first: int
+    step: int = 0
+
+    def at(self, k: int) -> int:
+        """The offset at step `k`."""
+        return self.first + self.step * k
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What a rank does at step k = 1 .. W-1: offsets from its own rank."""
+
+    chunk: Line
+    """Whose rows arrive (gather), or are computed and leave (scatter)."""
+    to: Line
+    """Who gets what leaves."""
+    source: Line
+    """Who sends what arrives."""
+    sent: Line = Line(0)
+    """Gather: whose rows leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a site is overlapped."""
+
+    name: str
+    cut: str
+    transport: str
+    """`collectives`, `messages` (Send and Recv), `get` or `put` (one-sided copies)."""
+    reduces: str
+    gather: Path | None = None
+    scatter: Path | None = None
+    accumulates: bool = False
+    """Whether a partial result picks up each rank's part on its way, instead of all at the end."""
+
+
+NEAR_FIRST = Path(chunk=Line(0, 1), to=Line(0, -1), source=Line(0, 1))
+"""Gather: at step k take the rows of rank + k, give my own to rank - k."""
+OWNERS = Path(chunk=Line(0, 1), to=Line(0, 1), source=Line(0, -1))
+"""Scatter: at step k compute the rows of rank + k and give them to it."""
+NEIGHBOURS = Path(chunk=Line(0, -1), to=Line(1), source=Line(-1), sent=Line(1, -1))
+"""Gather: at step k hand on what came at k - 1. Scatter: add my part to what came, hand it on."""
+
+_RANK_ORDER = "in the order of the ranks, in fp32, rounded once"
+_BACKEND = "as the backend's collective does"
+
+STRATEGIES: dict[tuple[str, str | None], Strategy] = {
+    (row.name, row.transport if row.name == "peer" else None): row
+    for row in (
+        Strategy("pipeline", "slices", "collectives", _BACKEND),
+        Strategy("broadcast", "roots", "collectives", _BACKEND),
+        Strategy("shift", "ranks", "messages", _RANK_ORDER, NEAR_FIRST, OWNERS),
+        Strategy(
+            *("ring", "ranks", "messages"),
+            "rows of rank c: c+1, c+2, ..., c, rounded to the element type after each",
+            *(NEIGHBOURS, NEIGHBOURS, True),
+        ),
+        Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS),
+        Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS),
+    )
+}
+"""By name and, for `peer`, protocol."""
+
+
+def strategy(name: str, protocol: str | None) -> Strategy | None:
+    """The row of that name; None for `serial` and what is not a strategy here."""
+    return STRATEGIES.get((name, protocol if name == "peer" else None))
