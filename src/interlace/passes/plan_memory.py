@@ -177,7 +177,7 @@ def _pack(lives: Lives, sizes: Mapping[str, int], reuse: bool) -> dict[str, int]
             least = floor.at(uses[0])
             active = [a for a in active if any(n > h for n, h in zip(a[0], least, strict=True))]
         taken = [(a[1], a[2]) for a in active if not (reuse and lives.done_before(a[0], name))]
-        size, offset = -(-sizes[name] // ALIGNMENT) * ALIGNMENT, 0
+        size, offset = _aligned(sizes[name]), 0
         for start, stop in sorted(taken):
             if offset + size <= start:
                 break
@@ -185,6 +185,10 @@ def _pack(lives: Lives, sizes: Mapping[str, int], reuse: bool) -> dict[str, int]
         offsets[name] = offset
         active.append((lives.last(name), offset, offset + size))
     return offsets
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class _Floor:
@@ -262,8 +266,8 @@ def _remarks(
     frees: Mapping[int, list[Free]],
     sizes: Mapping[str, int],
 ) -> list[Remark]:
-    arena = max((offset + sizes[name] for name, offset in offsets.items()), default=0)
-    alone = sum(sizes[name] for name in offsets)
+    arena = max((offset + _aligned(sizes[name]) for name, offset in offsets.items()), default=0)
+    alone = sum(_aligned(sizes[name]) for name in offsets)
     pool: dict[tuple[str | None, str], int] = {}
     for name, slot in slots.items():
         key = (lives.buffers[name].team, slot)
@@ -280,7 +284,7 @@ def _remarks(
         live -= sum(sizes[name] for name in gone if lives.buffers[name].kind == "fresh")
     text = (
         f"peak {arena + 2 * sum(pool.values()) + peak} bytes: arena {arena} for {len(offsets)} "
-        f"buffers ({alone} without reuse), {len(pool)} symmetric slots of two copies "
-        f"{2 * sum(pool.values())}, fresh {peak}"
+        f"buffers ({alone} without reuse), {2 * sum(pool.values())} for {len(pool)} symmetric "
+        f"slots of two copies, {peak} fresh at most"
     )
     return [Remark("plan_memory", text)]

@@ -1,0 +1,142 @@
+"""Dependencies of a list order: bytes, lifetimes, signals, and what may not be permuted."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from interlace.ir import Program, parse
+from interlace.passes.dependencies import Before, dependencies
+
+
+def before(text: str, listed: bool = False) -> Before:
+    """The dependencies of a Program, written from its first op on."""
+    head = "def p(tp: Team[3], x: f32[2, 4], y: f32[6, 4], z: f32[6, 4]):\n"
+    return dependencies(parse(head + text), listed)
+
+
+GET = """
+    full = alloc(f32[6, 4], symmetric=tp)
+    main: copy(x, full[tp.rank])
+    main: notify(ready, to=tp.others)
+    main: expect(ready, tp.rank + 1)
+    main: get(full[tp.rank + 1], peer=tp.rank + 1)
+    main: expect(ready, tp.rank + 2)
+    main: get(full[tp.rank + 2], peer=tp.rank + 2)
+    main: free(full)
+"""
+
+
+def test_a_get_follows_its_own_signal_alone() -> None:
+    edges = before(GET)
+    assert edges[1] == (0,)
+    assert edges[2] == (1,), "the notify publishes the copy"
+    assert edges[3] == edges[5] == (), "no stream waits for a notify of its own rank"
+    assert edges[4] == (0, 3), "the rows of another rank wait for that rank's signal"
+    assert edges[6] == (0, 5)
+    assert edges[7] == (0, 1, 4, 6)
+
+
+def test_an_expect_is_listed_after_the_notify_of_its_value() -> None:
+    edges = before(GET, listed=True)
+    assert edges[3] == edges[5] == (2,)
+
+
+def test_a_put_is_published_to_its_reader_alone() -> None:
+    edges = before("""
+    full = alloc(f32[6, 4], symmetric=tp)
+    main: copy(x, full[tp.rank])
+    main: put(x, full[tp.rank], peer=tp.rank + 1)
+    main: notify(here, to=tp.rank + 1)
+    main: put(x, full[tp.rank], peer=tp.rank + 2)
+    main: notify(here, to=tp.rank + 2)
+    main: expect(here, tp.rank - 1)
+    main: copy(full[tp.rank - 1], y[0:2])
+    main: expect(here, tp.rank - 2)
+    main: copy(full[tp.rank - 2], y[2:4])
+    main: copy(full[tp.rank], y[4:6])
+""")
+    assert edges[3] == (2,)
+    assert edges[5] == (4,), "not after the other put, nor the copy of the own rows"
+    assert edges[7] == (0, 6)
+    assert edges[9] == (0, 8)
+    assert edges[10] == (0, 1), "the own rows wait for no signal"
+
+
+def test_without_a_signal_what_meets_peers_stays() -> None:
+    edges = before("""
+    full = alloc(f32[6, 4], symmetric=tp)
+    main: copy(y, full)
+    main: barrier(team=tp)
+    main: put(x, full[tp.rank], peer=tp.rank + 1)
+    main: barrier(team=tp)
+    main: copy(full, z)
+""")
+    assert 1 in edges[2]
+    assert 2 in edges[3]
+    assert 3 in edges[4]
+    assert 4 in edges[5]
+
+
+def test_empty_boxes_count_as_whole_unless_a_table_makes_them_empty() -> None:
+    edges = before("    main: copy(y[0:2], z[0:2])\n    main: copy(z[4:4], y[4:4])\n")
+    assert edges[1] == (0,), "ranks that were traced apart must agree"
+    program = parse(
+        "def p(tp: Team[2], x: f32[rows[tp.rank], 4], y: f32[3, 4]):\n"
+        "    rows = table(tp, 3, 0)\n"
+        "    main: copy(x, y.chunk(tp.rank, rows))\n"
+        "    main: copy(y.chunk(tp.rank + 1, rows), y.chunk(tp.rank + 1, rows))\n"
+    )
+    assert dependencies(program)[1] == ()
+
+
+def test_as_strided_counts_as_the_whole_buffer() -> None:
+    edges = before(
+        "    main: copy(y[0:2], x)\n    main: copy(x, y.as_strided((2, 4), (4, 1), 16))\n"
+    )
+    assert edges[1] == (0,)
+    edges = before(
+        "    main: copy(x, y[0:2])\n    main: copy(y.as_strided((2, 4), (4, 1), 16), z[0:2])\n"
+    )
+    assert edges[1] == (0,)
+
+
+@pytest.mark.parametrize("kind", ["concrete", "set of programs"])
+def test_lists_that_are_not_ours_to_permute(kind: str) -> None:
+    team = "pipe: Team[[0, 2], [1, 3]], " if kind == "set of programs" else ""
+    ranks = "ranks(0, 1)\n    " if kind == "set of programs" else ""
+    program = parse(
+        f"def p(tp: Team[2], {team}x: f32[4], y: f32[4], z: f32[4]):\n"
+        f"    {ranks}main: all_reduce(x, x, reduce='sum', team=tp)\n"
+        "    main: all_reduce(y, y, reduce='sum', team=tp)\n"
+    )
+    assert dependencies(program)[1] == (0,) if team else dependencies(program)[1] == ()
+    if not team:
+        program = program.instantiate(0)
+    assert dependencies(program)[1] == (0,)
+    assert dependencies(program, listed=False)[1] == ()
+
+
+def long_program(count: int) -> Program:
+    """A chain of matmuls and gathers of `count` ops, of four ranks."""
+    lines = ["def p(tp: Team[4], x: f32[4, 4], w: f32[4, 4]):"]
+    last = "x"
+    for i in range(count // 4):
+        lines += [
+            f"    g{i} = empty(f32[16, 4])",
+            f"    main: all_gather({last}, g{i}, team=tp)",
+            f'    main: call("aten.mm.default", g{i}, w, out=(m{i} := f32[16, 4]))',
+            f'    main: call("aten.mul.Tensor", m{i}[tp.rank], 2, out=(t{i} := f32[4, 4]))',
+        ]
+        last = f"t{i}"
+    return parse("\n".join([*lines, f"    return {last}"]))
+
+
+def test_five_thousand_ops_in_well_under_a_second() -> None:
+    program = long_program(5000)
+    start = time.process_time()
+    edges = dependencies(program)
+    spent = time.process_time() - start
+    assert len(edges) == 5000
+    assert spent < 0.8, f"{spent:.2f} s"
