@@ -22,6 +22,7 @@ MODIFIERS = {
     "storage": Signature(("storage", "offset"), (), ("storage",)),
     "named": Signature(("name",), (), ("name",)),
 }
+TEAM_MODIFIERS = {"over": Signature(rest=True), "named": MODIFIERS["named"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,39 +83,36 @@ class TypeParser(ExprParser):
         return base.with_changes(changes)
 
 
-def _type_and_name(arg: ast.arg) -> tuple[ast.expr | None, ast.Call | None, ast.Call | None]:
-    """A team's `Team[...]`, and the calls `.over(...)` and `.named(...)` after it."""
-    node = arg.annotation
-    found: dict[str, ast.Call | None] = {"over": None, "named": None}
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr not in found or found[node.func.attr] is not None:
-            return None, None, None
-        found[node.func.attr] = node
-        node = node.func.value
-    return node, found["over"], found["named"]
-
-
 def is_team(arg: ast.arg) -> bool:
     """Whether a parameter is a team."""
-    node, _, _ = _type_and_name(arg)
+    node = arg.annotation
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        node = node.func.value
     word = node.value if isinstance(node, ast.Subscript) else node
     return isinstance(word, ast.Name) and word.id == "Team"
 
 
 def parse_team(source: Source, arg: ast.arg) -> Team:
     """The team that a parameter declares."""
-    node, over, named = _type_and_name(arg)
     expr = TypeParser(source, ())
-    name = arg.arg
-    if named is not None:
-        bound = Arguments(source, named, "named", Signature(("name",), (), ("name",)))
-        name = expr.string(bound["name"])
+    node, name = arg.annotation, arg.arg
+    over: Arguments | None = None
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        word = node.func.attr
+        if word not in TEAM_MODIFIERS:
+            fix = did_you_mean(word, TEAM_MODIFIERS, "modifiers are")
+            raise source.error(node.func, f"a team has no modifier {word!r}", fix)
+        bound = Arguments(source, node, word, TEAM_MODIFIERS[word])
+        if word == "named":
+            name = expr.string(bound["name"])
+        else:
+            over = bound
+        node = node.func.value
     if not isinstance(node, ast.Subscript):
         fix = "write Team[4] for a mesh axis, or Team[[0, 1], [2, 3]]"
         raise source.error(arg, "a team without a size", fix)
     if over is not None:
-        bound = Arguments(source, over, "over", Signature(rest=True))
-        groups = tuple(map(expr.integers, bound.rest))
+        groups = tuple(map(expr.integers, over.rest))
         return Team(name, expr.integer(node.slice), groups)
     listed = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     if not isinstance(listed[0] if listed else None, ast.List):
