@@ -12,6 +12,7 @@ import torch.distributed as dist
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.runtime import Executor
+from interlace.runtime.engine import BeforeOp
 
 ROWS, K, N = 2, 3, 4
 
@@ -180,10 +181,15 @@ def inputs_of(program: Program, rank: int, seed: int) -> list[torch.Tensor]:
     return found
 
 
-def prepared(kind: str, **options: object) -> Executor:
-    """An Executor of a kind over the default group, prepared."""
+def world_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
+    return group
+
+
+def prepared(kind: str, before_op: BeforeOp | None = None, **options: object) -> Executor:
+    """An Executor of a kind over the default group, prepared."""
     program = program_of(kind, dist.get_world_size())
     made = Options.from_dict({"time_out_s": 20.0, **options})
-    return Executor(program, groups={"tp": group}, options=made).prepare()
+    groups = {"tp": world_group()}
+    return Executor(program, groups=groups, options=made, before_op=before_op).prepare()

@@ -22,7 +22,7 @@ from interlace.comm.board import named
 from interlace.comm.liveness import Life
 from interlace.comm.shared_memory import Segment
 from interlace.comm.signals import VALUE_BITS, Wait, fence, stamp
-from interlace.errors import AgreementError, CommTimeoutError, InterlaceError, PeerError
+from interlace.errors import AgreementError, InterlaceError, PeerError
 
 ERROR, ERROR_LENGTH, ENTERED, EXITED, PROGRESS, PROGRESS_NS = range(6)
 REACHED = 8
@@ -34,7 +34,8 @@ ERROR_TEXT = RING + RING_ENTRIES * RING_CELLS
 ERROR_BYTES = 4096
 NBYTES = ERROR_TEXT * 8 + ERROR_BYTES
 
-_KINDS: tuple[type[InterlaceError], ...] = (PeerError, AgreementError, CommTimeoutError)
+FAILED, DISAGREED, PASSED_ON = 1, 2, 3
+"""What the error cell holds: an error of this rank, of several, or one heard of another rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,28 +143,31 @@ class Control:
         """Tells every peer that this rank stopped, and why. The first word stays."""
         if self._mine[ERROR]:
             return
-        kind = next((i for i, cls in enumerate(_KINDS) if isinstance(error, cls)), 0)
-        told = (
-            str(error) if isinstance(error, InterlaceError) else f"{type(error).__name__}: {error}"
-        )
+        ours = isinstance(error, InterlaceError)
+        told = str(error) if ours else f"{type(error).__name__}: {error}"
         text = told.encode()[:ERROR_BYTES]
         self._write(self._segments[self.me], ERROR_TEXT * 8, text)
         self._mine[ERROR_LENGTH] = len(text)
         fence()
-        self._mine[ERROR] = kind + 1
+        kinds = {AgreementError: DISAGREED, PeerError: PASSED_ON}
+        self._mine[ERROR] = kinds.get(type(error), FAILED)
 
     def failure(self) -> InterlaceError | None:
-        """What stopped a rank of this team: its own word, or the end of its process."""
+        """What stopped a rank of this team: its own word, the end of its process, or a word that
+        it passes on from another team."""
+        passed_on: InterlaceError | None = None
         for member, cells in enumerate(self._cells):
-            if cells[ERROR]:
-                fence()
-                length = min(cells[ERROR_LENGTH], ERROR_BYTES)
-                text = self._read(self._segments[member], ERROR_TEXT * 8, length)
-                kind = _KINDS[min(cells[ERROR], len(_KINDS)) - 1]
-                if kind is AgreementError:
-                    return AgreementError(text)
-                where = f"rank {self.ranks[member]} of team {self.team}"
-                return PeerError(f"{where} stopped: {text}")
+            kind = cells[ERROR]
+            if not kind:
+                continue
+            fence()
+            length = min(cells[ERROR_LENGTH], ERROR_BYTES)
+            text = self._read(self._segments[member], ERROR_TEXT * 8, length)
+            if kind == DISAGREED:
+                return AgreementError(text)
+            if kind == FAILED:
+                return PeerError(f"rank {self.ranks[member]} of team {self.team} stopped: {text}")
+            passed_on = PeerError(text)
         for member, life in enumerate(self._lives):
             # A process that ended after this run has given all that the run needs of it.
             if self._cells[member][EXITED] < self._mine[ENTERED] and not life.alive():
@@ -171,7 +175,7 @@ class Control:
                     f"rank {self.ranks[member]} of team {self.team} died: its process has ended "
                     f"({self.where([member])})"
                 )
-        return None
+        return passed_on
 
     def check(self) -> None:
         """Raises what stopped a peer."""

@@ -254,13 +254,12 @@ class Executor:
             self._poison = None
 
     def _check_teams(self) -> None:
+        """Raises what stopped a peer since the last run, or an earlier Executor of this rank."""
         for team in self._teams.values():
             error = team.control.failure()
             if error is not None:
-                raise ExecutorError(
-                    f"team {team.name} is out of order since a run failed ({error}): every rank of "
-                    "it calls reset() on an Executor of that team"
-                ) from error
+                self._fail(error)
+                raise error
 
     def reset(self) -> None:
         """After a failure: every rank of the teams calls it, and runs may go on."""

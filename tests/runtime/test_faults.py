@@ -1,0 +1,150 @@
+"""What goes wrong on one rank becomes a bounded, typed error on every other.
+
+Faults are planted by `before_op`, at an op drawn anew each time, and each test shows that its fault
+did fire.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import TEXTS, inputs_of, prepared
+from tests.support.pool import Died, Pool
+
+from interlace.errors import InterlaceError
+from interlace.ir import Alloc, Notify, Op, Record
+from interlace.runtime import Executor
+
+TIME_OUT_S = 2.5
+Outcome = tuple[str, str, float]
+"""The type of the error (or "result"), its text, and the seconds it took."""
+
+
+def attempt(action: Callable[[], object]) -> Outcome:
+    start = time.monotonic()
+    try:
+        value = action()
+    except InterlaceError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "result", repr(value), time.monotonic() - start
+
+
+class Fault:
+    """Does something to one rank before one op of one run."""
+
+    def __init__(self, rank: int, index: int, action: Callable[[], None]) -> None:
+        self.rank = rank
+        self.index = index
+        self.action = action
+        self.armed = False
+        self.fired = False
+
+    def __call__(self, rank: int, index: int, op: Op) -> None:
+        if self.armed and rank == self.rank and index == self.index and not self.fired:
+            self.fired = True
+            self.action()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall() -> None:
+    time.sleep(TIME_OUT_S * 1.6)
+
+
+def raise_it() -> None:
+    raise ValueError("the planted fault")
+
+
+ACTIONS = {"dies": die, "stalls": stall, "raises": raise_it}
+
+
+def plant(kind: str, what: str, victim: int, seed: int) -> tuple[Executor, Fault]:
+    """An Executor that has run once, with a fault that will hit `victim` in the next run.
+
+    It hits one of the ops up to the first by which the victim lets anybody else go on.
+    """
+    fault = Fault(victim, 0, ACTIONS[what])
+    executor = prepared(kind, before_op=fault, time_out_s=TIME_OUT_S)
+    ops = executor.program.ops
+    last = next(i for i, op in enumerate(ops) if isinstance(op, Notify | Record))
+    steps = [i for i in range(last + 1) if not isinstance(ops[i], Alloc) or _symmetric(ops[i])]
+    fault.index = random.Random(seed).choice(steps)
+    executor.run(inputs_of(executor.program, dist.get_rank(), seed))
+    fault.armed = True
+    return executor, fault
+
+
+def _symmetric(op: Op) -> bool:
+    return isinstance(op, Alloc) and op.buffer.kind == "symmetric"
+
+
+def suffer(kind: str, what: str, victim: int, seed: int) -> list[Outcome]:
+    """The run with the fault, one more, and one after a reset."""
+    executor, fault = plant(kind, what, victim, seed)
+    inputs = inputs_of(executor.program, dist.get_rank(), seed)
+    found = [attempt(lambda: executor.run(inputs))]
+    if what != "dies":
+        assert fault.fired == (dist.get_rank() == victim)
+        found.append(attempt(lambda: executor.run(inputs)))
+        executor.reset()
+        (y,) = executor.run(inputs)
+        found.append(("result", "equal" if torch.equal(y, executor.run(inputs)[0]) else "", 0.0))
+    executor.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"), [("get", 2), ("pipeline", 2), *((kind, 3) for kind in TEXTS), ("shift", 4)]
+)
+def test_a_killed_rank_is_named_on_all_others_at_once(
+    pool: Pool, kind: str, world: int, seed: int
+) -> None:
+    victim = seed % world
+    results = pool(world).run(suffer, kind, "dies", victim, seed, may_die={victim})
+    assert results[victim] == Died(-signal.SIGKILL)
+    for rank in set(range(world)) - {victim}:
+        ((error, text, seconds),) = results[rank]
+        assert error == "PeerError"
+        assert f"rank {victim} of team tp died" in text
+        assert seconds < TIME_OUT_S
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_raising_op_stops_all_ranks_until_they_reset(pool: Pool, kind: str, seed: int) -> None:
+    world = 3
+    victim = seed % world
+    results = pool(world).run(suffer, kind, "raises", victim, seed)
+    for rank in range(world):
+        failed, again, after = results[rank]
+        assert failed[0] == ("ExecutorError" if rank == victim else "PeerError")
+        assert "ValueError: the planted fault" in failed[1]
+        assert rank == victim or f"rank {victim} of team tp stopped" in failed[1]
+        assert failed[2] < TIME_OUT_S
+        assert again[0] == "ExecutorError"
+        assert "reset()" in again[1]
+        assert after[1] == "equal"
+
+
+@pytest.mark.parametrize("kind", ["get", "shift", "pipeline"])
+def test_a_stalled_rank_is_named_within_the_time_out(pool: Pool, kind: str, seed: int) -> None:
+    world = 3
+    victim = seed % world
+    results = pool(world).run(suffer, kind, "stalls", victim, seed)
+    others = [results[rank][0] for rank in range(world) if rank != victim]
+    assert any(error == "CommTimeoutError" for error, _, _ in others)
+    for error, text, seconds in others:
+        assert error in ("CommTimeoutError", "PeerError")
+        assert f"rank {victim}" in text
+        assert "what the streams of rank" in text
+        assert TIME_OUT_S - 0.5 < seconds < TIME_OUT_S + 1.5
+    assert results[victim][0][0] == "PeerError"
+    assert all(results[rank][2][1] == "equal" for rank in range(world))
