@@ -16,6 +16,9 @@ from torch import fx
 
 from interlace.ir import Loc
 
+MODULE_KEY = "interlace_module"
+"""Where `interlace.compile` notes a node's module path, in `meta["custom"]`."""
+
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 _LOCAL = re.compile(r"^[LG]\['\w+'\]\.?")
 _ITEM = re.compile(r"\._modules\['([^']+)'\]|\[(?:'([^']+)'|(\d+))\]")
@@ -27,6 +30,7 @@ def location(node: fx.Node) -> Loc:
     """The module path, file and line of a node; backward nodes take their forward node's."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     module = module_path(_innermost(stack)) if stack else ""
+    module = module or (node.meta.get("custom") or {}).get(MODULE_KEY, "")
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     mine = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
     if not mine:

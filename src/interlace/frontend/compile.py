@@ -1,0 +1,297 @@
+"""`interlace.compile`: a function or module on DTensors, overlapped, without TorchDynamo.
+
+    compiled = interlace.compile(block, x, mesh=mesh)
+    y = compiled(x)                      # differentiable, like block(x)
+    print(compiled.explain())            # every communication, how it is overlapped, and why
+    compiled.simulate().total_s          # the predicted timeline
+    compiled.profile(x)                  # the measured one
+
+Where `torch.compile` reads bytecode and guards it, this runs the function once on fake tensors.
+What depends on more than the arguments' sizes, layouts and plain values is fixed by that run. A
+new combination of those is compiled anew; the least recently used is dropped beyond `cache_size`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import traceback as fx_traceback
+from torch.utils import _pytree as pytree
+
+from interlace.cost import Timeline, simulate
+from interlace.errors import ExecutorError
+from interlace.frontend.artefact import Setting
+from interlace.frontend.backend import Compilation, device_of, meshes_in, options_from
+from interlace.frontend.binding import Bound, machine_for
+from interlace.frontend.explain import explain
+from interlace.frontend.locs import MODULE_KEY
+from interlace.frontend.specialise import signature
+from interlace.ir import Program
+from interlace.options import Options
+
+
+def compile(
+    fn: Callable[..., Any],
+    *examples: Any,
+    mesh: DeviceMesh | None = None,
+    overlap: bool = True,
+    options: Options | Mapping[str, Any] | None = None,
+) -> Compiled:
+    """`fn` (a function or a module), its communication overlapped with its computation.
+
+    With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
+    them at the first call. `mesh` names the teams of process groups that no argument names.
+    `overlap=False` keeps everything serial.
+    """
+    chosen = dataclasses.replace(options_from(options), overlap=overlap)
+    compiled = Compiled(fn, mesh, chosen)
+    if examples:
+        compiled.prepare(*examples)
+    return compiled
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One combination of arguments: the compiled function, its graphs and its outputs' tree."""
+
+    call: Callable[..., Any]
+    compilation: Compilation
+    tree: list[pytree.TreeSpec]
+
+
+class Compiled:
+    """A compiled function: call it as the function; ask it what it does."""
+
+    def __init__(self, fn: Callable[..., Any], mesh: DeviceMesh | None, options: Options) -> None:
+        self.fn = fn
+        self.options = options
+        self._mesh = mesh
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._examples: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `fn` gives for these arguments."""
+        entry, tensors = self._entry(args, kwargs)
+        return pytree.tree_unflatten(list(entry.call(*tensors)), entry.tree[0])
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles for arguments like these and runs nothing. All ranks call it together."""
+        self._examples = (args, kwargs)
+        self._entry(args, kwargs)
+        return self
+
+    @property
+    def bound(self) -> tuple[Bound, ...]:
+        """The graphs of the arguments met last, forward before backward."""
+        if not self._entries:
+            raise ExecutorError(
+                "nothing is compiled yet: call the compiled function, or give "
+                "interlace.compile the arguments of a call"
+            )
+        entry = next(reversed(self._entries.values()))
+        return tuple(bound for a in entry.compilation.artefacts for bound in a.bound[-1:])
+
+    @property
+    def program(self) -> Program:
+        """The overlapped Program of the forward pass."""
+        return self.bound[0].program
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The overlapped Programs: forward, and backward where something needs a gradient."""
+        return tuple(bound.program for bound in self.bound)
+
+    def explain(self) -> str:
+        """Each communication with its strategy, the reason and the gain that is predicted."""
+        return explain(self.bound)
+
+    def simulate(self, kind: str | None = None) -> Timeline:
+        """The predicted timeline of all ranks; `kind` asks for `backward`."""
+        bound = self._of_kind(kind)
+        return simulate(bound.program, machine_for(self.options, device_of(self._tensors())))
+
+    def profile(
+        self, *args: Any, kind: str | None = None, runs: int = 3, **kwargs: Any
+    ) -> Timeline:
+        """The measured timeline of this rank, of the last of some runs. All ranks call it together.
+
+        Without arguments it takes those that were given as examples.
+        """
+        if not args and not kwargs:
+            args, kwargs = self._given()
+        traced = Compiled(self.fn, self._mesh, dataclasses.replace(self.options, trace=True))
+        for _ in range(runs):
+            leaves = pytree.tree_leaves(traced(*args, **kwargs))
+            wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+            if kind == "backward" and wanted:
+                inputs = [x for x in traced._tensors(args, kwargs) if x.requires_grad]
+                ones = [torch.ones_like(x) for x in wanted]
+                torch.autograd.grad(wanted, inputs, ones, allow_unused=True)
+        try:
+            return traced._of_kind(kind).executor.timeline()
+        finally:
+            traced.close()
+
+    def close(self) -> None:
+        """Frees everything; a later call compiles anew."""
+        entries, self._entries = self._entries, OrderedDict()
+        for entry in entries.values():
+            _close(entry)
+
+    def _of_kind(self, kind: str | None) -> Bound:
+        bound = self.bound
+        if kind is None:
+            return bound[0]
+        for item in bound:
+            if item.kind == kind:
+                return item
+        raise ExecutorError(
+            f"there is no {kind!r} graph here, only {[item.kind for item in bound]}: compile with "
+            "arguments or parameters that need gradients"
+        )
+
+    def _given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._examples is None:
+            raise ExecutorError("give the arguments of a call: there were no examples to take")
+        return self._examples
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of a module, by name."""
+        if not isinstance(self.fn, nn.Module):
+            return {}
+        return {**dict(self.fn.named_parameters()), **dict(self.fn.named_buffers())}
+
+    def _tensors(self, args: Any = None, kwargs: Any = None) -> list[torch.Tensor]:
+        if args is None:
+            args, kwargs = self._examples or ((), {})
+        leaves = [*self._state().values(), *pytree.tree_leaves((args, kwargs))]
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def _entry(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Entry, list[torch.Tensor]]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        state = self._state()
+        tensors = [*state.values(), *(x for x in leaves if isinstance(x, torch.Tensor))]
+        fixed = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
+        training = isinstance(self.fn, nn.Module) and self.fn.training
+        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), training)
+        key = (spec, _hashable(fixed), tuple(map(_kind, tensors)), modes)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._compile(tuple(state), leaves, spec, tensors)
+            while len(self._entries) > self.options.cache_size:
+                _close(self._entries.popitem(last=False)[1])
+        self._entries.move_to_end(key)
+        self._examples = (args, kwargs)
+        return entry, tensors
+
+    def _compile(
+        self,
+        names: tuple[str, ...],
+        leaves: list[Any],
+        spec: pytree.TreeSpec,
+        tensors: list[torch.Tensor],
+    ) -> _Entry:
+        tree: list[pytree.TreeSpec] = []
+
+        def flat(*given: torch.Tensor) -> tuple[Any, ...]:
+            state, rest = dict(zip(names, given, strict=False)), iter(given[len(names) :])
+            filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(filled, spec)
+            if isinstance(self.fn, nn.Module):
+                with _named_modules(self.fn):
+                    result = torch.func.functional_call(self.fn, state, args, kwargs)
+            else:
+                result = self.fn(*args, **kwargs)
+            outputs, out_spec = pytree.tree_flatten(result)
+            tree[:] = [out_spec]
+            return tuple(outputs)
+
+        meshes = dict.fromkeys((*meshes_in(tensors), *([self._mesh] if self._mesh else [])))
+        labels = (*(name.replace(".", "_") for name in names), *_argument_names(leaves))
+        setting = Setting(self.options, tuple(meshes), labels, device_of(tensors))
+        compilation = Compilation(setting)
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            call = aot_module_simplified(
+                _Function(flat),  # pyright: ignore[reportArgumentType]
+                tensors,
+                **compilation.compilers(),
+            )
+        compilation.prepare()
+        return _Entry(call, compilation, tree)
+
+
+class _Function(nn.Module):
+    """A function as the module without parameters that AOTAutograd wants."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, *args: Any) -> Any:
+        """What the function gives."""
+        return self.fn(*args)
+
+
+@contextlib.contextmanager
+def _named_modules(module: nn.Module) -> Iterator[None]:
+    """Notes on traced nodes which submodule they come from, as TorchDynamo would."""
+    open_contexts: list[Any] = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            context = fx_traceback.annotate({MODULE_KEY: name})
+            context.__enter__()
+            open_contexts.append(context)
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        open_contexts.pop().__exit__(None, None, None)
+
+    with contextlib.ExitStack() as stack:
+        for name, child in module.named_modules():
+            if name:
+                before = child.register_forward_pre_hook(enter(name), prepend=True)
+                after = child.register_forward_hook(leave, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield
+
+
+def _kind(tensor: torch.Tensor) -> Hashable:
+    spec = getattr(tensor, "_spec", None)
+    return signature([tensor]), tensor.requires_grad, str(tensor.device), type(tensor), spec
+
+
+def _hashable(fixed: Sequence[Any]) -> Hashable:
+    """Plain arguments as part of a key; one that has no hash counts as itself alone."""
+    found: list[Hashable] = []
+    for value in fixed:
+        try:
+            hash(value)
+            found.append((type(value), value))
+        except TypeError:
+            found.append((type(value), id(value)))
+    return tuple(found)
+
+
+def _argument_names(leaves: Sequence[Any]) -> list[str]:
+    count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
+
+
+def _close(entry: _Entry) -> None:
+    for artefact in entry.compilation.artefacts:
+        artefact.close()
