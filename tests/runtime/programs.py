@@ -6,9 +6,13 @@ weight `w` of each rank; results are compared with the reference interpreter on 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
+from interlace.errors import InterlaceError
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -193,3 +197,17 @@ def prepared(kind: str, before_op: BeforeOp | None = None, **options: object) ->
     made = Options.from_dict({"time_out_s": 20.0, **options})
     groups = {"tp": world_group()}
     return Executor(program, groups=groups, options=made, before_op=before_op).prepare()
+
+
+Outcome = tuple[str, str, float]
+"""The type of the error (or "result"), its text, and the seconds it took."""
+
+
+def attempt(action: Callable[[], object]) -> Outcome:
+    """Does something that may raise an error of ours."""
+    start = time.monotonic()
+    try:
+        value = action()
+    except InterlaceError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "result", str(value), time.monotonic() - start

@@ -15,25 +15,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import TEXTS, inputs_of, prepared
+from tests.runtime.programs import TEXTS, Outcome, attempt, inputs_of, prepared
 from tests.support.pool import Died, Pool
 
-from interlace.errors import InterlaceError
 from interlace.ir import Alloc, Notify, Op, Record
 from interlace.runtime import Executor
 
 TIME_OUT_S = 2.5
-Outcome = tuple[str, str, float]
-"""The type of the error (or "result"), its text, and the seconds it took."""
-
-
-def attempt(action: Callable[[], object]) -> Outcome:
-    start = time.monotonic()
-    try:
-        value = action()
-    except InterlaceError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
-    return "result", repr(value), time.monotonic() - start
 
 
 class Fault:

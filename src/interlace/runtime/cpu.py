@@ -57,7 +57,7 @@ class CpuEngine:
         self._lock = threading.Lock()
         self._workers: dict[str, _Worker] = {}
         self._num_threads = torch.get_num_threads()
-        self._order = StreamOrder()
+        self._order = StreamOrder(self.flight)
         self._streams = self._bind(context)
 
     def _bind(self, context: Context) -> dict[str, list[Step]]:

@@ -30,6 +30,11 @@ class Flight:
         self.since: dict[str, float] = dict.fromkeys(self._order, 0.0)
         """When it began it, by `time.perf_counter`."""
 
+    @property
+    def last_begun(self) -> float:
+        """When a stream last began an op, by `time.perf_counter`."""
+        return max(self.since.values(), default=0.0)
+
     def text(self, index: int) -> str:
         """An op, with its number, its module and its line in the source."""
         if not 0 <= index < len(self._program.ops):

@@ -44,14 +44,17 @@ from interlace.ir import (
 from interlace.ir import Wait as WaitOp
 from interlace.runtime.calls import Thunk
 from interlace.runtime.engine import Context
+from interlace.runtime.flight import Flight
 
 SLICE_S = 0.05
+GRACE_S = 1.0
 
 
 class StreamOrder:
     """Points that the streams of one rank await: events, and turns in the teams' queues."""
 
-    def __init__(self) -> None:
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
         self._changed = threading.Condition()
         self._reached: dict[object, int] = {}
         self.run = 0
@@ -72,15 +75,18 @@ class StreamOrder:
             self._changed.notify_all()
 
     def pass_by(self, point: object, wait: Wait) -> None:
-        """Returns when the run has got to this point."""
+        """Returns when the run has got to this point.
+
+        What it waits for is another stream, whose own waits are bounded and know more of the cause,
+        so this one gives up only when no stream has begun an op for longer than that.
+        """
         reached, run = self._reached, self.run
         if reached.get(point) == run:
             return
-        deadline = time.monotonic() + wait.time_out_s
         with self._changed:
             while reached.get(point) != run:
                 wait.check()
-                if time.monotonic() > deadline:
+                if time.perf_counter() - self._flight.last_begun > wait.time_out_s + GRACE_S:
                     raise wait.late()
                 self._changed.wait(SLICE_S)
 
