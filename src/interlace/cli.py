@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from interlace.commands.check import check
+from interlace.commands.demo import demo
 from interlace.commands.doctor import doctor
 from interlace.commands.explain import explain
 from interlace.commands.opt import opt
@@ -48,7 +49,7 @@ def options(
     """Hide communication under computation, by schedules that can be read and are proved sound."""
 
 
-for function in (check, opt, show, simulate, explain, doctor):
+for function in (demo, check, opt, show, simulate, explain, doctor):
     app.command(no_args_is_help=False)(function)
 
 

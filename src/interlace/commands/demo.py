@@ -1,0 +1,186 @@
+"""`interlace demo`: a small tensor-parallel model trains through a verified, overlapped schedule.
+
+$ interlace demo --world 4 --steps 50 --out /tmp/demo
+$ torchrun --nproc-per-node 2 -m interlace demo
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from interlace.commands.output import command, console, print_json, say, table
+from interlace.errors import OptionError, TeamError
+
+WAYS = {"eager": "eager DTensor", "serial": "serial", "overlapped": "overlapped"}
+
+
+@command
+def demo(
+    world: Annotated[int, typer.Option(help="Ranks: processes on this machine.")] = 2,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
+    out: Annotated[Path, typer.Option(help="Folder for schedules, trace and page.")] = Path(
+        "interlace-demo"
+    ),
+    strategy: Annotated[str, typer.Option(help="How sites are overlapped.")] = "auto",
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
+    ] = None,
+    time_out: Annotated[float, typer.Option(help="Seconds after which it gives up.")] = 300.0,
+    json: Annotated[bool, typer.Option("--json", help="Print the report for scripts.")] = False,
+) -> None:
+    """Train a small tensor-parallel model three ways, and show what was overlapped.
+
+    The model learns the source of Python's standard library, byte by byte: as eager DTensor, as the
+    serial program, and overlapped. Losses are shown side by side.
+    """
+    from interlace.options import Options
+
+    if steps < 1:
+        raise OptionError(f"--steps {steps}: give at least one step")
+    if world < 1:
+        raise TeamError(f"--world {world}: give at least one rank")
+    Options(strategy=strategy)  # raises for a strategy that there is not
+    lesson: dict[str, Any] = {"steps": steps, "strategy": strategy}
+    if calibration is not None:
+        from interlace.commands.files import read_machine
+
+        read_machine(calibration)
+        lesson["calibration"] = str(calibration.resolve())
+    if "WORLD_SIZE" in os.environ:
+        report = _rank_of_torchrun(lesson, out)
+    else:
+        from interlace.demo.launch import launch
+
+        settings = {"lesson": lesson, "out": str(out)}
+        with _progress(steps, quiet=json) as hear:
+            report = launch(settings, world, hear, time_out)
+    if report is None:
+        return
+    if json:
+        print_json(report)
+    else:
+        show(report)
+
+
+def _rank_of_torchrun(lesson: dict[str, Any], out: Path) -> dict[str, Any] | None:
+    """This process is one of the ranks already."""
+    import torch.distributed as dist
+
+    from interlace.demo.train import Lesson
+    from interlace.demo.worker import work
+
+    dist.init_process_group("gloo")
+    try:
+        return work(Lesson.from_json(lesson), out, lambda event: None)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _progress(steps: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Shows rank 0's steps as a bar on a terminal, and nothing elsewhere."""
+    if quiet or not console().is_terminal:
+        yield lambda event: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn())
+    loss = TextColumn("{task.fields[loss]}")
+    with Progress(*columns, loss, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        tasks = {
+            way: bar.add_task(title, total=steps, start=False, loss="")
+            for way, title in WAYS.items()
+        }
+
+        def hear(event: dict[str, Any]) -> None:
+            if event["event"] == "way":
+                bar.start_task(tasks[event["way"]])
+                bar.update(tasks[event["way"]], loss=event["doing"])
+            elif event["event"] == "step":
+                bar.update(tasks[event["way"]], advance=1, loss=f"loss {event['loss']:.3f}")
+
+        yield hear
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report for people."""
+    from interlace.commands.explain import HEADINGS
+
+    lesson, model = report["lesson"], report["lesson"]["model"]
+    say(
+        f"{lesson['steps']} steps of a Llama-style model ({model['layers']} layers, dim "
+        f"{model['dim']}, sequence {model['sequence']}, batch {model['batch']}) on the source of "
+        f"Python's standard library: {report['world']} ranks, torch {report['torch']}\n"
+    )
+    losses = report["losses"]
+    rows = [
+        (str(step + 1), *(f"{losses[way][step]:.6f}" for way in WAYS))
+        for step in _some(lesson["steps"])
+    ]
+    table(("step", *WAYS.values()), rows, title="loss")
+    say("")
+    _equality(report)
+    for graph in report["graphs"]:
+        say("")
+        table(HEADINGS, _sites(graph), title=f"sites, {graph['kind']}")
+        for remark in graph["remarks"]:
+            say(f"{remark['pass']}: {remark['text']}")
+    say("")
+    for graph in report["graphs"]:
+        size = f"{graph['ops']} ops on streams {', '.join(graph['streams'])}"
+        say(f"verifier: {graph['kind']} is {graph['verdict']} ({size})")
+    say("")
+    rows = [
+        (title, f"{report['step_ms'][way]:.1f} ms", *_overlap(report["overlap"].get(way)))
+        for way, title in WAYS.items()
+    ]
+    headings = ("way", "step (median)", "communication", "hidden", "exposed")
+    table(headings, rows, title="measured, last step, all ranks")
+    say("")
+    for path in report["files"]:
+        say(f"wrote {path}")
+
+
+def _some(steps: int) -> list[int]:
+    """The steps that the table shows: all of few, else about twenty, with the last."""
+    stride = -(-steps // 20)
+    return sorted({*range(0, steps, stride), steps - 1})
+
+
+def _equality(report: dict[str, Any]) -> None:
+    equal, steps = report["equal"], report["lesson"]["steps"]
+    what = [name for name in ("losses", "gradients", "parameters") if equal[name]]
+    if len(what) == 3:
+        say(f"overlapped = serial, bit for bit: {steps} losses, first gradients, last parameters")
+    else:
+        same = f"; bit for bit equal: {', '.join(what)}" if what else ""
+        difference = equal["largest_loss_difference"]
+        say(f"overlapped and serial differ by rounding: at most {difference:.2g} in a loss{same}")
+    difference = equal["largest_loss_difference_from_eager"]
+    say(f"overlapped and eager DTensor: at most {difference:.2g} apart in a loss")
+
+
+def _sites(graph: dict[str, Any]) -> list[tuple[str, ...]]:
+    from interlace.commands.explain import site_rows
+    from interlace.ir import Site
+
+    return site_rows([Site(**site) for site in graph["sites"]])
+
+
+def _overlap(figures: dict[str, float] | None) -> tuple[str, ...]:
+    from interlace.trace.figures import milliseconds
+
+    if figures is None:
+        return ("-", "-", "-")
+    return (
+        milliseconds(figures["comm_s"]),
+        f"{figures['hidden']:.0%}",
+        milliseconds(figures["exposed_s"]),
+    )

@@ -1,0 +1,149 @@
+"""What the demo found, as data, and the files that it writes.
+
+report = make_report(lesson, world, outcomes, Path("interlace-demo"))
+report["equal"]["losses"], report["overlap"]["overlapped"]["hidden"]
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.commands.explain import explanation
+from interlace.cost import Machine, Timeline, default_machine, simulate
+from interlace.demo.train import Lesson
+from interlace.errors import BackendError
+from interlace.ir import Program
+from interlace.trace import Run, write_page, write_perfetto
+from interlace.trace.runs import write_whole
+from interlace.verify import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A compiled graph: its Program, the proof of it, and how its last run went on all ranks."""
+
+    kind: str
+    program: Program
+    report: Report
+    measured: Timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """One way of training, as all ranks saw it; digests are by rank."""
+
+    way: str
+    losses: list[float]
+    step_s: list[float]
+    gradients: list[str]
+    parameters: list[str]
+    graphs: list[Graph] = field(default_factory=list)
+
+
+def make_report(
+    lesson: Lesson, world: int, outcomes: Sequence[Outcome], out: Path
+) -> dict[str, Any]:
+    """Compares the ways, writes the files and says all of it as plain data."""
+    by_way = {outcome.way: outcome for outcome in outcomes}
+    eager, serial, overlapped = (by_way[way] for way in ("eager", "serial", "overlapped"))
+    machine = (
+        default_machine("cpu") if lesson.calibration is None else Machine.load(lesson.calibration)
+    )
+    graphs = [
+        {
+            "kind": graph.kind,
+            "ops": len(graph.program.ops),
+            "streams": list(graph.program.streams()),
+            "verdict": "sound" if graph.report.sound else "unsound",
+            "verified_ms": graph.report.seconds * 1e3,
+            **explanation(graph.program),
+        }
+        for graph in overlapped.graphs
+    ]
+    overlap = {outcome.way: _overlap(outcome) for outcome in (serial, overlapped)}
+    equal = {
+        "losses": serial.losses == overlapped.losses,
+        "gradients": serial.gradients == overlapped.gradients,
+        "parameters": serial.parameters == overlapped.parameters,
+        "largest_loss_difference": _difference(serial, overlapped),
+        "largest_loss_difference_from_eager": _difference(eager, overlapped),
+    }
+    report: dict[str, Any] = {
+        "schema": 1,
+        "world": world,
+        "torch": torch.__version__,
+        "machine": machine.name,
+        "lesson": lesson.to_json(),
+        "losses": {outcome.way: outcome.losses for outcome in outcomes},
+        "step_ms": {outcome.way: _step_ms(outcome) for outcome in outcomes},
+        "first_step_s": {outcome.way: outcome.step_s[0] for outcome in outcomes},
+        "equal": equal,
+        "graphs": graphs,
+        "overlap": overlap,
+    }
+    report["files"] = _write(overlapped, serial, machine, out, report)
+    return report
+
+
+def _difference(one: Outcome, other: Outcome) -> float:
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def _step_ms(outcome: Outcome) -> float:
+    """The median step, without the first one, which compiles."""
+    return statistics.median(outcome.step_s[1:] or outcome.step_s) * 1e3
+
+
+def _overlap(outcome: Outcome) -> dict[str, float]:
+    """Communication of a whole step, forward and backward, and how much compute hid of it."""
+    figures = [graph.measured.figures() for graph in outcome.graphs]
+    comm = sum(figure.comm_s for figure in figures)
+    hidden = sum(figure.overlap_s for figure in figures)
+    return {
+        "comm_s": comm,
+        "overlap_s": hidden,
+        "exposed_s": comm - hidden,
+        "hidden": hidden / comm if comm > 0 else math.nan,
+    }
+
+
+def _write(
+    overlapped: Outcome, serial: Outcome, machine: Machine, out: Path, report: dict[str, Any]
+) -> list[str]:
+    """The Programs' text, the trace and the page; returns their paths."""
+    written: list[Path] = []
+    for outcome, suffix in ((overlapped, ""), (serial, ".serial")):
+        for graph in outcome.graphs:
+            path = out / f"{graph.kind}{suffix}.ilc"
+            write_whole(path, f"{graph.program}\n".encode())
+            written.append(path)
+    runs = [
+        Run((graph.program,), simulate(graph.program, machine), graph.measured, graph.kind)
+        for graph in overlapped.graphs
+    ]
+    plain = [
+        Run((graph.program,), measured=graph.measured, name=f"serial {graph.kind}")
+        for graph in serial.graphs
+    ]
+    try:
+        written.append(write_perfetto([*runs, *plain], out / "trace.pftrace"))
+    except BackendError:  # `doctor` says how to mend it; the older format needs no package
+        written.append(write_perfetto([*runs, *plain], out / "trace.json"))
+    equal, hidden = report["equal"], report["overlap"]["overlapped"]["hidden"]
+    same = equal["losses"] and equal["gradients"] and equal["parameters"]
+    verdicts = ", ".join(f"{graph['kind']} {graph['verdict']}" for graph in report["graphs"])
+    facts = [
+        ("ranks", str(report["world"])),
+        ("verifier", verdicts),
+        ("overlapped = serial", "bit for bit" if same else "to rounding"),
+        ("communication hidden", f"{hidden:.0%}"),
+    ]
+    written.append(write_page(runs, out / "timeline.html", "interlace demo", facts))
+    return [str(path) for path in written]

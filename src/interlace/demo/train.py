@@ -1,0 +1,133 @@
+"""Training one way: eager DTensor, the serial Program, or the overlapped one.
+
+    trained = train("overlapped", lesson, mesh, text, tell=print)
+    trained.losses, trained.parameters
+
+All ways start from the same weights and see the same batches, so their losses can be compared step
+by step, and gradients and parameters by a digest of their bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from interlace.demo.data import Batches
+from interlace.demo.model import Config, Transformer, parallelize
+from interlace.frontend import Captured, backend, capture
+from interlace.options import Options
+
+WAYS = ("eager", "serial", "overlapped")
+"""Eager DTensor; the Program that was imported; the same, overlapped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lesson:
+    """What is trained and for how long."""
+
+    steps: int = 20
+    learning_rate: float = 1e-3
+    seed: int = 0
+    strategy: str = "auto"
+    calibration: str | None = None
+    time_out_s: float = 60.0
+    model: Config = field(default_factory=Config)
+
+    def options(self, way: str) -> Options:
+        """The options of a compiled way."""
+        return Options(
+            overlap=way == "overlapped",
+            strategy=self.strategy if way == "overlapped" else "auto",
+            calibration=self.calibration,
+            time_out_s=self.time_out_s,
+            trace=True,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The lesson as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Lesson:
+        """A lesson from what `to_json` gave."""
+        return cls(**{**data, "model": Config(**data.get("model", {}))})
+
+
+@dataclass(slots=True)
+class Trained:
+    """What one rank saw while it trained one way."""
+
+    way: str
+    losses: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    """Wall time of each step; the first one compiles."""
+    gradients: str = ""
+    """Digest of this rank's gradients in the first step."""
+    parameters: str = ""
+    """Digest of this rank's parameters after the last step."""
+    captured: Captured = field(default_factory=Captured)
+
+
+def train(
+    way: str,
+    lesson: Lesson,
+    mesh: DeviceMesh,
+    text: bytes,
+    tell: Callable[[dict[str, Any]], None],
+) -> Trained:
+    """Trains from the lesson's seed; `tell` hears of every step."""
+    doing = "training" if way == "eager" else "compiling"
+    tell({"event": "way", "way": way, "doing": doing})
+    torch.compiler.reset()
+    torch.manual_seed(lesson.seed)
+    config = lesson.model
+    model = parallelize(Transformer(config), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.learning_rate)
+    batches = Batches(text, config.sequence, config.batch, lesson.seed)
+    forward: Callable[[Tensor], Tensor] = model
+    if way != "eager":
+        options = lesson.options(way)
+        given = {name: getattr(options, name) for name in options.__dataclass_fields__}
+        forward = torch.compile(model, backend=registered(), options=given)
+    trained = Trained(way)
+    with capture() as captured:
+        for step in range(lesson.steps):
+            began = time.perf_counter()
+            tokens, targets = batches[step]
+            loss = F.cross_entropy(forward(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            if step == 0:
+                trained.gradients = digest(p.grad for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.losses.append(loss.item())
+            trained.step_s.append(time.perf_counter() - began)
+            tell({"event": "step", "way": way, "step": step, "loss": trained.losses[-1]})
+    trained.parameters = digest(model.parameters())
+    trained.captured = captured
+    return trained
+
+
+def registered() -> Any:
+    """The backend by name, as users give it; the function itself where nothing is installed."""
+    names = torch._dynamo.list_backends(exclude_tags=None)
+    return "interlace" if "interlace" in names else backend
+
+
+def digest(tensors: Iterable[Tensor | None]) -> str:
+    """A digest of the bytes that this rank holds of some tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            found.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
