@@ -1,4 +1,4 @@
-"""Serial Programs as the frontend writes them, with their inputs and what plain torch makes of them.
+"""Serial Programs as the frontend writes them, with inputs and what plain torch makes of them.
 
 Every sample is a communication and the matmuls around it in one spelling: `Sample.text` for a team
 of some size, `inputs(rank)`, and `expected` from the inputs of all ranks. The data are small
@@ -34,7 +34,7 @@ def rows_of(shape: str, ranks: int, height: int = 3) -> tuple[int, ...]:
 
 def padded_rows(shape: str, ranks: int) -> tuple[int, ...]:
     """Rows of each rank as `torch.chunk` cuts a dimension."""
-    total = {"even": 3 * ranks, "uneven": 3 * ranks - 2, "one-row": 1, "empty": 0}[shape]
+    total = {"even": 3 * ranks, "uneven": 3 * ranks - 1, "one-row": 1, "empty": 0}[shape]
     size = -(-total // ranks)
     return tuple(max(0, min(size, total - i * size)) for i in range(ranks))
 

@@ -16,8 +16,8 @@ from interlace.ir import Call, Chunk, Collective, Op, Program, RankIndex, Slice,
 from interlace.ir.types import TableEntry
 from interlace.passes.aten import MATMULS
 from interlace.passes.blocks import order
-from interlace.passes.cone import Cone, cone_of, result_of
-from interlace.passes.dependencies import dependencies
+from interlace.passes.cone import Cone, cone_of, lhs_of, result_of
+from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.layout import Layout, balanced_sizes, gather_layout, scatter_layout
 from interlace.passes.overlaps import representatives
 from interlace.passes.rows import Refused, Run
@@ -34,6 +34,8 @@ class GatherSite:
     matmuls: tuple[int, ...]
     moves: tuple[int, ...]
     """Ops that only put the gathered rows in order, for these matmuls alone."""
+    kept: tuple[int, ...]
+    """Ops that do so for others as well: the site no longer needs them."""
     whole: bool
     """Whether other ops use the gathered tensor too."""
     declared: tuple[int, ...]
@@ -54,6 +56,8 @@ class ScatterSite:
     cone: Cone
     moves: tuple[int, ...]
     """Ops that only put the rows in order for the collective."""
+    kept: tuple[int, ...]
+    """Ops that do so for others as well: the site no longer needs them."""
     declared: tuple[int, ...]
 
     @property
@@ -70,6 +74,15 @@ class Found:
     kind: str
     site: GatherSite | ScatterSite | None = None
     reason: str = ""
+
+
+def without_moves(before: Before, sites: Iterable[GatherSite | ScatterSite]) -> Before:
+    """The dependencies, without those on ops that a site's chunks do not need."""
+    edges = list(before)
+    for site in sites:
+        for i in site.ops:
+            edges[i] = tuple(j for j in edges[i] if j not in site.kept)
+    return tuple(edges)
 
 
 SITE_KINDS = {
@@ -114,13 +127,13 @@ def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, 
             if values.program.team(op.team).size < 2:
                 raise Refused(f"team {op.team} has one rank")
             site = _site(values, i, op, taken)
-            block = [*blocks, list(site.ops)]
-            if order(before, block) is None:
+            block, fewer = [*blocks, list(site.ops)], without_moves(before, [site])
+            if order(fewer, block) is None:
                 raise Refused("its ops cannot run together: others stand between them")
         except Refused as refusal:
             found.append(Found(i, op.kind, None, str(refusal)))
         else:
-            blocks = block
+            blocks, before = block, fewer
             taken.update(site.ops)
             found.append(Found(i, SITE_KINDS[op.kind], site))
     return tuple(found)
@@ -151,10 +164,11 @@ def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSi
     shape: tuple[Layout, int] | None = None
     reasons: list[str] = []
     moved: dict[str, int] = {}
-    for j, path in _uses(values, name):
+    uses, related = _uses(values, name)
+    for j in uses:
         call = values.program.ops[j]
         try:
-            layout, width = _rows_of(values, call, name, path, origin, shards)
+            layout, width = _rows_of(values, call, name, related, origin, shards)
             if j in taken:
                 raise Refused("its matmul is overlapped with another communication")
             if shape is not None and shape != (layout, width):
@@ -164,7 +178,7 @@ def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSi
             continue
         shape = layout, width
         accepted.append(j)
-        moved.update((m, _index(values, m)) for m in path)
+        moved |= values.between(_lhs(call).buffer, name)
     if shape is None:
         raise Refused(reasons[0] if reasons else _unused(values, name))
     moves = _dead(values, moved, set(accepted))
@@ -174,7 +188,8 @@ def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSi
     outs = [result_of(values.program.ops[j]) for j in accepted]
     names = [name, *(out.buffer for out in outs if out is not None)]
     declared = tuple(values.allocs[n] for n in names if n in values.allocs)
-    return GatherSite(i, layout, width, tuple(accepted), moves, whole, declared)
+    kept = tuple(sorted(set(moved.values()) - set(moves)))
+    return GatherSite(i, layout, width, tuple(accepted), moves, kept, whole, declared)
 
 
 def parts_of(values: Values, op: Collective, whole: View) -> list[int]:
@@ -187,26 +202,35 @@ def parts_of(values: Values, op: Collective, whole: View) -> list[int]:
     return [rows * row for rows in table.values]
 
 
-def _uses(values: Values, name: str) -> list[tuple[int, list[str]]]:
-    """Ops that use a buffer, directly or moved, with the moved buffers between."""
-    found: dict[int, list[str]] = {}
-    stack: list[tuple[str, list[str]]] = [(name, [])]
+def _uses(values: Values, name: str) -> tuple[list[int], set[str]]:
+    """Ops that use a buffer, directly or moved; and the buffers that hold it moved."""
+    found: set[int] = set()
+    related: set[str] = set()
+    stack = [name]
     while stack:
-        current, path = stack.pop()
+        current = stack.pop()
+        if current in related:
+            continue
+        related.add(current)
         for j in values.users.get(current, ()):
             outs = [access.view.buffer for access in values.program.ops[j].writes()]
-            if len(outs) == 1 and values.moved(outs[0]) and outs[0] not in path:
-                stack.append((outs[0], [*path, outs[0]]))
+            if len(outs) == 1 and values.moved(outs[0]):
+                stack.append(outs[0])
             else:
-                found.setdefault(j, path)
-    return sorted(found.items())
+                found.add(j)
+    return sorted(found), related
+
+
+def _lhs(op: Op) -> View:
+    assert isinstance(op, Call)
+    return lhs_of(op)
 
 
 def _rows_of(
     values: Values,
     call: Op,
     name: str,
-    path: list[str],
+    related: set[str],
     origin: tuple[Run, ...],
     shards: Sequence[int],
 ) -> tuple[Layout, int]:
@@ -215,7 +239,6 @@ def _rows_of(
         what = call.fn if isinstance(call, Call) else type(call).__name__.lower()
         raise Refused(f"{what}, not a matmul, takes the gathered tensor")
     lhs = call.args[matmul.lhs]
-    related = {name, *path}
     rest = [view for view in call.views() if view != lhs and view.buffer in related]
     if not isinstance(lhs, View) or lhs.buffer not in related:
         raise Refused(f"{call.fn} takes the gathered tensor as its right-hand side or its bias")
@@ -229,12 +252,6 @@ def _rows_of(
     width = box.sizes[1]
     contents = values.contents(lhs, name, origin)
     return gather_layout(contents, width * box.dtype.itemsize, shards), width
-
-
-def _index(values: Values, name: str) -> int:
-    made = values.maker(name)
-    assert made is not None
-    return made[0]
 
 
 def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, ...]:
@@ -262,8 +279,9 @@ def _unused(values: Values, name: str) -> str:
 def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> ScatterSite:
     assert op.src is not None and op.dst is not None  # noqa: PT018
     root = values.root(op.src.buffer)
-    path = values.reaches(op.src.buffer, root) or []
-    moves = _dead(values, {m: _index(values, m) for m in path}, {i})
+    moved = values.between(op.src.buffer, root)
+    moves = _dead(values, moved, {i})
+    kept = tuple(sorted(set(moved.values()) - set(moves)))
     cone = cone_of(values, root, taken, {i, *moves})
     if cone.transposed and not values.users.get(op.dst.buffer):
         raise Refused(
@@ -287,7 +305,7 @@ def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> Scatter
     outs = (result_of(values.program.ops[j]) for j in cone.ops)
     names = [op.dst.buffer, *(out.buffer for out in outs if out is not None)]
     declared = tuple(values.allocs[n] for n in names if n in values.allocs)
-    return ScatterSite(i, layout, cone, moves, declared)
+    return ScatterSite(i, layout, cone, moves, kept, declared)
 
 
 def _depends_on_rank(program: Program) -> bool:

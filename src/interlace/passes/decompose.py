@@ -21,11 +21,11 @@ from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Op, Program, Remark, Site
 from interlace.options import STRATEGIES as NAMES
-from interlace.passes.analysis import Found, analyse
+from interlace.passes.analysis import Found, GatherSite, ScatterSite, analyse, without_moves
 from interlace.passes.base import add_remarks
 from interlace.passes.blocks import order
 from interlace.passes.choose import Choice, Chooser
-from interlace.passes.dependencies import dependencies
+from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.emitter import Names
 from interlace.passes.overlaps import representatives
 from interlace.passes.strategies import strategy
@@ -68,6 +68,7 @@ class Decompose:
         remarks: list[Remark] = []
         blocks = [[i for i, op in enumerate(program.ops) if op.site == site] for site in done]
         written: dict[int, list[Op]] = {}
+        overlapped: list[GatherSite | ScatterSite] = []
         anchors: dict[int, int] = {}
         for found in analyse(program, done):
             number = program.ops[found.collective].site
@@ -84,10 +85,12 @@ class Decompose:
             if choice.row is not None:
                 anchors[len(blocks)] = found.collective
                 blocks.append(list(found.site.ops))
+                overlapped.append(found.site)
                 written[found.collective] = write(
                     values, names, found.site, choice.row, choice.chunks, number
                 )
-        ops = _rebuilt(program, blocks, anchors, written)
+        before = without_moves(dependencies(program), overlapped)
+        ops = _rebuilt(program, before, blocks, anchors, written)
         sites = tuple(changed.get(site.id, site) for site in program.sites)
         made = program.replace(ops=ops, sites=sites, tables=tuple(names.tables))
         return add_remarks(made, remarks)
@@ -107,9 +110,13 @@ class Decompose:
 
 
 def _rebuilt(
-    program: Program, blocks: list[list[int]], anchors: dict[int, int], written: dict[int, list[Op]]
+    program: Program,
+    before: Before,
+    blocks: list[list[int]],
+    anchors: dict[int, int],
+    written: dict[int, list[Op]],
 ) -> tuple[Op, ...]:
-    placed = order(dependencies(program), blocks, anchors)
+    placed = order(before, blocks, anchors)
     assert placed is not None, "find_sites lets no sites pass that depend on one another"
     ops: list[Op] = []
     for block in placed:

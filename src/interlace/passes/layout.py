@@ -84,6 +84,7 @@ def scatter_layout(
     contents: Contents, row_bytes: int, part_bytes: Sequence[int], total: int
 ) -> Layout:
     """The layout of a matrix of `total` rows that is put in order for a scatter, or Refused."""
+    in_rows(contents, row_bytes)
     if any(size % row_bytes for size in part_bytes):
         raise Refused("a row of the matmul is scattered over several ranks")
     parts: list[list[Run]] = []

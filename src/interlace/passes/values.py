@@ -87,16 +87,17 @@ class Values:
             raise Refused("several values are put together here")
         return roots.pop()
 
-    def reaches(self, name: str, root: str) -> list[str] | None:
-        """The moved buffers between `name` and `root`, `name` first; None where it is no root."""
-        if name == root:
-            return []
-        sources = self.moved(name)
-        for view in sources or ():
-            found = self.reaches(view.buffer, root)
-            if found is not None:
-                return [name, *found]
-        return None
+    def between(self, name: str, root: str) -> dict[str, int]:
+        """The moved buffers from `name` back to its root, with the ops that make them."""
+        found: dict[str, int] = {}
+        stack = [name]
+        while stack:
+            current = stack.pop()
+            made = self.maker(current)
+            if current != root and current not in found and made is not None:
+                found[current] = made[0]
+                stack += [view.buffer for view in self.moved(current) or ()]
+        return found
 
     def contents(self, view: View, root: str, origin: Contents) -> Contents:
         """What a view holds, given what the buffer `root` holds (in storage order)."""

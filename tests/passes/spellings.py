@@ -1,0 +1,391 @@
+"""The same sites in the spellings that frontends and people use: text for a team of some size.
+
+A spelling is the body of a serial Program; what it must be found as stands beside it. The reference
+is the serial Program itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from tests.passes.samples import Sample, integers, padded_rows
+from tests.support.interpreter import run_ranks
+from tests.support.torch_ops import DTYPES
+
+from interlace.ir import Program, View, parse
+
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+
+
+def _cat(name: str, parts: int, dim: int) -> str:
+    """The parts of dimension `dim` one after another along dimension 0, or back."""
+    if dim < 0:
+        pieces = ", ".join(f"{name}.chunk({i}, {parts})" for i in range(parts))
+    else:
+        pieces = ", ".join(f"{name}.chunk({i}, {parts}, dim={dim})" for i in range(parts))
+    return f"({pieces})"
+
+
+def spellings(w: int) -> dict[str, tuple[str, str]]:
+    """(kind, text) by name, for a team of `w` ranks."""
+    total = sum(padded_rows("uneven", w))
+    pitch = padded_rows("uneven", w)[0]
+    rows = padded_rows("uneven", w)
+    tail = w * pitch - total
+    pads = "\n".join(
+        f'    main: call("aten.constant_pad_nd.default", '
+        f"y[{sum(rows[:i])}:{sum(rows[: i + 1])}], (0, 0, 0, {pitch - rows[i]}), 0, "
+        f"out=(p{i} := f32[{pitch}, 5]))"
+        for i in range(w)
+    )
+    padded_list = ", ".join(f"p{i}" for i in range(w))
+    return {
+        "bias": (
+            GATHER,
+            f"""x: f32[3, 8], w: f32[5, 8], b: f32[5]):
+    full = empty(f32[{3 * w}, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.addmm.default", b, full, w.permute(1, 0), out=(y := f32[{3 * w}, 5]))
+    return y""",
+        ),
+        "3d-batch-2": (
+            GATHER,
+            f"""x: f32[2, 3, 8], w: f32[8, 5]):
+    full = empty(f32[{2 * w}, 3, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {3 * w}, 8]))
+    main: call("aten.mm.default", c.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
+    return y.view(2, {3 * w}, 5)""",
+        ),
+        "batch-1-view": (
+            GATHER,
+            f"""x: f32[1, 3, 8], w: f32[8, 5]):
+    full = empty(f32[{w}, 3, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full.view(1, {3 * w}, 8).view({3 * w}, 8), w,
+               out=(y := f32[{3 * w}, 5]))
+    return y""",
+        ),
+        "gather-dim-1-clone": (
+            GATHER,
+            f"""x: f32[2, 3, 2, 4], w: f32[8, 5]):
+    full = empty(f32[{2 * w}, 3, 2, 4])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {3 * w}, 2, 4]))
+    main: call("aten.clone.default", c, out=(d := f32[2, {3 * w}, 2, 4]))
+    main: call("aten.mm.default", d.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
+    return y""",
+        ),
+        "uneven-narrow": (
+            GATHER,
+            f"""x: f32[{pitch}, 8], w: f32[8, 5]):
+    full = empty(f32[{w * pitch}, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full[0:{total}], w, out=(y := f32[{total}, 5]))
+    return y""",
+        ),
+        "uneven-gather-dim-1": (
+            GATHER,
+            f"""x: f32[2, {pitch}, 8], w: f32[8, 5]):
+    full = empty(f32[{2 * w}, {pitch}, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {w * pitch}, 8]))
+    main: call("aten.slice.Tensor", c, 1, 0, -{tail}, out=(d := f32[2, {total}, 8]))
+    main: call("aten.mm.default", d.view({2 * total}, 8), w, out=(y := f32[{2 * total}, 5]))
+    return y""",
+        ),
+        "shared-gather": (
+            GATHER,
+            f"""x: f32[3, 8], q: f32[8, 5], k: f32[8, 2], v: f32[8, 2], b: f32[2]):
+    full = empty(f32[{3 * w}, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, q, out=(yq := f32[{3 * w}, 5]))
+    main: call("aten.mul.Tensor", yq, yq, out=(z := f32[{3 * w}, 5]))
+    main: call("aten.mm.default", full, k, out=(yk := f32[{3 * w}, 2]))
+    main: call("aten.addmm.default", b, full, v, out=(yv := f32[{3 * w}, 2]))
+    return z, yk, yv""",
+        ),
+        "gather-used-whole": (
+            GATHER,
+            f"""x: f32[2, 3, 8], w: f32[8, 5], g: f32[{6 * w}, 4]):
+    full = empty(f32[{2 * w}, 3, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.cat.default", {_cat("full", w, -1)}, 1, out=(c := f32[2, {3 * w}, 8]))
+    main: call("aten.mm.default", c.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
+    main: call("aten.mm.default", c.view({6 * w}, 8).permute(1, 0), g, out=(z := f32[8, 4]))
+    return y, z""",
+        ),
+        "out-variants": (
+            GATHER,
+            f"""x: f32[3, 8], w: f32[8, 5], y: out[f32[{3 * w}, 5]]):
+    full = empty(f32[{3 * w}, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.out", full, w, out=y)""",
+        ),
+        "cast-then-scatter": (
+            SCATTER,
+            f"""x: bf16[{3 * w}, 8], w: bf16[8, 5]):
+    main: call("aten.mm.default", x, w, out=(y := bf16[{3 * w}, 5]))
+    main: call("aten._to_copy.default", y, dtype=f32, out=(z := f32[{3 * w}, 5]))
+    out = empty(f32[3, 5])
+    main: reduce_scatter(z, out, reduce="sum", team=tp)
+    return out""",
+        ),
+        "pointwise-then-scatter": (
+            SCATTER,
+            f"""x: f32[{3 * w}, 8], w: f32[8, 5], b: f32[5], r: f32[1, {3 * w}, 5],
+      c: f32[{3 * w}, 1]):
+    main: call("aten.mm.default", x, w, out=(y := f32[{3 * w}, 5]))
+    main: call("aten.mul.Tensor", y.view(1, {3 * w}, 5), 2.0, out=(y2 := f32[1, {3 * w}, 5]))
+    main: call("aten.add.Tensor", y2, b.view(1, 1, 5), out=(y3 := f32[1, {3 * w}, 5]))
+    main: call("aten.relu.default", y3, out=(y4 := f32[1, {3 * w}, 5]))
+    main: call("aten.add.Tensor", y4, r, out=(y5 := f32[1, {3 * w}, 5]))
+    main: call("aten.mul.Tensor", y5.view({3 * w}, 5), c, out=(y6 := f32[{3 * w}, 5]))
+    out = empty(f32[3, 5])
+    main: reduce_scatter(y6, out, reduce="sum", team=tp)
+    return out, y3""",
+        ),
+        "sum-of-matmuls": (
+            SCATTER,
+            f"""a: f32[{3 * w}, 8], b: f32[{3 * w}, 4], w: f32[8, 5], u: f32[4, 5]):
+    main: call("aten.mm.default", a, w, out=(y := f32[{3 * w}, 5]))
+    main: call("aten.mm.default", b, u, out=(z := f32[{3 * w}, 5]))
+    main: call("aten.mm.default", b, u, out=(v := f32[{3 * w}, 5]))
+    main: call("aten.add.Tensor", y, z, out=(s := f32[{3 * w}, 5]))
+    main: call("aten.add.Tensor", s, v, out=(t := f32[{3 * w}, 5]))
+    out = empty(f32[3, 5])
+    main: reduce_scatter(t, out, reduce="sum", team=tp)
+    return out""",
+        ),
+        "3d-scatter-batch-2": (
+            SCATTER,
+            f"""x: f32[2, {3 * w}, 8], w: f32[8, 5], b: f32[2, {3 * w}, 5]):
+    main: call("aten.mm.default", x.view({6 * w}, 8), w, out=(y := f32[{6 * w}, 5]))
+    main: call("aten.add.Tensor", y.view(2, {3 * w}, 5), b, out=(z := f32[2, {3 * w}, 5]))
+    main: call("aten.cat.default", {_cat("z", w, 1)}, out=(s := f32[{2 * w}, 3, 5]))
+    out = empty(f32[2, 3, 5])
+    main: reduce_scatter(s, out, reduce="sum", team=tp)
+    return out""",
+        ),
+        "uneven-scatter-pad": (
+            SCATTER,
+            f"""x: f32[{total}, 8], w: f32[8, 5], b: f32[{total}, 5]):
+    main: call("aten.addmm.default", b, x, w, out=(y := f32[{total}, 5]))
+{pads}
+    main: call("aten.cat.default", ({padded_list}), out=(s := f32[{w * pitch}, 5]))
+    out = empty(f32[{pitch}, 5])
+    main: reduce_scatter(s, out, reduce="sum", team=tp)
+    return out""",
+        ),
+        "scatter-value-used": (
+            SCATTER,
+            f"""x: f32[{3 * w}, 8], w: f32[8, 5]):
+    main: call("aten.mm.default", x, w, out=(y := f32[{3 * w}, 5]))
+    out = empty(f32[3, 5])
+    main: reduce_scatter(y, out, reduce="sum", team=tp)
+    return out, y""",
+        ),
+        "3d-all-reduce": (
+            REDUCE,
+            """x: f32[2, 5, 8], w: f32[8, 5], b: f32[5]):
+    main: call("aten.addmm.default", b, x.view(10, 8), w, out=(y := f32[10, 5]))
+    out = empty(f32[2, 5, 5])
+    main: all_reduce(y.view(2, 5, 5), out, reduce="sum", team=tp)
+    main: call("aten.relu.default", out, out=(z := f32[2, 5, 5]))
+    return z""",
+        ),
+    }
+
+
+def sample(name: str, ranks: int, seed: int) -> tuple[str, Sample]:
+    """The kind of site that a spelling is, and the spelling as a sample of small integers."""
+    kind, text = spellings(ranks)[name]
+    return kind, as_sample(parse(f"def f(tp: Team[{ranks}], {text}\n"), seed)
+
+
+def as_sample(program: Program, seed: int) -> Sample:
+    """Small integers as inputs, and what the Program makes of them as it is."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs: list[list[torch.Tensor]] = []
+    for rank in program.world:
+        box = program.boxes(rank)
+        given = [b for b in program.params if b.kind == "input"]
+        inputs.append(
+            [integers(generator, *box(View(b.name)).sizes, dtype=DTYPES[b.dtype]) for b in given]
+        )
+    results = run_ranks(program, inputs, in_order=True)
+    expected = [[t for t in found if isinstance(t, torch.Tensor)] for found in results]
+    return Sample(program, inputs, expected)
+
+
+REFUSED = {
+    "select": (
+        "all_gather",
+        "a select or slice of the sharded dimension",
+        """x: f32[3, 8], w: f32[8, 5]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full.select(0, 2).view(1, 8), w, out=(y := f32[1, 5]))
+    return y""",
+    ),
+    "slice": (
+        "all_gather",
+        "only 4 of 6 gathered rows are used",
+        """x: f32[3, 8], w: f32[8, 5]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full[1:5], w, out=(y := f32[4, 5]))
+    return y""",
+    ),
+    "slice-of-each-shard": (
+        "all_gather",
+        "only 4 of 6 gathered rows are used",
+        """x: f32[1, 3, 8], w: f32[8, 5]):
+    full = empty(f32[2, 3, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.slice.Tensor", full, 1, 0, 2, out=(s := f32[2, 2, 8]))
+    main: call("aten.mm.default", s.view(4, 8), w, out=(y := f32[4, 5]))
+    return y""",
+    ),
+    "reversed": (
+        "all_gather",
+        "not in the order of the ranks",
+        """x: f32[3, 8], w: f32[8, 5]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.cat.default", (full[3:6], full[0:3]), out=(s := f32[6, 8]))
+    main: call("aten.mm.default", s, w, out=(y := f32[6, 5]))
+    return y""",
+    ),
+    "padding-between": (
+        "all_gather",
+        "padding stands between the gathered rows",
+        """x: f32[3, 8], w: f32[8, 5]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.constant_pad_nd.default", full, (0, 0, 1, 1), 0, out=(s := f32[8, 8]))
+    main: call("aten.mm.default", s, w, out=(y := f32[8, 5]))
+    return y""",
+    ),
+    "right-hand-side": (
+        "all_gather",
+        "right-hand side",
+        """x: f32[3, 8], w: f32[5, 6]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", w, full, out=(y := f32[5, 8]))
+    return y""",
+    ),
+    "contracted": (
+        "all_gather",
+        "the columns, not the rows",
+        """x: f32[3, 8], w: f32[6, 5]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full.permute(1, 0), w, out=(y := f32[8, 5]))
+    return y""",
+    ),
+    "columns-gathered": (
+        "all_gather",
+        "the columns, not the rows",
+        """x: f32[3, 8], w: f32[16, 5]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.cat.default", (full.chunk(0, 2), full.chunk(1, 2)), 1,
+               out=(s := f32[3, 16]))
+    main: call("aten.mm.default", s, w, out=(y := f32[3, 5]))
+    return y""",
+    ),
+    "times-itself": (
+        "all_gather",
+        "takes the gathered tensor twice",
+        """x: f32[3, 8]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, full.permute(1, 0), out=(y := f32[6, 6]))
+    return y""",
+    ),
+    "no-matmul": (
+        "all_gather",
+        "aten.relu.default, not a matmul, takes the gathered tensor",
+        """x: f32[3, 8]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.relu.default", full, out=(y := f32[6, 8]))
+    return y""",
+    ),
+    "returned": (
+        "all_gather",
+        "its result leaves the program",
+        """x: f32[3, 8]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    return full""",
+    ),
+    "columns-scattered": (
+        "reduce_scatter",
+        "the columns, not the rows",
+        """x: f32[3, 8], w: f32[8, 4]):
+    main: call("aten.mm.default", x, w, out=(y := f32[3, 4]))
+    main: call("aten.cat.default", (y.chunk(0, 2, dim=1), y.chunk(1, 2, dim=1)),
+               out=(s := f32[6, 2]))
+    out = empty(f32[3, 2])
+    main: reduce_scatter(s, out, reduce="sum", team=tp)
+    return out""",
+    ),
+    "rows-dropped-before-scatter": (
+        "reduce_scatter",
+        "dropped or repeated",
+        """x: f32[6, 8], w: f32[8, 5]):
+    main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
+    out = empty(f32[2, 5])
+    main: reduce_scatter(y[1:5], out, reduce="sum", team=tp)
+    return out""",
+    ),
+    "random-between": (
+        "reduce_scatter",
+        "aten.native_dropout.default, not a matmul",
+        """x: f32[6, 8], w: f32[8, 5]):
+    main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
+    main: call("aten.native_dropout.default", y, 0.5, True, rng=True,
+               out=(z := f32[6, 5], m := bool[6, 5]))
+    out = empty(f32[3, 5])
+    main: reduce_scatter(z, out, reduce="sum", team=tp)
+    return out""",
+    ),
+    "softmax-between": (
+        "all_reduce",
+        "aten._softmax.default, not a matmul",
+        """x: f32[6, 8], w: f32[8, 5]):
+    main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
+    main: call("aten._softmax.default", y, 0, False, out=(z := f32[6, 5]))
+    out = empty(f32[6, 5])
+    main: all_reduce(z, out, reduce="sum", team=tp)
+    return out""",
+    ),
+    "weight-gradient": (
+        "all_reduce",
+        "the gradient of a weight",
+        """x: f32[6, 8], g: f32[6, 5]):
+    main: call("aten.mm.default", x.permute(1, 0), g, out=(y := f32[8, 5]))
+    out = empty(f32[8, 5])
+    main: all_reduce(y, out, reduce="sum", team=tp)
+    return out""",
+    ),
+    "input-reduced": (
+        "all_reduce",
+        "no operator of the program, not a matmul",
+        """x: f32[6, 8]):
+    out = empty(f32[6, 8])
+    main: all_reduce(x, out, reduce="sum", team=tp)
+    return out""",
+    ),
+    "other-kind": (
+        "broadcast",
+        "broadcast is not overlapped chunk by chunk",
+        """x: f32[6, 8]):
+    out = empty(f32[6, 8])
+    main: broadcast(x, out, root=0, team=tp)
+    return out""",
+    ),
+}
+"""Kind, part of the reason, and text for two ranks of communications that are no site."""

@@ -1,0 +1,106 @@
+"""Sites are found by meaning in every spelling; what is no site stays alone, with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.passes.samples import STRATEGIES
+from tests.passes.spellings import REFUSED, as_sample, sample, spellings
+from tests.passes.test_decompose import assert_overlaps
+
+from interlace.ir import Collective, Loc, Program, parse
+from interlace.passes import run_pipeline
+
+
+@pytest.mark.parametrize("ranks", [2, 3], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("name", spellings(2))
+def test_every_spelling_is_found_and_overlapped(name: str, ranks: int, seed: int) -> None:
+    kind, made = sample(name, ranks, seed)
+    found = run_pipeline(made.program, "find_sites")
+    assert [site.kind for site in found.sites] == [kind]
+    some = ("ring", "peer-put") if ranks == 2 else STRATEGIES
+    for options in (STRATEGIES[strategy] for strategy in some):
+        decomposed = run_pipeline(found, f"decompose{{{options}}}")
+        assert f"strategy={decomposed.sites[0].strategy}" in options
+        assert_overlaps(decomposed, made, seed)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason(name: str) -> None:
+    kind, reason, text = REFUSED[name]
+    program = parse(f"def f(tp: Team[2], {text}\n")
+    found = run_pipeline(program, "find_sites")
+    (site,) = found.sites
+    assert site.kind == kind
+    assert reason in site.reason
+    assert [type(op) for op in found.ops if op.site == site.id] == [Collective]
+    decomposed = run_pipeline(found, "decompose{strategy=peer}")
+    assert decomposed.sites[0].strategy == "serial"
+    assert decomposed.ops == found.ops
+
+
+def test_a_team_of_one_is_no_site() -> None:
+    text = """def f(tp: Team[1], x: f32[3, 8], w: f32[8, 5]):
+    full = empty(f32[3, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(y := f32[3, 5]))
+    return y
+"""
+    (site,) = run_pipeline(parse(text), "find_sites").sites
+    assert (site.kind, site.reason) == ("all_gather", "team tp has one rank")
+
+
+def with_modules(program: Program) -> Program:
+    ops = (
+        dataclasses.replace(op, loc=Loc(f"layers.{i}")) if not isinstance(op, Collective) else op
+        for i, op in enumerate(program.ops)
+    )
+    return program.replace(ops=tuple(ops))
+
+
+def test_the_module_is_the_collectives_or_else_that_of_an_op_of_the_site(seed: int) -> None:
+    _, made = sample("bias", 2, seed)
+    (site,) = run_pipeline(with_modules(made.program), "find_sites").sites
+    assert site.module == "layers.0"
+
+
+LAYER = """def f(tp: Team[2], x: f32[3, 8], w: f32[8, 5], u: f32[5, 8], g: f32[6, 8]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(h := f32[6, 5]))
+    main: call("aten.relu.default", h, out=(a := f32[6, 5]))
+    main: call("aten.mm.default", a, u, out=(y := f32[6, 8]))
+    out = empty(f32[3, 8])
+    main: reduce_scatter(y, out, reduce="sum", team=tp)
+    main: call("aten.mm.default", full.permute(1, 0), g, out=(dw := f32[8, 8]))
+    total = empty(f32[8, 8])
+    main: all_reduce(dw, total, reduce="sum", team=tp)
+    return out, total
+"""
+
+
+def test_each_collective_has_a_site_and_running_again_changes_nothing() -> None:
+    found = run_pipeline(parse(LAYER), "find_sites")
+    assert [site.kind for site in found.sites] == [
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "all_reduce",
+    ]
+    assert run_pipeline(found, "find_sites") == found
+
+
+def test_a_matmul_between_two_communications_belongs_to_the_first() -> None:
+    text = LAYER.replace('"aten.mm.default", a, u', '"aten.mm.default", full, w2')
+    text = text.replace("u: f32[5, 8]", "w2: f32[8, 8]")
+    found = run_pipeline(parse(text), "find_sites")
+    assert [site.kind for site in found.sites[:2]] == ["all_gather_matmul", "reduce_scatter"]
+    assert "overlapped with another communication" in found.sites[1].reason
+
+
+def test_sites_can_be_decomposed_one_after_another(seed: int) -> None:
+    program = parse(LAYER)
+    both = "decompose{strategy=ring,sites=[2]},decompose{strategy=peer,sites=[1]}"
+    made = run_pipeline(program, f"find_sites,{both},find_sites")
+    assert [site.strategy for site in made.sites] == ["peer", "ring", "serial"]
+    assert_overlaps(made, as_sample(program, seed), seed)
