@@ -226,6 +226,8 @@ class Builder(BuilderCollectives):
         protocol: str | None = None,
         chunks: int | None = None,
         reason: str = "",
+        serial_ms: float | None = None,
+        predicted_ms: float | None = None,
     ) -> Generator[int]:
         """Declares a site; the ops inside serve it. Gives its number."""
         number = max((site.id for site in self.sites), default=0) + 1
@@ -238,11 +240,19 @@ class Builder(BuilderCollectives):
                 protocol=protocol,
                 chunks=chunks,
                 reason=reason,
+                serial_ms=serial_ms,
+                predicted_ms=predicted_ms,
             )
         )
+        with self.at_site(number):
+            yield number
+
+    @contextmanager
+    def at_site(self, number: int | None) -> Generator[None]:
+        """The ops inside serve the site of that number."""
         before, self.current_site = self.current_site, number
         try:
-            yield number
+            yield
         finally:
             self.current_site = before
 

@@ -136,7 +136,9 @@ class Context:
                 box = view.box(buffer, where)
             except InterlaceError as error:
                 shown = print_view(view, self.program)
-                what = f"{shown} does not exist on rank {where.rank}: {error}"
+                cause = error.__cause__
+                reason = "no such dimension" if isinstance(cause, IndexError) else cause or error
+                what = f"{shown} does not exist on rank {where.rank}: {reason}"
                 fix = f"choose a view within {buffer.name!r}"
                 raise self.fault(what, fix) from None
             if any(isinstance(step, AsStrided) for step in view.steps):
