@@ -1,0 +1,197 @@
+"""form_regions: which calls become one, and that nothing else changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.support.interpreter import run_ranks
+from tests.support.serial_programs import serial_program
+
+from interlace.errors import PassError
+from interlace.ir import Call, Collective, Program, parse, validate
+from interlace.passes.form_regions import FormRegions
+
+
+def formed(body: str, **options: int) -> Program:
+    """The Program of these statements after the pass."""
+    program = parse(f"def p(tp: Team[2], x: f32[4, 4], y: f32[4, 4]):\n{body}")
+    result = FormRegions(**options).run(program)
+    validate(result)
+    assert parse(str(result)) == result
+    return result
+
+
+def calls(program: Program) -> list[str]:
+    """What is called, in order."""
+    return [op.fn for op in program.ops if isinstance(op, Call)]
+
+
+def neg(source: str, name: str, more: str = "") -> str:
+    """A small call."""
+    return f'    main: call("aten.neg.default", {source}, out=({name} := f32[4, 4]){more})\n'
+
+
+CASES = {
+    "a chain": (neg("x", "a") + neg("a", "b") + "    return b", ["region_0"]),
+    "calls that share an input alone": (
+        neg("x", "a") + neg("x", "b") + "    return a, b",
+        ["aten.neg.default"] * 2,
+    ),
+    "two chains in turns": (
+        neg("x", "a") + neg("y", "b") + neg("a", "c") + neg("b", "d") + "    return c, d",
+        ["region_0", "region_0"],
+    ),
+    "a matmul between": (
+        neg("x", "a")
+        + '    main: call("aten.mm.default", a, y, out=(b := f32[4, 4]))\n'
+        + neg("b", "c")
+        + "    return c",
+        ["aten.neg.default", "aten.mm.default", "aten.neg.default"],
+    ),
+    "a call of a site": (
+        '    site(1, "all_gather")\n' + neg("x", "a", ", site=1") + neg("a", "b") + "    return b",
+        ["aten.neg.default"] * 2,
+    ),
+    "another stream": (
+        neg("x", "a") + neg("a", "b").replace("main:", "side:") + "    return b",
+        ["aten.neg.default"] * 2,
+    ),
+    "a write in place": (
+        neg("x", "a")
+        + '    main: call("aten.neg_.default", a, out=a, mutates=True)\n'
+        + neg("a", "b")
+        + "    return b",
+        ["aten.neg.default", "aten.neg_.default", "aten.neg.default"],
+    ),
+    "random numbers": (
+        neg("x", "a")
+        + '    main: call("aten.rand_like.default", a, out=(b := f32[4, 4]), rng=True)\n'
+        + neg("b", "c")
+        + "    return c",
+        ["aten.neg.default", "aten.rand_like.default", "aten.neg.default"],
+    ),
+    "several results": (
+        neg("x", "a")
+        + '    main: call("aten.aminmax.default", a, out=(lo := f32[()], hi := f32[()]))\n'
+        + "    return lo, hi",
+        ["aten.neg.default", "aten.aminmax.default"],
+    ),
+    "a rank's rows of a value inside": (
+        neg("x", "a")
+        + '    main: call("aten.neg.default", a[tp.rank], out=(b := f32[2, 4]))\n'
+        + "    return b",
+        ["aten.neg.default"] * 2,
+    ),
+    "what nobody reads": (neg("x", "a") + neg("a", "b") + "    return x", ["aten.neg.default"] * 2),
+}
+
+
+@pytest.mark.parametrize(("body", "expected"), CASES.values(), ids=CASES)
+def test_what_becomes_a_region(body: str, expected: list[str]) -> None:
+    assert calls(formed(body)) == expected
+
+
+def test_a_region_begins_where_communication_arrives() -> None:
+    program = formed(
+        "    g = empty(f32[4, 4])\n    main: all_reduce(y, g, reduce='sum', team=tp)\n"
+        + neg("x", "a")
+        + neg("a", "b")
+        + '    main: call("aten.add.Tensor", b, g, out=(c := f32[4, 4]))\n'
+        + neg("c", "d")
+        + "    return d"
+    )
+    assert calls(program) == ["region_0", "region_1"]
+    reads = [
+        access.view.buffer for op in program.ops if isinstance(op, Call) for access in op.reads()
+    ]
+    assert reads == ["x", "b", "g"], "the first does not wait for what arrives"
+
+
+def test_what_is_needed_later_is_a_result() -> None:
+    program = formed(neg("x", "a") + neg("a", "b") + neg("b", "c") + "    return c, a.view(16)")
+    (call,) = (op for op in program.ops if isinstance(op, Call))
+    assert [buffer.name for buffer in call.fresh] == ["a", "c"]
+
+
+def test_views_of_inputs_outside_and_of_values_inside() -> None:
+    program = formed(
+        neg("x.permute(1, 0)", "a")
+        + '    main: call("aten.add.Tensor", a.permute(1, 0), x.permute(1, 0), '
+        "out=(b := f32[4, 4]))\n    return b"
+    )
+    (region,) = program.regions
+    assert [node.fn for node in region.body] == [
+        "aten.neg.default",
+        "aten.permute.default",
+        "aten.add.Tensor",
+    ]
+    assert region.inputs == ("i0",), "one view, however often it is read"
+
+
+VIEWS = {
+    "slice": ("a[0:2]", "f32[2, 4]"),
+    "select": ("a.select(1, 2)", "f32[4]"),
+    "permute": ("a.permute(1, 0)", "f32[4, 4]"),
+    "view": ("a.view(2, 8)", "f32[2, 8]"),
+    "expand": ("a.view(1, 16).expand(3, 16)", "f32[3, 16]"),
+    "cast": ("a.cast(i32)", "i32[4, 4]"),
+    "as_strided": ("a.as_strided((2, 2), (4, 1), 5)", "f32[2, 2]"),
+}
+
+
+@pytest.mark.parametrize(("view", "shape"), VIEWS.values(), ids=VIEWS)
+def test_every_view_of_a_value_inside(view: str, shape: str) -> None:
+    body = neg("x", "a") + f'    main: call("aten.neg.default", {view}, out=(b := {shape}))\n'
+    before = parse(f"def p(tp: Team[2], x: f32[4, 4], y: f32[4, 4]):\n{body}    return b\n")
+    after = FormRegions().run(before)
+    assert calls(after) == ["region_0"]
+    inputs = [[torch.arange(16.0).view(4, 4) - 7, torch.zeros(4, 4)] for _ in range(2)]
+    for mine, theirs in zip(run_ranks(before, inputs), run_ranks(after, inputs), strict=True):
+        assert torch.equal(torch.as_tensor(mine[0]), torch.as_tensor(theirs[0]))
+
+
+def test_the_same_chain_is_one_region() -> None:
+    body = "".join(
+        neg(f"v{i}" if i else "x", f"u{i}")
+        + neg(f"u{i}", f"t{i}")
+        + f'    main: call("aten.mm.default", t{i}, y, out=(v{i + 1} := f32[4, 4]))\n'
+        for i in range(5)
+    )
+    program = formed(body + "    return v5")
+    assert len(program.regions) == 1
+    assert calls(program) == ["region_0", "aten.mm.default"] * 5
+
+
+def test_min_calls() -> None:
+    body = neg("x", "a") + neg("a", "b") + "    return b"
+    assert calls(formed(body, min_calls=3)) == ["aten.neg.default"] * 2
+    assert calls(formed(neg("x", "a") + "    return a", min_calls=1)) == ["region_0"]
+    with pytest.raises(PassError, match="min_calls"):
+        formed(body, min_calls=0)
+
+
+def test_running_twice_changes_nothing() -> None:
+    program = formed(neg("x", "a") + neg("a", "b") + "    return b")
+    assert FormRegions().run(program) == program
+
+
+def test_random_programs_give_the_same(seed: int) -> None:
+    regions = 0
+    for number in range(seed, seed + 20):
+        rng = random.Random(number)
+        before, inputs = serial_program(rng, 2, 8)
+        after = FormRegions().run(before)
+        validate(after)
+        assert sum(isinstance(op, Collective) for op in after.ops) == sum(
+            isinstance(op, Collective) for op in before.ops
+        )
+        regions += len(after.regions)
+        copies = [[tensor.clone() for tensor in mine] for mine in inputs]
+        expected = run_ranks(before, inputs, in_order=True)
+        got = run_ranks(after, copies, in_order=True)
+        for mine, theirs in zip(expected, got, strict=True):
+            pairs = zip(mine, theirs, strict=True)
+            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+    assert regions > 0

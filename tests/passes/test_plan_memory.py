@@ -1,0 +1,245 @@
+"""plan_memory: lifetimes become storage, and nothing waits for it."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from tests.support.serial_programs import serial_program
+
+from interlace.errors import PassError
+from interlace.ir import Alloc, Buffer, Call, Free, Program, Record, Wait, parse
+from interlace.passes.insert_sync import InsertSync
+from interlace.passes.plan_memory import ALIGNMENT, PlanMemory
+from interlace.passes.schedule import Schedule
+from interlace.verify import check
+
+CHAIN = """
+def chain(x: f32[64, 64], w: f32[64, 64]):
+    main: call("aten.mm.default", x, w, out=(a := f32[64, 64]))
+    main: call("aten.mm.default", a, w, out=(b := f32[64, 64]))
+    main: call("aten.mm.default", b, w, out=(c := f32[64, 64]))
+    main: call("aten.mm.default", c, w, out=(d := f32[64, 64]))
+    main: call("aten.mm.default", d, w, out=(e := f32[64, 64]))
+    return e
+"""
+SIZE = 64 * 64 * 4
+
+
+def planned(text: str, **options: bool) -> Program:
+    """The text after plan_memory."""
+    return PlanMemory(**options).run(parse(text))
+
+
+def offsets(program: Program) -> dict[str, int]:
+    """Where each buffer of the arena begins."""
+    return {n: b.offset for n, b in program.buffers().items() if b.storage == "arena"}
+
+
+def kinds(program: Program) -> dict[str, str]:
+    """The kind of every buffer."""
+    return {name: buffer.kind for name, buffer in program.buffers().items()}
+
+
+def test_a_chain_takes_two_buffers_in_turn() -> None:
+    assert offsets(planned(CHAIN)) == {"a": 0, "b": SIZE, "c": 0, "d": SIZE}
+
+
+def test_without_reuse_each_has_its_own_bytes() -> None:
+    assert offsets(planned(CHAIN, reuse=False)) == {n: i * SIZE for i, n in enumerate("abcd")}
+
+
+def test_what_leaves_stays_fresh() -> None:
+    program = planned(CHAIN)
+    assert kinds(program) == {
+        **dict.fromkeys("xw", "input"),
+        **dict.fromkeys("abcd", "local"),
+        "e": "fresh",
+    }
+    calls = [op.fn for op in program.ops if isinstance(op, Call)]
+    assert calls == ["aten.mm.out"] * 4 + ["aten.mm.default"]
+
+
+def test_a_view_that_leaves_keeps_its_buffer_fresh() -> None:
+    program = planned(CHAIN.replace("return e", "return e, b.view(4096), (c[0:2], None)"))
+    assert [n for n, kind in kinds(program).items() if kind == "fresh"] == ["b", "c", "e"]
+
+
+def test_a_local_buffer_that_leaves_becomes_fresh() -> None:
+    program = planned(
+        "def p(x: f32[4]):\n    y = alloc(f32[4])\n    main: copy(x, y)\n    return y\n"
+    )
+    assert kinds(program)["y"] == "fresh"
+    assert check(program).sound
+
+
+def test_fresh_results_are_freed_at_their_last_use() -> None:
+    program = planned("""
+def p(x: f32[4]):
+    main: call("aten.neg.default", x, out=(a := f32[4]))
+    main: call("aten.neg.default", a, out=(b := f32[4]))
+    main: call("aten.neg.default", x, out=(c := f32[4]))
+    return b, c
+""")
+    assert [type(op).__name__ for op in program.ops] == ["Call", "Call", "Free", "Call"]
+    assert program.ops[2] == Free(buffer="a")
+
+
+def test_no_reuse_where_streams_are_not_ordered() -> None:
+    text = """
+def p(tp: Team[2], x: f32[64, 64], y: f32[64, 64]):
+    a = alloc(f32[64, 64])
+    main: copy(x, a)
+    main: copy(a, x)
+    b = alloc(f32[64, 64], stream="comm")
+    comm: copy(y, b)
+    comm: copy(b, y)
+    c = alloc(f32[64, 64])
+    main: copy(x, c)
+    main: copy(c, x)
+    return ()
+"""
+    program = planned(text)
+    assert offsets(program) == {"a": 0, "b": SIZE, "c": 0}
+    synced = InsertSync().run(program)
+    assert not any(isinstance(op, Record | Wait) for op in synced.ops)
+    assert check(synced).sound
+
+
+def test_memory_adds_no_event(seed: int) -> None:
+    """Sharing storage costs no Wait: planned or not, as many order the streams."""
+    for number in range(seed, seed + 20):
+        serial, _ = serial_program(random.Random(number), 2, 8)
+        lists = [
+            InsertSync().run(PlanMemory(reuse=reuse).run(Schedule().run(serial)))
+            for reuse in (False, True)
+        ]
+        counts = [sum(isinstance(op, Wait) for op in program.ops) for program in lists]
+        assert counts[0] == counts[1], f"seed {number}"
+
+
+def test_planned_buffers_never_overlap_in_time(seed: int) -> None:
+    """In list order, two buffers that live at once share no byte."""
+    for number in range(seed, seed + 20):
+        serial, _ = serial_program(random.Random(number), 2, 10)
+        program = PlanMemory().run(Schedule().run(serial))
+        uses: dict[str, list[int]] = {}
+        for index, op in enumerate(program.ops):
+            for access in (*op.reads(), *op.writes()):
+                uses.setdefault(access.view.buffer, []).append(index)
+        placed = {n: b for n, b in program.buffers().items() if b.storage == "arena"}
+        for name, buffer in placed.items():
+            assert buffer.offset % ALIGNMENT == 0
+            for other, second in placed.items():
+                apart = uses[name][-1] < uses[other][0] or uses[other][-1] < uses[name][0]
+                assert name == other or apart or disjoint(program, buffer, second), f"seed {number}"
+
+
+def disjoint(program: Program, one: Buffer, other: Buffer) -> bool:
+    """Whether two buffers of the arena share no byte, on any rank."""
+    sizes = []
+    for buffer in (one, other):
+        rows = [program.where(rank).dim(buffer.shape[0]) for rank in program.world]
+        sizes.append(max(rows) * 3 * 4)
+    return one.offset + sizes[0] <= other.offset or other.offset + sizes[1] <= one.offset
+
+
+SITES = """
+def p(tp: Team[2], x: f32[2, 4], y: f32[2, 8]):
+{lines}
+    return ()
+"""
+
+
+def gathers(*shapes: str) -> Program:
+    """Gathers one after another, by one-sided copies."""
+    lines: list[str] = []
+    for i, (shape, source) in enumerate(zip(shapes[::2], shapes[1::2], strict=True)):
+        lines += [
+            f"    full{i} = alloc({shape}, symmetric=tp)",
+            f"    main: copy({source}, full{i}[tp.rank])",
+            f"    main: notify(ready{i}, to=tp.others)",
+            f"    main: expect(ready{i}, tp.rank + 1)",
+            f"    main: get(full{i}[tp.rank + 1], peer=tp.rank + 1)",
+            f"    main: copy(full{i}[tp.rank + 1], {source})",
+        ]
+    return PlanMemory().run(parse(SITES.format(lines="\n".join(lines))))
+
+
+def slots(program: Program) -> list[str | None]:
+    """The slots that the symmetric buffers take."""
+    allocs = [op.buffer for op in program.ops if isinstance(op, Alloc)]
+    return [buffer.storage for buffer in allocs if buffer.kind == "symmetric"]
+
+
+def test_one_slot_serves_buffers_one_after_another() -> None:
+    program = gathers("f32[4, 4]", "x", "f32[4, 8]", "y", "f32[4, 4]", "x")
+    assert slots(program) == ["s0", "s0", "s0"]
+    assert [op.buffer for op in program.ops if isinstance(op, Free)] == ["full0", "full1", "full2"]
+    assert check(InsertSync().run(program)).sound
+
+
+def test_buffers_that_live_at_once_take_slots_of_their_own() -> None:
+    lines = """
+    a = alloc(f32[4, 4], symmetric=tp)
+    b = alloc(f32[4, 8], symmetric=tp)
+    main: copy(x, a[0:2])
+    main: copy(y, b[0:2])
+    main: copy(a[0:2], x)
+    c = alloc(f32[4, 4], symmetric=tp)
+    main: copy(x, c[0:2])
+    main: copy(b[0:2], y)
+    main: copy(c[0:2], x)
+"""
+    program = PlanMemory().run(parse(SITES.format(lines=lines)))
+    assert slots(program) == ["s0", "s1", "s0"]
+    assert slots(PlanMemory(reuse=False).run(parse(SITES.format(lines=lines)))) == [
+        "s0",
+        "s1",
+        "s2",
+    ]
+
+
+def test_a_symmetric_buffer_is_always_freed() -> None:
+    program = PlanMemory().run(
+        parse(
+            SITES.format(lines="    a = alloc(f32[4, 4], symmetric=tp)\n    main: copy(x, a[0:2])")
+        )
+    )
+    assert isinstance(program.ops[-1], Free)
+    assert check(InsertSync().run(program)).sound
+
+
+def test_a_buffer_that_nobody_uses_is_dropped() -> None:
+    assert planned("def p(x: f32[4]):\n    a = alloc(f32[4])\n    return ()\n").ops == ()
+
+
+def test_the_same_name_twice_is_refused() -> None:
+    text = "def p(x: f32[4]):\n    a = alloc(f32[4])\n    main: copy(x, a)\n    return ()\n"
+    program = parse(text)
+    with pytest.raises(PassError, match="'a' is allocated twice"):
+        PlanMemory().run(program.replace(ops=(*program.ops, program.ops[0])))
+
+
+def test_a_remark_tells_the_peak() -> None:
+    (remark,) = planned(CHAIN).remarks
+    numbers = list(map(int, re.findall(r"\d+", remark.text)))
+    assert numbers[:4] == [3 * SIZE, 2 * SIZE, 4, 4 * SIZE]
+    again = PlanMemory().run(planned(CHAIN))
+    assert again.remarks == (remark,), "once, however often the pass runs"
+
+
+def test_uneven_ranks_share_offsets() -> None:
+    program = planned("""
+def p(tp: Team[2], x: f32[rows[tp.rank], 64], w: f32[64, 64]):
+    rows = table(tp, 64, 1)
+    main: call("aten.mm.default", x, w, out=(a := f32[rows[tp.rank], 64]))
+    b = alloc(f32[64, 64])
+    main: call("aten.mm.out", w, w, out=b)
+    main: copy(a, x)
+    main: copy(b, w)
+    return ()
+""")
+    assert offsets(program) == {"a": 0, "b": SIZE}
+    assert check(InsertSync().run(program)).sound

@@ -1,0 +1,241 @@
+"""schedule: communication under compute, decided alike on all ranks, bounded in what it moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from interlace.cost import Link, Machine, default_machine, simulate
+from interlace.errors import PassError
+from interlace.ir import Alloc, Call, Collective, Expect, Notify, Op, Program, parse, validate
+from interlace.passes.insert_sync import InsertSync
+from interlace.passes.plan_memory import PlanMemory
+from interlace.passes.schedule import Schedule, is_heavy
+from interlace.verify import check
+
+SLOW = default_machine("cpu").replace(
+    links=(("gloo", Link(latency_s=0.0, bandwidth=1e9)), ("peer", Link(latency_s=0, bandwidth=1e9)))
+)
+
+
+def finish(program: Program) -> Program:
+    """The scheduled Program, ready to run."""
+    program = InsertSync().run(PlanMemory().run(program))
+    validate(program)
+    check(program).raise_if_unsound()
+    return program
+
+
+def hidden(program: Program, machine: Machine = SLOW) -> tuple[float, float]:
+    """How much of the communication compute hides, and how much shorter that makes the run."""
+    serial = simulate(finish(Schedule(streams=1).run(program)), machine)
+    overlapped = simulate(finish(Schedule().run(program)), machine)
+    assert serial.figures(0).hidden == 0
+    return overlapped.figures(0).hidden, serial.makespan_s / overlapped.makespan_s
+
+
+BACKWARD = """
+def backward(tp: Team[2], x: f32[256, 512], w: f32[512, 512], dy: f32[512, 512]):
+    site(1, "all_gather")
+    site(2, "matmul_reduce_scatter")
+    full = empty(f32[512, 512])
+    main: all_gather(x, full, team=tp, site=1)
+    main: call("aten.mm.default", full.permute(1, 0), dy, out=(dw := f32[512, 512]))
+    main: call("aten.mm.default", dy, w, out=(dfull := f32[512, 512]))
+    dx = empty(f32[256, 512])
+    main: reduce_scatter(dfull, dx, reduce="sum", team=tp, site=2)
+    main: call("aten.mul.Tensor", dx, 2.0, out=(r := f32[256, 512]))
+    return dw, r
+"""
+GRADIENTS = """
+def gradients(dp: Team[2], a: f32[512, 512], b: f32[512, 512], w: f32[512, 512]):
+    main: call("aten.mm.default", a, b, out=(g3 := f32[512, 512]))
+    r3 = empty(f32[512, 512])
+    main: all_reduce(g3, r3, reduce="avg", team=dp)
+    main: call("aten.mm.default", a, w, out=(d2 := f32[512, 512]))
+    main: call("aten.mm.default", d2, b, out=(g2 := f32[512, 512]))
+    r2 = empty(f32[512, 512])
+    main: all_reduce(g2, r2, reduce="avg", team=dp)
+    main: call("aten.mm.default", d2, w, out=(d1 := f32[512, 512]))
+    main: call("aten.mm.default", d1, w, out=(d0 := f32[512, 512]))
+    return r3, r2, d0
+"""
+TWO_BATCHES = """
+def halves(tp: Team[2], x: f32[512, 512], z: f32[512, 512], w: f32[512, 512]):
+    main: call("aten.mm.default", x, w, out=(a := f32[512, 512]))
+    ra = empty(f32[512, 512])
+    main: all_reduce(a, ra, reduce="sum", team=tp)
+    main: call("aten.mm.default", ra, w, out=(ya := f32[512, 512]))
+    main: call("aten.mm.default", z, w, out=(b := f32[512, 512]))
+    rb = empty(f32[512, 512])
+    main: all_reduce(b, rb, reduce="sum", team=tp)
+    main: call("aten.mm.default", rb, w, out=(yb := f32[512, 512]))
+    return ya, yb
+"""
+CHUNKS = """
+def chunks(tp: Team[4], x: f32[128, 512], w: f32[512, 512]):
+    site(1, "all_gather_matmul", strategy="peer", protocol="get")
+    full = alloc(f32[512, 512], symmetric=tp)
+    main: copy(x, full[tp.rank], site=1)
+    main: notify(ready, to=tp.others, site=1)
+    y = empty(f32[512, 512])
+    main: call("aten.mm.out", full[tp.rank], w, out=y[tp.rank], site=1)
+    main: expect(ready, tp.rank + 1, site=1)
+    main: get(full[tp.rank + 1], peer=tp.rank + 1, site=1)
+    main: call("aten.mm.out", full[tp.rank + 1], w, out=y[tp.rank + 1], site=1)
+    main: expect(ready, tp.rank + 2, site=1)
+    main: get(full[tp.rank + 2], peer=tp.rank + 2, site=1)
+    main: call("aten.mm.out", full[tp.rank + 2], w, out=y[tp.rank + 2], site=1)
+    main: expect(ready, tp.rank + 3, site=1)
+    main: get(full[tp.rank + 3], peer=tp.rank + 3, site=1)
+    main: call("aten.mm.out", full[tp.rank + 3], w, out=y[tp.rank + 3], site=1)
+    return y
+"""
+CASES = {
+    "backward: gather under dgrad, scatter under wgrad": (BACKWARD, 0.9),
+    "gradients reduced under backward": (GRADIENTS, 0.9),
+    "one half computes while the other travels": (TWO_BATCHES, 0.9),
+    "chunks arrive while others are multiplied": (CHUNKS, 0.9),
+}
+
+
+@pytest.mark.parametrize(("text", "least"), CASES.values(), ids=CASES)
+def test_communication_runs_under_compute(text: str, least: float) -> None:
+    fraction, speedup = hidden(parse(text))
+    assert fraction >= least, f"{fraction:.2f} hidden"
+    assert speedup > 1.05, f"{speedup:.2f} times as fast"
+
+
+def order(program: Program, *types: type[Op]) -> list[str]:
+    """What the ops of these types are called, in list order."""
+    found: list[str] = []
+    for op in program.ops:
+        if isinstance(op, types):
+            found.append(op.fresh[0].name if isinstance(op, Call) else getattr(op, "kind", ""))
+    return found
+
+
+def test_what_feeds_communication_comes_first() -> None:
+    program = Schedule().run(parse(BACKWARD))
+    assert order(program, Call, Collective) == ["all_gather", "dfull", "reduce_scatter", "dw", "r"]
+
+
+def test_in_need_order() -> None:
+    program = parse("""
+def p(tp: Team[2], x: f32[2, 4], y: f32[2, 4], w: f32[4, 4]):
+    late = empty(f32[4, 4])
+    main: all_gather(x, late, team=tp, site=1)
+    soon = empty(f32[4, 4])
+    main: all_gather(y, soon, team=tp, site=2)
+    main: call("aten.mm.default", soon, w, out=(a := f32[4, 4]))
+    main: call("aten.mm.default", late, a, out=(b := f32[4, 4]))
+    return b
+""")
+    sites = [op.site for op in Schedule().run(program).ops if isinstance(op, Collective)]
+    assert sites == [2, 1]
+
+
+def test_a_program_without_communication_keeps_its_order() -> None:
+    program = parse("""
+def p(x: f32[4, 4], w: f32[4, 4]):
+    main: call("aten.mm.default", x, w, out=(a := f32[4, 4]))
+    main: call("aten.relu.default", x, out=(b := f32[4, 4]))
+    main: call("aten.mm.default", a, b, out=(c := f32[4, 4]))
+    return c
+""")
+    assert Schedule().run(program) == program
+
+
+def test_one_stream_keeps_the_order() -> None:
+    program = parse(BACKWARD)
+    assert Schedule(streams=1).run(program) == program
+
+
+@pytest.mark.parametrize("options", [{"streams": 3}, {"streams": 0}, {"window": 0}])
+def test_options_that_make_no_sense(options: dict[str, int]) -> None:
+    with pytest.raises(PassError, match="schedule"):
+        Schedule(**options).run(parse(BACKWARD))
+
+
+def layers(count: int) -> Program:
+    """Weights gathered for one layer after another, as FSDP does."""
+    lines = [
+        f"def p(dp: Team[2], x: f32[4, 4], {', '.join(f'w{i}: f32[2, 4]' for i in range(count))}):"
+    ]
+    for i in range(count):
+        lines += [
+            f"    full{i} = empty(f32[4, 4])",
+            f"    main: all_gather(w{i}, full{i}, team=dp)",
+            f'    main: call("aten.mm.default", {f"y{i - 1}" if i else "x"}, full{i}, '
+            f"out=(y{i} := f32[4, 4]))",
+        ]
+    return parse("\n".join([*lines, f"    return y{count - 1}"]))
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_no_more_than_a_window_is_gathered_ahead(window: int) -> None:
+    program = Schedule(window=window).run(layers(12))
+    ahead = most = 0
+    for op in program.ops:
+        ahead += isinstance(op, Collective)
+        most = max(most, ahead)
+        ahead -= isinstance(op, Call)
+    assert 1 <= most <= window + 1
+    assert order(program, Call) == [f"y{i}" for i in range(12)]
+
+
+def test_uneven_ranks_decide_alike() -> None:
+    """Graphs that differ in local sizes alone become schedules that differ in nothing else."""
+    small, large = parse(BACKWARD), parse(BACKWARD.replace("512", "8").replace("256", "4"))
+    kinds = [
+        [(type(op), op.stream, op.site) for op in finish(Schedule().run(program)).ops]
+        for program in (small, large)
+    ]
+    assert kinds[0] == kinds[1]
+
+
+def test_signals_stand_beside_what_they_serve() -> None:
+    ops = Schedule().run(parse(CHUNKS)).ops
+    for index, op in enumerate(ops):
+        if isinstance(op, Expect):
+            assert type(ops[index + 1]).__name__ == "Get", "right before its copy"
+            assert op.stream == "comm"
+        if isinstance(op, Notify):
+            assert type(ops[index - 1]).__name__ == "Copy", "right after what it tells of"
+        if isinstance(op, Alloc):
+            assert op.buffer.name in str(ops[index + 1])
+
+
+def test_a_pipeline_of_two_programs_keeps_its_messages_in_order() -> None:
+    text = """
+def {name}(pipe: Team[[0, 1]], x: f32[4, 4], w: f32[4, 4]):
+    ranks({rank})
+    main: call("aten.mm.default", x, w, out=(a := f32[4, 4]))
+    b = empty(f32[4, 4])
+    {messages}
+    main: call("aten.mm.default", b, w, out=(c := f32[4, 4]))
+    return c, a
+"""
+    first = "main: send(a, peer=1)\n    main: recv(b, peer=1)"
+    second = "main: recv(b, peer=0)\n    main: send(a, peer=0)"
+    pair = [
+        parse(text.format(name="one", rank=0, messages=first)),
+        parse(text.format(name="two", rank=1, messages=second)),
+    ]
+    done = [InsertSync().run(PlanMemory().run(Schedule().run(program))) for program in pair]
+    assert check(done).sound
+    assert check(done, in_order=True).sound
+
+
+@pytest.mark.parametrize(
+    ("fn", "heavy"),
+    [
+        ("aten.mm.out", True),
+        ("aten.addmm.default", True),
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", True),
+        ("aten.mul.Tensor", False),
+        ("region_0", False),
+        ("interlace.sum_slots", False),
+    ],
+)
+def test_what_weighs_much(fn: str, heavy: bool) -> None:
+    assert is_heavy(fn) == heavy
