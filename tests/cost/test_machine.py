@@ -1,0 +1,144 @@
+"""Machines: built-in figures against what was measured, and calibration files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace.cost import Link, Machine, default_machine, fingerprint, op_seconds
+from interlace.errors import CalibrationError
+from interlace.ir import DType, parse
+
+H200 = default_machine("cuda")
+MB = 1e6
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "low", "high"),
+    [(8192, 8192, 14336, 2.3e-3, 2.7e-3), (4096, 4096, 7168, 0.24e-3, 0.36e-3)],
+)
+def test_matmul_on_h200(rows: int, inner: int, columns: int, low: float, high: float) -> None:
+    assert low <= gemm(rows, inner, columns) <= high
+
+
+def gemm(rows: int, inner: int, columns: int) -> float:
+    """Seconds of a bf16 matmul."""
+    program = parse(
+        f"def p(x: bf16[{rows}, {inner}], w: bf16[{inner}, {columns}], "
+        f"y: out[bf16[{rows}, {columns}]]):\n"
+        '    main: call("aten.mm.out", x, w, out=y)\n'
+    )
+    return op_seconds(program.ops[0], program.boxes(0), H200, {})
+
+
+def test_cutting_a_matmul_costs_waves() -> None:
+    loss = 4 * gemm(1024, 4096, 7168) / gemm(4096, 4096, 7168) - 1
+    assert 0.10 <= loss <= 0.20, f"{loss:.2f}, measured 0.13 to 0.16"
+
+
+@pytest.mark.parametrize(
+    ("total", "bus"), [(16 * MB, 144e9), (64 * MB, 237e9), (256 * MB, 284e9), (1024 * MB, 321e9)]
+)
+def test_all_gather_on_h200(total: float, bus: float) -> None:
+    rows = int(total / 2 / 1024 / 4)
+    program = parse(
+        f"def p(tp: Team[4], x: bf16[{rows}, 1024], y: out[bf16[{4 * rows}, 1024]]):\n"
+        "    main: all_gather(x, y, team=tp)\n"
+    )
+    predicted = op_seconds(program.ops[0], program.boxes(0), H200, {"tp": 4})
+    measured = total * 3 / 4 / bus
+    assert predicted == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(("nbytes", "rate"), [(2 * MB, 120e9), (16 * MB, 285e9), (1e9, 360e9)])
+def test_peer_copy_on_h200(nbytes: float, rate: float) -> None:
+    link = H200.link("peer")
+    assert link.latency_s + nbytes / link.bandwidth == pytest.approx(nbytes / rate, rel=0.12)
+
+
+def test_an_unknown_transport_is_like_the_default() -> None:
+    assert H200.link("ucc") == H200.link(None) == H200.link("nccl")
+    assert H200.flops(DType.i32) == dict(H200.gemm_flops)["other"]
+
+
+def test_no_built_in_model() -> None:
+    with pytest.raises(CalibrationError, match="no built-in model of device 'abacus'"):
+        default_machine("abacus")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_calibration_round_trip(device: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    machine = default_machine(device)
+    machine.save(path)
+    assert Machine.load(path) == machine.replace(host=fingerprint())
+    assert list(tmp_path.iterdir()) == [path], "nothing half written is left"
+
+
+def edited(tmp_path: Path, **fields: Any) -> Path:
+    """A calibration file with some fields changed; None takes one away."""
+    path = tmp_path / "machine.json"
+    default_machine("cpu").save(path)
+    data = json.loads(path.read_text())
+    for name, value in fields.items():
+        place = data if name == "schema" else data["machine"]
+        place.pop(name, None)
+        if value is not None:
+            place[name] = value
+    path.write_text(json.dumps(data))
+    return path
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "another schema": ({"schema": 0}, "schema 0"),
+    "a missing field": ({"launch_s": None}, r"missing fields \['launch_s'\]"),
+    "an unknown field": ({"warp": 9}, r"unknown fields \['warp'\]"),
+    "no number": ({"memory_bandwidth": "fast"}, "memory_bandwidth is 'fast'"),
+    "not above zero": ({"memory_bandwidth": 0}, "memory_bandwidth is 0"),
+    "negative": ({"issue_s": -1}, "issue_s is -1"),
+    "no table": ({"links": 3}, "should be a JSON object"),
+    "no link of the backend": ({"backend": "nccl"}, "one for the backend 'nccl'"),
+    "no speed for the rest": ({"gemm_flops": {"f32": 1e9}}, "needs an entry 'other'"),
+    "a bad link": ({"links": {"gloo": {"speed": 1}}}, "link 'gloo'"),
+    "a link without speed": (
+        {"links": {"gloo": {"latency_s": 0, "bandwidth": 0}}},
+        "bandwidth of gloo is 0",
+    ),
+    "a bad tile": ({"gemm_tile": 128}, "gemm_tile is two numbers"),
+    "a name that is none": ({"name": 7}, "name is 7"),
+    "another host": ({"host": "a ship at sea"}, "made for 'a ship at sea'"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD)
+def test_bad_calibration(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = edited(tmp_path, **fields)
+    with pytest.raises(CalibrationError, match=message):
+        Machine.load(path)
+
+
+def test_another_host_on_request(tmp_path: Path) -> None:
+    path = edited(tmp_path, host="a ship at sea")
+    assert Machine.load(path, any_host=True).host == "a ship at sea"
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="cannot read"):
+        Machine.load(tmp_path / "absent.json")
+    path = tmp_path / "broken.json"
+    path.write_text("{")
+    with pytest.raises(CalibrationError, match="is not JSON"):
+        Machine.load(path)
+    path.write_text("[]")
+    with pytest.raises(CalibrationError, match="should be a JSON object"):
+        Machine.load(path)
+    with pytest.raises(CalibrationError, match="cannot write"):
+        H200.save(tmp_path / "absent" / "machine.json")
+
+
+def test_replace_takes_figures() -> None:
+    link = Link(latency_s=1.0, bandwidth=1.0)
+    assert H200.replace(links=(("nccl", link),)).link("peer") is link
