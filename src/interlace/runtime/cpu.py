@@ -36,6 +36,8 @@ class Step:
     index: int
     op: Op
     run: Thunk
+    proper: bool = True
+    """False for what only comes along with an op: waiting for the host, dropping a tensor."""
 
 
 class Stopped(BaseException):
@@ -70,7 +72,7 @@ class CpuEngine:
         for index, op in enumerate(plan.program.ops):
             steps = streams.setdefault("" if context.options.in_order else op.stream, [])
             for point in plan.syncs.get(index, ()):
-                steps.append(Step(index, op, binder.pass_by(point, index)))
+                steps.append(Step(index, op, binder.pass_by(point, index), proper=False))
             if isinstance(op, Call):
                 run = bind_call(op, context.values, regions, context.device, compiled)
             else:
@@ -80,7 +82,7 @@ class CpuEngine:
             for name in releases.get(index, ()):
                 release = binder.free(name)
                 assert release is not None
-                steps.append(Step(index, op, release))
+                steps.append(Step(index, op, release, proper=False))
         return streams
 
     def check(self) -> None:
@@ -140,6 +142,9 @@ class CpuEngine:
             for step in steps:
                 if self._failure is not None:
                     raise Stopped
+                if not step.proper:
+                    step.run()
+                    continue
                 stream = step.op.stream
                 since[stream] = clock()
                 stands[stream] = step.index

@@ -1,0 +1,192 @@
+"""Streams and ranks really run at once, and no interleaving changes a bit."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import TEXTS, inputs_of, prepared
+from tests.support.pool import Pool
+
+from interlace.cost import op_kind
+from interlace.ir import Alloc, Call, Collective, Free, Get, Group, Op, Put
+
+RUNS = 200
+"""Runs with seeded delays, over all kinds and worlds."""
+CASES = [(kind, world) for kind in TEXTS for world in (2, 3)]
+
+
+class Jitter:
+    """Delays each op of each rank at random: rarely long, often not at all."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.slept = 0
+        self.on = False
+
+    def __call__(self, rank: int, index: int, op: Op) -> None:
+        if self.on and self.random.random() < 0.3:
+            self.slept += 1
+            time.sleep(self.random.random() ** 3 * 0.008)
+
+
+def run_with_delays(kind: str, seed: int, runs: int) -> tuple[int, int]:
+    """How many runs with delays differ from the one without, in order, and how many ops slept."""
+    jitter = Jitter(seed + dist.get_rank())
+    with (
+        prepared(kind, before_op=jitter) as executor,
+        prepared(kind, in_order=True) as twin,
+    ):
+        inputs = inputs_of(executor.program, dist.get_rank(), seed)
+        inputs = [x + torch.rand(x.shape) * 1e-3 for x in inputs]  # sums round
+        (wanted,) = twin.run(inputs)
+        jitter.on = True
+        differ = sum(not torch.equal(executor.run(inputs)[0], wanted) for _ in range(runs))
+        return differ, jitter.slept
+
+
+@pytest.mark.parametrize(("kind", "world"), CASES)
+def test_random_delays_never_change_a_bit(pool: Pool, kind: str, world: int, seed: int) -> None:
+    runs = RUNS // len(CASES)
+    for differ, slept in pool(world).run(run_with_delays, kind, seed, runs):
+        assert differ == 0
+        assert slept > runs
+
+
+class Log:
+    """Notes when ops begin, and delays some."""
+
+    def __init__(self, delays: dict[type[Op], float]) -> None:
+        self.delays = delays
+        self.begun: list[tuple[int, float]] = []
+
+    def __call__(self, rank: int, index: int, op: Op) -> None:
+        self.begun.append((index, time.monotonic()))
+        time.sleep(self.delays.get(type(op), 0.0))
+
+
+def run_apart(kind: str) -> tuple[list[tuple[int, float]], list[torch.Tensor], int]:
+    """Rank 1 lingers before it gives its slot back; what began when, and the results."""
+    log = Log({Free: 0.05} if dist.get_rank() == 1 else {})
+    with prepared(kind, before_op=log) as executor:
+        results = [
+            executor.run(inputs_of(executor.program, dist.get_rank(), run))[0] for run in range(4)
+        ]
+        last = next(i for i, op in enumerate(executor.program.ops) if isinstance(op, Free))
+        return log.begun, results, last
+
+
+@pytest.mark.parametrize("kind", ["get", "put", "slots"])
+def test_a_rank_may_be_a_run_ahead(pool: Pool, kind: str) -> None:
+    (ahead, mine, _), (behind, _, free) = pool(2).run(run_apart, kind)
+    starts = [at for index, at in ahead if index == 0]
+    frees = [at for index, at in behind if index == free]
+    assert len(starts) == len(frees) == 4
+    assert starts[1] < frees[0] + 0.05, "rank 0 began run 2 before rank 1 left run 1"
+    with_barrier = pool(2).run(run_apart, kind)[0][1]
+    assert all(torch.equal(a, b) for a, b in zip(mine, with_barrier, strict=True))
+
+
+def timed(kind: str, delay: float, runs: int) -> tuple[float, float]:
+    """Seconds per run with every transfer and computation slowed: overlapped, and in order."""
+    slow: dict[type[Op], float] = dict.fromkeys((Get, Put, Group, Collective, Call), delay)
+    found: list[list[float]] = [[], []]
+    with (
+        prepared(kind, before_op=Log(slow)) as overlapped,
+        prepared(kind, before_op=Log(slow), in_order=True) as serial,
+    ):
+        inputs = inputs_of(overlapped.program, dist.get_rank(), 0)
+        for _ in range(runs):
+            for seconds, executor in zip(found, (overlapped, serial), strict=True):
+                dist.barrier()
+                start = time.monotonic()
+                executor.run(inputs)
+                seconds.append(time.monotonic() - start)
+    return statistics.median(found[0]), statistics.median(found[1])
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_slowed_communication_is_hidden_under_computation(pool: Pool, kind: str) -> None:
+    """With both slowed alike, an overlapped run takes a part of what the same ops take in order.
+
+    Of n transfers and m computations in a row n + m delays pass; overlapped, about max(n, m) + 1.
+    """
+    for overlapped, serial in pool(3).run(timed, kind, 0.04, 5):
+        print(f"{kind}: overlapped {overlapped * 1e3:.0f} ms, in order {serial * 1e3:.0f} ms")
+        assert overlapped < 0.85 * serial
+
+
+def _takes_no_time(op: Op) -> bool:
+    return isinstance(op, Alloc) and op.buffer.kind != "symmetric"
+
+
+def trace_of(kind: str) -> list[tuple[str, str, float]]:
+    delays: dict[type[Op], float] = {Get: 0.01, Call: 0.01}
+    with prepared(kind, before_op=Log(delays), trace=True) as executor:
+        inputs = inputs_of(executor.program, dist.get_rank(), 0)
+        executor.run(inputs)
+        executor.run(inputs)
+        timeline = executor.timeline()
+        ops = executor.program.ops
+        wanted = [i for i, op in enumerate(ops) if not _takes_no_time(op)]
+        assert [span.op_index for span in timeline.spans] == wanted
+        assert timeline.figures().overlap_s > 0
+        return [(s.name, s.kind, s.seconds) for s in timeline.spans]
+
+
+def test_a_trace_times_every_op_of_the_last_run(pool: Pool) -> None:
+    for spans in pool(2).run(trace_of, "get"):
+        assert [kind for name, kind, _ in spans if name == "aten.mm.out"] == ["compute"] * 2
+        gets = [seconds for name, kind, seconds in spans if name == "get" and kind == "comm"]
+        assert len(gets) == 1
+        assert gets[0] > 0.01
+
+
+def run_cost(kind: str, runs: int) -> tuple[float, int]:
+    """Microseconds of an empty-handed run, per op that is bound."""
+    with prepared(kind, in_order=True) as executor:
+        inputs = inputs_of(executor.program, dist.get_rank(), 0)
+        ops = sum(op_kind(op) == "compute" for op in executor.program.ops)
+        start = time.perf_counter()
+        for _ in range(runs):
+            executor.run(inputs)
+        return (time.perf_counter() - start) / runs * 1e6, ops
+
+
+LOCAL = "def local(x: f32[4, 4]):\n" + "".join(
+    f'    main: call("aten.add.Tensor", {"x" if i == 0 else f"t{i - 1}"}, 1.0, '
+    f"out=(t{i} := f32[4, 4]))\n"
+    for i in range(50)
+)
+
+
+def local_cost(runs: int) -> tuple[float, float]:
+    from interlace.ir import parse
+    from interlace.runtime import Executor
+
+    program = parse(LOCAL + "    return t49\n")
+    x = torch.zeros(4, 4)
+    with Executor(program).prepare() as executor:
+        (y,) = executor.run([x])
+        assert torch.equal(y, x + 50)
+        start = time.perf_counter()
+        for _ in range(runs):
+            executor.run([x])
+        mine = time.perf_counter() - start
+    start = time.perf_counter()
+    for _ in range(runs):
+        y = x
+        for _ in range(50):
+            y = torch.ops.aten.add.Tensor(y, 1.0)
+    plain = time.perf_counter() - start
+    return mine / runs * 1e6, plain / runs * 1e6
+
+
+def test_a_run_costs_little_more_than_its_calls(pool: Pool) -> None:
+    (mine, plain), *_ = pool(1).run(local_cost, 200)
+    print(f"a run of 50 small ops: {mine:.0f} us, the ops alone {plain:.0f} us")
+    assert mine < 4 * plain + 100
