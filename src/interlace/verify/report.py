@@ -58,7 +58,8 @@ class OpRef:
     @property
     def place(self) -> str:
         """Where the op stands, in words."""
-        return f"rank {self.rank}, line {self.line} ({self.stream})"
+        stream = f" ({self.stream})" if self.stream else ""
+        return f"rank {self.rank}, line {self.line}{stream}"
 
     def to_json(self) -> dict[str, Any]:
         """The op as plain data."""

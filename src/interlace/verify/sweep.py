@@ -155,8 +155,8 @@ class Sweep:
 
     def _check_life(self, life: Life, entry: Entry) -> None:
         graph, node, frame = self.graph, entry.node, entry.frame
-        if life.alloc >= 0 and not graph.before(life.alloc, node):
-            early = graph.clocks[life.alloc] is not None and graph.before(node, life.alloc)
+        if self._takes_after(life, node):
+            early = graph.before(node, life.alloc)
             alloc = self._whole(life, life.alloc, frame, life.version.alloc)
             self._fault("use-before-alloc" if early else "race", alloc, entry)
         if life.freed >= 0:
@@ -166,6 +166,15 @@ class Sweep:
         elif life.version.free >= 0:
             chain = graph.chain[node]
             life.last[chain if chain >= 0 else -1 - node] = entry
+
+    def _takes_after(self, life: Life, node: int) -> bool:
+        """Whether the slot may be taken after this node; a deadlock has no order to speak of."""
+        graph = self.graph
+        return (
+            life.alloc >= 0
+            and graph.clocks[life.alloc] is not None
+            and not graph.before(life.alloc, node)
+        )
 
     def _whole(self, life: Life, node: int, frame: Frame, index: int) -> Entry:
         """An Alloc or a Free as an access of the whole buffer."""
@@ -178,6 +187,8 @@ class Sweep:
         life = self._life(frame, item.version)
         life.freed = node
         free = self._whole(life, node, frame, item.index)
+        if self._takes_after(life, node):
+            self._fault("race", self._whole(life, life.alloc, frame, life.version.alloc), free)
         for entry in life.last.values():
             if not self.graph.before(entry.node, node):
                 self._fault("race", entry, free)

@@ -1,0 +1,368 @@
+"""Random small Programs, well-formed and mostly reasonable, some of them wrong on purpose.
+
+A Program is drawn op by op. Whoever draws an op that touches what another stream (or rank) touched
+before adds, most of the time, the event or the signal that orders the two; what is forgotten makes
+races, and what is then mutilated on one rank makes deadlocks. Every op of the IR takes part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from interlace.ir import (
+    RNG,
+    Access,
+    Alloc,
+    Buffer,
+    Call,
+    Collective,
+    Copy,
+    DType,
+    Expect,
+    Free,
+    Get,
+    Group,
+    HostSync,
+    Notify,
+    Op,
+    Others,
+    Program,
+    Put,
+    RankIndex,
+    Record,
+    Recv,
+    Send,
+    Team,
+    View,
+    Wait,
+)
+
+ROWS = 2
+
+
+class Draw:
+    """Draws one SPMD Program."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.size = rng.choice((2, 2, 2, 3))
+        ranks = tuple(range(self.size))
+        self.teams = [Team("tp", self.size)]
+        if rng.random() < 0.4:
+            self.teams.append(Team("aux", self.size, (ranks[::-1],)))
+        self.streams = ("main", "comm", "side")[: rng.choice((1, 2, 2, 2, 3))]
+        self.care = rng.choice((1.0, 1.0, 0.9, 0.7))
+        self.ops: list[Op] = []
+        self.last: dict[str, dict[str, bool]] = {}  # buffer -> stream -> whether it wrote
+        self.live: list[Buffer] = []
+        self.num_events = 0
+        self.num_signals = 0
+        self.num_names = 0
+
+    def program(self, num_steps: int) -> Program:
+        x = Buffer("x", DType.i16, (ROWS, 2), "input")
+        y = Buffer("y", DType.i16, (ROWS * self.size, 2), "output")
+        self.live = [x, y]
+        steps = (
+            (self.compute, 5),
+            (self.collective, 3),
+            (self.alloc, 3),
+            (self.exchange, 2),
+            (self.group, 1),
+            (self.one_sided, 4),
+            (self.free, 2),
+            (self.host_sync, 0.5),
+            (self.stray, 0.5),
+        )
+        whole = View("y")
+        if self.rng.random() < 0.8:
+            self.add(Copy(src=View("x").expand(ROWS, 2), dst=whole.chunk(0, self.size)))
+            for i in range(1, self.size):
+                self.add(Copy(src=View("x"), dst=whole.chunk(i, self.size)))
+        for _ in range(num_steps):
+            (step,) = self.rng.choices([s for s, _ in steps], [w for _, w in steps])
+            step()
+        for buffer in [b for b in self.live if b.kind == "symmetric"]:
+            if self.rng.random() < 0.95:
+                self.release(buffer)
+        return Program(
+            teams=tuple(self.teams), params=(x, y), ops=tuple(self.ops), results=(View("y"),)
+        )
+
+    # Ops
+
+    def add(self, op: Op) -> None:
+        """Adds an op, behind the events that order it with what touched its buffers before."""
+        touched = [(a, False) for a in op.reads()] + [(a, True) for a in op.writes()]
+        waited: set[str] = set()
+        for access, write in touched:
+            for stream, wrote in self.last.get(access.view.buffer, {}).items():
+                if stream == op.stream or not (write or wrote) or stream in waited:
+                    continue
+                if self.rng.random() < self.care:
+                    waited.add(stream)
+                    self.order(stream, op.stream)
+        self.ops.append(op)
+        for access, write in touched:
+            self.remember(access.view.buffer, op.stream, write)
+
+    def remember(self, name: str, stream: str, write: bool) -> None:
+        streams = self.last.setdefault(name, {})
+        if write:
+            streams.clear()
+        streams[stream] = write or streams.get(stream, False)
+
+    def order(self, before: str, after: str) -> None:
+        name = f"e{self.num_events % 3}" if self.rng.random() < 0.5 else f"f{self.num_events}"
+        self.num_events += 1
+        if self.rng.random() < 0.08:
+            self.ops.append(HostSync(stream=before))
+            return
+        self.ops.append(Record(event=name, stream=before))
+        self.ops.append(Wait(event=name, stream=after))
+
+    def stream(self) -> str:
+        return self.rng.choice(self.streams)
+
+    def team(self) -> Team:
+        return self.rng.choice(self.teams)
+
+    def rows(self, buffer: Buffer) -> View:
+        """A view of ROWS rows of a buffer."""
+        view = View(buffer.name)
+        if buffer.shape[0] == ROWS:
+            return view
+        index = self.rng.choice((0, 1, RankIndex("tp"), RankIndex("tp", 1)))
+        if self.rng.random() < 0.15:
+            start = self.rng.randrange(int(buffer.shape[0]) - ROWS + 1)
+            return view.slice(0, start, start + ROWS)
+        return view.chunk(index, self.size)
+
+    def some(self, symmetric: bool = True) -> Buffer:
+        found = [b for b in self.live if symmetric or b.kind != "symmetric"]
+        return self.rng.choice(found)
+
+    def compute(self) -> None:
+        src, dst = self.rows(self.some()), self.rows(self.some())
+        if self.rng.random() < 0.3:
+            src, dst = src.slice(1, 0, 1), dst.slice(1, *self.rng.choice(((0, 1), (1, 2))))
+        kind = self.rng.random()
+        stream = self.stream()
+        if kind < 0.1:
+            self.add(Call(fn="aten.bernoulli.out", args=(src,), outs=(dst,), rng=True, stream=stream))
+        elif kind < 0.2:
+            name = self.name("t")
+            shape = (ROWS, 1) if src.steps and "Slice" in repr(src.steps[-1]) else (ROWS, 2)
+            fresh = Buffer(name, DType.i16, shape, "fresh")
+            self.add(
+                Call(fn="aten.neg.default", args=(src,), outs=(View(name),), fresh=(fresh,), stream=stream)
+            )
+            if shape == (ROWS, 2):
+                self.live.append(fresh)
+        elif kind < 0.3:
+            self.add(Call(fn="aten.neg_.default", args=(dst,), outs=(dst,), mutates=True, stream=stream))
+        elif kind < 0.35:
+            dst = View(dst.buffer).as_strided((1,), (1,), 0)
+            self.add(Call(fn="aten.neg.out", args=(src,), outs=(dst,), stream=stream))
+        else:
+            self.add(Call(fn="aten.neg.out", args=(src,), outs=(dst,), stream=stream))
+
+    def collective(self) -> None:
+        team, stream = self.team(), self.stream()
+        big = [b for b in self.live if b.shape[0] == ROWS * self.size]
+        small = self.rows(self.some())
+        wide = View(self.rng.choice(big).name)
+        kind = self.rng.choice(("all_gather", "all_reduce", "reduce_scatter", "broadcast", "barrier"))
+        backend = self.rng.choice((None, None, None, "gloo"))
+        if kind == "barrier":
+            op = Collective(kind=kind, team=team.name, stream=stream, backend=backend)
+        elif kind == "all_gather":
+            op = Collective(
+                kind=kind, team=team.name, src=small, dst=wide, stream=stream, backend=backend
+            )
+        elif kind == "reduce_scatter":
+            op = Collective(
+                kind=kind, team=team.name, src=wide, dst=small, reduce="sum", stream=stream,
+                backend=backend,
+            )  # fmt: skip
+        elif kind == "all_reduce":
+            op = Collective(
+                kind=kind, team=team.name, src=small, dst=small, reduce="sum", stream=stream
+            )
+        else:
+            root = self.rng.randrange(self.size)
+            op = Collective(
+                kind=kind, team=team.name, src=self.rows(self.some()), dst=small, root=root,
+                stream=stream,
+            )  # fmt: skip
+        self.add(op)
+
+    def exchange(self) -> None:
+        """A send and a receive around the ring, on one stream (which blocks) or on two."""
+        team, k = self.team().name, self.rng.choice((1, -1))
+        send = Send(src=self.rows(self.some()), peer=RankIndex(team, k), team=team, stream=self.stream())
+        receive = Recv(
+            dst=self.rows(self.some()), peer=RankIndex(team, -k), team=team, stream=self.stream()
+        )
+        if len(self.streams) == 1:
+            self.add(Group(ops=(send, dataclasses.replace(receive, stream=send.stream))))
+            return
+        if self.rng.random() < 0.8 and send.stream == receive.stream:
+            other = self.rng.choice([s for s in self.streams if s != send.stream])
+            receive = dataclasses.replace(receive, stream=other)
+        for op in self.rng.sample((send, receive), 2):
+            self.add(op)
+
+    def group(self) -> None:
+        team, k, stream = self.team().name, self.rng.choice((1, -1)), self.stream()
+        ops: list[Send | Recv] = []
+        for _ in range(self.rng.choice((1, 1, 2))):
+            src, dst = self.rows(self.some()), self.rows(self.some())
+            ops.append(Send(src=src, peer=RankIndex(team, k), team=team, stream=stream))
+            ops.append(Recv(dst=dst, peer=RankIndex(team, -k), team=team, stream=stream))
+        self.rng.shuffle(ops)
+        self.add(Group(ops=tuple(ops), stream=stream))
+
+    def name(self, prefix: str) -> str:
+        self.num_names += 1
+        return f"{prefix}{self.num_names}"
+
+    def alloc(self) -> None:
+        name, stream = self.name("b"), self.stream()
+        kind = self.rng.choice(("local", "local", "symmetric", "symmetric", "fresh"))
+        shape = self.rng.choice(((ROWS, 2), (ROWS * self.size, 2)))
+        storage, offset, team = None, 0, None
+        if kind == "symmetric":
+            shape, team = (ROWS * self.size, 2), "tp"
+            storage = self.rng.choice((None, "slot"))
+        elif kind == "local" and self.rng.random() < 0.7:
+            storage, offset = "arena", self.rng.choice((0, 0, 4, 8))
+        buffer = Buffer(name, DType.i16, shape, kind, team, storage=storage, offset=offset)
+        self.ops.append(Alloc(buffer=buffer, stream=stream))
+        if kind == "symmetric":
+            self.remember(name, stream, True)
+        if storage is not None and kind == "local":
+            freed = [b for b in self.last if b.startswith("freed ")]
+            for other in freed:
+                for before in self.last[other]:
+                    if before != stream and self.rng.random() < self.care:
+                        self.order(before, stream)
+            self.remember(name, stream, True)
+        self.live.append(buffer)
+
+    def free(self) -> None:
+        found = [b for b in self.live if b.kind in ("local", "symmetric")]
+        if found:
+            self.release(self.rng.choice(found))
+
+    def release(self, buffer: Buffer) -> None:
+        stream = self.stream()
+        for before in list(self.last.get(buffer.name, {})):
+            if before != stream and self.rng.random() < self.care:
+                self.order(before, stream)
+        self.ops.append(Free(buffer=buffer.name, stream=stream))
+        self.last[f"freed {buffer.name}"] = {stream: True}
+        if self.rng.random() < 0.97:
+            self.live.remove(buffer)
+
+    def one_sided(self) -> None:
+        """Write, notify, expect and get; or put, notify, expect and read."""
+        slots = [b for b in self.live if b.kind == "symmetric"]
+        if not slots:
+            self.alloc()
+            return
+        buffer = self.rng.choice(slots)
+        view, k = View(buffer.name), self.rng.choice((1, -1))
+        signal = self.name("s") if self.rng.random() < 0.7 else "s"
+        if signal == "s":
+            self.num_signals += 1
+        value = 1 if signal != "s" else self.num_signals
+        mine, theirs = RankIndex("tp"), RankIndex("tp", k)
+        source, sink = self.stream(), self.stream()
+        careful = self.rng.random() < max(self.care, 0.8)
+        others: Others | RankIndex = RankIndex("tp", -k)
+        if self.rng.random() < 0.2:
+            others = Others("tp")
+        if self.rng.random() < 0.5:
+            src = View(self.some(symmetric=False).name)
+            src = self.rows(next(b for b in self.live if b.name == src.buffer))
+            self.add(Copy(src=src, dst=view.chunk(mine, self.size), stream=source))
+            if careful:
+                self.ops.append(
+                    Notify(signal=signal, peer=others, team="tp", value=value, stream=source)
+                )
+                self.ops.append(
+                    Expect(signal=signal, peer=theirs, team="tp", value=value, stream=sink)
+                )
+            self.add(
+                Get(src=view.chunk(theirs, self.size), peer=theirs, team="tp", stream=sink)
+            )
+        else:
+            src = self.rows(self.some())
+            self.add(Put(src=src, dst=view.chunk(mine, self.size), peer=theirs, team="tp", stream=source))
+            if careful:
+                peer = theirs if not isinstance(others, Others) else others
+                self.ops.append(
+                    Notify(signal=signal, peer=peer, team="tp", value=value, stream=source)
+                )
+                self.ops.append(
+                    Expect(signal=signal, peer=RankIndex("tp", -k), team="tp", value=value, stream=sink)
+                )
+            dst = self.rows(self.some())
+            self.add(Copy(src=view.chunk(RankIndex("tp", -k), self.size), dst=dst, stream=sink))
+
+    def host_sync(self) -> None:
+        self.ops.append(HostSync(stream=self.stream()))
+
+    def stray(self) -> None:
+        """An event or a signal that nobody asked for."""
+        kind = self.rng.random()
+        if kind < 0.4:
+            self.ops.append(Record(event=f"e{self.rng.randrange(3)}", stream=self.stream()))
+        elif kind < 0.7 and self.num_events:
+            self.ops.append(Wait(event=f"e{self.rng.randrange(3)}", stream=self.stream()))
+        else:
+            signal = self.name("s")
+            self.ops.append(Notify(signal=signal, peer=RankIndex("tp", 1), team="tp", stream=self.stream()))
+
+
+def _declares(op: Op) -> bool:
+    return isinstance(op, Alloc) or (isinstance(op, Call) and bool(op.fresh))
+
+
+def mutilate(program: Program, rng: random.Random) -> Program:
+    """The Program with one op dropped, moved, repeated, or put on another stream."""
+    ops = list(program.ops)
+    movable = [i for i, op in enumerate(ops) if not _declares(op)]
+    if not movable:
+        return program
+    i = rng.choice(movable)
+    kind = rng.random()
+    if kind < 0.4:
+        del ops[i]
+    elif kind < 0.75 and i + 1 < len(ops) and not _declares(ops[i + 1]):
+        ops[i], ops[i + 1] = ops[i + 1], ops[i]
+    elif kind < 0.85 and not isinstance(ops[i], Free | Call):
+        ops.insert(i, ops[i])
+    else:
+        streams = program.streams()
+        ops[i] = dataclasses.replace(ops[i], stream=rng.choice(streams))
+    return program.replace(ops=tuple(ops))
+
+
+def random_set(rng: random.Random, num_steps: int = 5) -> list[Program]:
+    """One SPMD Program, or the same ranks as a set with one of them mutilated."""
+    program = Draw(rng).program(num_steps)
+    if rng.random() < 0.3:
+        program = mutilate(program, rng)
+    if rng.random() < 0.6:
+        return [program]
+    programs = [program.instantiate(rank) for rank in program.world]
+    k = rng.randrange(len(programs))
+    for _ in range(rng.choice((1, 1, 2))):
+        programs[k] = mutilate(programs[k], rng)
+    return programs
+
+
+__all__ = ["RNG", "Access", "random_set"]
