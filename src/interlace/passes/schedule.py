@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,7 +46,7 @@ from interlace.ir import (
     Recv,
     Send,
 )
-from interlace.passes.dependencies import Before, dependencies, followers
+from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
 from interlace.passes.insert_sync import strip_events
 
 HEAVY = frozenset(
@@ -98,12 +99,14 @@ class Schedule:
         return program.replace(ops=tuple(map(_without_slot, ops)))
 
 
-def role(op: Op) -> str:
-    """What the pass does with an op.
+def role(op: Op, symmetric: Container[str] = ()) -> str:
+    """What the pass does with an op; `symmetric` holds the names of such buffers.
 
-    `compute` and `comm` take a place on a lane. `late` ops (allocations, awaited signals) go right
-    before the first op that needs them, on its stream, so that they hold up nothing else; `early`
-    ones (signals raised, storage given back) right after the last op that they need.
+    `compute` and `comm` take a place on a lane; a site's copy into or out of a symmetric buffer is
+    communication, one that packs rows for a matmul is compute. `late` ops (allocations, awaited
+    signals) go right before the first op that needs them, on its stream, so that they hold up
+    nothing else; `early` ones (signals raised, storage given back) right after the last op that
+    they need.
     """
     match op:
         case Expect() | Alloc():
@@ -112,8 +115,8 @@ def role(op: Op) -> str:
             return "early"
         case Collective() | Send() | Recv() | Group() | Put() | Get():
             return "comm"
-        case Copy(site=site) if site is not None:
-            return "comm"
+        case Copy(site=site, src=src, dst=dst) if site is not None:
+            return "comm" if src.buffer in symmetric or dst.buffer in symmetric else "compute"
         case _:
             return "compute"
 
@@ -123,7 +126,8 @@ class _Player:
 
     def __init__(self, program: Program, window: int) -> None:
         self.ops, self.window = program.ops, window
-        self.roles = [role(op) for op in self.ops]
+        symmetric = symmetric_buffers(program)
+        self.roles = [role(op, symmetric) for op in self.ops]
         self.before = dependencies(program)
         self.after = followers(self.before)
         self.needs = self._needs()
