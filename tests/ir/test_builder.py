@@ -120,8 +120,9 @@ def test_every_method_once() -> None:
         "main: copy(t[0:2], y.permute(1, 0)[2:4])",
         "main: copy(t[:, 1:3], s.view(16)[0:8].view(4, 2))",
         "main: copy(x.chunk(tp.rank, rows), t.chunk(tp.rank, rows))",
-        'comm: all_gather(part, full, splits=rows, team=tp, backend="gloo", loc=("layers.0"',
-        'comm: all_reduce(t, t, reduce="max", team=tp',
+        'part, full, splits=rows, team=tp, backend="gloo"',
+        't, t, reduce="max", team=tp',
+        'loc=("layers.0", ',
         "return y, (s, 1.5), None",
     ):
         assert line in text
