@@ -10,12 +10,16 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from interlace.commands.files import read_machine
 from interlace.commands.output import command, console, print_json, say, table
 from interlace.errors import OptionError, TeamError
+
+if TYPE_CHECKING:
+    from interlace.demo.lesson import Lesson
 
 WAYS = {"eager": "eager DTensor", "serial": "serial", "overlapped": "overlapped"}
 
@@ -39,6 +43,7 @@ def demo(
     The model learns the source of Python's standard library, byte by byte: as eager DTensor, as the
     serial program, and overlapped. Losses are shown side by side.
     """
+    from interlace.demo.lesson import Lesson
     from interlace.options import Options
 
     if steps < 1:
@@ -46,18 +51,17 @@ def demo(
     if world < 1:
         raise TeamError(f"--world {world}: give at least one rank")
     Options(strategy=strategy)  # raises for a strategy that there is not
-    lesson: dict[str, Any] = {"steps": steps, "strategy": strategy}
     if calibration is not None:
-        from interlace.commands.files import read_machine
-
         read_machine(calibration)
-        lesson["calibration"] = str(calibration.resolve())
+    place = str(calibration.resolve()) if calibration is not None else None
+    lesson = Lesson(steps=steps, strategy=strategy, calibration=place)
     if "WORLD_SIZE" in os.environ:
         report = _rank_of_torchrun(lesson, out)
     else:
         from interlace.demo.launch import launch
 
-        settings = {"lesson": lesson, "out": str(out)}
+        lesson.model.check(world)
+        settings = {"lesson": lesson.to_json(), "out": str(out)}
         with _progress(steps, quiet=json) as hear:
             report = launch(settings, world, hear, time_out)
     if report is None:
@@ -68,16 +72,15 @@ def demo(
         show(report)
 
 
-def _rank_of_torchrun(lesson: dict[str, Any], out: Path) -> dict[str, Any] | None:
+def _rank_of_torchrun(lesson: Lesson, out: Path) -> dict[str, Any] | None:
     """This process is one of the ranks already."""
     import torch.distributed as dist
 
-    from interlace.demo.train import Lesson
     from interlace.demo.worker import work
 
     dist.init_process_group("gloo")
     try:
-        return work(Lesson.from_json(lesson), out, lambda event: None)
+        return work(lesson, out, lambda event: None)
     finally:
         dist.destroy_process_group()
 

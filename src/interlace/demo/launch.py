@@ -1,6 +1,7 @@
 """Starts the ranks of the demo as processes, passes on what rank 0 tells, and ends them all.
 
-    report = launch(Lesson(), world=2, out=Path("interlace-demo"), hear=print, time_out_s=300)
+    settings = {"lesson": Lesson().to_json(), "out": "interlace-demo"}
+    report = launch(settings, world=2, hear=print, time_out_s=300)
 
 Whatever happens (an error on a rank, a rank that dies, a time-out, an interrupt), no process stays:
 each is killed and reaped here, and ends by itself when this process is gone.
@@ -36,7 +37,7 @@ def launch(
     world: int,
     hear: Callable[[dict[str, Any]], None],
     time_out_s: float,
-    arguments: tuple[str, ...] = ("-m", "interlace.demo.worker"),
+    arguments: tuple[str, ...] = ("-m", "interlace.demo.rank"),
 ) -> dict[str, Any]:
     """Rank 0's report. `settings` go to every rank; `hear` gets rank 0's events."""
     with contextlib.ExitStack() as stack:

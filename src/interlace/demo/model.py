@@ -10,8 +10,6 @@ block gathers the sequence before attention and before the feed-forward, and sca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,34 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from interlace.errors import TeamError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """The sizes of the model and of a batch."""
-
-    layers: int = 2
-    dim: int = 256
-    heads: int = 8
-    hidden: int = 768
-    vocabulary: int = 256
-    sequence: int = 256
-    batch: int = 4
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one attention head."""
-        return self.dim // self.heads
-
-    def check(self, world: int) -> None:
-        """Raises TeamError where the sizes do not divide over that many ranks."""
-        for name in ("heads", "hidden", "vocabulary", "sequence"):
-            if getattr(self, name) % world:
-                raise TeamError(
-                    f"the demo's model has {name}={getattr(self, name)}, which {world} ranks do "
-                    "not divide: take 1, 2, 4 or 8 ranks"
-                )
+from interlace.demo.lesson import Config
 
 
 class RMSNorm(nn.Module):

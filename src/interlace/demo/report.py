@@ -17,7 +17,7 @@ import torch
 
 from interlace.commands.explain import explanation
 from interlace.cost import Machine, Timeline, default_machine, simulate
-from interlace.demo.train import Lesson
+from interlace.demo.lesson import Lesson
 from interlace.errors import BackendError
 from interlace.ir import Program
 from interlace.trace import Run, write_page, write_perfetto

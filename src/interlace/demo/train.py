@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,44 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from interlace.demo.data import Batches
-from interlace.demo.model import Config, Transformer, parallelize
+from interlace.demo.lesson import Lesson
+from interlace.demo.model import Transformer, parallelize
 from interlace.frontend import Captured, backend, capture
-from interlace.options import Options
-
-WAYS = ("eager", "serial", "overlapped")
-"""Eager DTensor; the Program that was imported; the same, overlapped."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lesson:
-    """What is trained and for how long."""
-
-    steps: int = 20
-    learning_rate: float = 1e-3
-    seed: int = 0
-    strategy: str = "auto"
-    calibration: str | None = None
-    time_out_s: float = 60.0
-    model: Config = field(default_factory=Config)
-
-    def options(self, way: str) -> Options:
-        """The options of a compiled way."""
-        return Options(
-            overlap=way == "overlapped",
-            strategy=self.strategy if way == "overlapped" else "auto",
-            calibration=self.calibration,
-            time_out_s=self.time_out_s,
-            trace=True,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The lesson as plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Lesson:
-        """A lesson from what `to_json` gave."""
-        return cls(**{**data, "model": Config(**data.get("model", {}))})
 
 
 @dataclass(slots=True)

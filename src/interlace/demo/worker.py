@@ -1,22 +1,14 @@
 """What each rank of the demo does: train every way, then put together what all ranks saw.
 
-    report = work(lesson, out=Path("interlace-demo"), tell=print)   # under torchrun, on every rank
-
-`python -m interlace.demo.worker` is the same for a rank that `launch.py` started: it tells its
-parent in lines of JSON, and ends when the parent is gone.
+report = work(lesson, out=Path("interlace-demo"), tell=print)   # under torchrun, on every rank
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
-import threading
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.cost import Timeline
 from interlace.demo.data import read_text
+from interlace.demo.lesson import WAYS, Lesson
 from interlace.demo.report import Graph, Outcome, make_report
-from interlace.demo.train import WAYS, Lesson, Trained, train
-from interlace.errors import InterlaceError
+from interlace.demo.train import Trained, train
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -77,58 +69,3 @@ def _together(trained: Trained, seen: list[dict[str, Any]]) -> Outcome:
         parameters=[rank["parameters"] for rank in seen],
         graphs=graphs,
     )
-
-
-def main() -> None:
-    """A rank that `launch.py` started: settings come as JSON, and so does what it tells."""
-    settings = json.loads(sys.argv[1])
-    rank, world = settings["rank"], settings["world"]
-    with os.fdopen(os.dup(1), "w") as channel:
-        os.dup2(2, 1)  # whatever else prints goes to the log
-
-        def tell(event: dict[str, Any]) -> None:
-            if rank == 0 or event["event"] == "error":
-                channel.write(json.dumps({**event, "rank": rank}) + "\n")
-                channel.flush()
-
-        try:
-            torch.set_num_threads(settings["threads"])
-            lesson = Lesson.from_json(settings["lesson"])
-            limit = timedelta(seconds=lesson.time_out_s)
-            store = _store(rank, tell, limit)
-            threading.Thread(target=_end_with_parent, args=(sys.stdin,), daemon=True).start()
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-            report = work(lesson, Path(settings["out"]), tell)
-            dist.destroy_process_group()
-            if report is not None:
-                tell({"event": "report", "report": report})
-        except BaseException as error:
-            traceback.print_exc()
-            ours = isinstance(error, InterlaceError)
-            told = {"type": type(error).__name__, "message": str(error), "ours": ours}
-            tell({"event": "error", **told})
-            channel.flush()
-            os._exit(3)  # threads of a broken run may not end by themselves
-
-
-def _store(rank: int, tell: Tell, limit: timedelta) -> dist.TCPStore:
-    """Rank 0 opens the store on a port of its own; the others hear of the port from the parent."""
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-        tell({"event": "store", "port": store.port})
-        return store
-    port = sys.stdin.readline().strip()
-    if not port:
-        os._exit(3)  # the parent gave up
-    return dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=limit)
-
-
-def _end_with_parent(stdin: TextIO) -> None:
-    """The parent holds the other end of stdin: when that closes, nobody needs this rank."""
-    while stdin.readline():
-        pass
-    os._exit(4)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,75 @@
+"""What the demo trains and for how long: plain data that every process of it has.
+
+lesson = Lesson(steps=50, model=Config(layers=4))
+Lesson.from_json(lesson.to_json()) == lesson
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from interlace.errors import TeamError
+from interlace.options import Options
+
+WAYS = ("eager", "serial", "overlapped")
+"""Eager DTensor; the Program that was imported; the same, overlapped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The sizes of the model and of a batch."""
+
+    layers: int = 2
+    dim: int = 256
+    heads: int = 8
+    hidden: int = 768
+    vocabulary: int = 256
+    sequence: int = 256
+    batch: int = 4
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.dim // self.heads
+
+    def check(self, world: int) -> None:
+        """Raises TeamError where the sizes do not divide over that many ranks."""
+        for name in ("heads", "hidden", "vocabulary", "sequence"):
+            if getattr(self, name) % world:
+                raise TeamError(
+                    f"the demo's model has {name}={getattr(self, name)}, which {world} ranks do "
+                    "not divide: take 1, 2, 4 or 8 ranks"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lesson:
+    """What is trained and for how long."""
+
+    steps: int = 20
+    learning_rate: float = 1e-3
+    seed: int = 0
+    strategy: str = "auto"
+    calibration: str | None = None
+    time_out_s: float = 60.0
+    model: Config = field(default_factory=Config)
+
+    def options(self, way: str) -> Options:
+        """The options of a compiled way."""
+        return Options(
+            overlap=way == "overlapped",
+            strategy=self.strategy if way == "overlapped" else "auto",
+            calibration=self.calibration,
+            time_out_s=self.time_out_s,
+            trace=True,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The lesson as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Lesson:
+        """A lesson from what `to_json` gave."""
+        return cls(**{**data, "model": Config(**data.get("model", {}))})

@@ -1,0 +1,145 @@
+"""The demo's processes: heard, bounded, and none left behind, whatever a rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.schedules import ROOT, command
+
+from interlace import errors
+from interlace.demo.launch import launch
+
+FAKE = (str(Path(__file__).with_name("fake_rank.py")),)
+
+
+def run(*does: str, time_out_s: float = 30.0) -> Any:
+    """What launch returned or raised; none of the processes it started is left."""
+    settings = {"does": does, "lesson": 1}
+    heard: list[dict[str, Any]] = []
+    try:
+        result: Any = launch(settings, len(does), heard.append, time_out_s, FAKE)
+    except errors.InterlaceError as error:
+        result = error
+    assert heard, "no rank was started"
+    left = [pid for pid in children(os.getpid()) if FAKE[0] in command_line(pid)]
+    assert not left
+    return result
+
+
+def test_the_report_of_rank_0_comes_back() -> None:
+    assert run("report", "report", "report") == {"port": 4321, "lesson": 1}
+
+
+@pytest.mark.parametrize(
+    ("does", "kind", "told"),
+    [
+        (("wait", "die"), errors.PeerError, "rank 1 of the demo was killed by signal 9"),
+        (("die", "wait"), errors.PeerError, "rank 0 of the demo was killed by signal 9"),
+        (("wait", "exit"), errors.PeerError, "rank 1 of the demo ended with code 7"),
+        (("wait", "team"), errors.TeamError, "rank 1: team said"),
+        (("peer", "team"), errors.TeamError, "rank 1: team said"),
+        (("wait", "foreign"), errors.PeerError, "rank 1 of the demo raised ValueError: foreign"),
+    ],
+    ids=["dies", "first-dies", "exits", "ours", "cause-before-echo", "foreign"],
+)
+def test_a_failing_rank_is_named_and_all_are_ended(
+    does: tuple[str, ...], kind: type[Exception], told: str
+) -> None:
+    result = run(*does)
+    assert type(result) is kind, result
+    assert told in str(result)
+
+
+def test_a_dead_rank_s_log_is_repeated() -> None:
+    assert "the last words" in str(run("wait", "die"))
+
+
+def test_time_out_ends_all() -> None:
+    began = time.monotonic()
+    result = run("wait", "hang", time_out_s=2.0)
+    assert isinstance(result, errors.CommTimeoutError)
+    assert "did not end in 2 s (ranks [0, 1] are still at it)" in str(result)
+    assert time.monotonic() - began < 10
+
+
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Not even SIGKILL of the parent leaves a real rank behind."""
+    code = (
+        "import sys, json; sys.path.insert(0, sys.argv[1])\n"
+        "from interlace.demo.launch import launch\n"
+        "tell = lambda event: print(json.dumps(event), flush=True)\n"
+        "out = sys.argv[2]\n"
+        "launch({'lesson': {'steps': 500}, 'out': out}, 2, tell, 100)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(ROOT / "src"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    try:
+        first = json.loads(parent.stdout.readline())  # the ranks are up and at work
+        assert first["event"] == "started"
+        ranks = children(parent.pid)
+        assert len(ranks) == 2
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+    deadline = time.monotonic() + 30
+    while any(map(running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(running, ranks))
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(path.name)
+        for path in Path("/proc").iterdir()
+        if path.name.isdecimal() and status(int(path.name))[1] == pid
+    ]
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def status(pid: int) -> tuple[str, int]:
+    """State and parent of a process; `gone` where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return "gone", 0
+    return fields[0], int(fields[1])
+
+
+def running(pid: int) -> bool:
+    return status(pid)[0] not in ("gone", "Z")
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--steps", "0"], "OptionError: --steps 0: give at least one step"),
+        (["--world", "0"], "TeamError: --world 0: give at least one rank"),
+        (["--world", "3"], "TeamError: the demo's model has heads=8, which 3 ranks do not divide"),
+        (["--strategy", "magic"], "OptionError: option strategy='magic': choose one of"),
+        (["--calibration", "/no/such.json"], "CalibrationError: cannot read calibration file"),
+    ],
+    ids=["steps", "no-world", "world-of-3", "strategy", "calibration"],
+)
+def test_bad_arguments_are_refused_before_anything_starts(args: list[str], told: str) -> None:
+    done = command("demo", *args)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {told}")
