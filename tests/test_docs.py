@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,19 @@ def blocks(language: str) -> dict[str, str]:
 
 PYTHON = blocks("python")
 SCHEDULES = {name: code for name, code in PYTHON.items() if re.match(r"def \w+\(.*Team\[", code)}
+
+QUICK_START_CHECK = """
+eager = mlp._orig_mod
+gradients = [p.grad.to_local() for p in eager.parameters()]
+eager.zero_grad()
+eager_loss = eager(x).square().mean()
+eager_loss.backward()
+torch.testing.assert_close(loss, eager_loss)
+for ours, parameter in zip(gradients, eager.parameters(), strict=True):
+    torch.testing.assert_close(ours, parameter.grad.to_local())
+print("equal to eager")
+torch.distributed.destroy_process_group()
+"""
 
 
 def test_op_table_is_up_to_date() -> None:
@@ -63,6 +77,15 @@ def test_schedule_in_a_page_is_sound(name: str) -> None:
     check(program).raise_if_unsound()
 
 
+def test_builder_in_the_reference_makes_a_sound_program() -> None:
+    (code,) = (code for code in PYTHON.values() if "with interlace.program(" in code)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    program = names["p"].program
+    assert len(program.ops) == 14
+    check(program).raise_if_unsound()
+
+
 def test_counterexample_in_the_readme_is_real() -> None:
     """What the README shows for a schedule with a line deleted is what the verifier says."""
     (code,) = (code for name, code in SCHEDULES.items() if name.startswith("README.md"))
@@ -71,6 +94,23 @@ def test_counterexample_in_the_readme_is_real() -> None:
     report = check(parse(code.replace(deleted, "")))
     (shown,) = blocks("text").values()
     assert shown.strip() in str(report)
+
+
+def test_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
+    """The README's first script, on two ranks, beside eager DTensor."""
+    (code,) = (code for code in PYTHON.values() if "init_device_mesh" in code)
+    script = tmp_path / "train.py"
+    script.write_text(code + QUICK_START_CHECK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal to eager") == 2
 
 
 @pytest.mark.parametrize("name", PYTHON)
