@@ -1,0 +1,67 @@
+"""Every strategy on real processes: what an Executor gives equals plain torch.distributed.
+
+Data are small integers, exact in bf16 as well, so equality is exact whatever the order of a sum.
+Each test runs all shapes (even, uneven, one row, empty shards) of one site, strategy, team and dtype.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.passes.samples import DTYPES, KINDS, SHAPES, STRATEGIES, Sample, rows_of
+from tests.support.pool import Pool
+
+from interlace.options import Options
+from interlace.passes import run_pipeline
+from interlace.runtime import Executor
+
+LOWER = "find_sites,decompose{{{}}},schedule,plan_memory,insert_sync"
+
+
+def reference(kind: str, rows: tuple[int, ...], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The site in plain torch.distributed; uneven gathers and scatters by padding."""
+    rank, ranks, tall = dist.get_rank(), len(rows), max(rows)
+    if kind == "all_gather_matmul":
+        shards = [x.new_zeros(tall, x.shape[1]) for _ in rows]
+        padded = x.new_zeros(tall, x.shape[1])
+        padded[: x.shape[0]] = x
+        if tall:
+            dist.all_gather(shards, padded)
+        return torch.cat([shard[:n] for shard, n in zip(shards, rows, strict=True)]) @ w
+    y = (x @ w).float()
+    if y.numel():
+        dist.all_reduce(y)
+    y = y.to(x.dtype)
+    return y.split(list(rows))[rank] if kind == "matmul_reduce_scatter" else y[: sum(rows[:ranks])]
+
+
+def run_shapes(kind: str, strategy: str, ranks: int, dtype: str, seed: int) -> dict[str, str]:
+    """On one rank: shape -> "" or what is wrong."""
+    rank = dist.get_rank()
+    wrong: dict[str, str] = {}
+    for shape in SHAPES:
+        sample: Sample = KINDS[kind](ranks, shape, dtype, seed)
+        program = run_pipeline(sample.program, LOWER.format(STRATEGIES[strategy]))
+        options = Options(time_out_s=20)
+        executor = Executor(program, groups={"tp": dist.group.WORLD}, options=options).prepare()
+        x, w = sample.inputs[rank]
+        expected = reference(kind, rows_of(shape, ranks), x, w)
+        for _ in range(3):  # the slots are used in turn
+            (found,) = executor.run([x, w])
+            if found.shape != expected.shape or not torch.equal(found, expected):
+                wrong[shape] = f"rank {rank}: {found} instead of {expected}"
+        dist.barrier()
+        executor.close()
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_torch_distributed(
+    pool: Pool, kind: str, strategy: str, ranks: int, dtype: str, seed: int
+) -> None:
+    for wrong in pool(ranks).run(run_shapes, kind, strategy, ranks, dtype, seed):
+        assert not wrong
