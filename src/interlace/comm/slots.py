@@ -5,7 +5,7 @@ given back take n - 2. Counts go on from run to run and from Program to Program,
 may be a run ahead of its peers without a barrier, and slots of one name and size are shared by
 all Executors.
 
-    pool.ensure({"s0": 1 << 20}, time_out_s=60)         # all ranks, while they prepare
+    pool.ensure("1", {"s0": 1 << 20}, time_out_s=60)    # all ranks, while they prepare
     use = pool.slots["s0", 1 << 20].next_use()          # a take: which copy, and its number
 """
 
@@ -84,7 +84,6 @@ class SlotPool:
         self._topic = topic
         self._ranks = ranks
         self._me = me
-        self._rounds = 0
         self.slots: dict[tuple[str, int], Slot] = {}
 
     @property
@@ -92,13 +91,14 @@ class SlotPool:
         """Bytes of shared memory that this rank gives to the pool."""
         return sum(2 * align(slot.nbytes) for slot in self.slots.values())
 
-    def ensure(self, wanted: Mapping[str, int], time_out_s: float) -> dict[str, Slot]:
-        """The slots of these names, large enough on every rank; all ranks call this together."""
-        self._rounds += 1
-        topic, rank = f"{self._topic}/{self._rounds}", self._ranks[self._me]
-        notes = self._board.exchange(
-            f"{topic}/slots", self._ranks, rank, {"slots": dict(wanted)}, time_out_s
-        )
+    def ensure(self, topic: str, wanted: Mapping[str, int], time_out_s: float) -> dict[str, Slot]:
+        """The slots of these names, large enough on every rank.
+
+        All ranks call this together, under a topic that is new each time.
+        """
+        topic, told = f"{self._topic}/{topic}", {"slots": dict(wanted)}
+        rank = self._ranks[self._me]
+        notes = self._board.exchange(f"{topic}/slots", self._ranks, rank, told, time_out_s)
         sizes: dict[str, int] = {}
         for note in notes:
             for name, nbytes in note["slots"].items():

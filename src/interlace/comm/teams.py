@@ -96,7 +96,6 @@ class TeamComm:
         generation = self.board.count(f"{key}/generation/{rank}")
         self.topic = f"{key}/{generation}"
         self.slots = SlotPool(self.board, f"{self.topic}/slots", self.ranks, self.me)
-        self.single_host = True
 
     @property
     def size(self) -> int:
@@ -115,7 +114,7 @@ class TeamComm:
             return
         process = identity()
         note: Note = {"host": host(), "process": list(process)}
-        topic = f"{self.topic}/setup"
+        topic = f"{self.topic}/setup/{self.num_prepared}"
         notes = self.board.exchange(f"{topic}/hello", self.ranks, self.rank, note, time_out_s)
         away = [rank for rank, n in zip(self.ranks, notes, strict=True) if n["host"] != host()]
         if away:

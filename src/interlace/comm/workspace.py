@@ -87,7 +87,9 @@ class Workspace:
             at += align(nbytes)
         note["stage"] = [at, at + align(demand.stage_nbytes)]
         at += 2 * align(demand.stage_nbytes)
-        shared = share(team.board, f"{team.topic}/{topic}", team.ranks, me, at, note, time_out_s)
+        shared = share(
+            team.board, f"{team.topic}/space/{topic}", team.ranks, me, at, note, time_out_s
+        )
         self._demand = demand
         self._segments = shared.segments
         self._notes = shared.notes

@@ -109,11 +109,11 @@ class Executor:
         self._slots: dict[str, Any] = {}
         for team in self._ordered():
             for name in (name for name, other in self._teams.items() if other is team):
-                slots = team.slots.ensure(plan.slots.get(name, {}), limit)
-                for _, buffer, of_team in plan.takes:
+                topic = f"{team.num_prepared}/{name}"
+                slots = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
+                for buffer, of_team in plan.takes.items():
                     if of_team == name:
                         self._slots[buffer] = slots[plan.slot_of(buffer)]
-                topic = f"executor/{name}/{team.num_prepared}"
                 self._spaces[name] = Workspace(team, topic, plan.demands[name], limit)
                 for _, backend in (key for key in self._backends if key[0] == name):
                     if backend != "peer":
@@ -152,7 +152,7 @@ class Executor:
     def _result(self, arg: Arg, values: Values) -> Callable[[], Any]:
         """How a run reads one of its results."""
         if isinstance(arg, View):
-            kind = self._plan.program.buffers()[arg.buffer].kind
+            kind = self._plan.buffers[arg.buffer].kind
             if kind not in ("input", "output", "fresh"):
                 raise ProgramError(
                     f"{self.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
@@ -192,7 +192,7 @@ class Executor:
         teams, values, uses = context.crew.teams.values(), context.values, context.crew.uses
         for team in teams:
             team.control.enter(agreement.tag, self.program.name, context.flight.text)
-        for _, buffer, _ in self._plan.takes:
+        for buffer in self._plan.takes:
             uses[buffer] = context.crew.slots[buffer].next_use()
         given = dict(zip(self._inputs.names, inputs, strict=True))
         given.update(zip(self._outputs.names, out, strict=True))

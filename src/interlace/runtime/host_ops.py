@@ -164,12 +164,11 @@ class HostBinder:
 
     def take(self, index: int, name: str) -> Thunk:
         slot, uses, wait = self.crew.slots[name], self.crew.uses, self.wait_of(index)
-        team = next(team for _, buffer, team in self.plan.takes if buffer == name)
-        control = self.crew.teams[team].control
+        control = self.crew.teams[self.plan.takes[name]].control
         return lambda: slot.take(uses[name], wait, control.where)
 
     def free(self, name: str) -> Thunk | None:
-        kind = self.plan.program.buffers()[name].kind
+        kind = self.plan.buffers[name].kind
         if kind == "symmetric":
             slot, uses = self.crew.slots[name], self.crew.uses
             return lambda: slot.free(uses[name])

@@ -18,6 +18,7 @@ from interlace.ir import (
     KINDS,
     Alloc,
     Box,
+    Buffer,
     Collective,
     DType,
     Expect,
@@ -63,6 +64,7 @@ class Plan:
     """The static facts of a concrete Program, by the index of its ops."""
 
     program: Program
+    buffers: Mapping[str, Buffer]
     rank: int
     where: Where
     box: Callable[[View], Box]
@@ -75,8 +77,8 @@ class Plan:
     turns: Mapping[int, Turn]
     letters: Mapping[tuple[int, int], Letter]
     """By op and by member of a Group (0 outside of one)."""
-    takes: tuple[tuple[int, str, str], ...]
-    """Every symmetric Alloc in order: its op, the buffer and the team."""
+    takes: Mapping[str, str]
+    """The symmetric buffers in the order in which they take their slots, with their teams."""
     demands: Mapping[str, Demand]
     slots: Mapping[str, Mapping[str, int]]
     """By team: the bytes of each slot."""
@@ -100,7 +102,7 @@ class Plan:
 
     def slot_of(self, buffer: str) -> str:
         """The name of the slot that a symmetric buffer takes."""
-        return self.program.buffers()[buffer].storage or buffer
+        return self.buffers[buffer].storage or buffer
 
 
 def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
@@ -111,8 +113,8 @@ def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
     for index, op in enumerate(program.ops):
         planner.add(index, op)
     return Plan(
-        *(program, rank, where, planner.box, planner.waits, planner.syncs, planner.specs),
-        *(planner.turns, planner.letters, tuple(planner.takes), planner.demands()),
+        *(program, program.buffers(), rank, where, planner.box, planner.waits, planner.syncs),
+        *(planner.specs, planner.turns, planner.letters, planner.takes, planner.demands()),
         planner.slots,
     )
 
@@ -158,7 +160,7 @@ class _Planner:
         self.syncs: dict[int, tuple[int, ...]] = {}
         self.turns: dict[int, Turn] = {}
         self.letters: dict[tuple[int, int], Letter] = {}
-        self.takes: list[tuple[int, str, str]] = []
+        self.takes: dict[str, str] = {}
         self.slots: dict[str, dict[str, int]] = {}
         self._teams = [team.name for team in program.teams if team.name in where.members]
         self._records: dict[str, int] = {}
@@ -188,12 +190,12 @@ class _Planner:
                 self._seen[op.stream] = len(self._host_syncs)
             case Alloc(buffer=buffer) if buffer.kind == "symmetric":
                 assert buffer.team is not None
-                if any(name == buffer.name for _, name, _ in self.takes):
+                if buffer.name in self.takes:
                     raise ProgramError(
                         f"the symmetric buffer {buffer.name!r} is allocated twice: give the second "
                         "one a name of its own (and the same storage, to share the slot)"
                     )
-                self.takes.append((index, buffer.name, buffer.team))
+                self.takes[buffer.name] = buffer.team
                 sizes = self.slots.setdefault(buffer.team, {})
                 slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
                 sizes[slot] = max(sizes.get(slot, 0), size)

@@ -1,0 +1,283 @@
+"""Calls, regions, views and results, on one rank without a process group."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from interlace.errors import BackendError, ExecutorError, InterlaceError, ProgramError
+from interlace.ir import Program, parse
+from interlace.kernels import sum_slots
+from interlace.options import Options
+from interlace.runtime import Executor, executor_for
+
+X = torch.arange(12.0).view(3, 4)
+
+
+def run(text: str, *inputs: torch.Tensor, **options: object) -> tuple[object, ...]:
+    with Executor(parse(text), options=Options.from_dict(options)).prepare() as executor:
+        first = executor.run(list(inputs))
+        again = executor.run(list(inputs))
+        for one, other in zip(first, again, strict=True):
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                assert torch.equal(one, other)
+        return first
+
+
+def tensors(found: tuple[object, ...]) -> list[torch.Tensor]:
+    assert all(isinstance(tensor, torch.Tensor) for tensor in found)
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+CALLS = {
+    "fresh": ('main: call("aten.mul.Tensor", x, 2.0, out=(y := f32[3, 4]))', X * 2),
+    "out": (
+        'y = empty(f32[3, 4])\n    main: call("aten.mul.out", x, x, out=y)',
+        X * X,
+    ),
+    "copied-into": (
+        'y = empty(f32[3, 4])\n    main: call("aten.mul.Tensor", x, 3.0, out=y)',
+        X * 3,
+    ),
+    "keyword": (
+        'main: call("aten.sum.dim_IntList", x, (1,), keepdim=True, out=(y := f32[3, 1]))',
+        X.sum(1, keepdim=True),
+    ),
+    "list": (
+        'main: call("aten.cat.default", (x, x.slice(0, 0, 1)), 0, out=(y := f32[4, 4]))',
+        torch.cat([X, X[:1]]),
+    ),
+    "dtype-word": (
+        'main: call("aten._to_copy.default", x, dtype=bf16, out=(y := bf16[3, 4]))',
+        X.bfloat16(),
+    ),
+    "device-word": (
+        'main: call("aten.full.default", (2, 2), 7.0, dtype=f32, device="@device", '
+        "pin_memory=False, out=(y := f32[2, 2]))",
+        torch.full((2, 2), 7.0),
+    ),
+    "alias": ('main: call("aten.view.default", x, (12,), out=(y := f32[12]))', X.view(12)),
+    "other-strides": (
+        'main: call("aten.clone.default", x.permute(1, 0), out=(y := f32[4, 3].strides(3, 1)))',
+        X.t(),
+    ),
+    "view-of-input": (
+        'main: call("aten.neg.default", x.permute(1, 0).slice(0, 1, 3), out=(y := f32[2, 3]))',
+        -X.t()[1:3],
+    ),
+    "cast-view": (
+        'main: call("aten.clone.default", x.cast(i32), out=(y := i32[3, 4]))',
+        X.view(torch.int32),
+    ),
+    "kernel": (
+        'main: call("interlace.sum_slots", x.view(3, 2, 2), out=(y := f32[2, 2]))',
+        X.view(3, 2, 2).sum(0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call(name: str) -> None:
+    line, wanted = CALLS[name]
+    (y,) = tensors(run(f"def calls(x: f32[3, 4]):\n    {line}\n    return y\n", X))
+    assert y.dtype == wanted.dtype
+    assert torch.equal(y, wanted)
+    assert y.untyped_storage().data_ptr() != X.untyped_storage().data_ptr()
+
+
+def test_a_call_may_give_several_results() -> None:
+    text = """
+def several(x: f32[3, 4]):
+    main: call("aten.topk.default", x, 2, out=(v := f32[3, 2], i := i64[3, 2]))
+    return v, (i, 5, None), x
+"""
+    values, (indices, five, none), x = run(text, X)  # pyright: ignore[reportGeneralTypeIssues]
+    wanted = X.topk(2)
+    assert torch.equal(values, wanted.values)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(indices, wanted.indices)
+    assert (five, none) == (5, None)
+    assert x is X
+
+
+def test_an_input_may_be_written() -> None:
+    text = """
+def cache(k: f32[4, 2], new: f32[1, 2]):
+    main: copy(new, k.slice(0, 1, 2))
+    main: call("aten.add_.Tensor", k.slice(0, 3, 4), 1.0, out=k.slice(0, 3, 4), mutates=True)
+    return k.slice(0, 0, 2)
+"""
+    cache, new = torch.zeros(4, 2), torch.ones(1, 2)
+    with Executor(parse(text)).prepare() as executor:
+        (seen,) = executor.run([cache, new])
+    assert cache.tolist() == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    assert seen.data_ptr() == cache.data_ptr()
+
+
+def test_outputs_are_the_callers_or_new() -> None:
+    text = (
+        'def double(x: f32[3, 4], y: out[f32[3, 4]]):\n    main: call("aten.add.out", x, x, out=y)'
+    )
+    with Executor(parse(text)).prepare() as executor:
+        mine = torch.empty(3, 4)
+        (given,) = executor.run([X], out=[mine])
+        (made,) = executor.run([X])
+        assert given is mine
+        assert torch.equal(mine, X * 2)
+        assert torch.equal(made, X * 2)
+        assert made is not mine
+        with pytest.raises(ExecutorError, match="output 0 \\('y'\\)"):
+            executor.run([X], out=[torch.empty(3)])
+
+
+def test_results_take_part_in_autograd_and_the_run_does_not() -> None:
+    weight = torch.ones(3, 4, requires_grad=True)
+    text = """
+def double(x: f32[3, 4]):
+    main: call("aten.mul.Tensor", x, 2.0, out=(y := f32[3, 4]))
+    return y
+"""
+    (y,) = tensors(run(text, weight))
+    assert not y.requires_grad
+    (y * weight).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((3, 4), 2.0))
+
+
+REGION = """
+def regional(x: f32[3, 4]):
+    @region
+    def gelu(a, b):
+        t0 = aten.mul.Tensor(a, b)
+        t1, t2 = aten.topk.default(t0, 2)
+        t3 = aten.add.Tensor(t1, 1.0)
+        return t3, t2
+    main: call("gelu", x, x, out=(y := f32[3, 2], i := i64[3, 2]))
+    return y, i
+"""
+
+
+@pytest.mark.parametrize("regions", ["eager", "inductor"])
+def test_region(regions: str) -> None:
+    if regions == "inductor" and not shutil.which("g++"):
+        pytest.skip("there is no C++ compiler here")
+    y, i = tensors(run(REGION, X, regions=regions))
+    wanted = (X * X).topk(2)
+    torch.testing.assert_close(y, wanted.values + 1)
+    assert torch.equal(i, wanted.indices)
+
+
+def test_a_missing_compiler_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("/nonexistent/g++",))
+    text = REGION.replace("1.0", "1.25")  # not in Inductor's cache
+    with pytest.raises(BackendError, match=r"C\+\+ compiler.*regions='eager'"):
+        Executor(parse(text), options=Options(regions="inductor")).prepare()
+
+
+BAD = {
+    "unknown-operator": (
+        'main: call("aten.nothing.default", x, out=(y := f32[3, 4]))\n    return y',
+        ProgramError,
+        "no operator named 'aten.nothing.default'",
+    ),
+    "wrong-shape": (
+        'main: call("aten.mul.Tensor", x, 2.0, out=(y := f32[3, 5]))\n    return y',
+        ExecutorError,
+        "shape \\[3, 4\\], but the Program declares y",
+    ),
+    "wrong-dtype": (
+        'main: call("aten.mul.Tensor", x, 2.0, out=(y := f64[3, 4]))\n    return y',
+        ExecutorError,
+        "torch.float32 of shape",
+    ),
+    "resizes-out": (
+        'y = empty(f32[2, 4])\n    main: call("aten.mul.out", x, x, out=y)\n    return y',
+        ExecutorError,
+        "but the Program has \\[2, 4\\] for it",
+    ),
+    "returns-local": (
+        "y = alloc(f32[3, 4])\n    main: copy(x, y)\n    return y",
+        InterlaceError,
+        "y",
+    ),
+    "raises": (
+        'main: call("aten.mm.default", x, x, out=(y := f32[3, 4]))\n    return y',
+        InterlaceError,
+        "mm",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", BAD)
+def test_bad_call(name: str) -> None:
+    body, error, words = BAD[name]
+    with pytest.raises(error, match=words):
+        run(f"def bad(x: f32[3, 4]):\n    {body}\n", X)
+
+
+def test_a_failed_run_poisons_until_reset() -> None:
+    text = """
+def shaky(x: f32[3, 4], i: i64[1]):
+    main: call("aten.index_select.default", x, 0, i, out=(y := f32[1, 4]))
+    return y
+"""
+    with Executor(parse(text)).prepare() as executor:
+        with pytest.raises(ExecutorError, match=r"(?s)op 0 of shaky.*raised IndexError"):
+            executor.run([X, torch.tensor([7])])
+        with pytest.raises(ExecutorError, match="out of order"):
+            executor.run([X, torch.tensor([0])])
+        executor.reset()
+        assert torch.equal(executor.run([X, torch.tensor([1])])[0], X[1:2])
+
+
+def test_there_is_a_seam_for_other_devices() -> None:
+    assert executor_for("cpu").__name__ == "CpuEngine"
+    with pytest.raises(BackendError, match="'meta' devices"):
+        executor_for("meta")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_sum_slots_goes_in_order_and_wide(dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    slots = (torch.randn(5, 7, 3, generator=generator) * 100).to(dtype)
+    wide = torch.float32 if dtype.is_floating_point else dtype
+    total = torch.zeros(7, 3, dtype=wide)
+    for slot in slots:
+        total += slot
+    assert torch.equal(sum_slots(slots), total.to(dtype))
+    out = torch.empty(7, 3, dtype=dtype)
+    assert sum_slots(slots, out=out) is out
+    assert torch.equal(out, total.to(dtype))
+
+
+def test_threads_end_and_memory_goes_when_an_executor_does() -> None:
+    import gc
+    import threading
+    import weakref
+
+    text = """
+def two(x: f32[3, 4]):
+    t = alloc(f32[3, 4])
+    y = empty(f32[3, 4])
+    side: copy(x, t)
+    side: record(e)
+    main: wait(e)
+    main: copy(t, y)
+    return y
+"""
+    program: Program = parse(text)
+    executor = Executor(program).prepare()
+    assert torch.equal(executor.run([X])[0], X)
+    assert any(
+        thread.name == "interlace stream main" or "side" in thread.name
+        for thread in threading.enumerate()
+    )
+    gone = weakref.ref(executor)
+    del executor
+    gc.collect()
+    assert gone() is None
+    assert not any("interlace stream" in thread.name for thread in threading.enumerate())

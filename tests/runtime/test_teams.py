@@ -1,0 +1,210 @@
+"""Several teams: a 2-D mesh, a Program for each replica, and a set of Programs for a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import attempt, gather_matmul_get, inputs_of
+from tests.support.interpreter import run_ranks
+from tests.support.pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
+
+from interlace.ir import Program, parse, parse_set
+from interlace.options import Options
+from interlace.runtime import Executor
+
+OPTIONS = Options(time_out_s=10.0)
+
+MESH = """
+def mesh(dp: Team[2], tp: Team[2], x: f32[2, 3], w: f32[3, 4]):
+    full = alloc(f32[4, 3], symmetric=tp)
+    y = empty(f32[4, 4])
+    total = empty(f32[4, 4])
+    main: copy(x, full[tp.rank])
+    main: notify(ready, to=tp.others)
+    main: expect(ready, tp.rank + 1)
+    main: get(full[tp.rank + 1], peer=tp.rank + 1)
+    main: call("aten.mm.out", full, w, out=y)
+    main: free(full)
+    main: record(made)
+    grads: wait(made)
+    grads: all_reduce(y, total, team=dp, reduce="avg", backend="{}")
+    return y, total
+"""
+
+
+def run_mesh(backend: str, seed: int) -> tuple[torch.Tensor, ...]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    groups = {name: mesh.get_group(name) for name in ("dp", "tp")}
+    program = parse(MESH.format(backend))
+    with Executor(program, groups=groups, options=OPTIONS).prepare() as executor:
+        assert executor.rank == dist.get_rank()
+        for _ in range(3):
+            found = executor.run(inputs_of(program, dist.get_rank(), seed))
+        return found
+
+
+def equal_to_interpreter(
+    programs: Program | tuple[Program, ...],
+    inputs: list[list[torch.Tensor]],
+    results: list[tuple[torch.Tensor, ...]],
+) -> None:
+    for got, wanted in zip(results, run_ranks(programs, inputs, in_order=True), strict=True):
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            assert isinstance(other, torch.Tensor)
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "peer"])
+def test_two_mesh_axes_in_one_program(pool: Pool, backend: str, seed: int) -> None:
+    program = parse(MESH.format(backend))
+    inputs = [inputs_of(program, rank, seed) for rank in range(4)]
+    equal_to_interpreter(program, inputs, pool(4).run(run_mesh, backend, seed))
+
+
+def run_replica(seed: int) -> tuple[int, tuple[torch.Tensor, ...]]:
+    """Each row of the mesh runs the tensor-parallel Program on its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    program = parse(gather_matmul_get(2))
+    groups = {"tp": mesh.get_group("tp")}
+    with Executor(program, groups=groups, options=OPTIONS).prepare() as executor:
+        row = mesh.get_local_rank("dp")
+        return executor.rank, executor.run(inputs_of(program, executor.rank, seed + row))
+
+
+def test_a_program_of_two_ranks_serves_every_replica(pool: Pool, seed: int) -> None:
+    program = parse(gather_matmul_get(2))
+    results = pool(4).run(run_replica, seed)
+    assert [rank for rank, _ in results] == [0, 1, 0, 1]
+    for row in range(2):
+        inputs = [inputs_of(program, rank, seed + row) for rank in range(2)]
+        equal_to_interpreter(program, inputs, [found for _, found in results[2 * row :][:2]])
+
+
+STAGES = """
+def first(tp: Team[[0, 1], [2, 3]], pipe: Team[[0, 2], [1, 3]], x: f32[2, 3], w: f32[3, 4]):
+    ranks(0, 1)
+    full = alloc(f32[4, 3])
+    h = alloc(f32[4, 4])
+    done = empty(f32[4, 4])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.out", full, w, out=h)
+    main: send(h, peer=1, team=pipe{backend})
+    main: recv(done, peer=1, team=pipe{backend})
+    return done
+
+
+def second(tp: Team[[0, 1], [2, 3]], pipe: Team[[0, 2], [1, 3]], w: f32[4, 4]):
+    ranks(2, 3)
+    h = alloc(f32[4, 4])
+    y = alloc(f32[4, 4])
+    z = empty(f32[4, 4])
+    main: recv(h, peer=0, team=pipe{backend})
+    main: call("aten.mm.out", h, w, out=y)
+    main: all_reduce(y, z, team=tp, reduce="max")
+    main: send(z, peer=0, team=pipe{backend})
+    return z
+"""
+
+
+def stages(backend: str) -> tuple[Program, ...]:
+    return parse_set(STAGES.format(backend=f', backend="{backend}"'))
+
+
+def run_stage(backend: str, seed: int, drop: str = "") -> object:
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    text = STAGES.format(backend=f', backend="{backend}"').replace(drop or "\0", "")
+    program = parse_set(text)[rank // 2]
+    groups = {"tp": rows[rank // 2], "pipe": columns[rank % 2]}
+    executor = Executor(program, groups=groups, options=OPTIONS)
+    if drop:
+        return attempt(executor.prepare)
+    with executor.prepare():
+        for _ in range(2):
+            found = executor.run(inputs_of(program, rank, seed))
+        return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "peer"])
+def test_a_pipeline_of_two_programs_runs(pool: Pool, backend: str, seed: int) -> None:
+    programs = stages(backend)
+    inputs = [inputs_of(programs[rank // 2], rank, seed) for rank in range(4)]
+    results = pool(4).run(run_stage, backend, seed)
+    equal_to_interpreter(programs, inputs, results)
+
+
+def test_a_pipeline_that_does_not_fit_together_is_refused(pool: Pool) -> None:
+    drop = '    main: send(z, peer=0, team=pipe, backend="gloo")\n'
+    for error, text, _ in pool(4).run(run_stage, "gloo", 0, drop):
+        assert error == "AgreementError"
+        assert "ranks 0 and 1, 'first'" in text
+        assert "ranks 2 and 3, 'second'" in text
+
+
+KINDS = """
+def kinds(tp: Team[3], x: f32[rows[tp.rank], 2], even: f32[3, 2]):
+    rows = table(tp, 1, 0, 3)
+    full = empty(f32[4, 2])
+    back = empty(f32[rows[tp.rank], 2])
+    turned = empty(f32[3, 2])
+    main: all_gather(x, full, team=tp, splits=rows)
+    main: record(a)
+    other: wait(a)
+    other: reduce_scatter(full, back, team=tp, reduce="sum", splits=rows)
+    other: record(b)
+    main: all_to_all(even, turned, team=tp)
+    main: wait(b)
+    return full, back, turned
+"""
+
+
+def run_kinds(backend: str, seed: int) -> tuple[torch.Tensor, ...]:
+    program = parse(KINDS)
+    group = dist.group.WORLD
+    assert group is not None
+    options = Options(transport=backend, time_out_s=10.0)
+    with Executor(program, groups={"tp": group}, options=options).prepare() as executor:
+        for _ in range(3):
+            found = executor.run(inputs_of(program, dist.get_rank(), seed))
+        return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "peer"])
+def test_collectives_of_two_streams_keep_their_order(pool: Pool, backend: str, seed: int) -> None:
+    program = parse(KINDS)
+    inputs = [inputs_of(program, rank, seed) for rank in range(3)]
+    equal_to_interpreter(program, inputs, pool(3).run(run_kinds, backend, seed))
+
+
+def share_slots(seed: int) -> tuple[int, int, bool]:
+    """Two Executors whose slots have one name and size: one pool, one memory."""
+    from interlace.comm import team_of
+
+    group = dist.group.WORLD
+    assert group is not None
+    program = parse(gather_matmul_get(2))
+    again = program.replace(name="again")
+    slots = team_of(group, "tp").slots
+    before = slots.nbytes
+    one = Executor(program, groups={"tp": group}, options=OPTIONS).prepare()
+    after_one = slots.nbytes
+    two = Executor(again, groups={"tp": group}, options=OPTIONS).prepare()
+    inputs = inputs_of(program, dist.get_rank(), seed)
+    results = [either.run(inputs)[0] for _ in range(3) for either in (one, two)]
+    one.close()
+    results.append(two.run(inputs)[0])
+    two.close()
+    same = all(torch.equal(result, results[0]) for result in results)
+    return after_one - before, slots.nbytes - after_one, same
+
+
+def test_executors_share_slots(pool: Pool, seed: int) -> None:
+    pool.close()  # fresh processes: no slot is there yet
+    for first, second, same in pool(2).run(share_slots, seed):
+        assert first > 0
+        assert second == 0
+        assert same
