@@ -20,6 +20,7 @@ from interlace.ir import (
     Call,
     Collective,
     Copy,
+    DType,
     Expect,
     Free,
     Get,
@@ -49,6 +50,8 @@ class Cost:
     work_s: float = 0.0
     transport: str | None = None
     """The link that does the work; None: the compute units."""
+    dtype: DType | None = None
+    """The element type of the arithmetic that the work is, where it is not its bytes."""
 
     @property
     def seconds(self) -> float:
@@ -101,7 +104,7 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
     """What an op costs. Of a Group this is nothing: its members are what costs."""
     match op:
         case Call():
-            return Cost(machine.launch_s, call_seconds(op, box, machine))
+            return _call_cost(op, box, machine)
         case Copy(src=src, dst=dst):
             nbytes = box(src).nbytes + box(dst).nbytes
             return Cost(machine.launch_s, nbytes / machine.memory_bandwidth)
@@ -141,25 +144,25 @@ def collective_bytes(op: Collective, box: Boxes, size: int) -> float:
             return part
 
 
-def call_seconds(op: Call, box: Boxes, machine: Machine) -> float:
-    """The work of a call: its arithmetic or its bytes, whichever takes longer."""
+def _call_cost(op: Call, box: Boxes, machine: Machine) -> Cost:
+    """The arithmetic of a call or its bytes, whichever takes longer."""
     outs = (*op.outs, *(View(buffer.name) for buffer in op.fresh))
     boxes = {view: box(view) for view in (*op.views(), *outs)}
     by_bytes = sum(b.nbytes for b in boxes.values()) / machine.memory_bandwidth
     parts = op.fn.split(".")
     base = parts[1] if len(parts) > 1 else op.fn
-    if base in _MATMULS:
-        matrices = [boxes[arg] for arg in op.args[_MATMULS[base] :] if isinstance(arg, View)][:2]
-        if len(matrices) == 2:
-            a, b = matrices
-            return max(by_bytes, gemm_seconds(a, b, machine, transposed=base == "linear"))
-    if "attention" in base:
-        matrices = [boxes[arg] for arg in op.args if isinstance(arg, View)][:2]
-        if len(matrices) == 2 and all(len(b.sizes) >= 2 for b in matrices):
-            query, key = matrices
-            flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base else 1)
-            return max(by_bytes, flops / machine.flops(query.dtype))
-    return by_bytes
+    first = _MATMULS.get(base, 0)
+    matrices = [boxes[arg] for arg in op.args[first:] if isinstance(arg, View)][:2]
+    arithmetic = 0.0
+    if len(matrices) == 2 and base in _MATMULS:
+        arithmetic = gemm_seconds(matrices[0], matrices[1], machine, transposed=base == "linear")
+    elif len(matrices) == 2 and "attention" in base and all(len(b.sizes) >= 2 for b in matrices):
+        query, key = matrices
+        flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base else 1)
+        arithmetic = flops / machine.flops(query.dtype)
+    if arithmetic > by_bytes:
+        return Cost(machine.launch_s, arithmetic, dtype=matrices[0].dtype)
+    return Cost(machine.launch_s, by_bytes)
 
 
 def gemm_seconds(a: Box, b: Box, machine: Machine, transposed: bool = False) -> float:
