@@ -16,9 +16,18 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from tests.support.interpreter_rank import LifetimeFault, Memory, Part, Rank, TeamKey, poisoned
+from tests.support.interpreter_rank import (
+    LifetimeFault,
+    Memory,
+    Part,
+    Rank,
+    TeamKey,
+    poison,
+    poisoned,
+)
 from tests.support.torch_ops import collect, compute
 
 from interlace.ir import (
@@ -143,8 +152,9 @@ class Machine:
         key = rank.message_key[part]
         other = self.ranks[key[1][1][key[3]]]
         match_ = other.messages.get((Recv, *key[1:]))
-        ready = match_ and other.run == rank.run and other.at(match_[0])
-        return (other, match_) if ready and match_ not in other.parts_done else None
+        if match_ is None or other.run != rank.run or not other.at(match_[0]):
+            return None
+        return None if match_ in other.parts_done else (other, match_)
 
     def step(self, rank: Rank, i: int, part: int) -> None:
         """Runs one enabled op."""
@@ -203,7 +213,7 @@ class Machine:
             slot.freed[take].add(rank.rank)
             if slot.freed[take] == set(key[1][1]):
                 for member in key[1][1]:
-                    slot.copies[member, take % 2].fill_(255)
+                    poison(slot.copies[member, take % 2])
         elif buffer.kind == "local":
             every_byte = Box(0, (rank.nbytes(buffer),), (1,), DType.u8)
             rank.memory[name].tensor(every_byte).fill_(255)
@@ -279,7 +289,7 @@ def run_ranks(
     seed: int | None = None,
     in_order: bool = False,
     runs: int = 1,
-) -> list[tuple[object, ...]]:
+) -> list[tuple[Any, ...]]:
     """Runs every rank of a set of Programs and gives what each returned, in order of the ranks.
 
     `inputs_per_rank` has the tensors for the input parameters of each rank. `seed` picks the

@@ -64,8 +64,13 @@ class Memory:
 def poisoned(nbytes: int) -> torch.UntypedStorage:
     """Fresh bytes, NaN in every floating point type."""
     storage = torch.UntypedStorage(nbytes)
-    storage.fill_(255)
+    poison(storage)
     return storage
+
+
+def poison(storage: torch.UntypedStorage) -> None:
+    """Makes every byte 255."""
+    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
 
 
 class Rank:
@@ -146,7 +151,7 @@ class Rank:
             assert tensor.dtype == DTYPES[buffer.dtype], f"{buffer.name}: {tensor.dtype}"
             assert tuple(tensor.shape) == box.sizes, f"{buffer.name}: {tuple(tensor.shape)}"
             self.memory[buffer.name] = Memory(
-                tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+                tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size()
             )
         self.arena: dict[str, torch.UntypedStorage] = {}
         extents: dict[str, int] = defaultdict(int)
