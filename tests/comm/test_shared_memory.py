@@ -1,0 +1,213 @@
+"""Segments, counters and waits: what they promise, with real processes where it takes two."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+
+from interlace.comm import Segment, SlotPool, Wait, fence, stamp, team_of
+from interlace.comm.board import Board
+from interlace.comm.liveness import Life, identity
+from interlace.comm.shared_memory import default_folder
+from interlace.comm.sharing import share
+from interlace.errors import (
+    AgreementError,
+    BackendError,
+    CommTimeoutError,
+    PeerError,
+    SharedMemoryError,
+)
+
+
+def left_over(pid: int) -> list[str]:
+    """The names of segments that a process left; other test runs on this host have theirs."""
+    return [path.name for path in default_folder().glob(f"interlace-{pid}-*")]
+
+
+def test_a_segment_is_zeros_until_written_and_shared_afterwards() -> None:
+    mine = Segment.create(10_000)
+    theirs = Segment.open(mine.path, mine.nbytes)
+    mine.unlink()
+    mine.unlink()
+    assert mine.nbytes % 4096 == 0
+    assert not mine.bytes(0, 10_000).any()
+    theirs.bytes(128, 64).view(torch.float32).fill_(2.5)
+    assert mine.bytes(128, 64).view(torch.float32).eq(2.5).all()
+    mine.cells[0] = 2**63
+    assert theirs.cells[0] == 2**63
+    kept = theirs.bytes(128, 4).view(torch.float32)
+    del mine, theirs
+    assert kept.item() == 2.5, "a tensor keeps its memory mapped"
+
+
+def test_a_segment_that_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
+    with pytest.raises(SharedMemoryError, match=r"needs 1 PiB|needs 1024 TiB"):
+        Segment.create(2**50)
+    with pytest.raises(BackendError, match="--ipc=host"):
+        Segment.open(str(tmp_path / "absent"), 4096)
+    assert left_over(os.getpid()) == []
+
+
+def test_nothing_is_left_when_a_process_dies() -> None:
+    code = (
+        "import os, signal; from interlace.comm import Segment\n"
+        "s = Segment.create(1 << 20); s.unlink(); s.bytes(0, 9).fill_(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code])
+    assert child.wait(60) == -9
+    assert left_over(child.pid) == []
+
+
+def test_a_wait_returns_when_ready_and_else_says_what_it_was() -> None:
+    wait = Wait(0.2, lambda: "rank 0, `expect(ready, 1)`", log=lambda: "main: done")
+    wait.until(lambda: True)
+    start = time.monotonic()
+    with pytest.raises(CommTimeoutError) as caught:
+        wait.until(lambda: False, lambda: "waiting for rank 1")
+    assert 0.15 < time.monotonic() - start < 2
+    for words in ("no progress in 0.2 s", "expect(ready, 1)", "waiting for rank 1", "main: done"):
+        assert words in str(caught.value)
+
+
+def test_a_wait_ends_when_its_check_raises() -> None:
+    def check() -> None:
+        if time.monotonic() - start > 0.05:
+            raise PeerError("rank 1 died")
+
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1 died"):
+        Wait(30, lambda: "", check).until(lambda: False)
+    assert time.monotonic() - start < 5
+
+
+def test_stamps_grow_with_runs_and_then_with_values() -> None:
+    stamps = [stamp(run, value) for run in range(4) for value in (0, 1, 7, 2**24 - 1)]
+    assert stamps == sorted(set(stamps))
+    with pytest.raises(AssertionError):
+        stamp(1, 2**24)
+
+
+def test_a_process_is_alive_until_it_ends() -> None:
+    assert Life.of(*identity()).alive()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    life = Life.of(child.pid, started)
+    assert life.alive()
+    child.kill()
+    deadline = time.monotonic() + 10
+    while life.alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not life.alive(), "it ended, though nobody has collected it yet"
+    child.wait()
+    life.close()
+    assert Life.of(child.pid, started).alive(), "what cannot be seen counts as alive"
+
+
+def ping_pong(rounds: int, seed: int) -> bool:
+    """Ranks pass data through a segment, guarded by counters alone, without a lock."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    board = Board(dist.distributed_c10d._get_default_store(), f"ping-{seed}")
+    shared = share(board, "x", range(world), me, 1 << 16, {}, 20.0)
+    data = [segment.bytes(4096, 8000).view(torch.int64) for segment in shared.segments]
+    cells = [segment.cells for segment in shared.segments]
+    wait = Wait(20.0, lambda: "ping-pong")
+    ahead = (me + 1) % world
+    generator = random.Random(seed + me)
+    good = True
+    for turn in range(1, rounds + 1):
+        data[me].fill_(turn * 10 + me)
+        fence()
+        cells[me][0] = turn
+        if generator.random() < 0.2:
+            time.sleep(generator.random() * 0.002)
+        wait.until(lambda turn=turn: cells[ahead][0] >= turn)
+        good &= bool(data[ahead].eq(turn * 10 + ahead).all())
+        cells[ahead][1] = turn
+        wait.until(lambda turn=turn: cells[me][1] >= turn)
+    return good
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_data_behind_a_counter_is_whole(pool: Pool, world: int, seed: int) -> None:
+    assert pool(world).run(ping_pong, 300, seed) == [True] * world
+
+
+def share_too_much(greedy: int) -> tuple[str, str, list[str]]:
+    board = Board(dist.distributed_c10d._get_default_store(), "greedy")
+    me = dist.get_rank()
+    try:
+        share(board, "x", range(3), me, 2**50 if me == greedy else 4096, {}, 20.0)
+    except SharedMemoryError as error:
+        return type(error).__name__, str(error), left_over(os.getpid())
+    return "shared", "", []
+
+
+def test_all_ranks_hear_that_one_lacks_memory(pool: Pool) -> None:
+    for rank, (error, text, left) in enumerate(pool(3).run(share_too_much, 1)):
+        assert error == "SharedMemoryError"
+        assert ("rank 1: " in text) == (rank != 1)
+        assert left == []
+
+
+def share_alone() -> str:
+    board = Board(dist.distributed_c10d._get_default_store(), "alone")
+    if dist.get_rank() == 1:
+        return "away"
+    try:
+        share(board, "x", range(2), 0, 4096, {}, 0.5)
+    except AgreementError as error:
+        return f"{error} {left_over(os.getpid())}"
+    return "shared"
+
+
+def test_a_rank_that_does_not_come_to_share_is_named(pool: Pool) -> None:
+    text, _ = pool(2).run(share_alone)
+    assert "rank 1 did not come to 'memory' within 0.5 s" in text
+    assert text.endswith(" []"), "the segment has no name any more"
+
+
+def take_turns(seed: int, takes: int) -> list[int]:
+    """Ranks take and free one slot at random speed; what each found in its neighbour's copy."""
+    group = dist.group.WORLD
+    assert group is not None
+    team = team_of(group, "tp")
+    team.setup(20.0)
+    pool = SlotPool(team.board, f"turns-{seed}", team.ranks, team.me)
+    slot = pool.ensure("1", {"s": 64}, 20.0)["s"]
+    wait = Wait(20.0, lambda: "take")
+    generator, found = random.Random(seed + team.me), []
+    for number in range(takes):
+        use = slot.next_use()
+        slot.take(use, wait, team.control.where)
+        mine = slot.copies[team.me][use.copy].view(torch.int64)
+        mine[1:].fill_(number)
+        fence()
+        mine[0] = number + 1
+        theirs = slot.copies[(team.me + 1) % team.size][use.copy].view(torch.int64)
+        wait.until(lambda t=theirs, n=number: int(t[0]) > n)
+        found.append(int(theirs[1:].sum()) - 7 * number)
+        time.sleep(generator.random() * 0.001)
+        slot.free(use)
+    return found
+
+
+def test_a_slot_is_not_taken_before_all_have_freed_it(pool: Pool, seed: int) -> None:
+    for found in pool(3).run(take_turns, seed, 100):
+        assert found == [0] * 100
+
+
+def test_fences_cost_little() -> None:
+    start = time.perf_counter()
+    for _ in range(1000):
+        fence()
+    assert (time.perf_counter() - start) / 1000 < 50e-6
