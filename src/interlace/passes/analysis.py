@@ -164,7 +164,7 @@ def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSi
     shape: tuple[Layout, int] | None = None
     reasons: list[str] = []
     moved: dict[str, int] = {}
-    uses, related = _uses(values, name)
+    uses, related = uses_of(values, name)
     for j in uses:
         call = values.program.ops[j]
         try:
@@ -202,7 +202,7 @@ def parts_of(values: Values, op: Collective, whole: View) -> list[int]:
     return [rows * row for rows in table.values]
 
 
-def _uses(values: Values, name: str) -> tuple[list[int], set[str]]:
+def uses_of(values: Values, name: str) -> tuple[list[int], set[str]]:
     """Ops that use a buffer, directly or moved; and the buffers that hold it moved."""
     found: set[int] = set()
     related: set[str] = set()

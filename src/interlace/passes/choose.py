@@ -1,16 +1,41 @@
-"""Which strategy a site gets: the one asked for, or the one with the shortest predicted time."""
+"""Which strategy a site gets: the one asked for, or the one with the shortest predicted time.
+
+A prediction plays the site alone: its ops become a Program of their own, scheduled and simulated as
+the whole will be. It reads sizes of the site's buffers and the machine's figures, nothing of one
+rank, so that all ranks choose alike.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from interlace.cost import Machine
-from interlace.ir import Site
+from interlace.cost import Machine, default_machine, simulate
+from interlace.ir import (
+    Alloc,
+    Buffer,
+    Call,
+    Collective,
+    Op,
+    Program,
+    RankIndex,
+    Site,
+    Team,
+    View,
+    map_views,
+)
+from interlace.ir.types import TableEntry
 from interlace.passes.analysis import GatherSite, ScatterSite
-from interlace.passes.strategies import Strategy
+from interlace.passes.emitter import Names
+from interlace.passes.insert_sync import InsertSync
+from interlace.passes.schedule import Schedule
+from interlace.passes.strategies import STRATEGIES, Strategy
 from interlace.passes.values import Values
-from interlace.passes.write import slices
+from interlace.passes.write import DEFAULT_SLICES, refusal, slices, write
+
+MARGIN = 0.97
+"""A strategy must be predicted to take less than this part of the serial time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +52,10 @@ class Choice:
     def on(self, site: Site) -> Site:
         """The site with this choice."""
         row = self.row
-        protocol = row.transport if row is not None and row.name == "peer" else None
         return dataclasses.replace(
             site,
             strategy=row.name if row is not None else "serial",
-            protocol=protocol,
+            protocol=row.transport if row is not None and row.name == "peer" else None,
             chunks=self.chunks or None,
             reason=self.reason,
             serial_ms=self.serial_ms,
@@ -39,22 +63,167 @@ class Choice:
         )
 
 
+@dataclass(slots=True)
 class Chooser:
-    """Chooses; sites that are alike get the same answer without a second simulation."""
+    """Chooses; sites that are alike get the same answer from one simulation."""
 
-    def __init__(self, machine: Machine | None, name: str, protocol: str, chunks: int) -> None:
-        self.machine, self.name, self.protocol, self.chunks = machine, name, protocol, chunks
+    machine: Machine | None
+    protocol: str
+    chunks: int
+    known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
 
     def asked(self, values: Values, site: GatherSite | ScatterSite, row: Strategy) -> Choice:
         """The strategy that was asked for."""
-        return Choice(row, self._count(values, site, row), "asked for")
-
-    def _count(self, values: Values, site: GatherSite | ScatterSite, row: Strategy) -> int:
-        if row.cut == "slices":
-            return slices(values, site, self.chunks)
-        team = values.program.ops[site.collective]
-        return values.program.team(getattr(team, "team")).size  # noqa: B009
+        return Choice(row, self._count(values, site, row, self.chunks), "asked for")
 
     def fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
         """The strategy with the shortest predicted time."""
-        return Choice(reason="no machine to predict with")
+        key = _signature(values, site)
+        if key not in self.known:
+            self.known[key] = self._fastest(values, site)
+        return self.known[key]
+
+    def _fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
+        machine = self.machine or default_machine("cpu")
+        serial = self._ms(values, site, [values.program.ops[i] for i in site.ops], None, machine)
+        best: tuple[float, Strategy, int] | None = None
+        for row, chunks in self._candidates(values, site):
+            names = Names(values.program)
+            ops = write(values, names, site, row, chunks, None)
+            took = self._ms(values, site, ops, names, machine)
+            if best is None or took < best[0]:
+                best = took, row, chunks
+        if best is None:
+            return Choice(reason="no strategy can serve it", serial_ms=serial)
+        took, row, chunks = best
+        if took >= MARGIN * serial:
+            reason = f"serial is predicted to be no slower than {row.name} ({machine.name})"
+            return Choice(reason=reason, serial_ms=serial, predicted_ms=serial)
+        count = self._count(values, site, row, chunks)
+        return Choice(row, count, f"predicted fastest ({machine.name})", "", serial, took)
+
+    def _candidates(
+        self, values: Values, site: GatherSite | ScatterSite
+    ) -> Iterator[tuple[Strategy, int]]:
+        for row in STRATEGIES.values():
+            if row.name == "peer" and row.transport != self.protocol:
+                continue
+            if refusal(values, site, row):
+                continue
+            counts = {self.chunks} if self.chunks else {2, DEFAULT_SLICES}
+            for chunks in sorted(counts) if row.cut == "slices" else (0,):
+                yield row, chunks
+
+    def _count(
+        self, values: Values, site: GatherSite | ScatterSite, row: Strategy, chunks: int
+    ) -> int:
+        if row.cut == "slices":
+            return slices(values, site, chunks)
+        return _team(values, site).size
+
+    def _ms(
+        self,
+        values: Values,
+        site: GatherSite | ScatterSite,
+        ops: Sequence[Op],
+        names: Names | None,
+        machine: Machine,
+    ) -> float:
+        alone = isolated(values, _team(values, site), ops, names)
+        timed = InsertSync().run(Schedule().run(alone))
+        return simulate(timed, machine).makespan_s * 1e3
+
+
+def _team(values: Values, site: GatherSite | ScatterSite) -> Team:
+    op = values.program.ops[site.collective]
+    assert isinstance(op, Collective)
+    return values.program.team(op.team)
+
+
+def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
+    """What the predicted times depend on."""
+
+    def describe(op: Op) -> object:
+        reads, writes = op.reads(), op.writes()
+        boxes = tuple(values.box(access.view) for access in (*reads, *writes))
+        match op:
+            case Call(fn=fn):
+                return fn, len(reads), boxes
+            case Collective(kind=kind, team=team, splits=splits, backend=backend):
+                return kind, team, splits, backend, boxes
+            case _:
+                return type(op).__name__, boxes
+
+    whole = site.whole if isinstance(site, GatherSite) else len(site.cone.used)
+    ops = tuple(describe(values.program.ops[i]) for i in site.ops)
+    return type(site).__name__, site.layout, whole, ops
+
+
+def isolated(values: Values, team: Team, ops: Sequence[Op], names: Names | None) -> Program:
+    """Some ops of a Program as one of its own: what they only read are its inputs."""
+    program = values.program
+    known = dict(values.buffers)
+    made: set[str] = set()
+    used: list[str] = []
+    for op in ops:
+        for buffer in _declared(op):
+            made.add(buffer.name)
+            known[buffer.name] = buffer
+        used += [access.view.buffer for access in (*op.reads(), *op.writes())]
+    params = [
+        dataclasses.replace(known[name], kind=kind)
+        for name in dict.fromkeys(used)
+        if name not in made
+        for kind in ("output" if known[name].kind == "output" else "input",)
+    ]
+    tables = tuple(names.tables) if names is not None else program.tables
+    alone = program.replace(
+        params=tuple(params),
+        ops=tuple(ops),
+        results=(),
+        tables=tables,
+        sites=(),
+        remarks=(),
+        rank=None,
+    )
+    if _teams_in(alone) <= {team.name}:
+        alone = alone.replace(
+            teams=(Team(team.name, team.size),),
+            tables=tuple(table for table in tables if table.team == team.name),
+            ranks=None,
+        )
+    return alone
+
+
+def _declared(op: Op) -> tuple[Buffer, ...]:
+    match op:
+        case Alloc(buffer=buffer):
+            return (buffer,)
+        case Call(fresh=fresh):
+            return fresh
+        case _:
+            return ()
+
+
+def _teams_in(program: Program) -> set[str]:
+    """The teams that sizes, views and collectives name."""
+    teams = {op.team for op in program.ops if isinstance(op, Collective)}
+    owners = {table.name: table.team for table in program.tables}
+    for buffer in program.buffers().values():
+        teams.update(owners[dim.table] for dim in buffer.shape if isinstance(dim, TableEntry))
+
+    def look(view: View) -> View:
+        for step in view.steps:
+            for name in ("index", "start", "stop", "parts"):
+                value = getattr(step, name, None)
+                if isinstance(value, RankIndex):
+                    teams.add(value.team)
+                elif isinstance(value, TableEntry):
+                    teams.add(owners[value.table])
+                elif isinstance(value, str):
+                    teams.add(owners[value])
+        return view
+
+    for op in program.ops:
+        map_views(op, look)
+    return teams

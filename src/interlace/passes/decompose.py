@@ -63,7 +63,7 @@ class Decompose:
         done = [site.id for site in program.sites if site.strategy != "serial"]
         values = Values(program, representatives(program)[0])
         names = Names(program)
-        choose = Chooser(self.machine, self.strategy, self.protocol, self.chunks)
+        choose = Chooser(self.machine, self.protocol, self.chunks)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
         blocks = [[i for i, op in enumerate(program.ops) if op.site == site] for site in done]

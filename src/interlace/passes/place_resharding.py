@@ -1,0 +1,308 @@
+"""place_resharding: a gather stands on the side of a computation where fewer bytes move.
+
+A computation of each element for itself (a cast, a pointwise operator), or of each row (a sum over
+the last dimension), gives the same before a gather as after it. `auto` gathers the narrower of its
+input and output and, where they are alike, the output, since a shard is less to compute on.
+
+    gather(x: f32) -> cast to bf16 -> matmul      becomes      cast to bf16 -> gather -> matmul
+
+`position=before` always gathers before the computation, `after` after it. Reductions stay: rounding
+before a sum is not rounding after it. What is moved, and what could not be, stands in a remark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from interlace.errors import PassError
+from interlace.ir import (
+    Alloc,
+    Arg,
+    AsStrided,
+    Buffer,
+    Call,
+    Cast,
+    Collective,
+    Op,
+    Program,
+    Remark,
+    View,
+    map_views,
+)
+from interlace.passes.analysis import uses_of
+from interlace.passes.aten import CASTS, POINTWISE, ROW_REDUCTIONS
+from interlace.passes.base import add_remarks
+from interlace.passes.cone import operands, result_of
+from interlace.passes.emitter import Names
+from interlace.passes.find_sites import FindSites
+from interlace.passes.overlaps import representatives
+from interlace.passes.rows import Refused
+from interlace.passes.values import Values
+
+
+@dataclass(frozen=True)
+class PlaceResharding:
+    """Moves gathers across the computation beside them."""
+
+    name: ClassVar[str] = "place_resharding"
+    position: str = "auto"
+    """Where a gather stands: `before` the computation, `after` it, or where fewer bytes move."""
+
+    def run(self, program: Program) -> Program:
+        """The Program with its gathers moved, and its sites found again if any was."""
+        if self.position not in ("auto", "before", "after"):
+            raise PassError(f"place_resharding: position={self.position!r}; auto, before or after")
+        remarks: list[Remark] = []
+        moving = True
+        while moving:
+            program, found, moving = self._sweep(program)
+            remarks += found
+            if moving:
+                program = FindSites().run(program) if program.sites else program
+        return add_remarks(program, remarks)
+
+    def _sweep(self, program: Program) -> tuple[Program, list[Remark], bool]:
+        """The Program after the first move that is to be made; or else why there is none."""
+        values = Values(program, representatives(program)[0])
+        declined: list[Remark] = []
+        for i, op in enumerate(program.ops):
+            if not isinstance(op, Collective):
+                continue
+            try:
+                moved = self._moved(values, i, op)
+            except Refused as refusal:
+                declined.append(Remark(self.name, str(refusal), op.site))
+            else:
+                if moved is not None:
+                    return moved[0], [Remark(self.name, moved[1], op.site)], True
+        return program, declined, False
+
+    def _moved(self, values: Values, i: int, op: Collective) -> tuple[Program, str] | None:
+        if op.src is None or op.dst is None or not op.dst.covers_buffer:
+            return None
+        if op.kind != "all_gather":
+            _check_reduction(values, op)
+            return None
+        name = op.dst.buffer
+        if values.maker(name) is None or values.buffers[name].kind != "fresh":
+            return None
+        if self.position != "before":
+            found = self._to_shard(values, i, op, op.src, name)
+            if found is not None:
+                return found
+        return self._to_whole(values, i, op, op.src, name) if self.position != "after" else None
+
+    # the computation moves in front of the gather
+
+    def _to_shard(
+        self, values: Values, i: int, op: Collective, src: View, name: str
+    ) -> tuple[Program, str] | None:
+        uses, related = uses_of(values, name)
+        for j in uses:
+            call = values.program.ops[j]
+            operand, result = _operand(call), result_of(call)
+            if operand is None or result is None or not isinstance(call, Call):
+                continue
+            rowwise = call.fn in ROW_REDUCTIONS
+            if rowwise and not (operand == View(name) and _over_last(values, call)):
+                continue
+            before, after = values.buffers[name].dtype, values.buffers[result.buffer].dtype
+            if self.position == "auto" and after.itemsize > before.itemsize:
+                continue
+            what = f"{call.fn} ({before} to {after})"
+            why = self._kept_whole(values, uses, related, name, call, result, operand)
+            if why:
+                fewer = rowwise or after.itemsize < before.itemsize or self.position == "after"
+                if fewer:
+                    raise Refused(f"the gather stays before {what}: {why}")
+                continue
+            program = _before_gather(values, i, j, op, src, name, related, operand, call)
+            return program, f"gathers after {what}: each rank computes on its shard"
+        return None
+
+    def _kept_whole(
+        self,
+        values: Values,
+        uses: list[int],
+        related: set[str],
+        name: str,
+        call: Call,
+        result: View,
+        operand: View,
+    ) -> str:
+        if len(uses) > 1 or related & values.returned:
+            return "the gathered tensor is used otherwise too"
+        if values.buffers[result.buffer].kind != "fresh" or call.outs:
+            return "its result has a place of its own"
+        if not values.whole(operand):
+            return "it takes a part of the gathered tensor"
+        moves = [values.program.ops[m] for n in related - {name} for m in values.makers[n]]
+        if any(not isinstance(op, Call) for op in moves):
+            return "copies stand between"
+        if call.fn not in CASTS and any(
+            isinstance(op, Call) and op.fn == "aten.constant_pad_nd.default" for op in moves
+        ):
+            return "padding stands between"
+        views = [v for op in (call, *moves) if isinstance(op, Call) for v in op.views()]
+        if any(isinstance(step, Cast | AsStrided) for view in views for step in view.steps):
+            return "its bytes are taken for another type between"
+        return ""
+
+    # the gather moves in front of the computation
+
+    def _to_whole(
+        self, values: Values, i: int, op: Collective, src: View, name: str
+    ) -> tuple[Program, str] | None:
+        made = values.maker(src.buffer)
+        if made is None or not values.whole(src):
+            return None
+        j, call = made
+        operand = _operand(call)
+        if operand is None or not isinstance(call, Call) or call.fn in ROW_REDUCTIONS:
+            return None
+        if not call.fresh:
+            return None
+        before, after = values.box(operand).dtype, values.box(src).dtype
+        if self.position == "auto" and before.itemsize >= after.itemsize:
+            return None
+        what = f"{call.fn} ({before} to {after})"
+        rewritten = any(j < k < i for k in values.makers.get(operand.buffer, ()))
+        if not values.box(operand).contiguous or rewritten:
+            raise Refused(f"the gather stays after {what}: its operand is strided or written again")
+        program = _behind_gather(values, i, j, op, src, name, operand, call)
+        return program, f"gathers before {what}: each rank computes on the gathered tensor"
+
+
+def _operand(op: Op) -> View | None:
+    """The only tensor that a computation by elements or by rows takes."""
+    if not isinstance(op, Call) or op.fn not in {*POINTWISE, *CASTS, *ROW_REDUCTIONS}:
+        return None
+    views = [arg for arg in operands(op) if isinstance(arg, View)]
+    return views[0] if len(views) == 1 and result_of(op) is not None else None
+
+
+def _over_last(values: Values, call: Call) -> bool:
+    """Whether a reduction is over the last of at least two dimensions."""
+    last = len(values.box(View(_operand_name(call))).sizes) - 1
+    dims: Arg = call.args[1] if len(call.args) > 1 else None
+    listed = dims if isinstance(dims, tuple) else (dims,)
+    return last > 0 and listed in ((-1,), (last,))
+
+
+def _operand_name(call: Call) -> str:
+    operand = _operand(call)
+    assert operand is not None
+    return operand.buffer
+
+
+def _before_gather(
+    values: Values,
+    i: int,
+    j: int,
+    op: Collective,
+    src: View,
+    name: str,
+    related: set[str],
+    operand: View,
+    call: Call,
+) -> Program:
+    """The computation on the shard, then the gather; its uses see the gathered result."""
+    program, names = values.program, Names(values.program)
+    (result,) = call.fresh
+    full = values.buffers[name]
+    rank_sizes = values.box(src).sizes
+    if src.covers_buffer:
+        shape = values.buffers[src.buffer].shape
+    elif op.splits is None:
+        shape = rank_sizes
+    else:
+        raise Refused("the shards are uneven parts of a buffer")
+    keeps = len(result.shape) == len(full.shape)
+    if call.fn in ROW_REDUCTIONS:
+        shape = (*shape[:-1], 1) if keeps else shape[:-1]
+        full = dataclasses.replace(full, shape=result.shape)
+    shard = Buffer(names.new(f"{name}_shard"), result.dtype, shape, "fresh")
+    ops: list[Op] = []
+    for k, other in enumerate(program.ops):
+        if isinstance(other, Alloc) and other.buffer.name == name:
+            buffer = dataclasses.replace(full, dtype=result.dtype)
+            ops.append(dataclasses.replace(other, buffer=buffer))
+        elif k == i:
+            computed = map_views(call, lambda view: src if view == operand else view)
+            assert isinstance(computed, Call)
+            ops.append(dataclasses.replace(computed, fresh=(shard,)))
+            ops.append(dataclasses.replace(op, src=View(shard.name)))
+        elif k != j:
+            if isinstance(other, Call) and any(b.name in related for b in other.fresh):
+                typed = (dataclasses.replace(b, dtype=result.dtype) for b in other.fresh)
+                other = dataclasses.replace(other, fresh=tuple(typed))
+            ops.append(other)
+    return _renamed(program.replace(ops=tuple(ops)), result.name, operand)
+
+
+def _behind_gather(
+    values: Values, i: int, j: int, op: Collective, src: View, name: str, operand: View, call: Call
+) -> Program:
+    """The gather of the operand, then the computation on all of it."""
+    program, names = values.program, Names(values.program)
+    full = values.buffers[name]
+    narrow = Buffer(
+        names.new(f"{name}_{values.box(operand).dtype}"),
+        values.box(operand).dtype,
+        full.shape,
+        "fresh",
+    )
+    fresh = dataclasses.replace(full, kind="fresh")
+    shared = set(values.users.get(src.buffer, ())) - {i} or src.buffer in values.returned
+    ops: list[Op] = []
+    for k, other in enumerate(program.ops):
+        if isinstance(other, Alloc) and other.buffer.name == name:
+            ops.append(dataclasses.replace(other, buffer=narrow))
+        elif k == i:
+            sizes = values.box(src).sizes
+            shard = operand if values.box(operand).sizes == sizes else operand.view(*sizes)
+            ops.append(dataclasses.replace(op, src=shard, dst=View(narrow.name)))
+            computed = map_views(call, lambda view: View(narrow.name) if view == operand else view)
+            assert isinstance(computed, Call)
+            ops.append(dataclasses.replace(computed, fresh=(fresh,)))
+        elif k != j or shared:
+            ops.append(other)
+    return program.replace(ops=tuple(ops))
+
+
+def _renamed(program: Program, name: str, view: View) -> Program:
+    """The Program with every view of a buffer taken of `view` instead."""
+
+    def change(old: View) -> View:
+        return View(view.buffer, (*view.steps, *old.steps)) if old.buffer == name else old
+
+    def result(arg: Arg) -> Arg:
+        if isinstance(arg, View):
+            return change(arg)
+        return tuple(map(result, arg)) if isinstance(arg, tuple) else arg
+
+    results = None if program.results is None else tuple(map(result, program.results))
+    return program.replace(ops=tuple(map_views(op, change) for op in program.ops), results=results)
+
+
+def _check_reduction(values: Values, op: Collective) -> None:
+    """Says why a reduction next to a cast stays, where fewer bytes would move on the other side."""
+    assert op.src is not None and op.dst is not None  # noqa: PT018
+    if op.kind not in ("reduce_scatter", "all_reduce"):
+        return
+    size = values.box(op.src).dtype.itemsize
+    for j in values.users.get(op.dst.buffer, ()):
+        call, out = values.program.ops[j], result_of(values.program.ops[j])
+        if isinstance(call, Call) and call.fn in CASTS and out is not None:
+            if values.buffers[out.buffer].dtype.itemsize < size:
+                raise Refused(f"the {op.kind} stays before {call.fn}: {_ROUNDING}")
+    made = values.maker(op.src.buffer)
+    if made and isinstance(made[1], Call) and made[1].fn in CASTS:
+        operand = _operand(made[1])
+        if operand is not None and values.box(operand).dtype.itemsize < size:
+            raise Refused(f"the {op.kind} stays after {made[1].fn}: {_ROUNDING}")
+
+
+_ROUNDING = "the sum in the wider type is not the sum in the narrower one"
