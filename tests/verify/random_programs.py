@@ -11,8 +11,6 @@ import dataclasses
 import random
 
 from interlace.ir import (
-    RNG,
-    Access,
     Alloc,
     Buffer,
     Call,
@@ -135,7 +133,7 @@ class Draw:
             return view
         index = self.rng.choice((0, 1, RankIndex("tp"), RankIndex("tp", 1)))
         if self.rng.random() < 0.15:
-            start = self.rng.randrange(int(buffer.shape[0]) - ROWS + 1)
+            start = self.rng.randrange(ROWS * self.size - ROWS + 1)
             return view.slice(0, start, start + ROWS)
         return view.chunk(index, self.size)
 
@@ -150,30 +148,46 @@ class Draw:
         kind = self.rng.random()
         stream = self.stream()
         if kind < 0.1:
-            self.add(Call(fn="aten.bernoulli.out", args=(src,), outs=(dst,), rng=True, stream=stream))
+            self.add(
+                Call(fn="aten.bernoulli.out", args=(src,), outs=(dst,), rng=True, stream=stream)
+            )
         elif kind < 0.2:
             name = self.name("t")
             shape = (ROWS, 1) if src.steps and "Slice" in repr(src.steps[-1]) else (ROWS, 2)
             fresh = Buffer(name, DType.i16, shape, "fresh")
             self.add(
-                Call(fn="aten.neg.default", args=(src,), outs=(View(name),), fresh=(fresh,), stream=stream)
+                Call(
+                    fn="aten.neg.default",
+                    args=(src,),
+                    outs=(View(name),),
+                    fresh=(fresh,),
+                    stream=stream,
+                )
             )
             if shape == (ROWS, 2):
                 self.live.append(fresh)
         elif kind < 0.3:
-            self.add(Call(fn="aten.neg_.default", args=(dst,), outs=(dst,), mutates=True, stream=stream))
+            self.add(
+                Call(fn="aten.neg_.default", args=(dst,), outs=(dst,), mutates=True, stream=stream)
+            )
         elif kind < 0.35:
             dst = View(dst.buffer).as_strided((1,), (1,), 0)
-            self.add(Call(fn="aten.neg.out", args=(src,), outs=(dst,), stream=stream))
+            self.call("aten.neg.out", stream, (src,), dst)
         else:
-            self.add(Call(fn="aten.neg.out", args=(src,), outs=(dst,), stream=stream))
+            self.call("aten.neg.out", stream, (src,), dst)
+
+    def call(self, fn: str, stream: str, args: tuple[View, ...], out: View, **more: object) -> None:
+        op = Call(fn=fn, args=args, outs=(out,), stream=stream)
+        self.add(dataclasses.replace(op, **more))  # pyright: ignore[reportArgumentType]
 
     def collective(self) -> None:
         team, stream = self.team(), self.stream()
         big = [b for b in self.live if b.shape[0] == ROWS * self.size]
         small = self.rows(self.some())
         wide = View(self.rng.choice(big).name)
-        kind = self.rng.choice(("all_gather", "all_reduce", "reduce_scatter", "broadcast", "barrier"))
+        kind = self.rng.choice(
+            ("all_gather", "all_reduce", "reduce_scatter", "broadcast", "barrier")
+        )
         backend = self.rng.choice((None, None, None, "gloo"))
         if kind == "barrier":
             op = Collective(kind=kind, team=team.name, stream=stream, backend=backend)
@@ -201,7 +215,9 @@ class Draw:
     def exchange(self) -> None:
         """A send and a receive around the ring, on one stream (which blocks) or on two."""
         team, k = self.team().name, self.rng.choice((1, -1))
-        send = Send(src=self.rows(self.some()), peer=RankIndex(team, k), team=team, stream=self.stream())
+        send = Send(
+            src=self.rows(self.some()), peer=RankIndex(team, k), team=team, stream=self.stream()
+        )
         receive = Recv(
             dst=self.rows(self.some()), peer=RankIndex(team, -k), team=team, stream=self.stream()
         )
@@ -263,7 +279,7 @@ class Draw:
                 self.order(before, stream)
         self.ops.append(Free(buffer=buffer.name, stream=stream))
         self.last[f"freed {buffer.name}"] = {stream: True}
-        if self.rng.random() < 0.97:
+        if self.rng.random() < 0.9:
             self.live.remove(buffer)
 
     def one_sided(self) -> None:
@@ -278,39 +294,29 @@ class Draw:
         if signal == "s":
             self.num_signals += 1
         value = 1 if signal != "s" else self.num_signals
-        mine, theirs = RankIndex("tp"), RankIndex("tp", k)
+        mine, right, left = RankIndex("tp"), RankIndex("tp", k), RankIndex("tp", -k)
         source, sink = self.stream(), self.stream()
         careful = self.rng.random() < max(self.care, 0.8)
-        others: Others | RankIndex = RankIndex("tp", -k)
-        if self.rng.random() < 0.2:
-            others = Others("tp")
+        to_all = self.rng.random() < 0.2
+
+        def announce(to: RankIndex, awaited: RankIndex) -> None:
+            if careful:
+                peer = Others("tp") if to_all else to
+                for kind, other, stream in ((Notify, peer, source), (Expect, awaited, sink)):
+                    op = kind(signal=signal, peer=other, team="tp", value=value, stream=stream)
+                    self.ops.append(op)
+
         if self.rng.random() < 0.5:
-            src = View(self.some(symmetric=False).name)
-            src = self.rows(next(b for b in self.live if b.name == src.buffer))
+            src = self.rows(self.some(symmetric=False))
             self.add(Copy(src=src, dst=view.chunk(mine, self.size), stream=source))
-            if careful:
-                self.ops.append(
-                    Notify(signal=signal, peer=others, team="tp", value=value, stream=source)
-                )
-                self.ops.append(
-                    Expect(signal=signal, peer=theirs, team="tp", value=value, stream=sink)
-                )
-            self.add(
-                Get(src=view.chunk(theirs, self.size), peer=theirs, team="tp", stream=sink)
-            )
+            announce(left, right)
+            self.add(Get(src=view.chunk(right, self.size), peer=right, team="tp", stream=sink))
         else:
-            src = self.rows(self.some())
-            self.add(Put(src=src, dst=view.chunk(mine, self.size), peer=theirs, team="tp", stream=source))
-            if careful:
-                peer = theirs if not isinstance(others, Others) else others
-                self.ops.append(
-                    Notify(signal=signal, peer=peer, team="tp", value=value, stream=source)
-                )
-                self.ops.append(
-                    Expect(signal=signal, peer=RankIndex("tp", -k), team="tp", value=value, stream=sink)
-                )
-            dst = self.rows(self.some())
-            self.add(Copy(src=view.chunk(RankIndex("tp", -k), self.size), dst=dst, stream=sink))
+            src, dst = self.rows(self.some()), self.rows(self.some())
+            target = view.chunk(mine, self.size)
+            self.add(Put(src=src, dst=target, peer=right, team="tp", stream=source))
+            announce(right, left)
+            self.add(Copy(src=view.chunk(left, self.size), dst=dst, stream=sink))
 
     def host_sync(self) -> None:
         self.ops.append(HostSync(stream=self.stream()))
@@ -324,7 +330,9 @@ class Draw:
             self.ops.append(Wait(event=f"e{self.rng.randrange(3)}", stream=self.stream()))
         else:
             signal = self.name("s")
-            self.ops.append(Notify(signal=signal, peer=RankIndex("tp", 1), team="tp", stream=self.stream()))
+            self.ops.append(
+                Notify(signal=signal, peer=RankIndex("tp", 1), team="tp", stream=self.stream())
+            )
 
 
 def _declares(op: Op) -> bool:
@@ -363,6 +371,3 @@ def random_set(rng: random.Random, num_steps: int = 5) -> list[Program]:
     for _ in range(rng.choice((1, 1, 2))):
         programs[k] = mutilate(programs[k], rng)
     return programs
-
-
-__all__ = ["RNG", "Access", "random_set"]

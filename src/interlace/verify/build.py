@@ -114,11 +114,10 @@ class Builder:
                     graph.never.setdefault(node, self._missing(rank, len(issued), team, k))
         for (team, sender, receiver), (sends, receives) in self.channels.items():
             for k in range(min(len(sends), len(receives)), max(len(sends), len(receives))):
-                verb, other = ("receives", receiver) if k < len(sends) else ("sends", sender)
-                count = min(len(sends), len(receives))
+                verb, other = ("receive", receiver) if k < len(sends) else ("send", sender)
                 graph.never[self.met[(team, sender, receiver), k]] = (
-                    f"message {k + 1} of team {team[0]} from rank {sender} to rank {receiver}: "
-                    f"rank {other} {verb} only {count}"
+                    f"rank {other} to {verb} message {k + 1} of team {team[0]} from rank {sender} "
+                    f"to rank {receiver}, which it never does"
                 )
         for slot, members in self.allocs.items():
             for taken in members.values():
@@ -129,10 +128,10 @@ class Builder:
 
     def _missing(self, rank: int, count: int, team: TeamKey, k: int) -> str:
         if rank not in self.ranks:
-            return f"rank {rank} of team {team[0]}, which runs no Program of the set"
+            return f"rank {rank} of team {team[0]}, and no Program of the set runs there"
         return (
-            f"rank {rank}, which issues {count} collectives of team {team[0]} while others issue "
-            f"{k + 1} or more"
+            f"rank {rank} to issue collective {k + 1} of team {team[0]}, and it issues {count} in "
+            f"all runs"
         )
 
     def _await_frees(self, slot: Slot, take: int, node: int) -> None:
@@ -142,7 +141,7 @@ class Builder:
                 self.graph.preds[node].append(free)
             else:
                 self.graph.never[node] = (
-                    f"slot {slot[1]}, whose take {take + 1} rank {rank} never frees"
+                    f"rank {rank} to free take {take + 1} of slot {slot[1]}, which it never does"
                 )
 
     def _await_signal(self, signal: Signal, run: int, value: int, node: int) -> None:
@@ -153,7 +152,9 @@ class Builder:
                 return
         best = max((reached for reached, _, _, _ in raised), default=0)
         what = f"raises it to {best} at most" if raised else "never raises it"
-        self.graph.never[node] = f"signal {signal[0]} to reach {value}: rank {signal[2]} {what}"
+        self.graph.never[node] = (
+            f"rank {signal[2]} to raise signal {signal[0]} to {value}, and it {what}"
+        )
 
 
 class _FrameBuilder:

@@ -51,14 +51,16 @@ def check(
     findings = [explainer.flaw(source, flaw) for source in sources for flaw in source.flaws]
     findings += mismatches(builder, explainer, regions)
     findings += deadlocks(builder, explainer)
-    findings += [explainer.faults(faults) for faults in _told(sweep.faults.values())]
+    faults = _told(sweep.faults.values())
+    findings += [explainer.faults(same) for same in faults[:MAX_FINDINGS]]
+    left_out = max(0, len(faults) - MAX_FINDINGS)
     findings.sort(key=_rank_of_kind)
     return Report(
         tuple(findings[:MAX_FINDINGS]),
         sum(len(place.source.items) for place in builder.places),
         len(builder.places),
         time.perf_counter() - began,
-        max(0, len(findings) - MAX_FINDINGS),
+        left_out + max(0, len(findings) - MAX_FINDINGS),
     )
 
 

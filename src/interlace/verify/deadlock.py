@@ -7,20 +7,33 @@ interleaving. Those behind them are not reported; the ones that hold everything 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from interlace.ir.ops import Collective, Recv, Send
+from interlace.ir.ops import Collective, Op, Recv, Send
 from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.graph import Graph, Part
 from interlace.verify.report import Finding, OpRef
-from interlace.verify.source import Code, Item
+from interlace.verify.source import Code
 
 MAX_CYCLES = 4
-SEARCH_BUDGET = 2_000_000
-"""Nodes visited at most in search of the shortest cycle; large knots end with a short one."""
+SEARCH_BUDGET = 50_000
+"""Steps taken at most in search of a shorter cycle: in a large knot, a short one has to do."""
 
-Step = tuple[int, int, Part, Part, str]
-"""An edge of a cycle: the nodes, the part of each that it joins, and why."""
+Spot = tuple[int, Part, bool]
+"""A node, the part of it that one rank plays, and whether the cycle came there from another part
+(then it must leave through something that comes before; back again would be no cycle)."""
+STREAM = "stream"
+
+
+class Step(NamedTuple):
+    """One link of a cycle: `part` cannot go before `other` has."""
+
+    part: Part
+    other: Part
+    why: str
+    """`STREAM` for the order of a stream, else the reason in words."""
 
 
 def deadlocks(builder: Builder, explainer: Explainer) -> list[Finding]:
@@ -47,7 +60,7 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
     return [
         Finding(
             "deadlock",
-            f"an op waits for something that never comes: {reason}",
+            f"an op waits forever, for {reason}",
             tuple(refs),
             "add what it waits for on that rank, or take this op out on every rank",
             ranks=tuple(sorted(ranks)),
@@ -57,17 +70,16 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
 
 
 def _cycles(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]:
-    found: dict[frozenset[tuple[object, int]], Finding] = {}
+    found: dict[frozenset[tuple[object, int]], tuple[bool, Finding]] = {}
     for knot in _knots(graph, stuck):
-        cycle = _shortest_cycle(graph, knot)
-        key = frozenset(
-            (frame.place.source, item.index) for node in cycle for frame, item in graph.parts[node]
-        )
+        steps = _shortest_cycle(graph, knot)
+        key = frozenset((part[0].place.source, part[1].index) for part, *_ in steps)
+        spans_runs = len({part[0].run for part, _, _ in steps}) > 1
         if key not in found:
-            found[key] = _tell(graph, cycle, explainer)
+            found[key] = spans_runs, _tell(steps, explainer)
         if len(found) >= MAX_CYCLES:
             break
-    return list(found.values())
+    return [finding for _, finding in sorted(found.values(), key=lambda pair: pair[0])]
 
 
 def _knots(graph: Graph, stuck: set[int]) -> list[list[int]]:
@@ -111,142 +123,140 @@ def _knots(graph: Graph, stuck: set[int]) -> list[list[int]]:
     return knots
 
 
-def _weight(graph: Graph, node: int) -> int:
-    """Ops that order nothing but their stream do not make a cycle longer."""
-    parts = graph.parts[node]
-    return 0 if len(parts) == 1 and parts[0][1].code is Code.PLAIN else 1
-
-
-def _shortest_cycle(graph: Graph, knot: list[int]) -> list[int]:
-    """A shortest cycle in a knot, as nodes each of which waits for the next."""
+def _shortest_cycle(graph: Graph, knot: list[int]) -> list[Step]:
+    """A cycle with the fewest links from one stream to another."""
     inside = set(knot)
-    starts = [node for node in sorted(knot) if _weight(graph, node)]
-    best: list[int] | None = None
-    for start in starts[: max(1, SEARCH_BUDGET // len(knot))]:
-        cycle = _cycle_through(graph, start, inside)
-        if best is None or _length(graph, cycle) < _length(graph, best):
-            best = cycle
+    best: tuple[int, list[Step]] | None = None
+    budget = SEARCH_BUDGET
+    for node in sorted(knot):
+        for part in graph.parts[node]:
+            if best is not None and budget <= 0:
+                break
+            limit = best[0] if best else 1 << 60
+            found, spent = _cycle_through(graph, (node, part, False), inside, limit)
+            best, budget = found or best, budget - spent
     assert best is not None
-    return best
+    return _joined(best[1])
 
 
-def _length(graph: Graph, cycle: list[int]) -> tuple[int, int]:
-    return sum(_weight(graph, node) for node in cycle), len(cycle)
-
-
-def _cycle_through(graph: Graph, start: int, inside: set[int]) -> list[int]:
-    came_from: dict[int, int] = {}
+def _cycle_through(
+    graph: Graph, start: Spot, inside: set[int], limit: int
+) -> tuple[tuple[int, list[Step]] | None, int]:
+    """The cheapest cycle through one part of a node with its cost, if that is below the limit,
+    and how many steps it took to find out."""
+    came_from: dict[Spot, tuple[Spot, Step]] = {}
     cost = {start: 0}
     queue = deque([start])
-    done: set[int] = set()
+    done: set[Spot] = set()
+    best: tuple[int, list[Step]] | None = None
     while queue:
-        node = queue.popleft()
-        if node in done:
+        spot = queue.popleft()
+        if spot in done or cost[spot] >= limit:
             continue
-        done.add(node)
-        for other in graph.preds[node]:
+        done.add(spot)
+        for other, step in _links(graph, spot, inside):
+            reached = cost[spot] + (step.why != STREAM)
             if other == start:
-                path = [node]
-                while path[-1] != start:
-                    path.append(came_from[path[-1]])
-                return path[::-1]
-            if other in inside:
-                reached = cost[node] + _weight(graph, other)
-                if reached < cost.get(other, 1 << 60):
-                    cost[other] = reached
-                    came_from[other] = node
-                    if _weight(graph, other):
-                        queue.append(other)
-                    else:
-                        queue.appendleft(other)
-    raise AssertionError("a knot has a cycle through each of its nodes")
+                if reached < limit:
+                    path, back = [step], spot
+                    while back != start:
+                        back, link = came_from[back]
+                        path.append(link)
+                    best, limit = (reached, path[::-1]), reached
+            elif reached < cost.get(other, limit):
+                cost[other] = reached
+                came_from[other] = spot, step
+                if step.why == STREAM:
+                    queue.appendleft(other)
+                else:
+                    queue.append(other)
+    return best, len(done)
 
 
-def _tell(graph: Graph, cycle: list[int], explainer: Explainer) -> Finding:
-    steps = _merge([
-        _edge(graph, node, cycle[(i + 1) % len(cycle)]) for i, node in enumerate(cycle)
-    ])  # fmt: skip
+def _links(graph: Graph, spot: Spot, inside: set[int]) -> Iterator[tuple[Spot, Step]]:
+    """What a part of a node waits for: the ranks it meets, and what comes before it."""
+    node, part, met = spot
+    for other in graph.parts[node]:
+        if (other[0] is not part[0] or other[1] is not part[1]) and not met:
+            why = f"it cannot begin before rank {other[0].place.rank} is there"
+            yield (node, other, True), Step(part, other, why)
+    for before in set(graph.preds[node]):
+        if before not in inside:
+            continue
+        for other in graph.parts[before]:
+            why = _why(part, other)
+            if why:
+                yield (before, other, False), Step(part, other, why)
+
+
+def _joined(steps: list[Step]) -> list[Step]:
+    """Several links along one stream as one, from where the cycle enters a stream."""
+    first = next((i for i in range(len(steps)) if steps[i - 1].why != STREAM), 0)
+    joined: list[Step] = []
+    for step in steps[first:] + steps[:first]:
+        if joined and joined[-1].why == step.why == STREAM:
+            joined[-1] = Step(joined[-1].part, step.other, STREAM)
+        else:
+            joined.append(step)
+    return joined
+
+
+def _tell(steps: list[Step], explainer: Explainer) -> Finding:
     refs: list[OpRef] = []
-    for i, (_, _, part, other, why) in enumerate(steps):
-        arrived = steps[i - 1][3]
-        if arrived[0].place is not part[0].place:
-            refs.append(explainer.ref(*arrived, f"meets rank {part[0].place.rank}"))
+    for part, other, why in steps:
         line = explainer.line(other[0].place.source, other[1].index)
+        if why == STREAM:
+            name = part[0].place.source.streams[part[1].stream]
+            why = f"it comes earlier on stream {name}"
         refs.append(
             explainer.ref(*part, f"waits for rank {other[0].place.rank}, line {line}: {why}")
         )
     ranks = sorted({ref.rank for ref in refs})
     who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
     whom = "itself" if len(ranks) == 1 else "each other"
-    return Finding(
-        "deadlock", f"{who} for {whom}, in a circle", tuple(refs), _fix(steps), ranks=tuple(ranks)
-    )
+    message = f"{who} for {whom}, in a circle"
+    return Finding("deadlock", message, tuple(refs), _fix(steps), ranks=tuple(ranks))
 
 
 def _listed(ranks: list[int]) -> str:
     return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _merge(steps: list[Step]) -> list[Step]:
-    """Several steps along one stream as one."""
-    for i, step in enumerate(steps):  # begin where the cycle leaves a stream
-        if step[4] != steps[i - 1][4] or step[2][0].place is not steps[i - 1][3][0].place:
-            steps = steps[i:] + steps[:i]
-            break
-    merged: list[Step] = []
-    for step in steps:
-        last = merged[-1] if merged else None
-        if last and last[4] == step[4] == _stream_order(step[2]) and last[3][0] is step[2][0]:
-            merged[-1] = (last[0], step[1], last[2], step[3], last[4])
-        else:
-            merged.append(step)
-    return merged
-
-
-def _stream_order(part: Part) -> str:
-    frame, item = part
-    return f"it comes earlier on stream {frame.place.source.streams[item.stream]}"
-
-
-def _edge(graph: Graph, node: int, before: int) -> Step:
-    """Why `node` waits for `before`."""
-    pairs = [
-        (part, other)
-        for part in graph.parts[node]
-        for other in graph.parts[before]
-        if part[0].place is other[0].place
-    ]
-    for part, other in pairs:
-        if part[0] is other[0] and part[1].stream == other[1].stream:
-            if other[1].index < part[1].index:
-                return node, before, part, other, _stream_order(part)
-    for part, other in pairs:
-        return node, before, part, other, _why(part[1], other[1], part[0] is other[0])
-    part, other = graph.parts[node][0], graph.parts[before][0]
-    return node, before, part, other, _why(part[1], other[1], False)
-
-
-def _why(item: Item, other: Item, same_run: bool) -> str:
-    op, earlier = item.op, other.op
-    if item.code is Code.EXPECT:
-        return "its notify raises the signal"
-    if item.code is Code.ALLOC and other.code is Code.FREE:
-        return "the slot comes back with its free"
-    if other.code is Code.EXIT or not same_run:
-        return "the run before has to end"
+def _why(part: Part, earlier: Part) -> str:
+    """Why an op waits for another, where it does; empty where it is not they that are linked."""
+    (frame, item), (other_frame, other) = part, earlier
+    op, before = item.op, other.op
+    if frame.place is not other_frame.place:
+        if item.code is Code.EXPECT and other.code is Code.NOTIFY:
+            return "its notify raises the signal"
+        return "the slot comes back with its free" if item.code is Code.ALLOC else ""
+    if frame is not other_frame:
+        if item.code is Code.ALLOC and other.code is Code.FREE:
+            return "the slot comes back with its free"
+        return "the run before has to end" if other.code is Code.EXIT else _queued(op, before)
+    if item.stream == other.stream and other.index < item.index:
+        return STREAM
     if item.code is Code.WAIT and item.record == other.index:
         return "the event is recorded there"
-    if other.code is Code.HOST_SYNC:
+    if other.code is Code.HOST_SYNC and other.index < item.index:
         return "the host issues nothing more until that stream has come there"
-    if isinstance(op, Collective) and isinstance(earlier, Collective) and op.team == earlier.team:
-        return f"collectives of team {op.team} run in the order in which they are issued"
+    if item.code is Code.ALLOC and other.code is Code.FREE:
+        return "the slot comes back with its free"
     if item.code is Code.EXIT:
         return "the run ends after it"
-    return "it is part of the same group" if item.index == other.index else "it comes earlier"
+    if item.index == other.index:
+        return "it is part of the same group"
+    return _queued(op, before)
+
+
+def _queued(op: Op | None, before: Op | None) -> str:
+    if isinstance(op, Collective) and isinstance(before, Collective) and op.team == before.team:
+        return f"collectives of team {op.team} run in the order in which they are issued"
+    return ""
 
 
 def _fix(steps: list[Step]) -> str:
-    items = [part[1] for step in steps for part in step[2:4]]
+    items = [item for step in steps for _, item in (step.part, step.other)]
     if any(item.code is Code.ALLOC for item in items):
         return "free the buffer that held the slot before this take of it, on every rank"
     if any(isinstance(item.op, Collective) for item in items):

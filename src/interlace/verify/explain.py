@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from interlace.ir.ops import Get, Put
+from interlace.ir.ops import Get, Loc, Put
 from interlace.ir.printer import print_lines, print_op
 from interlace.ir.program import Program
 from interlace.verify.graph import Frame
@@ -70,7 +70,7 @@ class Explainer:
             role,
             buffer,
             extent,
-            "" if item.op is None else str(item.op.loc),
+            _origin(item),
             tuple(context),
         )
 
@@ -120,8 +120,7 @@ class Explainer:
         match fault.kind:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
-                fix = f"free {name} after line {ops[1].line}"
-                fix += self._join(second, first) if second.item.stream != first.item.stream else ""
+                fix = f"free {name} after line {ops[1].line}, and in an order that awaits it"
             case "use-before-alloc":
                 message = f"{name} is used before its slot is taken"
                 fix = f"allocate {name} before line {ops[1].line}, in an order that this op awaits"
@@ -163,13 +162,6 @@ class Explainer:
             f"{after}"
         )
 
-    def _join(self, first: Entry, second: Entry) -> str:
-        streams = first.frame.place.source.streams
-        return (
-            f", and wait on {streams[second.item.stream]} for an event recorded on "
-            f"{streams[first.item.stream]} after it"
-        )
-
     def _at(self, entry: Entry) -> int:
         return self.line(entry.frame.place.source, entry.item.index)
 
@@ -186,7 +178,7 @@ class Explainer:
                 listed = ", ".join(
                     str(self.line(fault.second.frame.place.source, i)) for i in writers[:4]
                 )
-                fix += f"; {name} is written on line {listed}, which is no part or no cause of it"
+                fix += f" (line {listed} writes {name}: other bytes of it, or too late)"
         return Finding("uninitialized", message, (op,), fix, ranks=ranks)
 
 
@@ -198,6 +190,12 @@ def _listed_after(first: Entry, second: Entry) -> bool:
     if second.free:
         return False
     return second.write and not first.write
+
+
+def _origin(item: Item) -> str:
+    """Where the op comes from, unless that is a text without a name."""
+    loc = Loc() if item.op is None else item.op.loc
+    return "" if loc.file.startswith("<") and not loc.module else str(loc)
 
 
 def _writers(items: Iterable[Item], entry: Entry) -> list[int]:

@@ -83,13 +83,17 @@ class _Matcher:
         issue = first[most][count]
         team = queue[0][0]
         message = (
-            f"rank {most} issues {len(first[most])} collectives of team {team} in a run, rank "
-            f"{least} issues {count}"
+            f"rank {most} issues {_times(len(first[most]), 'collective')} of team {team} in a run, "
+            f"rank {least} issues {count}"
         )
         fix = f"issue it on rank {least} too, or on no rank"
         for (other, backend), members in self.builder.queues.items():
-            if other == queue[0] and backend != queue[1] and least in members:
-                message += f", and others on backend {backend or 'of the team'}"
+            if other != queue[0] or backend == queue[1]:
+                continue
+            if len(members.get(least, ())) > len(members.get(most, ())):
+                message += (
+                    f", which issues more on {_backend(backend)} than on {_backend(queue[1])}"
+                )
                 fix = f"name the same backend on every rank of team {team}"
         self.report(message, fix, [issue], [f"is number {count + 1}, which rank {least} lacks"])
 
@@ -210,8 +214,8 @@ class _Matcher:
             if len(sends) != len(receives):
                 more, less = (sends, receives) if len(sends) > len(receives) else (receives, sends)
                 self.report(
-                    f"team {team[0]}: rank {sender} sends {len(sends)} messages to rank "
-                    f"{receiver} in a run, which receives {len(receives)}",
+                    f"team {team[0]}: rank {sender} sends {_times(len(sends), 'message')} "
+                    f"to rank {receiver} in a run, which receives {len(receives)}",
                     "add the other end, or take this one out",
                     [more[len(less)]],
                     ["has no other end"],
@@ -240,8 +244,9 @@ class _Matcher:
                     break
             if len(first[most]) != count:
                 self.report(
-                    f"slot {name} of team {team[0]}: rank {most} takes it {len(first[most])} times "
-                    f"in a run, rank {least} {count} times",
+                    f"slot {name} of team {team[0]}: rank {most} takes it "
+                    f"{_times(len(first[most]), 'time')} in a run, rank {least} "
+                    f"{_times(count, 'time')}",
                     f"allocate and free it on rank {least} as well",
                     [first[most][count]],
                     [f"is a take that rank {least} lacks"],
@@ -296,6 +301,14 @@ class _Matcher:
         if graph.clocks[one] is None or graph.clocks[other] is None:
             return True
         return graph.before(one, other)
+
+
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _backend(name: str | None) -> str:
+    return "the team's own backend" if name is None else f"backend {name}"
 
 
 def _shape(box: Box | None, *, whole: bool, even: bool) -> str | None:

@@ -116,7 +116,7 @@ class Finding:
 
     def __str__(self) -> str:
         head = f"{self.level}: {self.kind}: {self.message}"
-        if len(self.ranks) > 1:
+        if set(self.ranks) - {op.rank for op in self.ops}:
             head += f" (the same on ranks {', '.join(map(str, self.ranks))})"
         parts = [head, *map(str, self.ops)]
         if self.fix:
