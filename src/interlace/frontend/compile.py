@@ -218,9 +218,9 @@ class Compiled:
             tree[:] = [out_spec]
             return tuple(outputs)
 
-        meshes = dict.fromkeys((*meshes_in(tensors), *([self._mesh] if self._mesh else [])))
+        meshes = meshes_in([*tensors, self._mesh])
         labels = (*(name.replace(".", "_") for name in names), *_argument_names(leaves))
-        setting = Setting(self.options, tuple(meshes), labels, device_of(tensors))
+        setting = Setting(self.options, meshes, labels, device_of(tensors))
         compilation = Compilation(setting)
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             call = aot_module_simplified(

@@ -47,6 +47,13 @@ class Opaque:
 
 
 @dataclass(frozen=True, slots=True)
+class Fixed:
+    """An output that is the same in every call and no tensor, such as the DeviceMesh of a DTensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Imported:
     """A Program, and how a graph's arguments and outputs map to its parameters and results."""
 
@@ -55,8 +62,8 @@ class Imported:
     """Positions of the graph's arguments that are the Program's first parameters."""
     constants: tuple[torch.Tensor, ...]
     """Tensors of the graph itself: the parameters after those."""
-    outputs: tuple[int | Opaque, ...]
-    """For each output of the graph: the result of that index, or an argument handed through."""
+    outputs: tuple[int | Opaque | Fixed, ...]
+    """For each output of the graph: the result of that index, or what is handed through."""
 
     def gather(self, args: Sequence[Any]) -> list[Any]:
         """The Program's inputs, from the graph's arguments."""
@@ -64,9 +71,17 @@ class Imported:
 
     def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The graph's outputs, from the Program's results and the graph's arguments."""
-        return [
-            args[out.position] if isinstance(out, Opaque) else results[out] for out in self.outputs
-        ]
+
+        def output(place: int | Opaque | Fixed) -> Any:
+            match place:
+                case Opaque(position):
+                    return args[position]
+                case Fixed(value):
+                    return value
+                case _:
+                    return results[place]
+
+        return list(map(output, self.outputs))
 
 
 Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
@@ -121,12 +136,12 @@ class Importer(Emitter):
                 self.values[node] = self._parameter(node, position)
                 position += 1
             elif node.op == "output":
-                outputs = [self.arg(item) for item in flatten(node.args[0])]
+                outputs = [self._output(item) for item in flatten(node.args[0])]
             elif node in live and node not in self.in_place.absorbed:
                 self.values[node] = self._lower(node)
-        results = [value for value in outputs if not isinstance(value, Opaque)]
+        results = [value for value in outputs if not isinstance(value, Opaque | Fixed)]
         index = iter(range(len(results)))
-        places = [value if isinstance(value, Opaque) else next(index) for value in outputs]
+        places = [value if isinstance(value, Opaque | Fixed) else next(index) for value in outputs]
         teams, ranks = self.teams.used()
         program = Program(
             name=self.program_name,
@@ -137,6 +152,11 @@ class Importer(Emitter):
             ranks=ranks,
         )
         return Imported(program, tuple(self.inputs), tuple(self.constants), tuple(places))
+
+    def _output(self, item: Any) -> Value:
+        value = self.arg(item)
+        plain = value is None or isinstance(value, View | Opaque | bool | int | float)
+        return value if plain else Fixed(getattr(value, "real_obj", value))
 
     def value(self, node: Any) -> Any:
         """The fake value that tracing recorded for a node."""

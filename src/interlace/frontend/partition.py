@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
+from interlace.frontend.types import dtype_of
 
 GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
 MOVEMENT = {
@@ -52,6 +54,7 @@ class Partition:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward graph of a joint one."""
         self.mark(joint.graph)
+        own_opaque_outputs(joint.graph, given["num_fwd_outputs"])
         return min_cut_rematerialization_partition(joint, joint_inputs, **given)
 
     def mark(self, graph: fx.Graph) -> list[fx.Node]:
@@ -77,6 +80,28 @@ class Partition:
             return False
         hidden_s = sum(_matmul_seconds(node, self.machine) for node in matmuls if _forward(node))
         return _gather_seconds(gather, self.machine) <= hidden_s
+
+
+def own_opaque_outputs(graph: fx.Graph, num_fwd_outputs: int) -> None:
+    """Lets forward return the mesh of its own arguments, where it was traced to return a tangent's.
+
+    DTensor remembers results by equal meshes, so the mesh of an output may be the very object that
+    also came in with the tangents; torch then takes it for an input of backward and gives up.
+    """
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    leaves, spec = pytree.tree_flatten(output.args)
+    opaque = [node for node in graph.nodes if node.op == "placeholder" and _opaque(node)]
+    for i, leaf in enumerate(leaves[:num_fwd_outputs]):
+        if leaf in opaque and "tangents" in str(leaf.target):
+            for other in opaque:
+                if "tangents" not in str(other.target) and _opaque(other) == _opaque(leaf):
+                    leaves[i] = other
+                    break
+    output.args = pytree.tree_unflatten(leaves, spec)
+
+
+def _opaque(node: fx.Node) -> Any:
+    return getattr(node.meta.get("val"), "real_obj", None)
 
 
 def _forward(node: fx.Node) -> bool:
@@ -115,7 +140,5 @@ def _matmul_seconds(node: fx.Node, machine: Machine) -> float:
     first = node.args[MATMULS[str(node.target)]]
     assert isinstance(first, fx.Node)
     value: torch.Tensor = node.meta["val"]
-    from interlace.frontend.types import dtype_of
-
     flops = 2 * math.prod(map(_hint, value.shape)) * _hint(first.meta["val"].shape[-1])
     return flops / machine.flops(dtype_of(value.dtype))
