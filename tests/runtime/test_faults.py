@@ -18,7 +18,8 @@ import torch.distributed as dist
 from tests.runtime.programs import TEXTS, Outcome, attempt, inputs_of, prepared
 from tests.support.pool import Died, Pool
 
-from interlace.ir import Alloc, Notify, Op, Record
+from interlace.ir import Alloc, Notify, Op, Record, parse
+from interlace.options import Options
 from interlace.runtime import Executor
 
 TIME_OUT_S = 2.5
@@ -136,3 +137,80 @@ def test_a_stalled_rank_is_named_within_the_time_out(pool: Pool, kind: str, seed
         assert TIME_OUT_S - 0.5 < seconds < TIME_OUT_S + 1.5
     assert results[victim][0][0] == "PeerError"
     assert all(results[rank][2][1] == "equal" for rank in range(world))
+
+
+def run_until_it_fails(kind: str, victim: int, seed: int) -> tuple[list[Outcome], bool, bool]:
+    """A fault at any op of any stream; the other ranks hear of it in this run or the next."""
+    fault = Fault(victim, 0, raise_it)
+    executor = prepared(kind, before_op=fault, time_out_s=10)
+    ops = executor.program.ops
+    steps = [i for i in range(len(ops)) if not isinstance(ops[i], Alloc) or _symmetric(ops[i])]
+    fault.index = random.Random(seed).choice(steps)
+    fault.armed = True
+    inputs = inputs_of(executor.program, dist.get_rank(), seed)
+    found: list[Outcome] = []
+    while not found or (found[-1][0] == "result" and len(found) < 4):
+        found.append(attempt(lambda: executor.run(inputs)))
+    executor.reset()
+    (y,) = executor.run(inputs)
+    same = torch.equal(y, executor.run(inputs)[0])
+    executor.close()
+    return found, fault.fired, same
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_a_fault_anywhere_is_heard_by_all(pool: Pool, kind: str, seed: int) -> None:
+    for again in range(4):
+        victim = (seed + again) % 3
+        results = pool(3).run(run_until_it_fails, kind, victim, seed + again)
+        for rank, (found, fired, same) in enumerate(results):
+            assert fired == (rank == victim)
+            error, text, seconds = found[-1]
+            assert error == ("ExecutorError" if rank == victim else "PeerError")
+            assert "the planted fault" in text
+            assert seconds < 5
+            assert len(found) <= 2 if rank != victim else len(found) == 1
+            assert same
+
+
+def hang_in_compute() -> list[Outcome]:
+    """A stream hangs in a computation long after another has failed."""
+
+    def before(rank: int, index: int, op: Op) -> None:
+        if armed and op.stream == "side":
+            time.sleep(3.0)
+        if armed and op.stream == "main":
+            time.sleep(0.2)
+            raise_it()
+
+    armed = False
+    executor = Executor(parse(TWO_STREAMS), options=Options(time_out_s=0.5), before_op=before)
+    executor.prepare()
+    executor.run([torch.ones(2)])
+    armed = True
+    found = [attempt(lambda: executor.run([torch.ones(2)])) for _ in range(2)]
+    executor.reset()
+    armed = False
+    found.append(attempt(lambda: executor.run([torch.ones(2)])))
+    return found
+
+
+TWO_STREAMS = """
+def two(x: f32[2]):
+    t = alloc(f32[2])
+    y = empty(f32[2])
+    side: copy(x, t)
+    side: record(e)
+    main: wait(e)
+    main: copy(t, y)
+    return y
+"""
+
+
+def test_a_stream_that_does_not_stop_is_named(pool: Pool) -> None:
+    ((hangs, again, after),) = pool(1).run(hang_in_compute, replace=True)
+    assert [outcome[0] for outcome in (hangs, again, after)] == ["ExecutorError"] * 3
+    assert "stream side of rank 0 does not stop" in hangs[1]
+    assert hangs[2] < 2.5
+    assert "out of order" in again[1]
+    assert "still hangs" in after[1]

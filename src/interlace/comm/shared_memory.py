@@ -76,7 +76,10 @@ class Segment:
         path = str(folder / f"interlace-{os.getpid()}-{secrets.token_hex(8)}")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, nbytes)
+            else:
+                os.ftruncate(descriptor, nbytes)  # macOS: no tmpfs, so no SIGBUS to fear
         except OSError as error:
             os.close(descriptor)
             os.unlink(path)

@@ -95,10 +95,13 @@ class CpuEngine:
     def run(self) -> None:
         """Runs every stream to its end; raises what made one fail, with all of them stopped."""
         streams = self._streams
+        lost = [worker.name for worker in self._workers.values() if worker.lost]
+        if lost:
+            raise ExecutorError(f"stream {lost[0]} of rank {self.rank} still hangs: make another")
         self._order.begin()
         self._failure = None
         self.spans = []
-        self.flight.stands.update(dict.fromkeys(self.flight.stands, -1))
+        self.flight.begin()
         (_, mine), *others = streams.items() if streams else (("", ()),)
         workers = [self._worker(name) for name, _ in others]
         for worker, (_, steps) in zip(workers, others, strict=True):
@@ -197,10 +200,9 @@ class CpuEngine:
             known.args = (f"{known}\nwhile running {text}", *known.args[1:])
             known.__cause__ = error
             return known
-        kind = "called" if isinstance(step.op, Call) else "ran"
         told = ExecutorError(
-            f"{text} raised {type(error).__name__}: {error}\nIt was {kind} on stream "
-            f"{step.op.stream}; the Executor is out of order until every rank calls reset()"
+            f"{text} raised {type(error).__name__}: {error}\nThe Executor is out of order until "
+            "every rank of its teams calls reset()"
         )
         told.__cause__ = error
         return told

@@ -28,7 +28,12 @@ class Flight:
         self.stands: dict[str, int] = dict.fromkeys(self._order, -1)
         """For each stream, the op that it began last; -1 before the first, -2 after the last."""
         self.since: dict[str, float] = dict.fromkeys(self._order, 0.0)
-        """When it began it, by `time.perf_counter`."""
+        """When it began it, or the run, by `time.perf_counter`."""
+
+    def begin(self) -> None:
+        """A new run: no stream has begun an op, and the time of waiting counts from now."""
+        self.stands = dict.fromkeys(self._order, -1)
+        self.since = dict.fromkeys(self._order, time.perf_counter())
 
     @property
     def last_begun(self) -> float:
