@@ -18,7 +18,9 @@ from interlace.verify import check
 AFTER = "schedule,plan_memory,insert_sync"
 
 
-def assert_equal(program: Program, sample: Sample, seed: int | None, runs: int = 1) -> None:
+def assert_equal(
+    program: Program | list[Program], sample: Sample, seed: int | None, runs: int = 1
+) -> None:
     results = run_ranks(program, sample.inputs, seed=seed, in_order=seed is None, runs=runs)
     for rank, (found, expected) in enumerate(zip(results, sample.expected, strict=True)):
         for got, wanted in zip(found, expected, strict=True):

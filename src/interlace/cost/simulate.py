@@ -78,9 +78,8 @@ class _Play:
 
     def run(self) -> None:
         """Plays until nothing more can happen."""
-        for index, missing in enumerate(self.missing):
-            if missing == 0:
-                self._start(index, 0.0)
+        for index in [i for i, missing in enumerate(self.missing) if missing == 0]:
+            self._start(index, 0.0)
         while self.events:
             now, index, version = heapq.heappop(self.events)
             if version < 0:

@@ -17,6 +17,7 @@ from interlace.ir import (
     Buffer,
     Call,
     Collective,
+    Dim,
     Op,
     Program,
     RankIndex,
@@ -119,7 +120,7 @@ class Chooser:
     ) -> int:
         if row.cut == "slices":
             return slices(values, site, chunks)
-        return _team(values, site).size
+        return values.program.team(_collective(values, site).team).size
 
     def _ms(
         self,
@@ -129,15 +130,15 @@ class Chooser:
         names: Names | None,
         machine: Machine,
     ) -> float:
-        alone = isolated(values, _team(values, site), ops, names)
+        alone = isolated(values, _collective(values, site), ops, names)
         timed = InsertSync().run(Schedule().run(alone))
         return simulate(timed, machine).makespan_s * 1e3
 
 
-def _team(values: Values, site: GatherSite | ScatterSite) -> Team:
+def _collective(values: Values, site: GatherSite | ScatterSite) -> Collective:
     op = values.program.ops[site.collective]
     assert isinstance(op, Collective)
-    return values.program.team(op.team)
+    return op
 
 
 def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
@@ -159,40 +160,56 @@ def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
     return type(site).__name__, site.layout, whole, ops
 
 
-def isolated(values: Values, team: Team, ops: Sequence[Op], names: Names | None) -> Program:
-    """Some ops of a Program as one of its own: what they only read are its inputs."""
-    program = values.program
+def isolated(
+    values: Values, collective: Collective, ops: Sequence[Op], names: Names | None
+) -> Program:
+    """The ops of a site as a Program of all its ranks: what they only read are its inputs."""
+    program, team = values.program, values.program.team(collective.team)
+    ops = [_for_all(op, collective, team, program.rank) for op in ops]
     known = dict(values.buffers)
     made: set[str] = set()
-    used: list[str] = []
+    used: dict[str, None] = {}
     for op in ops:
         for buffer in _declared(op):
             made.add(buffer.name)
             known[buffer.name] = buffer
-        used += [access.view.buffer for access in (*op.reads(), *op.writes())]
-    params = [
-        dataclasses.replace(known[name], kind=kind)
-        for name in dict.fromkeys(used)
-        if name not in made
-        for kind in ("output" if known[name].kind == "output" else "input",)
-    ]
+        used.update((access.view.buffer, None) for access in (*op.reads(), *op.writes()))
+    params: list[Buffer] = []
+    for name in used:
+        if name not in made:
+            kind = "output" if known[name].kind == "output" else "input"
+            shape = _shape(known[name], collective, team, program.rank)
+            params.append(dataclasses.replace(known[name], kind=kind, shape=shape))
     tables = tuple(names.tables) if names is not None else program.tables
-    alone = program.replace(
+    alone = Program(
+        name=program.name,
+        teams=program.teams,
+        tables=tables,
         params=tuple(params),
         ops=tuple(ops),
         results=(),
-        tables=tables,
-        sites=(),
-        remarks=(),
-        rank=None,
+        regions=program.regions,
+        ranks=program.ranks,
     )
     if _teams_in(alone) <= {team.name}:
-        alone = alone.replace(
-            teams=(Team(team.name, team.size),),
-            tables=tuple(table for table in tables if table.team == team.name),
-            ranks=None,
-        )
+        mine = tuple(table for table in tables if table.team == team.name)
+        alone = alone.replace(teams=(Team(team.name, team.size),), tables=mine, ranks=None)
     return alone
+
+
+def _for_all(op: Op, collective: Collective, team: Team, rank: int | None) -> Op:
+    if isinstance(op, Alloc):
+        shape = _shape(op.buffer, collective, team, rank)
+        return dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, shape=shape))
+    return op
+
+
+def _shape(buffer: Buffer, collective: Collective, team: Team, rank: int | None) -> tuple[Dim, ...]:
+    """A shape for all ranks: in one rank's own Program an uneven shard has that rank's size."""
+    shard = collective.src if collective.kind == "all_gather" else collective.dst
+    if rank is None or collective.splits is None or shard != View(buffer.name):
+        return buffer.shape
+    return (TableEntry(collective.splits, team.rank), *buffer.shape[1:])
 
 
 def _declared(op: Op) -> tuple[Buffer, ...]:

@@ -1,0 +1,99 @@
+"""Pipelines as text: parsed, spelled back, run with checks; the errors say how to mend them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.passes.samples import KINDS
+from tests.passes.test_decompose import assert_equal
+
+from interlace.cost import default_machine
+from interlace.errors import PassError, SoundnessError
+from interlace.ir import Program
+from interlace.options import Options
+from interlace.passes import PASSES, Pass, lower, lowering, parse_pipeline, run_pipeline, spell
+from interlace.passes.decompose import Decompose
+from interlace.verify import check
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_is_found_by_name(name: str) -> None:
+    (made,) = parse_pipeline(name)
+    assert isinstance(made, Pass)
+    assert made.name == name
+    assert spell(made) == name
+
+
+def test_options_are_read_and_spelled_back() -> None:
+    text = "decompose{strategy=pipeline,protocol=put,chunks=3,sites=[1,4]},schedule"
+    first, second = parse_pipeline(text)
+    assert first == Decompose("pipeline", "put", 3, (1, 4))
+    assert ",".join(map(spell, (first, second))) == text
+
+
+def test_the_machine_goes_to_the_passes_that_ask_for_one() -> None:
+    machine = default_machine("cuda")
+    chosen, _ = parse_pipeline("decompose,schedule", machine)
+    assert isinstance(chosen, Decompose)
+    assert chosen.machine is machine
+    assert spell(chosen) == "decompose"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("decompos", "no pass named 'decompos'"),
+        ("", "no pass in ''"),
+        ("decompose{strategy=ring", "never closes"),
+        ("decompose}", "closes that never opened"),
+        ("decompose{ring}", "no option 'ring'; known are: strategy, protocol, chunks, sites"),
+        ("decompose{machine=x}", "no option 'machine=x'"),
+        ("schedule{a=1}", "no option 'a=1'"),
+        ("decompose{strategy=rings}", "no strategy 'rings': one of auto, serial"),
+        ("decompose{protocol=push}", "'push' is neither get nor put"),
+        ("decompose{chunks=-1}", "-1 chunks"),
+        ("find_sites{},decompose{}x", "stand in braces"),
+    ],
+)
+def test_what_is_wrong_is_an_error_that_says_what_is_known(text: str, message: str) -> None:
+    with pytest.raises(PassError) as error:
+        parse_pipeline(text)
+    assert message in str(error.value)
+
+
+def test_a_site_that_does_not_exist_is_an_error(seed: int) -> None:
+    program = KINDS["matmul_all_reduce"](2, "even", "f32", seed).program
+    with pytest.raises(PassError, match=r"no sites \[7\]; known are \[1\]"):
+        run_pipeline(program, "find_sites,decompose{sites=[7]}")
+
+
+def test_each_pass_is_shown_with_what_it_made(seed: int) -> None:
+    program = KINDS["all_gather_matmul"](2, "even", "f32", seed).program
+    seen: list[tuple[str, Program]] = []
+    made = run_pipeline(
+        program, "find_sites,schedule", on_pass=lambda item, after: seen.append((item.name, after))
+    )
+    assert [name for name, _ in seen] == ["find_sites", "schedule"]
+    assert seen[-1][1] is made
+
+
+def test_check_refuses_a_pipeline_that_leaves_out_the_events(seed: int) -> None:
+    program = KINDS["all_gather_matmul"](2, "even", "f32", seed).program
+    text = "find_sites,decompose{strategy=peer},schedule"
+    with pytest.raises(SoundnessError):
+        run_pipeline(program, text, check=True)
+    run_pipeline(program, text + ",insert_sync", check=True)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lower_gives_a_sound_program_with_the_same_results(
+    kind: str, overlap: bool, seed: int
+) -> None:
+    sample = KINDS[kind](3, "uneven", "f32", seed)
+    options = Options(overlap=overlap, strategy="peer", protocol="put")
+    made = lower(sample.program, options)
+    assert_equal(made, sample, seed)
+    check(made).raise_if_unsound()
+    assert made.sites[0].strategy == ("peer" if overlap else "serial")
+    assert set(made.streams()) == ({"main", "comm"} if overlap else {"main"})
+    assert all(isinstance(item, Pass) for item in lowering(options))
