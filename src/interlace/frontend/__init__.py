@@ -21,7 +21,7 @@ from interlace.frontend.backend import backend
 from interlace.frontend.binding import Bound
 from interlace.frontend.capture import Captured, capture
 from interlace.frontend.import_fx import import_graph
-from interlace.frontend.importer import Imported, Opaque
+from interlace.frontend.imported import Imported, Opaque
 from interlace.frontend.teams import Teams
 
 __all__ = [

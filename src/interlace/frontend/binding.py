@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from interlace.cost import Machine, default_machine
 from interlace.errors import AgreementError, SoundnessError
-from interlace.frontend.importer import Imported
+from interlace.frontend.imported import Imported
 from interlace.ir import Program, Remark
 from interlace.options import Options
 from interlace.passes import add_remarks, lower

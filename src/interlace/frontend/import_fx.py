@@ -19,7 +19,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from interlace.frontend.collectives import COLLECTIVES
-from interlace.frontend.importer import Imported, Importer
+from interlace.frontend.imported import Imported
+from interlace.frontend.importer import Importer
 from interlace.frontend.normalise import LOWERINGS
 from interlace.frontend.rng import RANDOM
 from interlace.frontend.teams import Teams

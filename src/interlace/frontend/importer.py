@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from interlace.frontend.graphs import (
     live_nodes,
     output_nodes,
 )
+from interlace.frontend.imported import Fixed, Imported, Opaque
 from interlace.frontend.inplace import InPlace
 from interlace.frontend.locs import describe, location, parameter_name
 from interlace.frontend.teams import Teams
@@ -37,51 +37,6 @@ from interlace.ir import Buffer, Call, Program, Team, View
 
 Value = Any
 """What a node stands for: a View, a scalar, None, an `Opaque`, or a tuple of these."""
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """An argument of the graph that is no tensor and no number, such as a DeviceMesh."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """An output that is the same in every call and no tensor, such as the DeviceMesh of a DTensor."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A Program, and how a graph's arguments and outputs map to its parameters and results."""
-
-    program: Program
-    inputs: tuple[int, ...]
-    """Positions of the graph's arguments that are the Program's first parameters."""
-    constants: tuple[torch.Tensor, ...]
-    """Tensors of the graph itself: the parameters after those."""
-    outputs: tuple[int | Opaque | Fixed, ...]
-    """For each output of the graph: the result of that index, or what is handed through."""
-
-    def gather(self, args: Sequence[Any]) -> list[Any]:
-        """The Program's inputs, from the graph's arguments."""
-        return [*(args[position] for position in self.inputs), *self.constants]
-
-    def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The graph's outputs, from the Program's results and the graph's arguments."""
-
-        def output(place: int | Opaque | Fixed) -> Any:
-            match place:
-                case Opaque(position):
-                    return args[position]
-                case Fixed(value):
-                    return value
-                case _:
-                    return results[place]
-
-        return list(map(output, self.outputs))
 
 
 Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
