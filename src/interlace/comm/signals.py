@@ -98,8 +98,9 @@ class Wait:
                 work.wait(timedelta(seconds=min(SLICE_S, self.time_out_s)))
                 return
             except RuntimeError:
-                if work.is_completed():  # its own error, not the end of our slice
-                    raise
+                if work.is_completed():  # its own error, or done just as our slice ended
+                    work.wait(timedelta(seconds=SLICE_S))
+                    return
             self.check()
             if time.monotonic() - started > self.time_out_s:
                 raise self.late(missing())
