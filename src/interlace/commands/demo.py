@@ -28,6 +28,7 @@ WAYS = {"eager": "eager DTensor", "serial": "serial", "overlapped": "overlapped"
 def demo(
     world: Annotated[int, typer.Option(help="Ranks: processes on this machine.")] = 2,
     steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
+    layers: Annotated[int, typer.Option(help="Blocks of the model.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder for schedules, trace and page.")] = Path(
         "interlace-demo"
     ),
@@ -43,18 +44,21 @@ def demo(
     The model learns the source of Python's standard library, byte by byte: as eager DTensor, as the
     serial program, and overlapped. Losses are shown side by side.
     """
-    from interlace.demo.lesson import Lesson
+    from interlace.demo.lesson import Config, Lesson
     from interlace.options import Options
 
     if steps < 1:
         raise OptionError(f"--steps {steps}: give at least one step")
+    if layers < 1:
+        raise OptionError(f"--layers {layers}: give at least one block")
     if world < 1:
         raise TeamError(f"--world {world}: give at least one rank")
     Options(strategy=strategy)  # raises for a strategy that there is not
     if calibration is not None:
         read_machine(calibration)
     place = str(calibration.resolve()) if calibration is not None else None
-    lesson = Lesson(steps=steps, strategy=strategy, calibration=place)
+    model = Config(layers=layers)
+    lesson = Lesson(steps=steps, strategy=strategy, calibration=place, model=model)
     if "WORLD_SIZE" in os.environ:
         report = _rank_of_torchrun(lesson, out)
     else:
@@ -137,15 +141,21 @@ def show(report: dict[str, Any]) -> None:
             say(f"{remark['pass']}: {remark['text']}")
     say("")
     for graph in report["graphs"]:
-        size = f"{graph['ops']} ops on streams {', '.join(graph['streams'])}"
-        say(f"verifier: {graph['kind']} is {graph['verdict']} ({size})")
+        ops = f"{graph['verified_ops']} ops of {report['world']} ranks"
+        time = f"{graph['verified_ms']:.0f} ms"
+        say(f"verifier: {graph['kind']} is {graph['verdict']} ({ops}, {time})")
     say("")
     rows = [
-        (title, f"{report['step_ms'][way]:.1f} ms", *_overlap(report["overlap"].get(way)))
+        (
+            title,
+            f"{report['first_step_s'][way]:.1f} s",
+            f"{report['step_ms'][way]:.1f} ms",
+            *_overlap(report["overlap"].get(way)),
+        )
         for way, title in WAYS.items()
     ]
-    headings = ("way", "step (median)", "communication", "hidden", "exposed")
-    table(headings, rows, title="measured, last step, all ranks")
+    headings = ("way", "first step", "median step", "communication", "hidden", "exposed")
+    table(headings, rows, title="measured (communication: of all ranks, in the median step)")
     say("")
     for path in report["files"]:
         say(f"wrote {path}")
@@ -167,7 +177,10 @@ def _equality(report: dict[str, Any]) -> None:
         difference = equal["largest_loss_difference"]
         say(f"overlapped and serial differ by rounding: at most {difference:.2g} in a loss{same}")
     difference = equal["largest_loss_difference_from_eager"]
-    say(f"overlapped and eager DTensor: at most {difference:.2g} apart in a loss")
+    if difference == 0:
+        say("overlapped = eager DTensor, bit for bit, in every loss")
+    else:
+        say(f"overlapped and eager DTensor: at most {difference:.2g} apart in a loss")
 
 
 def _sites(graph: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -25,8 +25,8 @@ class Config:
     heads: int = 8
     hidden: int = 768
     vocabulary: int = 256
-    sequence: int = 256
-    batch: int = 4
+    sequence: int = 1024
+    batch: int = 1
 
     @property
     def head_dim(self) -> int:

@@ -27,7 +27,7 @@ from interlace.verify import Report
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A compiled graph: its Program, the proof of it, and how its last run went on all ranks."""
+    """A compiled graph: its Program, the proof of it, and how one run went on all ranks."""
 
     kind: str
     program: Program
@@ -42,6 +42,8 @@ class Outcome:
     way: str
     losses: list[float]
     step_s: list[float]
+    measured_step: int
+    """The step of median time, whose timelines stand in `graphs`."""
     gradients: list[str]
     parameters: list[str]
     graphs: list[Graph] = field(default_factory=list)
@@ -62,6 +64,7 @@ def make_report(
             "ops": len(graph.program.ops),
             "streams": list(graph.program.streams()),
             "verdict": "sound" if graph.report.sound else "unsound",
+            "verified_ops": graph.report.num_ops,
             "verified_ms": graph.report.seconds * 1e3,
             **explanation(graph.program),
         }

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from interlace.cost import Timeline
 from interlace.demo.data import Batches
 from interlace.demo.lesson import Lesson
 from interlace.demo.model import Transformer, parallelize
@@ -40,6 +41,8 @@ class Trained:
     parameters: str = ""
     """Digest of this rank's parameters after the last step."""
     captured: Captured = field(default_factory=Captured)
+    timelines: list[list[Timeline]] = field(default_factory=list)
+    """Of each step, how each compiled graph ran on this rank."""
 
 
 def train(
@@ -76,6 +79,7 @@ def train(
             optimizer.zero_grad()
             trained.losses.append(loss.item())
             trained.step_s.append(time.perf_counter() - began)
+            trained.timelines.append([bound.executor.timeline() for bound in captured.bound])
             tell({"event": "step", "way": way, "step": step, "loss": trained.losses[-1]})
     trained.parameters = digest(model.parameters())
     trained.captured = captured

@@ -33,10 +33,13 @@ def work(lesson: Lesson, out: Path, tell: Tell) -> dict[str, Any] | None:
     outcomes: list[Outcome] = []
     for way in WAYS:
         trained = train(way, lesson, mesh, text, tell)
-        store.set(f"demo/{way}/{rank}", json.dumps(_seen(trained)))
+        if rank == 0:
+            store.set(f"demo/{way}/step", str(middle(trained.step_s)))
+        step = int(store.get(f"demo/{way}/step"))
+        store.set(f"demo/{way}/{rank}", json.dumps(_seen(trained, step)))
         if rank == 0:
             seen = [json.loads(store.get(f"demo/{way}/{other}")) for other in range(world)]
-            outcomes.append(_together(trained, seen))
+            outcomes.append(_together(trained, step, seen))
         dist.barrier()
     torch.compiler.reset()
     report = make_report(lesson, world, outcomes, out) if rank == 0 else None
@@ -44,16 +47,22 @@ def work(lesson: Lesson, out: Path, tell: Tell) -> dict[str, Any] | None:
     return report
 
 
-def _seen(trained: Trained) -> dict[str, Any]:
-    """What the other ranks need to know of this one."""
+def middle(step_s: list[float]) -> int:
+    """The step whose time is the median of all but the first, which compiles."""
+    later = sorted(range(1, len(step_s)), key=lambda step: step_s[step])
+    return later[len(later) // 2] if later else 0
+
+
+def _seen(trained: Trained, step: int) -> dict[str, Any]:
+    """What rank 0 needs to know of this rank."""
     return {
         "gradients": trained.gradients,
         "parameters": trained.parameters,
-        "timelines": [bound.executor.timeline().to_json() for bound in trained.captured.bound],
+        "timelines": [timeline.to_json() for timeline in trained.timelines[step]],
     }
 
 
-def _together(trained: Trained, seen: list[dict[str, Any]]) -> Outcome:
+def _together(trained: Trained, step: int, seen: list[dict[str, Any]]) -> Outcome:
     """One way, as all ranks saw it."""
     graphs: list[Graph] = []
     for place, bound in enumerate(trained.captured.bound):
@@ -65,6 +74,7 @@ def _together(trained: Trained, seen: list[dict[str, Any]]) -> Outcome:
         way=trained.way,
         losses=trained.losses,
         step_s=trained.step_s,
+        measured_step=step,
         gradients=[rank["gradients"] for rank in seen],
         parameters=[rank["parameters"] for rank in seen],
         graphs=graphs,

@@ -144,7 +144,8 @@ def _listing(place: int, program: Program) -> str:
         site = program.sites[index].id if family == "site" else site
         if site is not None:
             attributes += f' data-site="{place}:{site}"'
-        rows.append(f"<li{attributes}>{_coloured(line.text) or ' '}</li>")
+        text = _coloured(line.text) if family == "op" else escape(line.text)
+        rows.append(f"<li{attributes}>{text or ' '}</li>")
     caption = f"{escape(program.name)} · {len(program.ops)} ops"
     return f"<h2>{caption}</h2><ol>{''.join(rows)}</ol>"
 
@@ -159,12 +160,23 @@ def _coloured(line: str) -> str:
 
 def _sites(programs: Sequence[Program]) -> str:
     """The table of sites; the script colours its rows and lights up their spans."""
-    headings = ("", "site", "module", "kind", "strategy", "serial", "predicted", "reason")
+    headings = (
+        "",
+        "program",
+        "site",
+        "module",
+        "kind",
+        "strategy",
+        "serial",
+        "predicted",
+        "reason",
+    )
     rows = [
         (
             f"{place}:{site.id}",
             (
                 "",
+                program.name,
                 str(site.id),
                 site.module,
                 site.kind,

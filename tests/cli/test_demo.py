@@ -1,0 +1,171 @@
+"""The demo end to end: real ranks train, and what they show and write holds together."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.schedules import command
+from tests.trace.chromium import dump_dom
+
+from interlace.demo.launch import has_avx512
+from interlace.ir import parse
+from interlace.verify import check
+
+FILES = ("forward.ilc", "backward.ilc", "forward.serial.ilc", "backward.serial.ilc")
+
+
+def run(folder: Path, *args: str) -> dict[str, Any]:
+    """The report of a demo that writes into `folder`."""
+    done = command("demo", "--json", "--out", str(folder), *args, time_out_s=280)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "there is no progress bar off a terminal"
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A short demo, run once: three steps of one block on two ranks."""
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    return run(folder, "--steps", "3", "--layers", "1"), folder
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_the_three_ways_agree(demo: tuple[dict[str, Any], Path]) -> None:
+    report, _ = demo
+    assert_agreement(report, steps=3)
+    losses = report["losses"]["overlapped"]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.3)
+    assert min(losses) < losses[0] - 0.5
+
+
+def assert_agreement(report: dict[str, Any], steps: int) -> None:
+    losses = report["losses"]
+    assert {way: len(found) for way, found in losses.items()} == dict.fromkeys(
+        ("eager", "serial", "overlapped"), steps
+    )
+    assert losses["overlapped"] == pytest.approx(losses["eager"], abs=1e-5)
+    if has_avx512():
+        equal = report["equal"]
+        assert losses["serial"] == losses["overlapped"]
+        assert (equal["losses"], equal["gradients"], equal["parameters"]) == (True, True, True)
+
+
+def test_every_collective_is_a_site_with_a_strategy_or_a_reason(
+    demo: tuple[dict[str, Any], Path],
+) -> None:
+    report, _ = demo
+    assert [graph["kind"] for graph in report["graphs"]] == ["forward", "backward"]
+    for graph in report["graphs"]:
+        assert graph["verdict"] == "sound"
+        assert all(site["strategy"] != "serial" or site["reason"] for site in graph["sites"])
+        assert all(site["module"] for site in graph["sites"])
+        kinds = [(site["kind"], site["module"]) for site in graph["sites"]]
+        if graph["kind"] == "forward":
+            assert set(kinds) >= {
+                ("all_gather_matmul", "layers.0.attention"),
+                ("matmul_reduce_scatter", "layers.0.attention.wo"),
+                ("all_gather_matmul", "layers.0.feed_forward"),
+                ("matmul_reduce_scatter", "layers.0.feed_forward.down"),
+                ("all_gather_matmul", "output"),
+            }
+        assert any(site["strategy"] != "serial" for site in graph["sites"])
+
+
+def test_the_programs_written_are_the_ones_proved(demo: tuple[dict[str, Any], Path]) -> None:
+    report, folder = demo
+    by_kind = {graph["kind"]: graph for graph in report["graphs"]}
+    for name in FILES:
+        program = parse((folder / name).read_text())
+        assert check(program).sound
+        if "serial" not in name:
+            graph = by_kind[name.split(".")[0]]
+            assert len(program.ops) == graph["ops"]
+            assert list(program.streams()) == graph["streams"]
+            assert len(program.streams()) > 1
+        assert command("check", str(folder / name)).returncode == 0
+
+
+def test_overlap_is_measured(demo: tuple[dict[str, Any], Path]) -> None:
+    overlap = demo[0]["overlap"]
+    assert overlap["serial"]["hidden"] == 0
+    assert 0 < overlap["overlapped"]["hidden"] <= 1
+    assert overlap["overlapped"]["exposed_s"] == pytest.approx(
+        overlap["overlapped"]["comm_s"] - overlap["overlapped"]["overlap_s"]
+    )
+
+
+def test_the_trace_holds_every_run(demo: tuple[dict[str, Any], Path]) -> None:
+    proto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    trace = proto.Trace.FromString((demo[1] / "trace.pftrace").read_bytes())
+    names = {
+        packet.track_descriptor.process.process_name
+        for packet in trace.packet
+        if packet.track_descriptor.HasField("process")
+    }
+    assert names == {
+        *("forward · predicted", "forward · measured"),
+        *("backward · predicted", "backward · measured"),
+        *("serial forward · measured", "serial backward · measured"),
+    }
+
+
+def test_the_page_opens_in_a_browser(demo: tuple[dict[str, Any], Path]) -> None:
+    dom = dump_dom(demo[1] / "timeline.html")
+    assert 'data-ready="yes"' in dom
+    panels = re.findall(r'class="panel" data-rows="(\d+)" data-spans="(\d+)"', dom)
+    assert len(panels) == 4
+    assert all(int(rows) >= 4 for rows, _ in panels)  # two ranks, two streams or more
+    assert all(int(spans) > 100 for _, spans in panels)
+
+
+def test_the_report_for_people(demo: tuple[dict[str, Any], Path], capsys) -> None:
+    from interlace.commands.demo import show
+
+    show(demo[0])
+    text = capsys.readouterr().out
+    loss = demo[0]["losses"]["overlapped"][2]
+    assert re.search(rf"^3 .*{loss:.6f}$", text, re.MULTILINE)
+    assert "verifier: forward is sound" in text
+    assert "verifier: backward is sound" in text
+    assert re.search(r"^overlapped +\d.* \d+% ", text, re.MULTILINE)
+    assert f"wrote {demo[1] / 'timeline.html'}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_twenty_steps(tmp_path: Path, world: int) -> None:
+    report = run(tmp_path, "--world", str(world), "--steps", "20")
+    assert_agreement(report, steps=20)
+    assert all(graph["verdict"] == "sound" for graph in report["graphs"])
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    from tests.cli.schedules import ROOT
+
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    if has_avx512():
+        env["MKL_CBWR"] = "AVX512,STRICT"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    demo = ["interlace", "demo", "--json", "--steps", "2", "--layers", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "-m", *demo],
+        **{"env": env, "timeout": 280, "cwd": ROOT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_agreement(json.loads(done.stdout), steps=2)
+    assert (tmp_path / "timeline.html").exists()
