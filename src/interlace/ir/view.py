@@ -196,6 +196,8 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
             sizes = wanted
         case Expand(shape):
             extra = len(shape) - len(sizes)
+            if -1 in shape[: max(extra, 0)]:
+                raise ValueError("-1 keeps a size, and a new dimension has none")
             grown = [*([1] * extra), *sizes]
             steps = [*([0] * extra), *strides]
             sizes = [old if new == -1 else new for old, new in zip(grown, shape, strict=True)]
