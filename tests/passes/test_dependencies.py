@@ -140,3 +140,21 @@ def test_five_thousand_ops_in_well_under_a_second() -> None:
     spent = time.process_time() - start
     assert len(edges) == 5000
     assert spent < 0.8, f"{spent:.2f} s"
+
+
+def test_who_takes_bytes_over_waits_for_who_held_them() -> None:
+    head = '    a = alloc(f32[4], storage="s")\n    b = alloc(f32[2], storage="s", offset={})\n'
+    uses = """
+    main: copy(y.select(0, 0), a)
+    comm: copy(a, z.select(0, 0))
+    main: copy(y.select(0, 1)[0:2], b)
+    main: copy(b, z.select(0, 1)[0:2])
+    side: copy(a, z.select(0, 2))
+"""
+    over = before(head.format(8) + uses)
+    assert over[4] == (1, 3), "after the read of what was there"
+    assert over[5] == (1, 4), "an earlier use has seen to it"
+    assert over[6] == (0, 2, 5), "the bytes change hands again"
+    beside = before(head.format(16) + uses)
+    assert beside[4] == (1,)
+    assert beside[6] == (0, 2)

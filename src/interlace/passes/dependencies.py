@@ -50,7 +50,9 @@ def dependencies(program: Program, listed: bool = True) -> Before:
     step (an Expect after the Notify of its value), but no stream need wait for them.
     """
     edges: list[set[int]] = [set() for _ in program.ops]
-    _data_edges(program, edges)
+    overlaps = Overlaps(program)
+    _data_edges(program, overlaps, edges)
+    _storage_edges(program, overlaps, edges)
     _lifetime_edges(program, edges)
     frozen = _is_frozen(program)
     places: list[set[int]] = [set() for _ in program.ops]
@@ -113,15 +115,14 @@ def _is_frozen(program: Program) -> bool:
 
 @dataclass(slots=True)
 class _Live:
-    """The accesses of one storage that a later op may still conflict with: (view number, op)."""
+    """The accesses of one buffer that a later op may still conflict with: (view number, op)."""
 
     writes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     reads: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
-def _data_edges(program: Program, edges: list[set[int]]) -> None:
-    overlaps = Overlaps(program)
-    place = _Places(program, overlaps)
+def _data_edges(program: Program, overlaps: Overlaps, edges: list[set[int]]) -> None:
+    place = _Places(program)
     live: dict[object, _Live] = {}
     last_sync, since_sync = -1, list[int]()
     for index, op in enumerate(program.ops):
@@ -151,10 +152,10 @@ def _data_edges(program: Program, edges: list[set[int]]) -> None:
 
 
 class _Places:
-    """Whose memory an access touches: this rank's storage, or a certain peer's copy of a buffer."""
+    """Whose memory an access touches: this rank's own, or a certain peer's copy of a buffer."""
 
-    def __init__(self, program: Program, overlaps: Overlaps) -> None:
-        self.program, self.overlaps = program, overlaps
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.sizes = {team.name: team.size for team in program.teams}
         accesses = [
             a for op in program.ops for a in (*op.reads(), *op.writes()) if a.peer is not None
@@ -166,14 +167,68 @@ class _Places:
     def __call__(self, access: Access) -> object:
         name, peer = access.view.buffer, access.peer
         if peer is None or name in self.shared:
-            return self.overlaps.storage(name)
+            return name
         assert access.team is not None
         if isinstance(peer, RankIndex):
             offset = peer.offset % self.sizes[peer.team]
-            return (name, offset) if offset else self.overlaps.storage(name)
+            return (name, offset) if offset else name
         assert self.program.rank is not None
         own = self.program.where(self.program.rank).member(access.team).index
-        return (name, peer) if peer != own else self.overlaps.storage(name)
+        return (name, peer) if peer != own else name
+
+
+# storage
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A buffer that shares bytes with others: it holds them for a while, then another does."""
+
+    start: int
+    stop: int
+    since: int = -1
+    """The op that last took the bytes over,"""
+    after: set[int] = field(default_factory=set[int])
+    """what that must follow,"""
+    ops: set[int] = field(default_factory=set[int])
+    """the uses since then,"""
+    ends: set[int] = field(default_factory=set[int])
+    """and those of them that no other follows."""
+    last: int = -1
+
+
+def _storage_edges(program: Program, overlaps: Overlaps, edges: list[set[int]]) -> None:
+    """Whoever takes bytes over does so after all uses by who held them before."""
+    tenants: dict[str, dict[str, _Tenant]] = {}  # by storage: who may still hold bytes of it
+    known: dict[str, _Tenant] = {}
+    for index, op in enumerate(program.ops):
+        for name in sorted({access.view.buffer for access in (*op.reads(), *op.writes())}):
+            buffer = overlaps.buffers[name]
+            if buffer.kind != "local" or buffer.storage is None:
+                continue
+            mine = known.get(name)
+            if mine is None:
+                size = overlaps.size(buffer)
+                mine = known[name] = _Tenant(buffer.offset, buffer.offset + size)
+            holders = tenants.setdefault(buffer.storage, {})
+            rivals = [
+                (other, tenant)
+                for other, tenant in holders.items()
+                if tenant is not mine and tenant.start < mine.stop and mine.start < tenant.stop
+            ]
+            if any(tenant.last > mine.since for _, tenant in rivals):
+                mine.since, mine.ops = index, set()
+                mine.after = {end for _, tenant in rivals for end in tenant.ends} - {index}
+                for other, tenant in rivals:
+                    if mine.start <= tenant.start and tenant.stop <= mine.stop:
+                        del holders[other]
+            holders[name] = mine
+            if edges[index].isdisjoint(mine.ops):  # else an earlier use has seen to it
+                edges[index] |= mine.after
+            mine.ops.add(index)
+            mine.ends -= edges[index]
+            mine.ends.add(index)
+            mine.last = index
 
 
 # lifetimes

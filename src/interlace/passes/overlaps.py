@@ -34,9 +34,8 @@ def representatives(program: Program) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A view's bytes in its storage: the box on each rank, and bounds that hold for all ranks."""
+    """A view's bytes in its buffer: the box on each rank, and bounds that hold for all ranks."""
 
-    buffer: str
     boxes: tuple[Box | None, ...]
     start: int
     """No rank's box begins before this byte,"""
@@ -55,15 +54,8 @@ class Overlaps:
         self.buffers = {"rng": RNG_BUFFER, **program.buffers()}
         self.extents: list[Extent] = []
         self._wheres = [program.where(rank) for rank in representatives(program)]
-        self._numbers: dict[View, int] = {}
+        self._numbers: dict[object, int] = {}
         self._answers: dict[tuple[int, int], bool] = {}
-
-    def storage(self, name: str) -> str:
-        """What a buffer's bytes are part of: the arena that it shares, or the buffer alone."""
-        buffer = self.buffers[name]
-        if buffer.kind == "local" and buffer.storage is not None:
-            return f"storage {buffer.storage}"
-        return name
 
     def size(self, buffer: Buffer) -> int:
         """The most bytes that a buffer spans on any rank."""
@@ -71,15 +63,17 @@ class Overlaps:
         return max((view.box(buffer, where).hull[1] for where in self._wheres), default=0)
 
     def number(self, view: View) -> int:
-        """The view's number."""
-        found = self._numbers.get(view)
+        """The view's number, which equal views of buffers of one shape share."""
+        buffer = self.buffers[view.buffer]
+        key = (buffer.shape, buffer.strides, buffer.dtype, view.steps)
+        found = self._numbers.get(key)
         if found is None:
-            found = self._numbers[view] = len(self.extents)
+            found = self._numbers[key] = len(self.extents)
             self.extents.append(self._extent(view))
         return found
 
     def between(self, one: int, other: int) -> bool:
-        """Whether two views of one storage share a byte on some rank."""
+        """Whether two views of one buffer share a byte on some rank."""
         a, b = self.extents[one], self.extents[other]
         if a.start >= b.stop or b.start >= a.stop:
             return False
@@ -97,19 +91,12 @@ class Overlaps:
         return one == other or (a.full_start <= b.start and b.stop <= a.full_stop)
 
     def _compare(self, a: Extent, b: Extent) -> bool:
-        first, second = self.buffers[a.buffer].offset, self.buffers[b.buffer].offset
-        same = a.buffer == b.buffer
         count = max(len(a.boxes), len(b.boxes))
-        for mine, theirs in zip(_stretch(a.boxes, count), _stretch(b.boxes, count), strict=True):
-            if mine is None or theirs is None:
-                continue
-            if same and mine.overlaps(theirs):
-                return True
-            if not same:
-                (start, stop), (other_start, other_stop) = mine.hull, theirs.hull
-                if start + first < other_stop + second and other_start + second < stop + first:
-                    return True
-        return False
+        pairs = zip(_stretch(a.boxes, count), _stretch(b.boxes, count), strict=True)
+        return any(
+            mine is not None and theirs is not None and mine.overlaps(theirs)
+            for mine, theirs in pairs
+        )
 
     def _extent(self, view: View) -> Extent:
         buffer = self.buffers[view.buffer]
@@ -120,20 +107,18 @@ class Overlaps:
         boxes = tuple(compared_box(view, buffer, where) for where in wheres)
         held = [box for box in boxes if box is not None]
         if not held:
-            return Extent(view.buffer, boxes, 0, 0, 0, 0)
-        shift = buffer.offset if buffer.kind == "local" and buffer.storage is not None else 0
+            return Extent(boxes, 0, 0, 0, 0)
         hulls = [box.hull for box in held]
         full = len(held) == len(boxes) and all(
             box.nbytes == stop - start for box, (start, stop) in zip(held, hulls, strict=True)
         )
         starts, stops = [start for start, _ in hulls], [stop for _, stop in hulls]
         return Extent(
-            view.buffer,
             boxes,
-            min(starts) + shift,
-            max(stops) + shift,
-            max(starts) + shift if full else 0,
-            min(stops) + shift if full else 0,
+            min(starts),
+            max(stops),
+            max(starts) if full else 0,
+            min(stops) if full else 0,
         )
 
 

@@ -64,8 +64,10 @@ class _Team:
     meetings: list[int] = field(default_factory=list[int])
     """All that meets peers: signals, collectives, messages."""
     uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
-    source: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """For an Expect and a distance the Notify that satisfies it."""
+    proofs: dict[int, list[tuple[int, int]]] = field(
+        default_factory=dict[int, list[tuple[int, int]]]
+    )
+    """By distance: the Expects, each with the Notify that satisfies it."""
 
 
 def signal_edges(program: Program, edges: Edges, listed: Edges, frozen: bool) -> None:
@@ -155,7 +157,8 @@ def _match(
                 listed[index].add(enough[0])
                 notify = program.ops[enough[0]]
                 if isinstance(notify, Notify) and not isinstance(notify.peer, int):
-                    team.source[index, -distance % team.size] = enough[0]
+                    proof = (index, enough[0])
+                    team.proofs.setdefault(-distance % team.size, []).append(proof)
 
 
 def _keep_all(team: _Team, edges: Edges) -> None:
@@ -187,8 +190,8 @@ def _order(
         site = program.ops[y.op].site
         proofs = [
             (site is not None and program.ops[expect].site == site, expect, notify)
-            for (expect, reach), notify in team.source.items()
-            if reach == distance and x.op < notify and expect < y.op
+            for expect, notify in team.proofs.get(distance, ())
+            if x.op < notify and expect < y.op
         ]
         if proofs:
             _, expect, notify = max(proofs)
