@@ -68,7 +68,7 @@ class Draw:
             (self.alloc, 3),
             (self.exchange, 2),
             (self.group, 1),
-            (self.one_sided, 4),
+            (self.one_sided, 5),
             (self.free, 2),
             (self.host_sync, 0.5),
             (self.stray, 0.5),
@@ -244,9 +244,9 @@ class Draw:
         self.num_names += 1
         return f"{prefix}{self.num_names}"
 
-    def alloc(self) -> None:
+    def alloc(self, kind: str = "") -> None:
         name, stream = self.name("b"), self.stream()
-        kind = self.rng.choice(("local", "local", "symmetric", "symmetric", "fresh"))
+        kind = kind or self.rng.choice(("local", "local", "symmetric", "symmetric", "fresh"))
         shape = self.rng.choice(((ROWS, 2), (ROWS * self.size, 2)))
         storage, offset, team = None, 0, None
         if kind == "symmetric":
@@ -279,15 +279,15 @@ class Draw:
                 self.order(before, stream)
         self.ops.append(Free(buffer=buffer.name, stream=stream))
         self.last[f"freed {buffer.name}"] = {stream: True}
-        if self.rng.random() < 0.9:
+        if self.rng.random() < 0.85:
             self.live.remove(buffer)
 
     def one_sided(self) -> None:
         """Write, notify, expect and get; or put, notify, expect and read."""
         slots = [b for b in self.live if b.kind == "symmetric"]
         if not slots:
-            self.alloc()
-            return
+            self.alloc("symmetric")
+            slots = self.live[-1:]
         buffer = self.rng.choice(slots)
         view, k = View(buffer.name), self.rng.choice((1, -1))
         signal = self.name("s") if self.rng.random() < 0.7 else "s"

@@ -25,6 +25,7 @@ Spot = tuple[int, Part, bool]
 """A node, the part of it that one rank plays, and whether the cycle came there from another part
 (then it must leave through something that comes before; back again would be no cycle)."""
 STREAM = "stream"
+MEETS = "meets"
 
 
 class Step(NamedTuple):
@@ -33,7 +34,7 @@ class Step(NamedTuple):
     part: Part
     other: Part
     why: str
-    """`STREAM` for the order of a stream, else the reason in words."""
+    """`STREAM` for the order of a stream, `MEETS` for a rendezvous, else the reason in words."""
 
 
 def deadlocks(builder: Builder, explainer: Explainer) -> list[Finding]:
@@ -177,15 +178,14 @@ def _links(graph: Graph, spot: Spot, inside: set[int]) -> Iterator[tuple[Spot, S
     """What a part of a node waits for: the ranks it meets, and what comes before it."""
     node, part, met = spot
     for other in graph.parts[node]:
-        if (other[0] is not part[0] or other[1] is not part[1]) and not met:
-            why = f"it cannot begin before rank {other[0].place.rank} is there"
-            yield (node, other, True), Step(part, other, why)
+        if not met and (other[0] is not part[0] or other[1] is not part[1]):
+            yield (node, other, True), Step(part, other, MEETS)
     for before in set(graph.preds[node]):
         if before not in inside:
             continue
         for other in graph.parts[before]:
             why = _why(part, other)
-            if why:
+            if why and (before != node or other[1] is not part[1]):
                 yield (before, other, False), Step(part, other, why)
 
 
@@ -208,6 +208,8 @@ def _tell(steps: list[Step], explainer: Explainer) -> Finding:
         if why == STREAM:
             name = part[0].place.source.streams[part[1].stream]
             why = f"it comes earlier on stream {name}"
+        elif why == MEETS:
+            why = f"it cannot begin before rank {other[0].place.rank} is there"
         refs.append(
             explainer.ref(*part, f"waits for rank {other[0].place.rank}, line {line}: {why}")
         )

@@ -1,0 +1,83 @@
+"""Overlap and cover of strided boxes, against sets of bytes."""
+
+from __future__ import annotations
+
+import random
+
+from interlace.errors import ProgramError
+from interlace.ir import Box, Buffer, DType, View, Where
+from interlace.verify.bytesets import covered, share_bytes
+
+DTYPES = (DType.f32, DType.bf16, DType.i8)
+STRIDES = (0, 1, 1, 2, 3, 4, 6, 8, 12, 12, 24)
+
+
+def bytes_of(box: Box) -> set[int]:
+    """Every byte of a box."""
+    starts = {box.offset} if box.numel else set[int]()
+    for size, stride in zip(box.sizes, box.strides, strict=True):
+        starts = {start + i * stride for start in starts for i in range(size)}
+    item = box.dtype.itemsize
+    return {start * item + i for start in starts for i in range(item)}
+
+
+def any_box(rng: random.Random) -> Box:
+    """Sizes and strides without rhyme or reason."""
+    dims = rng.randint(0, 3)
+    sizes = tuple(rng.randint(0 if rng.random() < 0.1 else 1, 5) for _ in range(dims))
+    strides = tuple(rng.choice(STRIDES) for _ in range(dims))
+    return Box(rng.randint(0, 30), sizes, strides, rng.choice(DTYPES))
+
+
+def view_box(rng: random.Random) -> Box:
+    """The box of some view of a buffer of 96 elements."""
+    buffer, where = Buffer("x", rng.choice(DTYPES), (6, 4, 4)), Where.of(0, ())
+    view = View("x")
+    for _ in range(rng.randint(0, 3)):
+        sizes = view.box(buffer, where).sizes
+        if not sizes:
+            break
+        dim = rng.randrange(len(sizes))
+        start = rng.randint(0, sizes[dim])
+        longer = rng.choice(
+            (
+                view.slice(dim, start, rng.randint(start, sizes[dim])),
+                view.permute(*rng.sample(range(len(sizes)), len(sizes))),
+                view.view(-1),
+                view.view(24, 4),
+            )
+        )
+        try:
+            longer.box(buffer, where)
+        except ProgramError:
+            continue
+        view = longer
+    return view.box(buffer, where)
+
+
+def test_share_bytes_and_covered_agree_with_sets(seed: int) -> None:
+    rng = random.Random(seed)
+    seen = {True: 0, False: 0}
+    for _ in range(4000):
+        draw = rng.choice((any_box, view_box))
+        one, other = draw(rng), draw(rng)
+        assert share_bytes(one, other) == bool(bytes_of(one) & bytes_of(other)), (one, other)
+        parts = [draw(rng) for _ in range(rng.randint(0, 4))]
+        whole = bytes_of(one) <= set[int]().union(*map(bytes_of, parts))
+        assert covered(one, parts) == whole, (one, parts)
+        seen[whole] += 1
+    assert min(seen.values()) > 100
+
+
+def test_large_columns_take_no_byte_runs() -> None:
+    """200,000 rows would be 200,000 byte runs, more than `Box.overlaps` counts."""
+    rows, columns = 200_000, 4096
+    quarters = [
+        Box(i * 1024, (rows, 1024), (columns, 1), DType.bf16) for i in range(4)
+    ]  # fmt: skip
+    whole = Box(0, (rows, columns), (columns, 1), DType.bf16)
+    assert not any(
+        share_bytes(one, other) for i, one in enumerate(quarters) for other in quarters[:i]
+    )
+    assert covered(whole, quarters)
+    assert not covered(whole, quarters[1:])

@@ -1,0 +1,189 @@
+"""Each rule of the model on its own: what it orders, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from interlace.errors import ProgramError, TeamError
+from interlace.ir import parse, parse_set
+from interlace.verify import check
+
+
+def kinds(body: str, head: str = "x: f32[4], y: out[f32[4]]", **options: object) -> frozenset[str]:
+    """The kinds of error in a Program on a team of two."""
+    lines = "".join(f"    {line.strip()}\n" for line in body.strip().splitlines())
+    text = f"def f(tp: Team[2], {head}):\n{lines}"
+    plain, full = check(parse(text)), check(parse(text), unroll=True)
+    assert plain.kinds() == full.kinds()
+    return check(parse(text), **options).kinds()  # pyright: ignore[reportArgumentType]
+
+
+# (what the body shows, body, kinds of error)
+RULES: list[tuple[str, str, set[str]]] = [
+    ("stream order", "main: copy(x, y)\n main: copy(x, y)", set()),
+    ("two streams are in no order", "main: copy(x, y)\n comm: copy(x, y)", {"race"}),
+    ("two reads need no order",
+     "main: copy(x, y)\n t = empty(f32[4])\n comm: copy(x, t)", set()),
+    ("record and wait",
+     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(x, y)", set()),
+    ("a wait means the record before it",
+     "main: record(e)\n comm: wait(e)\n main: copy(x, y)\n main: record(e)\n comm: copy(x, y)",
+     {"race"}),
+    ("a later record moves the event",
+     "main: record(e)\n main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(x, y)",
+     set()),
+    ("a wait before its record", "comm: wait(e)\n main: copy(x, y)\n main: record(e)", {"event"}),
+    ("a wait for nothing", "main: copy(x, y)\n main: wait(e)", {"event"}),
+    ("a host sync holds all streams",
+     "main: copy(x, y)\n main: host_sync()\n comm: copy(x, y)", set()),
+    ("a host sync of another stream does not",
+     "main: copy(x, y)\n comm: host_sync()\n comm: copy(x, y)", {"race"}),
+    ("what is listed before a host sync is not held",
+     "comm: copy(x, y)\n main: copy(x, y)\n main: host_sync()", {"race"}),
+    ("collectives of one queue are in order over streams",
+     "main: all_reduce(y, y, reduce=\"sum\", team=tp)\n"
+     "comm: all_reduce(y, y, reduce=\"sum\", team=tp)", {"uninitialized"}),
+    ("collectives of two backends are not",
+     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n"
+     "main: all_reduce(y, y, reduce=\"sum\", team=tp)\n"
+     "comm: all_reduce(y, y, reduce=\"sum\", team=tp, backend=\"gloo\")", {"race"}),
+    ("a collective orders the ranks",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n main: barrier(team=tp)\n"
+     "main: get(s, peer=tp.rank + 1, dst=y)\n main: free(s)", set()),
+    ("a get needs more than its own order",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
+     "main: get(s, peer=tp.rank + 1, dst=y)\n main: free(s)", {"race"}),
+    ("a send waits for its receive",
+     "main: send(x, peer=tp.rank + 1)\n comm: recv(y, peer=tp.rank + 1)", set()),
+    ("sends that face each other", "main: send(x, peer=tp.rank + 1)\n"
+     "main: recv(y, peer=tp.rank + 1)", {"deadlock"}),
+    ("members of a group do not wait for each other",
+     "main: group(send(x, peer=tp.rank + 1), recv(y, peer=tp.rank + 1))", set()),
+    ("members of a group are in no order",
+     "main: copy(x, y)\n main: group(send(y, peer=tp.rank + 1), recv(y, peer=tp.rank + 1))",
+     {"race"}),
+    ("what follows a group waits for all of it",
+     "main: group(send(x, peer=tp.rank + 1), recv(y, peer=tp.rank + 1))\n main: copy(x, y)", set()),
+    ("a send to oneself",
+     "main: send(x, peer=tp.rank)\n main: recv(y, peer=tp.rank)", {"deadlock"}),
+    ("a send to oneself in a group",
+     "main: group(send(x, peer=tp.rank), recv(y, peer=tp.rank))", set()),
+    ("a notify raises to a larger value",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n main: notify(n, to=tp.others, value=3)\n"
+     "main: expect(n, tp.rank + 1, value=2)\n main: get(s, peer=tp.rank + 1, dst=y)\n"
+     "main: notify(m, to=tp.others)\n main: expect(m, tp.others)\n main: free(s)", set()),
+    ("an expect means the first value that suffices",
+     "s = alloc(f32[4], symmetric=tp)\n main: notify(n, to=tp.others, value=1)\n main: copy(x, s)\n"
+     "main: notify(n, to=tp.others, value=2)\n main: expect(n, tp.rank + 1, value=1)\n"
+     "main: get(s, peer=tp.rank + 1, dst=y)\n main: free(s)", {"race"}),
+    ("random numbers are in order",
+     "main: call(\"aten.bernoulli.out\", x, out=y[0:2], rng=True)\n"
+     "comm: call(\"aten.bernoulli.out\", x, out=y[2:4], rng=True)", {"race"}),
+    ("halves of a buffer", "main: copy(x[0:2], y[0:2])\n comm: copy(x[2:4], y[2:4])", set()),
+    ("halves that touch", "main: copy(x[0:2], y[0:2])\n comm: copy(x[1:4], y[1:4])", {"race"}),
+    ("as_strided is the whole buffer",
+     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n main: copy(x[0:1], y[0:1])\n"
+     "comm: copy(x[2:3], y.as_strided((1,), (1,), 2))", {"race"}),
+    ("bytes that nothing wrote", "main: copy(x[0:3], y[0:3])", {"uninitialized"}),
+    ("an input is written", "main: copy(x[0:2], x[2:4])\n main: copy(x, y)", set()),
+    ("memory is not written before its first use",
+     "t = alloc(f32[4])\n main: copy(t, y)", {"uninitialized"}),
+    ("shared storage",
+     "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[4], storage=\"s\")\n"
+     "main: copy(x, a)\n comm: copy(x, b)\n main: copy(x, y)", {"race"}),
+    ("parts of a storage that do not meet",
+     "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[4], storage=\"s\", offset=16)\n"
+     "main: copy(x, a)\n comm: copy(x, b)\n main: copy(x, y)", set()),
+    ("a storage is handed on",
+     "a = alloc(f32[4], storage=\"s\")\n main: copy(x, a)\n main: free(a)\n"
+     "b = alloc(f32[4], storage=\"s\")\n main: copy(x, b)\n main: copy(b, y)", set()),
+    ("a storage is handed on without order",
+     "a = alloc(f32[4], storage=\"s\")\n main: copy(x, a)\n main: free(a)\n"
+     "b = alloc(f32[4], storage=\"s\")\n comm: copy(x, b)\n comm: copy(b, y)", {"race"}),
+    ("a value lost to its storage",
+     "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[4], storage=\"s\", offset=8)\n"
+     "main: copy(x, a)\n main: copy(x, b)\n main: copy(a, y)", {"uninitialized"}),
+    ("the part that was not lost",
+     "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[4], storage=\"s\", offset=8)\n"
+     "main: copy(x, a)\n main: copy(x, b)\n main: copy(x, y)\n main: copy(a[0:2], y[0:2])", set()),
+    ("a slot is taken three times and freed in time",
+     "a = alloc(f32[4], symmetric=tp, storage=\"s\")\n main: free(a)\n"
+     "b = alloc(f32[4], symmetric=tp, storage=\"s\")\n main: free(b)\n"
+     "c = alloc(f32[4], symmetric=tp, storage=\"s\")\n main: free(c)\n main: copy(x, y)", set()),
+    ("a slot is taken three times at once",
+     "a = alloc(f32[4], symmetric=tp, storage=\"s\")\n"
+     "b = alloc(f32[4], symmetric=tp, storage=\"s\")\n"
+     "c = alloc(f32[4], symmetric=tp, storage=\"s\")\n"
+     "main: free(a)\n main: free(b)\n main: free(c)\n main: copy(x, y)", {"deadlock"}),
+    ("a slot that never comes back", "a = alloc(f32[4], symmetric=tp)\n main: copy(x, y)",
+     {"leak", "deadlock"}),
+    ("a peer reads what is freed here, and its own is not",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n main: notify(n, to=tp.others)\n"
+     "comm: expect(n, tp.rank + 1)\n comm: get(s, peer=tp.rank + 1, dst=y)\n main: free(s)",
+     {"race"}),
+    ("signals count within a run", "main: copy(x, y)\n main: notify(n, to=tp.others, value=1)\n"
+     "main: expect(n, tp.others, value=2)", {"deadlock"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "found"), [r[1:] for r in RULES], ids=[r[0] for r in RULES])
+def test_rule(body: str, found: set[str]) -> None:
+    assert kinds(body) == found
+
+
+def test_two_runs_do_not_show_a_slot_that_never_comes_back() -> None:
+    body = "a = alloc(f32[4], symmetric=tp)\n main: copy(x, y)"
+    assert kinds(body, runs=2) == {"leak"}
+    assert kinds(body, runs=3) == {"leak", "deadlock"}
+
+
+def test_in_order_is_another_program() -> None:
+    body = "comm: recv(y, peer=tp.rank + 1)\n main: send(x, peer=tp.rank + 1)"
+    assert kinds(body) == frozenset()
+    assert kinds(body, in_order=True) == {"deadlock"}
+
+
+def test_only_the_root_reads_the_source_of_a_broadcast() -> None:
+    head = "x: f32[4], y: out[f32[4]]"
+    body = """
+        t = alloc(f32[4])
+        main: broadcast(t, y, root=0, team=tp)
+    """
+    report = check(parse(f"def f(tp: Team[2], {head}):\n{body}"))
+    assert [finding.ranks for finding in report.errors] == [(0,)]
+
+
+def test_a_set_of_programs_on_the_same_rank() -> None:
+    text = "def f(tp: Team[2], x: f32[4]):\n    main: barrier(team=tp)\n"
+    with pytest.raises(TeamError, match="rank 0 runs both f and f"):
+        check([parse(text), parse(text).instantiate(0)])
+
+
+def test_a_rank_without_a_program_never_comes() -> None:
+    text = "def f(pipe: Team[[0, 1]], x: f32[4]):\n    ranks(0)\n    main: barrier(team=pipe)\n"
+    report = check(parse(text))
+    assert report.kinds() == {"deadlock"}
+    assert "no Program of the set runs there" in str(report)
+
+
+def test_a_name_that_means_nothing() -> None:
+    program = parse("def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n")
+    with pytest.raises(ProgramError, match="no buffer named 'x'"):
+        check(program.replace(params=program.params[1:]))
+
+
+def test_stages_of_a_pipeline_that_meet_in_another_order() -> None:
+    text = """
+def first(pipe: Team[[0, 1]], x: f32[4], y: out[f32[4]]):
+    ranks(0)
+    main: send(x, peer=1, team=pipe)
+    main: recv(y, peer=1, team=pipe)
+
+def second(pipe: Team[[0, 1]], x: f32[4], y: out[f32[4]]):
+    ranks(1)
+    main: {0}
+    main: {1}
+"""
+    ops = "send(x, peer=0, team=pipe)", "recv(y, peer=0, team=pipe)"
+    assert check(parse_set(text.format(*ops[::-1]))).sound
+    assert check(parse_set(text.format(*ops))).kinds() == {"deadlock"}

@@ -1,0 +1,122 @@
+"""What a person and what a script read of a check."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.verify.schedules import text_of, without
+from tests.verify.test_faults import FAULTS
+
+from interlace.errors import InterlaceError, SoundnessError
+from interlace.ir import parse
+from interlace.verify import KINDS, SCHEMA, check
+
+RACE = """\
+unsound: 1 fault (2 ranks, 6 ops, MS ms)
+
+error: race: nothing orders line 2 on rank 0, which writes, and line 4 on rank 0, which writes the \
+same bytes of y (the same on ranks 0, 1)
+  rank 0, line 2 (main): writes y [bytes 0:12]
+    > 2 | main: copy(x[0:3], y[0:3])
+      3 | main: record(e)
+      4 | comm: copy(x[2:4], y[2:4])
+  rank 0, line 4 (comm): writes y [bytes 8:16]
+      2 | main: copy(x[0:3], y[0:3])
+      3 | main: record(e)
+    > 4 | comm: copy(x[2:4], y[2:4])
+  to mend it: record an event on main after line 2 and wait for it on comm before line 4"""
+
+
+def test_a_race_in_words() -> None:
+    program = parse(
+        "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n"
+        "    main: copy(x[0:3], y[0:3])\n    main: record(e)\n    comm: copy(x[2:4], y[2:4])\n"
+    )
+    report = check(program)
+    ms = f"{report.seconds * 1e3:.0f}"
+    assert str(report) == RACE.replace("MS", ms)
+
+
+def test_the_edge_across_ranks_is_a_signal() -> None:
+    text = without(text_of("all_gather_matmul_peer"), "notify(ready")
+    lines = [line for line in text.splitlines() if "expect(ready" not in line]
+    (finding, *_) = check(parse("\n".join(lines))).errors
+    assert finding.kind == "race"
+    assert "notify a signal to rank" in finding.fix
+    assert finding.ops[0].rank != finding.ops[1].rank
+
+
+def test_lines_are_those_of_the_file() -> None:
+    text = "\n\n# a remark\n" + without(text_of("slots"), "main: wait(copied)").lstrip()
+    report = check(parse(text, file="slots.ilc"))
+    op = report.errors[0].ops[0]
+    assert text.splitlines()[op.line - 1].strip() == op.text
+    assert op.loc == f"slots.ilc:{op.line}"
+
+
+def test_lines_of_a_built_program_are_those_of_its_text() -> None:
+    program = parse(without(text_of("slots"), "main: wait(copied)")).instantiate(1)
+    stripped = program.replace(
+        ops=tuple(type(op)(**{**_fields(op), "loc": type(op.loc)()}) for op in program.ops)
+    )
+    op = check([stripped, parse(text_of("slots")).instantiate(0)]).errors[0].ops[0]
+    assert str(stripped).splitlines()[op.line - 1].strip() == op.text
+
+
+def _fields(op: object) -> dict[str, object]:
+    return {name: getattr(op, name) for name in op.__dataclass_fields__}  # pyright: ignore
+
+
+def test_json_has_a_stable_shape() -> None:
+    report = check(parse(without(text_of("all_gather_matmul_peer"), "main: wait(e2)")))
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["schema"] == SCHEMA == 1
+    assert set(data) == {
+        "schema", "sound", "num_ranks", "num_ops", "seconds", "num_left_out", "findings",
+    }  # fmt: skip
+    assert data["sound"] is False
+    assert (data["num_ranks"], data["num_ops"]) == (4, 84)
+    (finding,) = data["findings"]
+    assert set(finding) == {"kind", "level", "message", "fix", "ranks", "ops"}
+    assert finding["ranks"] == [0, 1, 2, 3]
+    for op in finding["ops"]:
+        assert set(op) == {
+            "rank", "line", "stream", "text", "role", "buffer", "bytes", "loc", "context",
+        }  # fmt: skip
+    assert [op["bytes"] for op in finding["ops"]] == [[64, 96], [64, 96]]
+
+
+def test_raise_if_unsound() -> None:
+    check(parse(text_of("slots"))).raise_if_unsound()
+    report = check(parse(without(text_of("slots"), "main: wait(copied)")))
+    with pytest.raises(SoundnessError, match="race") as caught:
+        report.raise_if_unsound()
+    assert caught.value.findings == report.errors
+    assert isinstance(caught.value, InterlaceError)
+
+
+def test_a_signal_that_nobody_awaits_is_a_remark() -> None:
+    text = text_of("slots") + "    main: notify(over, to=tp.others)\n"
+    report = check(parse(text))
+    assert report.sound
+    assert [finding.kind for finding in report.findings] == ["unexpected-notify"]
+    assert "remark" in str(report)
+
+
+def test_more_faults_than_are_listed() -> None:
+    ops = "".join(f"    main: copy(x[{i}], t[{i}])\n" for i in range(150))
+    ops += "".join(f"    side: copy(x[{i}], t[{i}])\n" for i in range(150))
+    rows = ops.replace("[", ".chunk(").replace("])", ", 150))").replace("],", ", 150),")
+    report = check(
+        parse(f"def f(tp: Team[1], x: f32[150]):\n    t = alloc(f32[150])\n{rows}    return ()\n")
+    )
+    assert len(report.findings) == 100
+    assert report.num_left_out == 50
+    assert "and 50 more" in str(report)
+
+
+def test_every_kind_that_is_found_is_described() -> None:
+    found = {kind for damaged, _, _ in FAULTS.values() for kind in check(damaged).kinds()}
+    assert len(found) >= 10
+    assert found <= set(KINDS)
