@@ -1,7 +1,7 @@
 """Every strategy on real processes: what an Executor gives equals plain torch.distributed.
 
 Data are small integers, exact in bf16 as well, so equality is exact whatever the order of a sum.
-Each test runs all shapes (even, uneven, one row, empty shards) of one site, strategy, team and dtype.
+Each test runs all shapes (even, uneven, one row, empty) of one site, strategy, team and dtype.
 """
 
 from __future__ import annotations

@@ -204,6 +204,7 @@ class Pool:
 def work(connection: Connection, port: int) -> None:
     """A worker's life: task after task, until the pool closes its end or its process is gone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("MKL_CBWR", "AVX512,STRICT")  # chunks of a matmul have the whole's bits
     threading.Thread(target=_end_with_parent, daemon=True).start()
     joined = ""
     while True:

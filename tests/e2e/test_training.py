@@ -1,0 +1,201 @@
+"""The main job: training steps through overlapped schedules give the bits that they must give.
+
+- overlapped equals the same ops one after another (`in_order`), losses and gradients, bit for bit;
+- it equals the serial schedule bit for bit on integers, and in fp32 with bit-equal chunked GEMMs
+  wherever no order of a reduction changes (two addends have one order); else to rounding;
+- it is within 1e-5 of eager DTensor in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.support.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import interlace.frontend
+from interlace.demo.launch import has_avx512
+from interlace.demo.model import Config, Transformer, parallelize
+
+STEPS = 20
+CONFIG = Config(layers=2, dim=64, heads=4, hidden=128, sequence=64, batch=2)
+Trace = list[tuple[Tensor, ...]]
+"""For each step the loss and then every gradient's local shard."""
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "peer-get": {"strategy": "peer", "protocol": "get"},
+    "peer-put": {"strategy": "peer", "protocol": "put"},
+    "ring": {"strategy": "ring"},
+    "shift": {"strategy": "shift"},
+    "pipeline": {"strategy": "pipeline", "chunks": 2},
+    "broadcast": {"strategy": "broadcast"},
+}
+
+
+def compiled(model: nn.Module, options: dict[str, Any] | None) -> Callable[[Tensor], Tensor]:
+    """The model as it is trained: eager without options."""
+    if options is None:
+        return model
+    torch.compiler.reset()
+    return torch.compile(model, backend="interlace", options={"time_out_s": 40.0, **options})
+
+
+def local(grad: Tensor | None) -> Tensor:
+    """This rank's shard of a gradient."""
+    assert grad is not None, "a parameter has no gradient"
+    return (grad.to_local() if isinstance(grad, DTensor) else grad).detach().clone()
+
+
+def train_transformer(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
+    """Steps of AdamW on random bytes, from one seed."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(seed)
+    model = parallelize(Transformer(CONFIG), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    forward = compiled(model, options)
+    trace: Trace = []
+    for _ in range(steps):
+        bytes_ = torch.randint(CONFIG.vocabulary, (CONFIG.batch, CONFIG.sequence + 1))
+        torch.distributed.broadcast(bytes_, 0)
+        logits = forward(bytes_[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), bytes_[:, 1:].flatten())
+        loss.backward()
+        trace.append((loss.detach().clone(), *(local(p.grad) for p in model.parameters())))
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace
+
+
+class Integers(nn.Module):
+    """Two sequence-parallel feed-forwards on small integers: every sum is exact in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train_integers(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
+    """Steps on fresh integers for the input and every weight."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    generator = torch.Generator().manual_seed(seed)
+    model = Integers()
+    rows = Shard(0)
+    for layer in model.layers:
+        parallelize_module(
+            layer,
+            mesh,
+            {"0": ColwiseParallel(input_layouts=rows), "2": RowwiseParallel(output_layouts=rows)},
+        )
+    forward = compiled(model, options)
+    trace: Trace = []
+    for _ in range(steps):
+        for parameter in model.parameters():
+            fresh = torch.randint(-2, 3, parameter.shape, generator=generator).float()
+            assert isinstance(parameter, DTensor)
+            placed = torch.distributed.tensor.distribute_tensor(fresh, mesh, parameter.placements)
+            with torch.no_grad():
+                parameter.to_local().copy_(placed.to_local())
+        x = torch.randint(-2, 3, (world * 6, 8), generator=generator).float()
+        mine = x.chunk(world)[mesh.get_local_rank()].clone().requires_grad_()
+        loss = forward(mine).sum()
+        loss.backward()
+        trace.append((loss.detach().clone(), local(mine.grad)))
+        trace[-1] = (*trace[-1], *(local(p.grad) for p in model.parameters()))
+        model.zero_grad()
+    return trace
+
+
+def different(one: Trace, other: Trace) -> list[str]:
+    """Where two traces differ in a bit."""
+    found: list[str] = []
+    for step, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if not torch.equal(a, b):
+                what = "loss" if index == 0 else f"gradient {index - 1}"
+                found.append(f"step {step}, {what}: off by {(a - b).abs().max().item():.3g}")
+    return found
+
+
+def furthest(one: Trace, other: Trace) -> float:
+    """The largest difference between two traces."""
+    pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def compare_ways(options: dict[str, Any], steps: int, seed: int) -> dict[str, Any]:
+    """On one rank: the differences between overlapped, in order, serial and eager."""
+    overlapped = train_transformer(options, steps, seed)
+    in_order = train_transformer({**options, "in_order": True}, steps, seed)
+    serial = train_transformer({"overlap": False}, steps, seed)
+    return {
+        "in order": different(overlapped, in_order),
+        "serial": different(overlapped, serial),
+        "far from serial": furthest(overlapped, serial),
+        "far from eager": furthest(overlapped, train_transformer(None, steps, seed)),
+    }
+
+
+Train = Callable[[dict[str, Any] | None, int, int], Trace]
+
+
+def compare_strategies(train: Train, steps: int, seed: int) -> dict[str, list[str]]:
+    """On one rank: how each strategy differs from serial, and whether it was taken at all."""
+    serial = train({"overlap": False}, steps, seed)
+    found: dict[str, list[str]] = {}
+    for name, options in STRATEGIES.items():
+        with interlace.frontend.capture() as captured:
+            trace = train(options, steps, seed)
+            taken = {site.strategy for program in captured.programs for site in program.sites}
+        found[name] = different(serial, trace)
+        if options["strategy"] not in taken:
+            found[name].append(f"no site is overlapped by {name}: {sorted(taken)}")
+    return found
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+def test_twenty_steps(pool: Pool, ranks: int, seed: int) -> None:
+    results = pool(ranks).run(compare_ways, STRATEGIES["peer-get"], STEPS, seed, time_out_s=380.0)
+    for rank, found in enumerate(results):
+        assert not found["in order"], f"rank {rank}: overlapped and in order differ"
+        if ranks == 2 and has_avx512():  # two addends have one order
+            assert not found["serial"], f"rank {rank}: overlapped and serial differ"
+        assert found["far from serial"] < 1e-5
+        assert found["far from eager"] < 1e-5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+def test_integers_equal_serial(pool: Pool, ranks: int, seed: int) -> None:
+    args = (train_integers, STEPS, seed)
+    for rank, found in enumerate(pool(ranks).run(compare_strategies, *args, time_out_s=280.0)):
+        assert found == {name: [] for name in STRATEGIES}, f"rank {rank}"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not has_avx512(), reason="MKL's strict mode needs AVX-512")
+def test_every_strategy_equals_serial_in_fp32(pool: Pool, seed: int) -> None:
+    args = (train_transformer, 2, seed)
+    for rank, found in enumerate(pool(2).run(compare_strategies, *args, time_out_s=280.0)):
+        assert found == {name: [] for name in STRATEGIES}, f"rank {rank}"
