@@ -13,7 +13,7 @@ from interlace.ir import Program, print_set
 from interlace.verify import Report, check
 from interlace.verify.oracle import Verdict, explore
 
-MAX_STATES = 6_000
+MAX_STATES = 4_000
 
 
 def compare(programs: list[Program], runs: int) -> tuple[Report, Verdict] | None:
@@ -62,6 +62,7 @@ def explore_many(seed: int, count: int, num_steps: int) -> Counter[str]:
     return met
 
 
+@pytest.mark.timeout(400)
 def test_300_random_programs(seed: int) -> None:
     met = explore_many(seed, 300, 4)
     print(dict(met))
