@@ -65,7 +65,6 @@ class Slot:
     """A symmetric slot: two copies on each member, used in turn, and who gave back which take."""
 
     copies: dict[tuple[int, int], torch.UntypedStorage]
-    takes: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     freed: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
@@ -112,8 +111,7 @@ class Machine:
                 return rank.bindings[i] in rank.done
             case Alloc(buffer=buffer) if buffer.kind == "symmetric":
                 key = self.slot_key(rank, buffer)
-                slot = self.slots[key]
-                take = slot.takes[rank.rank]
+                slot, take = self.slots[key], rank.take(i)
                 return take < 2 or slot.freed[take - 2] == set(key[1][1])
             case Expect():
                 team, me = rank.team(op.team), rank.where.member(op.team).index
@@ -168,10 +166,10 @@ class Machine:
             for member, j in meeting:
                 member.finish(j)
             return
-        self.perform(rank, op)
+        self.perform(rank, op, i)
         rank.finish(i)
 
-    def perform(self, rank: Rank, op: Op) -> None:
+    def perform(self, rank: Rank, op: Op, i: int) -> None:
         """The effect of an op that meets no other rank's."""
         match op:
             case Call():
@@ -189,9 +187,7 @@ class Machine:
                     assert self.signals.get(key, (-1, 0)) < (rank.run, op.value), f"{op} shrinks"
                     self.signals[key] = (rank.run, op.value)
             case Alloc(buffer=buffer) if buffer.kind == "symmetric":
-                slot = self.slots[self.slot_key(rank, buffer)]
-                take = slot.takes[rank.rank]
-                slot.takes[rank.rank] += 1
+                slot, take = self.slots[self.slot_key(rank, buffer)], rank.take(i)
                 rank.taken[buffer.name] = take
                 rank.freed.discard(buffer.name)
                 storage = slot.copies[rank.rank, take % 2]

@@ -91,6 +91,8 @@ class Rank:
         self.messages: dict[tuple[type[Op], TeamKey, int, int, int], Part] = {}
         self.message_key: dict[Part, tuple[type[Op], TeamKey, int, int, int]] = {}
         self.bindings: dict[int, int] = {}
+        self.takes: dict[int, tuple[object, int]] = {}
+        self.counts: dict[object, int] = defaultdict(int)
         self._number()
         self.start()
 
@@ -106,10 +108,15 @@ class Rank:
         return [self.where.index(peer)]
 
     def _number(self) -> None:
-        counts: dict[object, int] = defaultdict(int)
+        counts = self.counts
         latest: dict[object, int] = {}
         for i, op in enumerate(self.ops):
-            if isinstance(op, Collective):
+            if isinstance(op, Alloc) and op.buffer.kind == "symmetric":
+                slot = op.buffer.storage or op.buffer.name
+                key = ("take", slot, op.buffer.team)
+                self.takes[i] = (key, counts[key])
+                counts[key] += 1
+            elif isinstance(op, Collective):
                 queue = (self.team(op.team), op.backend)
                 self.collective_key[i] = (*queue, counts[queue])
                 self.collectives[self.collective_key[i]] = i
@@ -170,6 +177,11 @@ class Rank:
     def nbytes(self, buffer: Buffer) -> int:
         """Bytes that the buffer spans."""
         return self.box(View(buffer.name)).hull[1]
+
+    def take(self, i: int) -> int:
+        """The number of a slot's take, counted in list order over all runs."""
+        key, number = self.takes[i]
+        return self.run * self.counts[key] + number
 
     def issue(self, in_order: bool) -> None:
         """Lets the host go on until a HostSync (in order: any op) that is not done holds it up."""

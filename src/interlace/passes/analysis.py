@@ -117,8 +117,8 @@ def _kind(program: Program, found: Found) -> str:
 def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, ...]:
     values = Values(program, rank)
     before = dependencies(program)
-    blocks = [[i for i, op in enumerate(program.ops) if op.site == site] for site in sorted(done)]
-    taken = {i for block in blocks for i in block}
+    taken = {i for i, op in enumerate(program.ops) if op.site in done}
+    blocks: list[list[int]] = []
     found: list[Found] = []
     for i, op in enumerate(program.ops):
         if not isinstance(op, Collective) or op.site in done:
@@ -140,6 +140,8 @@ def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, 
 
 
 def _site(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
+    if op.kind == "barrier":
+        raise Refused("it moves nothing")
     if op.kind not in SITE_KINDS:
         raise Refused(f"{op.kind} is not overlapped chunk by chunk")
     if op.src is None or op.dst is None or not op.dst.covers_buffer:

@@ -57,6 +57,11 @@ class Pick:
         counts = (stacks * (stop - start),) * emitter.size
         return cls(stacks, height, Slice(0, start, stop), counts, 0)
 
+    @property
+    def empty(self) -> bool:
+        """Whether there are no such rows on any rank."""
+        return isinstance(self.index, int) and not self.counts[self.index]
+
     def of(self, matrix: View, width: int) -> Place:
         """These rows of a full matrix, given with two dimensions."""
         if self.stacks == 1:
@@ -113,6 +118,8 @@ class Compute:
 
     def matmul(self, op: Call, lhs: Place, out: Place, pick: Pick) -> None:
         """The rows that `pick` names of a matmul's result, from `lhs` into `out`."""
+        if pick.empty:
+            return
         spec = MATMULS[op.fn]
         result = result_of(op)
         assert result is not None
@@ -179,6 +186,8 @@ class Compute:
 
     def cone(self, cone: Cone, pick: Pick, target: Place) -> None:
         """The rows that `pick` names of the cone's value, into `target`."""
+        if pick.empty:
+            return
         places: dict[str, Place] = {}
         for i in cone.ops:
             op = self.values.program.ops[i]

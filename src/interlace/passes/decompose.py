@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from interlace.cost import Machine
 from interlace.errors import PassError
-from interlace.ir import Op, Program, Remark, Site
+from interlace.ir import Collective, Op, Program, Remark, Site
 from interlace.options import STRATEGIES as NAMES
 from interlace.passes.analysis import Found, GatherSite, ScatterSite, analyse, without_moves
 from interlace.passes.base import add_remarks
@@ -60,13 +60,14 @@ class Decompose:
         if self.sites is not None and not known.issuperset(self.sites):
             missing = sorted(set(self.sites) - known)
             raise PassError(f"decompose: no sites {missing}; known are {sorted(known)}")
-        done = [site.id for site in program.sites if site.strategy != "serial"]
+        serial = {op.site for op in program.ops if isinstance(op, Collective)}
+        done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
         values = Values(program, representatives(program)[0])
         names = Names(program)
         choose = Chooser(self.machine, self.protocol, self.chunks)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
-        blocks = [[i for i, op in enumerate(program.ops) if op.site == site] for site in done]
+        blocks: list[list[int]] = []
         written: dict[int, list[Op]] = {}
         overlapped: list[GatherSite | ScatterSite] = []
         anchors: dict[int, int] = {}

@@ -25,6 +25,7 @@ from interlace.ir import (
     Access,
     Alloc,
     Buffer,
+    Call,
     Collective,
     Expect,
     Free,
@@ -249,3 +250,5 @@ def _lifetime_edges(program: Program, edges: list[set[int]]) -> None:
                 if name in taken:
                     edges[index].add(taken[name])
                 users.setdefault(name, []).append(index)
+            for buffer in op.fresh if isinstance(op, Call) else ():
+                taken[buffer.name] = index  # so that a use of no bytes stays behind it as well

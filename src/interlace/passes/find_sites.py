@@ -8,7 +8,7 @@ collective that is neither is a site of its own kind, with the reason, and runs 
     site(2, "all_gather", "layers.0.mlp.up", reason="aten.mm.default takes the gathered tensor as
         its right-hand side or its bias")
 
-Run again, it numbers afresh; sites that were decomposed before keep their numbers.
+Run again, it numbers afresh; sites that are overlapped already keep their numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from interlace.ir import Op, Program, Site
+from interlace.ir import Collective, Group, Op, Program, Site
 from interlace.passes.analysis import Found, analyse
 
 
@@ -29,10 +29,15 @@ class FindSites:
 
     def run(self, program: Program) -> Program:
         """The same ops, marked with the sites they belong to."""
-        done = {site.id: site for site in program.sites if site.strategy != "serial"}
+        used = {op.site for op in program.ops}
+        serial = {op.site for op in program.ops if isinstance(op, Collective)}
+        done = {
+            site.id: site
+            for site in program.sites
+            if site.id in used and (site.strategy != "serial" or site.id not in serial)
+        }
         ops: list[Op] = [
-            op if op.site is None or op.site in done else dataclasses.replace(op, site=None)
-            for op in program.ops
+            op if op.site is None or op.site in done else marked(op, None) for op in program.ops
         ]
         sites = list(done.values())
         number = max(done, default=0)
@@ -40,8 +45,15 @@ class FindSites:
             number += 1
             sites.append(_site(program, found, number))
             for i in members(program, found):
-                ops[i] = dataclasses.replace(ops[i], site=number)
+                ops[i] = marked(ops[i], number)
         return program.replace(ops=tuple(ops), sites=tuple(sites))
+
+
+def marked(op: Op, site: int | None) -> Op:
+    """The op, and what it groups, as a part of a site."""
+    if isinstance(op, Group):
+        op = dataclasses.replace(op, ops=tuple(dataclasses.replace(m, site=site) for m in op.ops))
+    return dataclasses.replace(op, site=site)
 
 
 def members(program: Program, found: Found) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ class Gather:
         if len(set(self.sizes)) > 1:  # source and destination have one size on all ranks
             shown = e.alloc(f"{self.full.buffer}_shown", self.dtype, (sum(self.sizes), self.width))
             e.copy(self.shard, e.part(shown, e.rank, self.sizes))
-        for root in range(e.size):
+        for root in (root for root, size in enumerate(self.sizes) if size):
             src = self.shard if shown is None else e.part(shown, root, self.sizes)
             e.collective("broadcast", src, self.part(root), root=root)
             take(root, self.part(root))

@@ -11,10 +11,11 @@ refused, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from interlace.passes.rows import PAD, Contents, Refused, Run, cut
+from interlace.passes.rows import PAD, Contents, Refused, Run, cut, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,86 +55,87 @@ def balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
 
 def gather_layout(contents: Contents, row_bytes: int, shard_bytes: Sequence[int]) -> Layout:
     """The layout of a matrix made of the shards of a gather, or Refused."""
-    ranks = len(shard_bytes)
     runs = in_rows(contents, row_bytes)
     if any(size % row_bytes for size in shard_bytes):
         raise Refused("a row of the matmul is spread over several ranks' shards")
     if any(run.source == PAD for run in runs):
         raise Refused("padding stands between the gathered rows")
-    shard = [size // row_bytes for size in shard_bytes]
-    batch = max(1, sum(run.source == runs[0].source for run in runs)) if runs else 1
-    rows = [0] * ranks
-    for run in runs:
-        rows[run.source] = rows[run.source] or run.length
-    if any(size % batch for size in shard):
-        raise Refused("the gathered rows are not in the order of the ranks")
-    layout = Layout(batch, tuple(rows), tuple(size // batch for size in shard))
-    check_rows(layout, "gathered")
-    expected = [
-        (rank, b * layout.pitch[rank], layout.rows[rank])
-        for b in range(batch)
-        for rank in range(ranks)
-        if layout.rows[rank]
-    ]
-    if [(run.source, run.offset, run.length) for run in runs] != expected:
-        raise Refused("the gathered rows are not in the order of the ranks")
-    return layout
+    shards = [size // row_bytes for size in shard_bytes]
+    used = [sum(run.length for run in runs if run.source == r) for r in range(len(shards))]
+
+    def pieces(layout: Layout) -> Iterator[Run]:
+        for b in range(layout.batch):
+            for rank, rows in enumerate(layout.rows):
+                yield Run(0, rows, rank, b * layout.pitch[rank])
+
+    return _fit(runs, used, shards, pieces, "gathered")
 
 
 def scatter_layout(
     contents: Contents, row_bytes: int, part_bytes: Sequence[int], total: int
 ) -> Layout:
     """The layout of a matrix of `total` rows that is put in order for a scatter, or Refused."""
-    in_rows(contents, row_bytes)
+    runs = in_rows(contents, row_bytes)
     if any(size % row_bytes for size in part_bytes):
         raise Refused("a row of the matmul is scattered over several ranks")
-    parts: list[list[Run]] = []
-    start = 0
-    for size in part_bytes:
-        parts.append(in_rows(tuple(cut(contents, start, size)), row_bytes))
-        start += size
-    filled = [[run for run in part if run.source != PAD] for part in parts]
-    batch = max(1, *map(len, filled))
-    rows = tuple(part[0].length if part else 0 for part in filled)
-    pitches = [size // row_bytes for size in part_bytes]
-    if total % batch or any(size % batch for size in pitches):
-        raise Refused("the scattered rows are not in the order of the ranks")
-    layout = Layout(batch, rows, tuple(size // batch for size in pitches))
-    if layout.total != total:
+    parts = [size // row_bytes for size in part_bytes]
+    starts = [sum(parts[:rank]) for rank in range(len(parts))]
+    used = [
+        sum(run.length for run in cut(runs, start, size) if run.source != PAD)
+        for start, size in zip(starts, parts, strict=True)
+    ]
+    if sum(used) != total:
         raise Refused("rows of the matmul are dropped or repeated before the scatter")
-    check_rows(layout, "scattered")
-    height = total // batch
-    for rank, part in enumerate(filled):
-        first = sum(rows[:rank])
-        wanted = [b * height + first for b in range(batch)] if rows[rank] else []
-        places = [run.start - sum(pitches[:rank]) for run in part]
-        if (
-            [run.offset for run in part] != wanted
-            or any(run.length != rows[rank] for run in part)
-            or places != [b * layout.pitch[rank] for b in range(len(part))]
-        ):
-            raise Refused("the scattered rows are not in the order of the ranks")
-    return layout
+
+    def pieces(layout: Layout) -> Iterator[Run]:
+        for rank, rows in enumerate(layout.rows):
+            for b in range(layout.batch):
+                yield Run(0, rows, 0, b * sum(layout.rows) + sum(layout.rows[:rank]))
+                yield Run(0, layout.pitch[rank] - rows, PAD, 0)
+
+    return _fit(runs, used, parts, pieces, "scattered")
 
 
-def check_rows(layout: Layout, what: str) -> None:
-    """Rows left out must be the padding of uneven shards, as `torch.chunk` cuts them."""
-    if layout.padded:
-        even = chunk_sizes(sum(layout.rows), len(layout.rows))
-        if layout.rows != even or any(pitch != even[0] for pitch in layout.pitch):
-            raise Refused(
-                f"only {sum(layout.rows)} of {sum(layout.pitch)} {what} rows are used "
-                "(a select or slice of the sharded dimension)"
-            )
+def _fit(
+    runs: Contents,
+    used: list[int],
+    shards: list[int],
+    pieces: Callable[[Layout], Iterable[Run]],
+    what: str,
+) -> Layout:
+    """The layout with the fewest stacks whose pieces, joined, are these runs."""
+    most = math.gcd(*used, *shards) or 1
+    problem = ""
+    for batch in (b for b in range(1, most + 1) if most % b == 0):
+        rows, pitch = (tuple(n // batch for n in counts) for counts in (used, shards))
+        layout = Layout(batch, rows, pitch)
+        if join(pieces(layout)) == runs:
+            problem = _dropped(layout, what)
+            if not problem:
+                return layout
+    if not problem and sum(used) < sum(shards):
+        problem = _only(sum(used), sum(shards), what)
+    raise Refused(problem or f"the {what} rows are not in the order of the ranks")
 
 
-def in_rows(contents: Contents, row_bytes: int) -> list[Run]:
+def _dropped(layout: Layout, what: str) -> str:
+    """What is wrong if rows are left out that are not the padding of uneven shards."""
+    even = chunk_sizes(sum(layout.rows), len(layout.rows))
+    if not layout.padded or (layout.rows == even and set(layout.pitch) == {even[0]}):
+        return ""
+    return _only(layout.total, sum(layout.shard), what)
+
+
+def _only(used: int, held: int, what: str) -> str:
+    part = f"only {used} of {held} {what} rows are used"
+    return f"{part} (a select or slice of the sharded dimension)"
+
+
+def in_rows(contents: Contents, row_bytes: int) -> Contents:
     """The runs counted in rows, or Refused where they cut a row."""
-    if any(
-        run.length % row_bytes or (run.source != PAD and run.offset % row_bytes) for run in contents
-    ):
+    if any(run.length % row_bytes or run.offset % row_bytes for run in contents):
         raise Refused("the columns, not the rows, are what the ranks hold parts of")
-    return [
+    return tuple(
         Run(run.start // row_bytes, run.length // row_bytes, run.source, run.offset // row_bytes)
         for run in contents
-    ]
+    )

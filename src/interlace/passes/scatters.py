@@ -71,7 +71,7 @@ class Scatter:
         e, staged = self.emitter, self._staged()
         even = len(set(self.sizes)) == 1
         reduced = None if even else self._alloc("sums", sum(self.sizes))
-        for root in range(e.size):
+        for root in (root for root, size in enumerate(self.sizes) if size):
             compute(root, staged(root))
             dst = self.out if reduced is None else e.part(reduced, root, self.sizes)
             e.collective("reduce", staged(root), dst, root=root, reduce=e.serial.reduce)

@@ -197,7 +197,7 @@ class _Writer:
         if self.row.cut == "roots":
             assert stage is not None
             sums = e.alloc(f"{cone.value}_sums", dtype, (cone.rows, cone.width))
-            for root in range(e.size):
+            for root in (root for root, size in enumerate(sizes) if size):
                 part, total = e.part(stage, root, sizes), e.part(sums, root, sizes)
                 rows(root, part)
                 e.collective("reduce", part, total, root=root, reduce=op.reduce)

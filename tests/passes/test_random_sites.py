@@ -1,0 +1,32 @@
+"""Random Programs full of sites: all are found, and every strategy keeps their results."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tests.passes.random_sites import random_sites
+from tests.passes.samples import STRATEGIES
+from tests.passes.spellings import as_sample
+from tests.passes.test_decompose import assert_overlaps
+
+from interlace.passes import run_pipeline
+
+COUNT = 6
+FOUND = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_random_sites_are_found_and_overlapped(strategy: str, seed: int) -> None:
+    for number in range(seed, seed + COUNT):
+        rng = random.Random(number)
+        serial = random_sites(rng, rng.choice((2, 3, 4)), rng.choice((1, 2, 3)))
+        sample = as_sample(serial, number)
+        found = run_pipeline(serial, "find_sites,place_resharding")
+        assert {site.kind for site in found.sites} <= FOUND, f"{number}: {found.sites}"
+        mixed = "decompose{strategy=serial}" if rng.random() < 0.5 else "decompose{strategy=ring}"
+        some = ",".join(str(s.id) for s in found.sites if rng.random() < 0.7)
+        options = f"{STRATEGIES[strategy]},sites=[{some}]"
+        made = run_pipeline(found, f"decompose{{{options}}},{mixed}")
+        print(number, [site.strategy for site in made.sites])
+        assert_overlaps(made, sample, number)
