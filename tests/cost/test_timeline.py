@@ -56,8 +56,7 @@ def test_unions_and_intersections_equal_counting_moments(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(50):
         draws = [
-            [tuple(sorted((rng.randrange(20), rng.randrange(20)))) for _ in range(rng.randrange(6))]
-            for _ in range(2)
+            [(min(pair), max(pair)) for pair in _pairs(rng, rng.randrange(6))] for _ in range(2)
         ]
         moments = [{m for start, end in draw for m in range(start, end)} for draw in draws]
         one, other = union(draws[0]), union(draws[1])
@@ -93,3 +92,7 @@ BAD = {
 def test_bad_files(text: str, message: str) -> None:
     with pytest.raises(ParseError, match=message):
         Timeline.from_json(text)
+
+
+def _pairs(rng: random.Random, count: int) -> list[tuple[int, int]]:
+    return [(rng.randrange(20), rng.randrange(20)) for _ in range(count)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 
 
-def run_kind(kind: str, seed: int, runs: int, options: dict[str, object]) -> list[torch.Tensor]:
+def run_kind(kind: str, seed: int, runs: int, options: dict[str, Any]) -> list[torch.Tensor]:
     with prepared(kind, **options) as executor:
         found: list[torch.Tensor] = []
         for run in range(runs):
