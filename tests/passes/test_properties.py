@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,8 @@ def test_scheduled_programs_are_sound_and_equal(world: int, seed: int) -> None:
         assert report.sound, f"seed {number}:\n{serial}\n{program}\n{report}"
         assert check(program, in_order=True).sound, f"seed {number}"
         expected = run_ranks(serial, [[t.clone() for t in each] for each in inputs], in_order=True)
-        for how in ({"in_order": True}, {"seed": number}, {"seed": number + 1}):
+        ways: list[dict[str, Any]] = [{"in_order": True}, {"seed": number}, {"seed": number + 1}]
+        for how in ways:
             got = run_ranks(program, [[t.clone() for t in each] for each in inputs], **how)
             assert same(expected, got), f"seed {number} {how}:\n{serial}\n{program}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,7 +121,7 @@ def run_stage(backend: str, seed: int, drop: str = "") -> object:
     rank = dist.get_rank()
     text = STAGES.format(backend=f', backend="{backend}"').replace(drop or "\0", "")
     program = parse_set(text)[rank // 2]
-    groups = {"tp": rows[rank // 2], "pipe": columns[rank % 2]}
+    groups: dict[str, Any] = {"tp": rows[rank // 2], "pipe": columns[rank % 2]}
     executor = Executor(program, groups=groups, options=OPTIONS)
     if drop:
         return attempt(executor.prepare)
