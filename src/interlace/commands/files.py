@@ -35,9 +35,10 @@ def read_programs(path: Path) -> list[Program]:
     """Every Program of a schedule file, validated."""
     from interlace.ir import parse_set, validate
 
-    programs = list(parse_set(read_text(path), file=path.name if str(path) != "-" else "<stdin>"))
+    text = read_text(path)
+    programs = list(parse_set(text, file=path.name if str(path) != "-" else "<stdin>"))
     for program in programs:
-        validate(program)
+        validate(program, text)
     return programs
 
 
