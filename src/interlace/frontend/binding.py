@@ -71,6 +71,9 @@ def bind(
 ) -> Bound:
     """Lowers and prepares; all ranks of the Program do it together."""
     machine = machine_for(options, device)
+    if options.regions == "auto":
+        chosen = "eager" if device == "cpu" else "inductor"
+        options = dataclasses.replace(options, regions=chosen)
 
     def prepared(options: Options, remarks: Sequence[Remark] = ()) -> Executor:
         program = add_remarks(lower(imported.program, options, machine), remarks)

@@ -82,13 +82,14 @@ def run_pipeline(
 def lowering(options: Options, machine: object = None) -> tuple[Pass, ...]:
     """The passes that lower a serial Program with these options."""
     given = f"strategy={options.strategy},protocol={options.protocol},chunks={options.chunks}"
+    regions = "form_regions," if options.regions == "inductor" else ""  # eager ones gain nothing
     if options.overlap:
         text = (
             f"find_sites,place_resharding{{position={options.resharding}}},"
-            f"decompose{{{given}}},schedule,plan_memory,insert_sync"
+            f"decompose{{{given}}},{regions}schedule,plan_memory,insert_sync"
         )
     else:
-        text = "find_sites,decompose{strategy=serial},plan_memory,insert_sync"
+        text = f"find_sites,decompose{{strategy=serial}},{regions}plan_memory,insert_sync"
     return parse_pipeline(text, machine)
 
 
