@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,34 @@ def test_a_wait_ends_when_its_check_raises() -> None:
     with pytest.raises(PeerError, match="rank 1 died"):
         Wait(30, lambda: "", check).until(lambda: False)
     assert time.monotonic() - start < 5
+
+
+class SlowWork:
+    """A transfer that is done, well or not, at the very end of a slice of waiting."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.slices = 0
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        if self.is_completed():
+            if self.fails:
+                raise RuntimeError("Connection closed by peer")
+            return
+        self.slices += 1
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return self.slices >= 3
+
+
+def test_a_transfer_done_as_a_slice_ends_is_done() -> None:
+    wait = Wait(5.0, lambda: "all_reduce")
+    good, bad = SlowWork(fails=False), SlowWork(fails=True)
+    wait.finish(good)
+    assert good.slices == 3
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        wait.finish(bad)
 
 
 def test_stamps_grow_with_runs_and_then_with_values() -> None:

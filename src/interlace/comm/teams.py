@@ -149,6 +149,11 @@ class TeamComm:
             usual = "gloo" if device == "cpu" else "nccl"
             name = str(mine.name()) if mine is not None else usual
         require_backend(name)
+        if name == "nccl" and device == "cpu":
+            raise BackendError(
+                f"the backend 'nccl' is not there for tensors of the CPU (team {self.name}): run the "
+                "Program on device 'cuda', or choose gloo or peer"
+            )
         return name
 
     def _users_backend(self, device: str) -> Any:
@@ -166,7 +171,7 @@ class TeamComm:
         cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
         try:
             return cls(store, self.me, self.size, timeout=timedelta(seconds=time_out_s))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise BackendError(
                 f"rank {self.rank} could not connect the backend {name!r} of team {self.name} "
                 f"within {time_out_s:g} s: {error}"
