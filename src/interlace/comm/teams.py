@@ -151,8 +151,8 @@ class TeamComm:
         require_backend(name)
         if name == "nccl" and device == "cpu":
             raise BackendError(
-                f"the backend 'nccl' is not there for tensors of the CPU (team {self.name}): run the "
-                "Program on device 'cuda', or choose gloo or peer"
+                f"the backend 'nccl' is not there for tensors of the CPU (team {self.name}): run "
+                "the Program on device 'cuda', or choose gloo or peer"
             )
         return name
 
