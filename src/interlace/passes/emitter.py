@@ -87,6 +87,10 @@ class Emitter:
         """This process's rank in the team."""
         return self.team.rank
 
+    def at(self, offset: int) -> RankIndex:
+        """The rank at an offset from this one, the long way round taken out."""
+        return self.rank + (offset % self.size if offset >= 0 else -(-offset % self.size))
+
     @property
     def others(self) -> range:
         """The steps 1 .. W-1, which concern other ranks."""

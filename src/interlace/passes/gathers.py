@@ -79,10 +79,10 @@ class Gather:
         e = self.emitter
         self._local(take)
         for k in e.others:
-            sent, chunk = path.sent.at(k), e.rank + path.chunk.at(k)
-            piece = self.part(e.rank + sent) if sent else self.shard
-            send = Send(src=piece, peer=e.rank + path.to.at(k), **e.between)
-            recv = Recv(dst=self.part(chunk), peer=e.rank + path.source.at(k), **e.between)
+            sent, chunk = path.sent.at(k), e.at(path.chunk.at(k))
+            piece = self.part(e.at(sent)) if sent else self.shard
+            send = Send(src=piece, peer=e.at(path.to.at(k)), **e.between)
+            recv = Recv(dst=self.part(chunk), peer=e.at(path.source.at(k)), **e.between)
             e.emit(Group(ops=(send, recv)))
             take(chunk, self.part(chunk))
 
@@ -95,7 +95,7 @@ class Gather:
         e.notify(ready, e.team.others)
         self._local(take)
         for k in e.others:
-            chunk, source = e.rank + path.chunk.at(k), e.rank + path.source.at(k)
+            chunk, source = e.at(path.chunk.at(k)), e.at(path.source.at(k))
             e.expect(ready, source)
             piece = e.head(slot, self.sizes, chunk, largest)
             e.emit(Get(src=piece, peer=source, team=e.team.name, dst=self.part(chunk)))
@@ -113,13 +113,13 @@ class Gather:
 
         arrived = e.names.new(f"{slots.buffer}_arrived")
         for k in e.others:
-            to = e.rank + path.to.at(k)
+            to = e.at(path.to.at(k))
             e.emit(Put(src=self.shard, dst=place(e.rank), peer=to, team=e.team.name))
             e.notify(arrived, to)
         self._local(take)
         for k in e.others:
-            chunk = e.rank + path.chunk.at(k)
-            e.expect(arrived, e.rank + path.source.at(k))
+            chunk = e.at(path.chunk.at(k))
+            e.expect(arrived, e.at(path.source.at(k)))
             take(chunk, place(chunk))
             if self.whole:
                 e.copy(place(chunk), self.part(chunk))

@@ -82,9 +82,9 @@ class Scatter:
         e, staged = self.emitter, self._staged()
         slots = self._alloc("slots", e.size, max(self.sizes))
         for k in e.others:
-            chunk, source = e.rank + path.chunk.at(k), e.rank + path.source.at(k)
+            chunk, source = e.at(path.chunk.at(k)), e.at(path.source.at(k))
             compute(chunk, staged(chunk))
-            send = Send(src=staged(chunk), peer=e.rank + path.to.at(k), **e.between)
+            send = Send(src=staged(chunk), peer=e.at(path.to.at(k)), **e.between)
             recv = Recv(dst=self._rows(slots, source, e.rank), peer=source, **e.between)
             e.emit(Group(ops=(send, recv)))
         compute(e.rank, self._rows(slots, e.rank, e.rank))
@@ -102,12 +102,12 @@ class Scatter:
             e.emit(Call(fn="aten.add.out", args=(received, mine), outs=(out,)))
 
         for k in e.others:
-            chunk, source = e.rank + path.chunk.at(k), e.rank + path.source.at(k)
+            chunk, source = e.at(path.chunk.at(k)), e.at(path.source.at(k))
             compute(chunk, staged(chunk))
             if received is not None:
                 add(staged(chunk), staged(chunk))
-            following = e.rank + path.chunk.at(k + 1)
-            send = Send(src=staged(chunk), peer=e.rank + path.to.at(k), **e.between)
+            following = e.at(path.chunk.at(k + 1))
+            send = Send(src=staged(chunk), peer=e.at(path.to.at(k)), **e.between)
             received = e.head(buffers[k % count], self.sizes, following, largest)
             e.emit(Group(ops=(send, Recv(dst=received, peer=source, **e.between))))
         compute(e.rank, staged(e.rank))
@@ -120,9 +120,9 @@ class Scatter:
         slots = self._alloc("slots", e.size, largest)
         ready = e.names.new(f"{parts.buffer}_ready")
         for k in e.others:
-            chunk, source = e.rank + path.chunk.at(k), e.rank + path.source.at(k)
+            chunk, source = e.at(path.chunk.at(k)), e.at(path.source.at(k))
             compute(chunk, self._rows(parts, chunk, chunk))
-            e.notify(ready, e.rank + path.to.at(k))
+            e.notify(ready, e.at(path.to.at(k)))
             e.expect(ready, source)
             mine = self._rows(parts, e.rank, e.rank)
             into = self._rows(slots, source, e.rank)
@@ -137,13 +137,13 @@ class Scatter:
         slots = self._alloc("slots", e.size, max(self.sizes), kind="symmetric")
         arrived = e.names.new(f"{slots.buffer}_arrived")
         for k in e.others:
-            chunk, to = e.rank + path.chunk.at(k), e.rank + path.to.at(k)
+            chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
             compute(chunk, staged(chunk))
             into = self._rows(slots, e.rank, chunk)
             e.emit(Put(src=staged(chunk), dst=into, peer=to, team=e.team.name))
             e.notify(arrived, to)
         compute(e.rank, self._rows(slots, e.rank, e.rank))
         for k in e.others:
-            e.expect(arrived, e.rank + path.source.at(k))
+            e.expect(arrived, e.at(path.source.at(k)))
         self._sum(slots)
         e.free(slots)
