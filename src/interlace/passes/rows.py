@@ -24,6 +24,9 @@ MAX_RUNS = 1 << 16
 """Contents of more runs than this are not followed."""
 
 
+TOO_FINE = "the rows are scattered too finely to be followed"
+
+
 class Refused(Exception):
     """Why a communication is no site; the message is the reason that users read."""
 
@@ -58,7 +61,7 @@ def join(pieces: Iterable[Run]) -> Contents:
             runs.append(Run(position, piece.length, piece.source, piece.offset))
         position += piece.length
         if len(runs) > MAX_RUNS:
-            raise Refused("the rows are scattered too finely to be followed")
+            raise Refused(TOO_FINE)
     return tuple(runs)
 
 
@@ -89,8 +92,23 @@ def box_runs(box: Box) -> Iterator[tuple[int, int]]:
         yield at * item, length * item
 
 
+def _num_stretches(box: Box) -> int:
+    """How many stretches `box_runs` gives."""
+    if not box.numel:
+        return 0
+    dims = list(zip(box.sizes, box.strides, strict=True))
+    length = 1
+    while dims and (dims[-1][0] == 1 or dims[-1][1] == length):
+        length *= dims.pop()[0]
+    return box.numel // length
+
+
 def seen(buffer: Contents, box: Box) -> Contents:
     """The contents of a view, from those of its buffer (in storage order)."""
+    # Two stretches of a view join only where a run of the buffer ends (or in zeros), so that a
+    # transposed matrix need not be walked element by element to see that it is too fine.
+    if _num_stretches(box) - len(buffer) > MAX_RUNS and all(run.source != PAD for run in buffer):
+        raise Refused(TOO_FINE)
     return join(piece for start, length in box_runs(box) for piece in cut(buffer, start, length))
 
 
