@@ -321,6 +321,15 @@ REFUSED = {
     main: all_gather(x, full, team=tp)
     return full""",
     ),
+    "returned-side-by-side": (
+        "all_gather",
+        "its result leaves the program",
+        """x: f32[3, 8]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.cat.default", (full[0:3], full[3:6]), 1, out=(y := f32[3, 16]))
+    return y""",
+    ),
     "columns-scattered": (
         "reduce_scatter",
         "the columns, not the rows",

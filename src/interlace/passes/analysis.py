@@ -271,7 +271,8 @@ def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, 
 
 
 def _unused(values: Values, name: str) -> str:
-    leaves = name in values.returned or values.buffers[name].kind == "output"
+    held = uses_of(values, name)[1]
+    leaves = any(n in values.returned or values.buffers[n].kind == "output" for n in held)
     return "its result leaves the program" if leaves else "nothing takes the gathered tensor"
 
 
