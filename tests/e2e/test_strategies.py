@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.passes.samples import DTYPES, KINDS, SHAPES, STRATEGIES, Sample, rows_of
+from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 
 from interlace.options import Options
@@ -44,7 +45,7 @@ def run_shapes(kind: str, strategy: str, ranks: int, dtype: str, seed: int) -> d
         sample: Sample = KINDS[kind](ranks, shape, dtype, seed)
         program = run_pipeline(sample.program, LOWER.format(STRATEGIES[strategy]))
         options = Options(time_out_s=20)
-        executor = Executor(program, groups={"tp": dist.group.WORLD}, options=options).prepare()
+        executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
         x, w = sample.inputs[rank]
         expected = reference(kind, rows_of(shape, ranks), x, w)
         for _ in range(3):  # the slots are used in turn

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -48,7 +48,8 @@ def compiled(model: nn.Module, options: dict[str, Any] | None) -> Callable[[Tens
     if options is None:
         return model
     torch.compiler.reset()
-    return torch.compile(model, backend="interlace", options={"time_out_s": 40.0, **options})
+    given: dict[str, Any] = {"time_out_s": 40.0, **options}
+    return torch.compile(model, backend="interlace", options=given)
 
 
 def local(grad: Tensor | None) -> Tensor:
@@ -113,7 +114,7 @@ def train_integers(options: dict[str, Any] | None, steps: int, seed: int) -> Tra
         for parameter in model.parameters():
             fresh = torch.randint(-2, 3, parameter.shape, generator=generator).float()
             assert isinstance(parameter, DTensor)
-            placed = torch.distributed.tensor.distribute_tensor(fresh, mesh, parameter.placements)
+            placed = distribute_tensor(fresh, mesh, parameter.placements)
             with torch.no_grad():
                 parameter.to_local().copy_(placed.to_local())
         x = torch.randint(-2, 3, (world * 6, 8), generator=generator).float()
