@@ -21,7 +21,9 @@ FILES = ("forward.ilc", "backward.ilc", "forward.serial.ilc", "backward.serial.i
 
 def run(folder: Path, *args: str) -> dict[str, Any]:
     """The report of a demo that writes into `folder`."""
-    done = command("demo", "--json", "--out", str(folder), *args, time_out_s=280)
+    done = command(
+        *("demo", "--json", "--time-out", "570", "--out", str(folder), *args), time_out_s=580
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "there is no progress bar off a terminal"
     return json.loads(done.stdout)
@@ -34,7 +36,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     return run(folder, "--steps", "3", "--layers", "1"), folder
 
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_three_ways_agree(demo: tuple[dict[str, Any], Path]) -> None:
@@ -47,14 +49,17 @@ def test_the_three_ways_agree(demo: tuple[dict[str, Any], Path]) -> None:
 
 def assert_agreement(report: dict[str, Any], steps: int) -> None:
     losses = report["losses"]
-    assert {way: len(found) for way, found in losses.items()} == dict.fromkeys(
-        ("eager", "serial", "overlapped"), steps
-    )
+    assert all(len(found) == steps for found in losses.values())
+    assert {"eager", "serial", "overlapped"} <= set(losses)
     assert losses["overlapped"] == pytest.approx(losses["eager"], abs=1e-5)
-    if has_avx512():
-        equal = report["equal"]
+    assert losses["overlapped"] == pytest.approx(losses["serial"], abs=1e-5)
+    if has_avx512() and report["world"] == 2:  # a sum of two has one order
         assert losses["serial"] == losses["overlapped"]
-        assert (equal["losses"], equal["gradients"], equal["parameters"]) == (True, True, True)
+        assert_same_bits(report["equal"]["serial"])
+
+
+def assert_same_bits(equal: dict[str, Any]) -> None:
+    assert (equal["losses"], equal["gradients"], equal["parameters"]) == (True, True, True)
 
 
 def test_every_collective_is_a_site_with_a_strategy_or_a_reason(
@@ -141,8 +146,9 @@ def test_the_report_for_people(demo: tuple[dict[str, Any], Path], capsys) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_twenty_steps(tmp_path: Path, world: int) -> None:
-    report = run(tmp_path, "--world", str(world), "--steps", "20")
+    report = run(tmp_path, "--world", str(world), "--steps", "20", "--in-order")
     assert_agreement(report, steps=20)
+    assert_same_bits(report["equal"]["in_order"])
     assert all(graph["verdict"] == "sound" for graph in report["graphs"])
 
 

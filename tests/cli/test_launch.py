@@ -132,12 +132,13 @@ def running(pid: int) -> bool:
     ("args", "told"),
     [
         (["--steps", "0"], "OptionError: --steps 0: give at least one step"),
+        (["--layers", "0"], "OptionError: --layers 0: give at least one block"),
         (["--world", "0"], "TeamError: --world 0: give at least one rank"),
         (["--world", "3"], "TeamError: the demo's model has heads=8, which 3 ranks do not divide"),
         (["--strategy", "magic"], "OptionError: option strategy='magic': choose one of"),
         (["--calibration", "/no/such.json"], "CalibrationError: cannot read calibration file"),
     ],
-    ids=["steps", "no-world", "world-of-3", "strategy", "calibration"],
+    ids=["steps", "layers", "no-world", "world-of-3", "strategy", "calibration"],
 )
 def test_bad_arguments_are_refused_before_anything_starts(args: list[str], told: str) -> None:
     done = command("demo", *args)

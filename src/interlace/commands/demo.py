@@ -21,8 +21,6 @@ from interlace.errors import OptionError, TeamError
 if TYPE_CHECKING:
     from interlace.demo.lesson import Lesson
 
-WAYS = {"eager": "eager DTensor", "serial": "serial", "overlapped": "overlapped"}
-
 
 @command
 def demo(
@@ -36,6 +34,9 @@ def demo(
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
     ] = None,
+    in_order: Annotated[
+        bool, typer.Option("--in-order", help="Train a fourth way: the same ops one by one.")
+    ] = False,
     time_out: Annotated[float, typer.Option(help="Seconds after which it gives up.")] = 300.0,
     json: Annotated[bool, typer.Option("--json", help="Print the report for scripts.")] = False,
 ) -> None:
@@ -58,7 +59,9 @@ def demo(
         read_machine(calibration)
     place = str(calibration.resolve()) if calibration is not None else None
     model = Config(layers=layers)
-    lesson = Lesson(steps=steps, strategy=strategy, calibration=place, model=model)
+    lesson = Lesson(
+        steps=steps, strategy=strategy, calibration=place, in_order=in_order, model=model
+    )
     if "WORLD_SIZE" in os.environ:
         report = _rank_of_torchrun(lesson, out)
     else:
@@ -66,7 +69,7 @@ def demo(
 
         lesson.model.check(world)
         settings = {"lesson": lesson.to_json(), "out": str(out)}
-        with _progress(steps, quiet=json) as hear:
+        with _progress(lesson, quiet=json) as hear:
             report = launch(settings, world, hear, time_out)
     if report is None:
         return
@@ -90,7 +93,7 @@ def _rank_of_torchrun(lesson: Lesson, out: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _progress(steps: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _progress(lesson: Lesson, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Shows rank 0's steps as a bar on a terminal, and nothing elsewhere."""
     if quiet or not console().is_terminal:
         yield lambda event: None
@@ -98,12 +101,14 @@ def _progress(steps: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], No
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from interlace.demo.lesson import WAYS
+
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn())
     loss = TextColumn("{task.fields[loss]}")
     with Progress(*columns, loss, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         tasks = {
-            way: bar.add_task(title, total=steps, start=False, loss="")
-            for way, title in WAYS.items()
+            way: bar.add_task(WAYS[way], total=lesson.steps, start=False, loss="")
+            for way in lesson.ways
         }
 
         def hear(event: dict[str, Any]) -> None:
@@ -119,6 +124,7 @@ def _progress(steps: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], No
 def show(report: dict[str, Any]) -> None:
     """The report for people."""
     from interlace.commands.explain import HEADINGS
+    from interlace.demo.lesson import WAYS
 
     lesson, model = report["lesson"], report["lesson"]["model"]
     say(
@@ -126,12 +132,12 @@ def show(report: dict[str, Any]) -> None:
         f"{model['dim']}, sequence {model['sequence']}, batch {model['batch']}) on the source of "
         f"Python's standard library: {report['world']} ranks, torch {report['torch']}\n"
     )
-    losses = report["losses"]
+    losses, ways = report["losses"], {way: WAYS[way] for way in report["losses"]}
     rows = [
-        (str(step + 1), *(f"{losses[way][step]:.6f}" for way in WAYS))
+        (str(step + 1), *(f"{losses[way][step]:.6f}" for way in ways))
         for step in _some(lesson["steps"])
     ]
-    table(("step", *WAYS.values()), rows, title="loss")
+    table(("step", *ways.values()), rows, title="loss")
     say("")
     _equality(report)
     for graph in report["graphs"]:
@@ -152,7 +158,7 @@ def show(report: dict[str, Any]) -> None:
             f"{report['step_ms'][way]:.1f} ms",
             *_overlap(report["overlap"].get(way)),
         )
-        for way, title in WAYS.items()
+        for way, title in ways.items()
     ]
     headings = ("way", "first step", "median step", "communication", "hidden", "exposed")
     table(headings, rows, title="measured (communication: of all ranks, in the median step)")
@@ -168,19 +174,21 @@ def _some(steps: int) -> list[int]:
 
 
 def _equality(report: dict[str, Any]) -> None:
-    equal, steps = report["equal"], report["lesson"]["steps"]
-    what = [name for name in ("losses", "gradients", "parameters") if equal[name]]
-    if len(what) == 3:
-        say(f"overlapped = serial, bit for bit: {steps} losses, first gradients, last parameters")
-    else:
-        same = f"; bit for bit equal: {', '.join(what)}" if what else ""
-        difference = equal["largest_loss_difference"]
-        say(f"overlapped and serial differ by rounding: at most {difference:.2g} in a loss{same}")
-    difference = equal["largest_loss_difference_from_eager"]
-    if difference == 0:
-        say("overlapped = eager DTensor, bit for bit, in every loss")
-    else:
-        say(f"overlapped and eager DTensor: at most {difference:.2g} apart in a loss")
+    """Says, of each way, whether it gave the same bits as the overlapped one."""
+    from interlace.demo.lesson import WAYS
+
+    steps = report["lesson"]["steps"]
+    for way, equal in report["equal"].items():
+        same = [name for name in ("losses", "gradients", "parameters") if equal[name]]
+        if len(same) == 3:
+            what = f"{steps} losses, first gradients, last parameters"
+            say(f"overlapped = {WAYS[way]}, bit for bit: {what}")
+        else:
+            difference = equal["largest_loss_difference"]
+            what = f"; bit for bit equal: {', '.join(same)}" if same else ""
+            say(f"overlapped and {WAYS[way]}: at most {difference:.2g} apart in a loss{what}")
+    if report["world"] > 2:
+        say("(beyond two ranks, sums over ranks are taken in another order than gloo's)")
 
 
 def _sites(graph: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -12,8 +12,14 @@ from typing import Any
 from interlace.errors import TeamError
 from interlace.options import Options
 
-WAYS = ("eager", "serial", "overlapped")
-"""Eager DTensor; the Program that was imported; the same, overlapped."""
+WAYS = {
+    "eager": "eager DTensor",
+    "serial": "serial",
+    "in_order": "in order",
+    "overlapped": "overlapped",
+}
+"""The ways of training and their titles: eager; the Program as imported; its overlapped ops, one
+after another; the same, overlapped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +59,21 @@ class Lesson:
     strategy: str = "auto"
     calibration: str | None = None
     time_out_s: float = 60.0
+    in_order: bool = False
+    """Whether to train `in_order` as well."""
     model: Config = field(default_factory=Config)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways to train, in order."""
+        return tuple(way for way in WAYS if self.in_order or way != "in_order")
 
     def options(self, way: str) -> Options:
         """The options of a compiled way."""
         return Options(
-            overlap=way == "overlapped",
-            strategy=self.strategy if way == "overlapped" else "auto",
+            overlap=way != "serial",
+            in_order=way == "in_order",
+            strategy=self.strategy,
             calibration=self.calibration,
             time_out_s=self.time_out_s,
             trace=True,

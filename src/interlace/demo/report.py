@@ -70,13 +70,16 @@ def make_report(
         }
         for graph in overlapped.graphs
     ]
-    overlap = {outcome.way: _overlap(outcome) for outcome in (serial, overlapped)}
+    overlap = {outcome.way: _overlap(outcome) for outcome in outcomes if outcome is not eager}
     equal = {
-        "losses": serial.losses == overlapped.losses,
-        "gradients": serial.gradients == overlapped.gradients,
-        "parameters": serial.parameters == overlapped.parameters,
-        "largest_loss_difference": _difference(serial, overlapped),
-        "largest_loss_difference_from_eager": _difference(eager, overlapped),
+        outcome.way: {
+            "losses": outcome.losses == overlapped.losses,
+            "gradients": outcome.gradients == overlapped.gradients,
+            "parameters": outcome.parameters == overlapped.parameters,
+            "largest_loss_difference": _difference(outcome, overlapped),
+        }
+        for outcome in outcomes
+        if outcome is not overlapped
     }
     report: dict[str, Any] = {
         "schema": 1,
@@ -139,7 +142,7 @@ def _write(
         written.append(write_perfetto([*runs, *plain], out / "trace.pftrace"))
     except BackendError:  # `doctor` says how to mend it; the older format needs no package
         written.append(write_perfetto([*runs, *plain], out / "trace.json"))
-    equal, hidden = report["equal"], report["overlap"]["overlapped"]["hidden"]
+    equal, hidden = report["equal"]["serial"], report["overlap"]["overlapped"]["hidden"]
     same = equal["losses"] and equal["gradients"] and equal["parameters"]
     verdicts = ", ".join(f"{graph['kind']} {graph['verdict']}" for graph in report["graphs"])
     facts = [

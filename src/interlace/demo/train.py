@@ -1,4 +1,4 @@
-"""Training one way: eager DTensor, the serial Program, or the overlapped one.
+"""Training one way: eager DTensor, the serial Program, the overlapped one, or that in order.
 
     trained = train("overlapped", lesson, mesh, text, tell=print)
     trained.losses, trained.parameters

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.cost import Timeline
 from interlace.demo.data import read_text
-from interlace.demo.lesson import WAYS, Lesson
+from interlace.demo.lesson import Lesson
 from interlace.demo.report import Graph, Outcome, make_report
 from interlace.demo.train import Trained, train
 
@@ -31,7 +31,7 @@ def work(lesson: Lesson, out: Path, tell: Tell) -> dict[str, Any] | None:
     text = read_text()
     store = dist.distributed_c10d._get_default_store()
     outcomes: list[Outcome] = []
-    for way in WAYS:
+    for way in lesson.ways:
         trained = train(way, lesson, mesh, text, tell)
         if rank == 0:
             store.set(f"demo/{way}/step", str(middle(trained.step_s)))
