@@ -192,6 +192,7 @@ def peer_bits(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + team.me)
     src, dst = torch.randn(1000, generator=generator) * 1e3, torch.empty(1000)
     team.control.enter(2, "bits")
+    team.control.reach(0, 1, wait)
     run(src, dst, wait)
     team.control.leave()
     return dst

@@ -54,21 +54,11 @@ class Box:
     data: torch.Tensor | None = field(default=None)
 
 
-@dataclass(slots=True)
-class Turns:
-    """Which of the two staging areas comes next, and the stamps of their last uses."""
-
-    next: int = 0
-    last: list[int] = field(default_factory=lambda: [0, 0])
-    resets: int = 0
-
-
 class Workspace:
     """The segments of one Executor on one team."""
 
     def __init__(self, team: TeamComm, topic: str, demand: Demand, time_out_s: float) -> None:
         self.team = team
-        self.turns = Turns()
         size, me = team.size, team.me
         cell = 0
 
@@ -77,7 +67,7 @@ class Workspace:
             cell += count
             return cell - count
 
-        note: Note = {"done": cells(1), "arrived": cells(1)}
+        note: Note = {"arrived": cells(1)}
         note["signals"] = {name: cells(size) for name in demand.signals}
         note["sends"] = [[m.member, cells(1), m.nbytes] for m in demand.sends]
         note["recvs"] = [[m.member, cells(1)] for m in demand.recvs]
@@ -85,8 +75,8 @@ class Workspace:
         for entry in note["sends"]:
             nbytes, entry[2] = entry[2], at
             at += align(nbytes)
-        note["stage"] = [at, at + align(demand.stage_nbytes)]
-        at += 2 * align(demand.stage_nbytes)
+        note["stage"] = [at, align(demand.stage_nbytes)]
+        at += align(demand.stage_nbytes)
         shared = share(
             team.board, f"{team.topic}/space/{topic}", team.ranks, me, at, note, time_out_s
         )
@@ -95,13 +85,10 @@ class Workspace:
         self._notes = shared.notes
         self._cells = [segment.cells for segment in shared.segments]
         self.stages = [
-            [
-                segment.bytes(start, (segment.nbytes - note["stage"][0]) // 2)
-                for start in note["stage"]
-            ]
+            segment.bytes(*note["stage"])
             for segment, note in zip(shared.segments, shared.notes, strict=True)
         ]
-        """`stages[member][copy]`: two staging areas on every rank."""
+        """Every member's staging area, as bytes."""
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -140,15 +127,10 @@ class Workspace:
         fence()
         self._cells[self.team.me][self._notes[self.team.me]["arrived"]] = mark
 
-    def done(self, mark: int) -> None:
-        """This rank has read all it needs of the others' staging areas."""
-        fence()
-        self._cells[self.team.me][self._notes[self.team.me]["done"]] = mark
-
-    def await_all(self, counter: str, mark: int, wait: Wait) -> None:
-        """Returns when `counter` (`arrived` or `done`) of every member has come to the stamp."""
+    def await_arrivals(self, mark: int, wait: Wait) -> None:
+        """Returns when every member has arrived at the stamp."""
         pairs = [
-            (cells, note[counter]) for cells, note in zip(self._cells, self._notes, strict=True)
+            (cells, note["arrived"]) for cells, note in zip(self._cells, self._notes, strict=True)
         ]
 
         def missing() -> str:
