@@ -3,8 +3,9 @@
 An op depends on an earlier one where both touch the same bytes and one writes (read after write,
 write after read, write after write), on any rank that runs the Program. Beyond data:
 
-- `Alloc` stays before, and `Free` after, every access of the buffer, a peer's copy included. (The
-  takes of one slot need no edge: an Alloc waits by itself until a copy of the slot is free.)
+- `Alloc` stays before, and `Free` after, every access of the buffer, a peer's copy included; only
+  a symmetric buffer's Alloc is something that a stream waits for. (The takes of one slot need no
+  edge: an Alloc waits by itself until a copy of the slot is free.)
 - One-sided accesses are ordered with the peers by signals: Note [Signals publish] in signals.py.
 - `HostSync` stays where it is. So does the order of all communication that ranks of another Program
   take part in, or where the Program is one rank's own: those lists are not ours to permute.
@@ -54,9 +55,9 @@ def dependencies(program: Program, listed: bool = True) -> Before:
     overlaps = Overlaps(program)
     _data_edges(program, overlaps, edges)
     _storage_edges(program, overlaps, edges)
-    _lifetime_edges(program, edges)
-    frozen = _is_frozen(program)
     places: list[set[int]] = [set() for _ in program.ops]
+    _lifetime_edges(program, edges, places)
+    frozen = _is_frozen(program)
     signal_edges(program, edges, places, frozen)
     if frozen:
         held = symmetric_buffers(program)
@@ -235,7 +236,8 @@ def _storage_edges(program: Program, overlaps: Overlaps, edges: list[set[int]]) 
 # lifetimes
 
 
-def _lifetime_edges(program: Program, edges: list[set[int]]) -> None:
+def _lifetime_edges(program: Program, edges: list[set[int]], places: list[set[int]]) -> None:
+    symmetric = symmetric_buffers(program)
     taken: dict[str, int] = {}
     users: dict[str, list[int]] = {}
     for index, op in enumerate(program.ops):
@@ -248,7 +250,9 @@ def _lifetime_edges(program: Program, edges: list[set[int]]) -> None:
         else:
             for name in {a.view.buffer for a in (*op.reads(), *op.writes())}:
                 if name in taken:
-                    edges[index].add(taken[name])
+                    # other kinds are there as soon as the host has listed them
+                    declared = isinstance(program.ops[taken[name]], Alloc) and name not in symmetric
+                    (places if declared else edges)[index].add(taken[name])
                 users.setdefault(name, []).append(index)
             for buffer in op.fresh if isinstance(op, Call) else ():
                 taken[buffer.name] = index  # so that a use of no bytes stays behind it as well
