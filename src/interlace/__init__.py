@@ -10,13 +10,15 @@ from interlace.errors import InterlaceError
 from interlace.options import Options
 
 if TYPE_CHECKING:
+    from interlace.frontend.compile import compile
     from interlace.ir.builder import program
     from interlace.ir.parser import parse, parse_set
 
-__all__ = ["InterlaceError", "Options", "errors", "parse", "parse_set", "program"]
+__all__ = ["InterlaceError", "Options", "compile", "errors", "parse", "parse_set", "program"]
 __version__ = "0.1.0"
 
 _LAZY = {
+    "compile": "interlace.frontend.compile",
     "parse": "interlace.ir.parser",
     "parse_set": "interlace.ir.parser",
     "program": "interlace.ir.builder",

@@ -72,6 +72,8 @@ class Options:
             )
         if self.cache_size < 1 or self.chunks < 0:
             raise OptionError("options cache_size must be >= 1 and chunks >= 0")
+        if self.static_outputs and not self.graph:
+            raise OptionError("option static_outputs=True says what a graph gives: set graph=True")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Options:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from interlace.comm import TeamComm, Workspace, team_of
 from interlace.comm.teams import BACKENDS, check_size
 from interlace.cost import Span, Timeline, op_kind, op_name
-from interlace.errors import ExecutorError, ProgramError
+from interlace.errors import ExecutorError, ProgramError, UnsupportedError
 from interlace.ir import Arg, Program, View, validate
 from interlace.options import Options
 from interlace.runtime.agreement import Agreement, agree, verdict
@@ -59,6 +59,11 @@ class Executor:
         self.rank = program_rank(program, self._groups)
         self._before_op = before_op
         self._engine_class = executor_for(self.device)
+        if self.options.graph and self.device.type != "cuda":
+            raise UnsupportedError(
+                f"{program.name}: graph=True captures CUDA graphs, and its device is "
+                f"{self.device.type!r}: leave the option out there"
+            )
         self._lock = threading.Lock()
         self._teams: dict[str, TeamComm] = {}
         self._agreement: Agreement | None = None
