@@ -123,9 +123,7 @@ def parallelise(model: Model, mesh: DeviceMesh) -> Model:
 
 def parallelise_block(block: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Tensor and sequence parallelism of one block, its input sharded along the sequence."""
-    gathered = PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
-    )
+    gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan: dict[str, Any] = {"n1": SequenceParallel(), "n2": SequenceParallel()}
     plan |= {"attn": gathered, "mlp": gathered}
     plan |= {f"attn.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}

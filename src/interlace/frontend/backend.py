@@ -27,6 +27,7 @@ from interlace.frontend.binding import machine_for
 from interlace.frontend.capture import notice
 from interlace.frontend.locs import label
 from interlace.frontend.partition import Partition
+from interlace.frontend.waiting import without_waiting
 from interlace.options import Options
 
 
@@ -101,13 +102,14 @@ class Backend:
         labels = tuple(_argument_label(node) for node in gm.graph.nodes if node.op == "placeholder")
         setting = Setting(options, meshes_in(example_inputs), labels, device_of(example_inputs))
         compilation = Compilation(setting)
+        plain, wrap = without_waiting(example_inputs)
         # Note [Backward is compiled with forward]: AOTAutograd leaves it until the first backward
         # pass, where a rank that sets up would meet others that do not.
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            compiled = aot_autograd(**compilation.compilers())(gm, example_inputs)
+            compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare()
         self._artefacts.update(compilation.artefacts)
-        return compiled
+        return wrap(compiled)
 
 
 backend = Backend()

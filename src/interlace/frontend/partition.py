@@ -55,7 +55,9 @@ class Partition:
         """Forward and backward graph of a joint one."""
         self.mark(joint.graph)
         own_opaque_outputs(joint.graph, given["num_fwd_outputs"])
-        return min_cut_rematerialization_partition(joint, joint_inputs, **given)
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **given)
+        opaque_last(forward.graph, backward.graph, given["num_fwd_outputs"])
+        return forward, backward
 
     def mark(self, graph: fx.Graph) -> list[fx.Node]:
         """Marks what backward shall do again; gives the gathers among it."""
@@ -98,6 +100,34 @@ def own_opaque_outputs(graph: fx.Graph, num_fwd_outputs: int) -> None:
                     leaves[i] = other
                     break
     output.args = pytree.tree_unflatten(leaves, spec)
+
+
+def opaque_last(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> None:
+    """Puts saved tensors before saved meshes, as AOTAutograd counts them.
+
+    The partitioner adds the generator states of recomputed random operators behind everything.
+    """
+    output = next(node for node in reversed(forward.nodes) if node.op == "output")
+    leaves = list(output.args[0])  # pyright: ignore[reportArgumentType]
+    order = sorted(range(num_fwd_outputs, len(leaves)), key=lambda i: _saved_rank(leaves[i]))
+    order = [*range(num_fwd_outputs), *order]
+    if order == sorted(order):
+        return
+    output.args = (tuple(leaves[i] for i in order),)
+    if len(descriptions := output.meta.get("desc") or ()) == len(order):
+        output.meta["desc"] = [descriptions[i] for i in order]
+    saved = [node for node in backward.nodes if node.op == "placeholder"]
+    saved = [node for node in saved if "tangents" not in str(node.target)]
+    tensors = [node for node in saved if isinstance(node.meta.get("val"), torch.Tensor)]
+    for node in reversed([node for node in saved if _opaque(node) is not None]):
+        tensors[-1].append(node)
+
+
+def _saved_rank(node: Any) -> int:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+        return 2
+    return 1 if getattr(value, "real_obj", None) is not None else 0
 
 
 def _opaque(node: fx.Node) -> Any:

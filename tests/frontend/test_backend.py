@@ -1,0 +1,259 @@
+"""torch.compile(backend=interlace) on real processes: training, dropout, checkpointing, meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.frontend.models import (
+    Model,
+    bits,
+    gradients,
+    local,
+    parallelise,
+)
+from tests.support.pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import interlace
+from interlace.errors import OptionError, UnsupportedError
+from interlace.frontend import backend, capture
+
+
+def make(seed: int = 0, **model: Any) -> tuple[Model, torch.Tensor]:
+    """A parallelised model and tokens, the same on every rank of the pool."""
+    torch.compiler.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(seed)
+    whole = parallelise(Model(**model), mesh)
+    return whole, torch.randint(0, 32, (2, 8))
+
+
+def compiled(model: Any, **options: Any) -> Any:
+    """The model behind our backend."""
+    return torch.compile(model, backend=backend, options=options, fullgraph=True)
+
+
+def step(model: Any, of: Model, tokens: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of one training step, in which nothing is updated."""
+    loss = loss_of(model, tokens)
+    loss.backward()
+    return loss.item(), gradients(of)
+
+
+def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the next token."""
+    logits = model(tokens)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference."""
+    assert mine.keys() == theirs.keys()
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def twenty_steps(strategy: str) -> tuple[list[float], list[str]]:
+    """20 steps overlapped, in order, serial and eager; the losses and the kinds of sites."""
+    losses: dict[str, list[float]] = {}
+    last: dict[str, dict[str, torch.Tensor]] = {}
+    kinds: list[str] = []
+    ways: dict[str, dict[str, Any] | None] = {
+        "eager": None,
+        "overlapped": {"strategy": strategy},
+        "in order": {"strategy": strategy, "in_order": True},
+        "serial": {"overlap": False},
+    }
+    for way, options in ways.items():
+        model, tokens = make(layers=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        call = model if options is None else compiled(model, **options)
+        with capture() as captured:
+            losses[way] = []
+            for _ in range(20):
+                loss = loss_of(call, tokens)
+                loss.backward()
+                optimizer.step()
+                losses[way].append(loss.item())
+                last[way] = gradients(model)
+        if way == "overlapped":
+            kinds = [site.kind for program in captured.programs for site in program.sites]
+    assert losses["overlapped"] == losses["in order"]
+    assert bits(last["overlapped"]) == bits(last["in order"])
+    for way in ("overlapped", "serial"):
+        for mine, theirs in zip(losses[way], losses["eager"], strict=True):
+            assert abs(mine - theirs) < 1e-5
+        assert close(last[way], last["eager"]) < 1e-5
+    return losses["overlapped"], kinds
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "peer"), (4, "ring")])
+def test_training_20_steps(pool: Pool, world: int, strategy: str) -> None:
+    results = pool(world).run(twenty_steps, strategy, time_out_s=200)
+    assert all(result == results[0] for result in results)
+    losses, kinds = results[0]
+    assert losses[-1] < losses[0]
+    # forward: QKV and gate/up gathers, two scatters, the head; backward the other way round
+    assert kinds.count("all_gather_matmul") == 5, " ".join(kinds)
+    assert kinds.count("matmul_reduce_scatter") == 5, kinds
+
+
+# -- dropout and activation checkpointing ---------------------------------------------------------
+
+
+def dropout_against_eager(checkpointed: bool) -> None:
+    """Dropout draws what eager draws; also when backward draws it again."""
+    outcomes: list[tuple[float, dict[str, torch.Tensor]]] = []
+    texts: list[str] = []
+    for way in ("eager", "compiled"):
+        model, tokens = make(dropout=0.25)
+        if checkpointed:
+            model.wrap = lambda layer, *args: checkpoint(layer, *args, use_reentrant=False)
+        torch.manual_seed(5)
+        with capture() as captured:
+            call = compiled(model) if way == "compiled" else model
+            outcomes.append(step(call, model, tokens))
+            second = step(call, model, tokens)
+        texts = [str(program) for program in captured.programs]
+        assert second[0] != outcomes[-1][0], "dropout drew the same twice"
+    (loss, grads), (mine, my_grads) = outcomes
+    assert abs(loss - mine) < 1e-5
+    assert close(grads, my_grads) < 1e-5
+    forward, backward = texts
+    assert "rng=True" in forward
+    if checkpointed:
+        assert "set_rng_state" in backward, "backward does not draw the forward's numbers again"
+        assert backward.count("aten.silu.default") == 1, "the block is not recomputed"
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+def test_dropout(pool: Pool, checkpointed: bool) -> None:
+    pool(2).run(dropout_against_eager, checkpointed, time_out_s=120)
+
+
+# -- blocks, meshes, processes --------------------------------------------------------------------
+
+
+def per_block() -> int:
+    """Each layer compiled on its own: one graph serves them all."""
+    eager, tokens = make(layers=3)
+    want = step(eager, eager, tokens)
+    model, _ = make(layers=3)
+    with capture() as captured:
+        for layer in model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+        got = [step(model, model, tokens) for _ in range(2)]
+    for loss, grads in got:
+        assert abs(loss - want[0]) < 1e-5
+        assert close(grads, want[1]) < 1e-5
+    return len(captured.programs)
+
+
+def test_per_block_compile_shares_graphs(pool: Pool) -> None:
+    # two graphs: the first layer's input comes from a collective, and may not be there yet
+    assert pool(2).run(per_block) == [4, 4]
+
+
+def two_axes() -> list[str]:
+    """Data parallel 2 x tensor parallel 2; gradients are reduced over dp in the graph."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    torch.compiler.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    tensors = [torch.randn(8, 6), torch.randn(8, 6), torch.randn(6, 8)]
+    places = [[Shard(0), Shard(0)], [Replicate(), Shard(0)], [Replicate(), Shard(1)]]
+
+    def loss(x: Any, w: Any, v: Any) -> Any:
+        y = x.redistribute(placements=[Shard(0), Replicate()])
+        y = torch.relu(torch.nn.functional.linear(y, w))
+        y = torch.nn.functional.linear(y, v).redistribute(placements=[Shard(0), Shard(0)])
+        return (y.to_local() ** 2).sum()
+
+    def run(fn: Any) -> list[torch.Tensor]:
+        args: list[Any] = [
+            distribute_tensor(t.clone(), mesh, p).requires_grad_()
+            for t, p in zip(tensors, places, strict=True)
+        ]
+        fn(*args).backward()
+        # DTensor leaves the sum over dp pending where the weight is replicated
+        grads = [arg.grad.redistribute(placements=p) for arg, p in zip(args, places, strict=True)]
+        assert all(isinstance(grad, DTensor) for grad in grads)
+        return [local(grad) for grad in grads]
+
+    with capture() as captured:
+        mine = run(torch.compile(loss, backend=backend, fullgraph=True))
+    for ours, theirs in zip(mine, run(loss), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    return [str([(t.name, t.size, t.groups) for t in p.teams]) for p in captured.programs]
+
+
+def test_two_axes(pool: Pool) -> None:
+    for teams in pool(4).run(two_axes):
+        assert len(teams) == 2
+        assert "('tp', 2" in teams[0]
+
+
+def one_process() -> None:
+    """Without a process group, or with one rank, everything runs unchanged."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Model(layers=1)
+    tokens = torch.randint(0, 32, (2, 8))
+    want = step(model, model, tokens)
+    got = step(compiled(model), model, tokens)
+    assert want[0] == got[0]
+    assert close(want[1], got[1]) < 1e-6
+
+
+def test_one_process(pool: Pool) -> None:
+    one_process()
+    pool(1).run(one_process)
+
+
+def reset_frees() -> tuple[int, int]:
+    """What `torch.compiler.reset()` frees, and that compiling goes on afterwards."""
+    model, tokens = make()
+    with capture() as captured:
+        first = step(compiled(model), model, tokens)
+        executors = [bound.executor for bound in captured.bound]
+        held = len(captured.bound)
+        torch.compiler.reset()
+        left = len(captured.bound)
+        for executor in executors:
+            with pytest.raises(interlace.errors.ExecutorError, match="closed"):
+                executor.run([])
+        again = step(compiled(model), model, tokens)
+    assert first[0] == again[0]
+    assert bits(first[1]) == bits(again[1])
+    return held, left
+
+
+def test_reset_frees_executors(pool: Pool) -> None:
+    assert pool(2).run(reset_frees) == [(2, 0), (2, 0)]
+
+
+# -- what cannot be compiled ----------------------------------------------------------------------
+
+
+def test_unknown_option_is_a_typed_error() -> None:
+    torch.compiler.reset()
+    fn = torch.compile(lambda x: x * 2, backend=backend, options={"stratgy": "ring"})
+    with pytest.raises(OptionError, match="stratgy"):
+        fn(torch.ones(2))
+
+
+def test_unsupported_operator_is_a_typed_error_with_its_line() -> None:
+    torch.compiler.reset()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+    with pytest.raises(UnsupportedError, match=r"cond in .*test_backend.py:\d+.*disable"):
+        torch.compile(fn, backend=backend)(torch.ones(2))
