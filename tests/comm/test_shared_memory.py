@@ -15,7 +15,16 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
 
-from interlace.comm import Segment, SlotPool, Wait, fence, stamp, team_of
+from interlace.comm import (
+    Segment,
+    SlotPool,
+    Spec,
+    Wait,
+    bind_collective,
+    fence,
+    stamp,
+    team_of,
+)
 from interlace.comm.board import Board
 from interlace.comm.liveness import Life, identity
 from interlace.comm.shared_memory import default_folder
@@ -205,34 +214,61 @@ def test_a_rank_that_does_not_come_to_share_is_named(pool: Pool) -> None:
     assert text.endswith(" []"), "the segment has no name any more"
 
 
-def take_turns(seed: int, takes: int) -> list[int]:
-    """Ranks take and free one slot at random speed; what each found in its neighbour's copy."""
+def push(seed: int, takes: int) -> list[int]:
+    """Rank 0 writes into rank 1's copies, as fast as it may; what rank 1 found, slowly."""
     group = dist.group.WORLD
     assert group is not None
     team = team_of(group, "tp")
     team.setup(20.0)
-    pool = SlotPool(team.board, f"turns-{seed}", team.ranks, team.me)
+    pool = SlotPool(team.board, f"push-{seed}", team.ranks, team.me)
     slot = pool.ensure("1", {"s": 64}, 20.0)["s"]
     wait = Wait(20.0, lambda: "take")
-    generator, found = random.Random(seed + team.me), []
+    generator, found = random.Random(seed), []
     for number in range(takes):
         use = slot.next_use()
         slot.take(use, wait, team.control.where)
-        mine = slot.copies[team.me][use.copy].view(torch.int64)
-        mine[1:].fill_(number)
-        fence()
-        mine[0] = number + 1
-        theirs = slot.copies[(team.me + 1) % team.size][use.copy].view(torch.int64)
-        wait.until(lambda t=theirs, n=number: int(t[0]) > n)
-        found.append(int(theirs[1:].sum()) - 7 * number)
-        time.sleep(generator.random() * 0.001)
+        there = slot.copies[1][use.copy].view(torch.int64)
+        if team.me == 0:
+            there[1:].fill_(number)
+            fence()
+            there[0] = number + 1
+        elif team.me == 1:
+            wait.until(lambda t=there, n=number: int(t[0]) > n)
+            time.sleep(generator.random() * 0.002)
+            found.append(int(there[1:].sum()) - 7 * number)
         slot.free(use)
     return found
 
 
 def test_a_slot_is_not_taken_before_all_have_freed_it(pool: Pool, seed: int) -> None:
-    for found in pool(3).run(take_turns, seed, 100):
-        assert found == [0] * 100
+    assert pool(3).run(push, seed, 100)[1] == [0] * 100
+
+
+def break_and_mend() -> tuple[str, float]:
+    """A transfer that only one rank starts breaks its connections; a reset makes new ones."""
+    group = dist.group.WORLD
+    assert group is not None
+    team = team_of(group, "tp")
+    team.setup(20.0)
+    spec = Spec("all_reduce", team.size, team.me, (4,), torch.float32, "sum")
+    run = bind_collective(team.backend("gloo", "cpu", 20.0), spec, 0.5)
+    said = ""
+    if team.me == 0:
+        try:
+            run(torch.ones(4), torch.empty(4), Wait(5.0, lambda: "alone"))
+        except RuntimeError as error:
+            said = str(error)
+    team.reset(20.0)
+    mended = bind_collective(team.backend("gloo", "cpu", 20.0), spec, 20.0)
+    out = torch.empty(4)
+    mended(torch.ones(4), out, Wait(20.0, lambda: "together"))
+    return said, out.sum().item()
+
+
+def test_a_reset_renews_broken_connections(pool: Pool) -> None:
+    results = pool(3).run(break_and_mend, replace=True)
+    assert "Timed out" in results[0][0]
+    assert [total for _, total in results] == [12.0] * 3
 
 
 def test_fences_cost_little() -> None:

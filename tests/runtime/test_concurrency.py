@@ -9,11 +9,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import TEXTS, inputs_of, prepared
+from tests.runtime.programs import TEXTS, inputs_of, prepared, program_of, world_group
+from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 
-from interlace.cost import op_kind
-from interlace.ir import Alloc, Call, Collective, Free, Get, Group, Op, Put
+from interlace.ir import Alloc, Call, Collective, Copy, Free, Get, Group, Op, Put, parse, parse_set
+from interlace.options import Options
+from interlace.runtime import Executor
 
 RUNS = 200
 """Runs with seeded delays, over all kinds and worlds."""
@@ -69,26 +71,69 @@ class Log:
         time.sleep(self.delays.get(type(op), 0.0))
 
 
-def run_apart(kind: str) -> tuple[list[tuple[int, float]], list[torch.Tensor], int]:
+LINGER_S = 0.1
+
+
+def run_apart(kind: str) -> tuple[list[tuple[int, float]], list[torch.Tensor], int, int]:
     """Rank 1 lingers before it gives its slot back; what began when, and the results."""
-    log = Log({Free: 0.05} if dist.get_rank() == 1 else {})
+    log = Log({Free: LINGER_S} if dist.get_rank() == 1 else {})
     with prepared(kind, before_op=log) as executor:
         results = [
             executor.run(inputs_of(executor.program, dist.get_rank(), run))[0] for run in range(4)
         ]
-        last = next(i for i, op in enumerate(executor.program.ops) if isinstance(op, Free))
-        return log.begun, results, last
+        ops = executor.program.ops
+        first = next(i for i, op in enumerate(ops) if not isinstance(op, Alloc))
+        last = next(i for i, op in enumerate(ops) if isinstance(op, Free))
+        return log.begun, results, first, last
 
 
 @pytest.mark.parametrize("kind", ["get", "put", "slots"])
 def test_a_rank_may_be_a_run_ahead(pool: Pool, kind: str) -> None:
-    (ahead, mine, _), (behind, _, free) = pool(2).run(run_apart, kind)
-    starts = [at for index, at in ahead if index == 0]
+    (ahead, results, first, _), (behind, _, _, free) = pool(2).run(run_apart, kind)
+    starts = [at for index, at in ahead if index == first]
     frees = [at for index, at in behind if index == free]
     assert len(starts) == len(frees) == 4
-    assert starts[1] < frees[0] + 0.05, "rank 0 began run 2 before rank 1 left run 1"
-    with_barrier = pool(2).run(run_apart, kind)[0][1]
-    assert all(torch.equal(a, b) for a, b in zip(mine, with_barrier, strict=True))
+    for run in range(3):  # rank 0 has taken its slot for the next run while rank 1 holds this one's
+        assert starts[run + 1] < frees[run] + LINGER_S
+    program = program_of(kind, 2)
+    for run, result in enumerate(results):
+        inputs = [inputs_of(program, rank, run) for rank in range(2)]
+        assert torch.equal(result, run_ranks(program, inputs, in_order=True)[0][0])  # pyright: ignore
+
+
+PUSH = """
+def give(tp: Team[[0, 1]], x: f32[64]):
+    ranks(0)
+    slot = alloc(f32[64], symmetric=tp)
+    main: put(x, slot, peer=1)
+    main: notify(sent, to=1)
+    main: free(slot)
+
+
+def take(tp: Team[[0, 1]], x: f32[64]):
+    ranks(1)
+    slot = alloc(f32[64], symmetric=tp)
+    y = empty(f32[64])
+    main: expect(sent, 0)
+    main: copy(slot, y)
+    main: free(slot)
+    return y
+"""
+
+
+def push(runs: int) -> list[float]:
+    program = parse_set(PUSH)[dist.get_rank()]
+    log = Log({Copy: 0.003})
+    options = Options(time_out_s=20.0)
+    groups = {"tp": world_group()}
+    with Executor(program, groups=groups, options=options, before_op=log).prepare() as executor:
+        found = [executor.run([torch.full((64,), float(run))]) for run in range(runs)]
+    return [y.unique().item() for result in found for y in result]
+
+
+def test_a_fast_writer_waits_for_a_slow_reader(pool: Pool) -> None:
+    _, read = pool(2).run(push, 40)
+    assert read == [float(run) for run in range(40)]
 
 
 def timed(kind: str, delay: float, runs: int) -> tuple[float, float]:
@@ -159,17 +204,6 @@ def test_a_trace_times_every_op_of_the_last_run(pool: Pool) -> None:
         assert gets[0] > 0.01
 
 
-def run_cost(kind: str, runs: int) -> tuple[float, int]:
-    """Microseconds of an empty-handed run, per op that is bound."""
-    with prepared(kind, in_order=True) as executor:
-        inputs = inputs_of(executor.program, dist.get_rank(), 0)
-        ops = sum(op_kind(op) == "compute" for op in executor.program.ops)
-        start = time.perf_counter()
-        for _ in range(runs):
-            executor.run(inputs)
-        return (time.perf_counter() - start) / runs * 1e6, ops
-
-
 LOCAL = "def local(x: f32[4, 4]):\n" + "".join(
     f'    main: call("aten.add.Tensor", {"x" if i == 0 else f"t{i - 1}"}, 1.0, '
     f"out=(t{i} := f32[4, 4]))\n"
@@ -178,9 +212,6 @@ LOCAL = "def local(x: f32[4, 4]):\n" + "".join(
 
 
 def local_cost(runs: int) -> tuple[float, float]:
-    from interlace.ir import parse
-    from interlace.runtime import Executor
-
     program = parse(LOCAL + "    return t49\n")
     x = torch.zeros(4, 4)
     with Executor(program).prepare() as executor:
