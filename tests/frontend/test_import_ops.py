@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     ),
 }
 
-RESPELT = ("einsum", "attention_dropout")
+RESPELT = ("einsum", "attention_dropout", "bmm_shared")
 """Cases with a `bmm` that becomes `mm`, whose sums round in another order."""
 
 
