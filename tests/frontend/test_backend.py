@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tests.frontend.models import (
     Model,
     bits,
@@ -16,6 +17,7 @@ from tests.frontend.models import (
 )
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import interlace
@@ -47,7 +49,7 @@ def step(model: Any, of: Model, tokens: torch.Tensor) -> tuple[float, dict[str, 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of the next token."""
     logits = model(tokens)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+    return F.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
 
 
 def close(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -160,10 +162,8 @@ def test_per_block_compile_shares_graphs(pool: Pool) -> None:
     assert pool(2).run(per_block) == [4, 4]
 
 
-def two_axes() -> list[str]:
+def two_axes() -> list[list[tuple[str, int, Any]]]:
     """Data parallel 2 x tensor parallel 2; gradients are reduced over dp in the graph."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
     torch.compiler.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -171,10 +171,10 @@ def two_axes() -> list[str]:
     places = [[Shard(0), Shard(0)], [Replicate(), Shard(0)], [Replicate(), Shard(1)]]
 
     def loss(x: Any, w: Any, v: Any) -> Any:
-        y = x.redistribute(placements=[Shard(0), Replicate()])
-        y = torch.relu(torch.nn.functional.linear(y, w))
-        y = torch.nn.functional.linear(y, v).redistribute(placements=[Shard(0), Shard(0)])
-        return (y.to_local() ** 2).sum()
+        w, v = (t.redistribute(placements=p) for t, p in zip((w, v), places[1:], strict=True))
+        y: Any = x.redistribute(placements=[Shard(0), Replicate()])
+        y = F.linear(torch.relu(F.linear(y, w)), v)
+        return (y.redistribute(placements=[Shard(0), Shard(0)]).to_local() ** 2).sum()
 
     def run(fn: Any) -> list[torch.Tensor]:
         args: list[Any] = [
@@ -182,22 +182,21 @@ def two_axes() -> list[str]:
             for t, p in zip(tensors, places, strict=True)
         ]
         fn(*args).backward()
-        # DTensor leaves the sum over dp pending where the weight is replicated
-        grads = [arg.grad.redistribute(placements=p) for arg, p in zip(args, places, strict=True)]
-        assert all(isinstance(grad, DTensor) for grad in grads)
-        return [local(grad) for grad in grads]
+        assert [list(arg.grad.placements) for arg in args] == places
+        return [local(arg.grad) for arg in args]
 
     with capture() as captured:
         mine = run(torch.compile(loss, backend=backend, fullgraph=True))
     for ours, theirs in zip(mine, run(loss), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    return [str([(t.name, t.size, t.groups) for t in p.teams]) for p in captured.programs]
+    return [[(t.name, t.size, t.groups) for t in p.teams] for p in captured.programs]
 
 
 def test_two_axes(pool: Pool) -> None:
-    for teams in pool(4).run(two_axes):
-        assert len(teams) == 2
-        assert "('tp', 2" in teams[0]
+    for forward, backward in pool(4).run(two_axes):
+        # each tensor parallel group runs the forward for itself; in backward dp joins them all
+        assert [(name, size) for name, size, _ in forward] == [("tp", 2)]
+        assert backward == [("dp", 2, None), ("tp", 2, None)]
 
 
 def one_process() -> None:
