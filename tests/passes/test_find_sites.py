@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import time
 
 import pytest
+from tests.passes.random_sites import random_sites
 from tests.passes.samples import STRATEGIES
 from tests.passes.spellings import REFUSED, as_sample, sample, spellings
 from tests.passes.test_decompose import assert_overlaps
 
-from interlace.ir import Collective, Loc, Program, parse
+from interlace.ir import Call, Collective, Loc, Program, parse
 from interlace.passes import run_pipeline
 
 
@@ -104,3 +107,29 @@ def test_sites_can_be_decomposed_one_after_another(seed: int) -> None:
     made = run_pipeline(program, f"find_sites,{both},find_sites")
     assert [site.strategy for site in made.sites] == ["peer", "ring", "serial"]
     assert_overlaps(made, as_sample(program, seed), seed)
+
+
+def test_a_matmul_that_waits_for_another_takes_the_gathered_tensor_whole(seed: int) -> None:
+    text = """def f(tp: Team[2], x: f32[3, 8], w: f32[8, 8]):
+    full = empty(f32[6, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(y := f32[6, 8]))
+    main: call("aten.mm.default", y.permute(1, 0), y, out=(u := f32[8, 8]))
+    main: call("aten.mm.default", full, u, out=(z := f32[6, 8]))
+    return z
+"""
+    found = run_pipeline(parse(text), "find_sites")
+    assert [site.kind for site in found.sites] == ["all_gather_matmul"]
+    assert [op.fn for op in found.ops if isinstance(op, Call) and op.site] == ["aten.mm.default"]
+    made = run_pipeline(found, "decompose{strategy=peer}")
+    assert_overlaps(made, as_sample(found, seed), seed)
+
+
+def test_a_thousand_ops_are_looked_through_in_seconds() -> None:
+    program = random_sites(random.Random(5), 4, 40)
+    start = time.process_time()
+    found = run_pipeline(program, "find_sites,decompose{strategy=peer}")
+    spent = time.process_time() - start
+    assert len(program.ops) > 700
+    assert len(found.sites) > 80
+    assert spent < 10, f"{spent:.2f} s"

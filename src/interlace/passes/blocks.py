@@ -15,6 +15,46 @@ from collections.abc import Iterable, Mapping, Sequence
 Edges = Sequence[Iterable[int]]
 
 
+class Blocks:
+    """Blocks that can all run without a break, grown one by one.
+
+    blocks = Blocks(dependencies(program))
+    if blocks.accepts({0, 3}):
+        blocks.add({0, 3})
+    """
+
+    def __init__(self, before: Edges) -> None:
+        self.members: list[frozenset[int]] = [frozenset((i,)) for i in range(len(before))]
+        self.after: list[set[int]] = [set() for _ in before]
+        for i, earlier in enumerate(before):
+            for j in earlier:
+                self.after[j].add(i)
+
+    def accepts(self, block: Iterable[int], unneeded: Iterable[int] = ()) -> bool:
+        """Whether no path leaves the block and comes back; `unneeded` ops do not lead into it."""
+        mine, ignored = frozenset(block), frozenset(unneeded)
+        seen: set[int] = set()
+        stack = [i for j in mine for i in self.after[j] if i not in mine]
+        while stack:
+            op = stack.pop()
+            if op in seen:
+                continue
+            seen |= self.members[op]
+            for i in self.members[op]:
+                if not mine.isdisjoint(self.after[i]) and i not in ignored:
+                    return False
+                stack += [k for k in self.after[i] if k not in seen and k not in mine]
+        return True
+
+    def add(self, block: Iterable[int], unneeded: Iterable[int] = ()) -> None:
+        """Takes these ops as one from now on."""
+        mine = frozenset(block)
+        for i in mine:
+            self.members[i] = mine
+        for i in unneeded:
+            self.after[i] -= mine
+
+
 def order(
     before: Edges, blocks: Sequence[Iterable[int]], anchors: Mapping[int, int] | None = None
 ) -> list[tuple[int, ...]] | None:

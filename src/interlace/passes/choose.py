@@ -27,9 +27,9 @@ from interlace.ir import (
     map_views,
 )
 from interlace.ir.types import TableEntry
-from interlace.passes.analysis import GatherSite, ScatterSite
 from interlace.passes.emitter import Names
 from interlace.passes.insert_sync import InsertSync
+from interlace.passes.recognise import GatherSite, ScatterSite
 from interlace.passes.schedule import Schedule
 from interlace.passes.strategies import STRATEGIES, Strategy
 from interlace.passes.values import Values

@@ -21,13 +21,14 @@ from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Collective, Op, Program, Remark, Site
 from interlace.options import STRATEGIES as NAMES
-from interlace.passes.analysis import Found, GatherSite, ScatterSite, analyse, without_moves
+from interlace.passes.analysis import Found, analyse, without_moves
 from interlace.passes.base import add_remarks
 from interlace.passes.blocks import order
 from interlace.passes.choose import Choice, Chooser
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.emitter import Names
 from interlace.passes.overlaps import representatives
+from interlace.passes.recognise import GatherSite, ScatterSite
 from interlace.passes.strategies import strategy
 from interlace.passes.values import Values
 from interlace.passes.write import refusal, write

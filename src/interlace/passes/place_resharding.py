@@ -31,13 +31,13 @@ from interlace.ir import (
     View,
     map_views,
 )
-from interlace.passes.analysis import uses_of
 from interlace.passes.aten import CASTS, POINTWISE, ROW_REDUCTIONS
 from interlace.passes.base import add_remarks
 from interlace.passes.cone import operands, result_of
 from interlace.passes.emitter import Names
 from interlace.passes.find_sites import FindSites
 from interlace.passes.overlaps import representatives
+from interlace.passes.recognise import uses_of
 from interlace.passes.rows import Refused
 from interlace.passes.values import Values
 

@@ -6,11 +6,11 @@ ops = write(values, names, site, STRATEGIES["ring", None], chunks=0, number=1)
 from __future__ import annotations
 
 from interlace.ir import Buffer, Call, Collective, Index, Op, View
-from interlace.passes.analysis import GatherSite, ScatterSite
 from interlace.passes.chunks import Compute, Pick, Place, in_shard, matrix, zero_padding
 from interlace.passes.cone import result_of
 from interlace.passes.emitter import Emitter, Names
 from interlace.passes.gathers import Gather
+from interlace.passes.recognise import GatherSite, ScatterSite
 from interlace.passes.scatters import Scatter
 from interlace.passes.slices import Slices
 from interlace.passes.strategies import Strategy

@@ -1,0 +1,242 @@
+"""One collective at a time: the rows it brings to matmuls, or the matmuls whose rows it sums.
+
+By meaning, not by spelling: `Values` follows the rows through views and data movement, and
+`layout.py` says how they are dealt to the ranks. What is no site is refused with a reason.
+
+    >>> recognise(values, 2, program.ops[2], taken=set())
+    GatherSite(collective=2, layout=Layout(batch=1, rows=(3, 3), pitch=(3, 3)), width=8, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from interlace.ir import Call, Collective, Op, View
+from interlace.passes.aten import MATMULS
+from interlace.passes.cone import Cone, cone_of, lhs_of, result_of
+from interlace.passes.layout import Layout, balanced_sizes, gather_layout, scatter_layout
+from interlace.passes.rows import Refused, Run
+from interlace.passes.values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSite:
+    """An all-gather and the matmuls that take its rows."""
+
+    collective: int
+    layout: Layout
+    width: int
+    matmuls: tuple[int, ...]
+    moves: tuple[int, ...]
+    """Ops that only put the gathered rows in order, for these matmuls alone."""
+    kept: tuple[int, ...]
+    """Ops that do so for others as well: the site no longer needs them."""
+    whole: bool
+    """Whether other ops use the gathered tensor too."""
+    declared: tuple[int, ...]
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """All its ops."""
+        found = (self.collective, *self.matmuls, *self.moves, *self.declared)
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSite:
+    """Matmuls, row by row what follows them, and the reduction of the result."""
+
+    collective: int
+    layout: Layout
+    cone: Cone
+    moves: tuple[int, ...]
+    """Ops that only put the rows in order for the collective."""
+    kept: tuple[int, ...]
+    """Ops that do so for others as well: the site no longer needs them."""
+    declared: tuple[int, ...]
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """All its ops."""
+        return tuple(sorted((self.collective, *self.cone.ops, *self.moves, *self.declared)))
+
+
+SITE_KINDS = {
+    "all_gather": "all_gather_matmul",
+    "reduce_scatter": "matmul_reduce_scatter",
+    "all_reduce": "matmul_all_reduce",
+}
+
+
+def recognise(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
+    """The site of collective `i`, or Refused; the ops `taken` belong to others."""
+    if op.kind == "barrier":
+        raise Refused("it moves nothing")
+    if op.kind not in SITE_KINDS:
+        raise Refused(f"{op.kind} is not overlapped chunk by chunk")
+    if op.src is None or op.dst is None or not op.dst.covers_buffer:
+        raise Refused("it does not fill a buffer of its own")
+    if values.maker(op.dst.buffer) is None:
+        raise Refused(f"{op.dst.buffer} is written by others too")
+    if op.kind == "all_gather":
+        return _gather(values, i, op, taken)
+    return _scatter(values, i, op, taken)
+
+
+# gathers
+
+
+def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite:
+    assert op.dst is not None
+    name = op.dst.buffer
+    shards = parts_of(values, op, op.dst)
+    starts = [sum(shards[:rank]) for rank in range(len(shards))]
+    origin = tuple(Run(starts[r], size, r, 0) for r, size in enumerate(shards) if size)
+    accepted: list[int] = []
+    shape: tuple[Layout, int] | None = None
+    reasons: list[str] = []
+    moved: dict[str, int] = {}
+    uses, related = uses_of(values, name)
+    for j in uses:
+        call = values.program.ops[j]
+        try:
+            layout, width = _rows_of(values, call, name, related, origin, shards)
+            if j in taken:
+                raise Refused("its matmul is overlapped with another communication")
+            if shape is not None and shape != (layout, width):
+                raise Refused("its matmuls take the rows in different orders")
+        except Refused as refusal:
+            reasons.append(str(refusal))
+            continue
+        shape = layout, width
+        accepted.append(j)
+        moved |= values.between(_lhs(call).buffer, name)
+    if shape is None:
+        raise Refused(reasons[0] if reasons else _unused(values, name))
+    moves = _dead(values, moved, set(accepted))
+    others = set(values.users.get(name, ())) - set(accepted) - set(moves)
+    whole = bool(others) or name in values.returned or values.buffers[name].kind == "output"
+    layout, width = shape
+    outs = [result_of(values.program.ops[j]) for j in accepted]
+    names = [name, *(out.buffer for out in outs if out is not None)]
+    declared = tuple(values.allocs[n] for n in names if n in values.allocs)
+    kept = tuple(sorted(set(moved.values()) - set(moves)))
+    return GatherSite(i, layout, width, tuple(accepted), moves, kept, whole, declared)
+
+
+def parts_of(values: Values, op: Collective, whole: View) -> list[int]:
+    """Bytes of each rank's part of the whole tensor of a gather or scatter."""
+    team, box = values.program.team(op.team), values.box(whole)
+    if op.splits is None:
+        return [box.nbytes // team.size] * team.size
+    table = next(t for t in values.program.tables if t.name == op.splits)
+    row = box.nbytes // max(sum(table.values), 1)
+    return [rows * row for rows in table.values]
+
+
+def uses_of(values: Values, name: str) -> tuple[list[int], set[str]]:
+    """Ops that use a buffer, directly or moved; and the buffers that hold it moved."""
+    found: set[int] = set()
+    related: set[str] = set()
+    stack = [name]
+    while stack:
+        current = stack.pop()
+        if current in related:
+            continue
+        related.add(current)
+        for j in values.users.get(current, ()):
+            outs = [access.view.buffer for access in values.program.ops[j].writes()]
+            if len(outs) == 1 and values.moved(outs[0]):
+                stack.append(outs[0])
+            else:
+                found.add(j)
+    return sorted(found), related
+
+
+def _lhs(op: Op) -> View:
+    assert isinstance(op, Call)
+    return lhs_of(op)
+
+
+def _rows_of(
+    values: Values,
+    call: Op,
+    name: str,
+    related: set[str],
+    origin: tuple[Run, ...],
+    shards: Sequence[int],
+) -> tuple[Layout, int]:
+    matmul = MATMULS.get(call.fn) if isinstance(call, Call) else None
+    if not isinstance(call, Call) or matmul is None:
+        what = call.fn if isinstance(call, Call) else type(call).__name__.lower()
+        raise Refused(f"{what}, not a matmul, takes the gathered tensor")
+    lhs = call.args[matmul.lhs]
+    rest = [view for view in call.views() if view != lhs and view.buffer in related]
+    if not isinstance(lhs, View) or lhs.buffer not in related:
+        raise Refused(f"{call.fn} takes the gathered tensor as its right-hand side or its bias")
+    if rest or call.views().count(lhs) > 1:
+        raise Refused(f"{call.fn} takes the gathered tensor twice")
+    if result_of(call) is None or values.root(lhs.buffer) != name:
+        raise Refused(f"{call.fn} takes more than the gathered tensor as its rows")
+    box = values.box(lhs)
+    if len(box.sizes) != 2 or box.sizes[1] == 0:
+        raise Refused(f"{call.fn} contracts over nothing")
+    width = box.sizes[1]
+    contents = values.contents(lhs, name, origin)
+    return gather_layout(contents, width * box.dtype.itemsize, shards), width
+
+
+def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, ...]:
+    """The moves of which all users are these ops or other such moves."""
+    dead: set[int] = set()
+    changed = True
+    while changed:
+        changed = False
+        for name, i in moved.items():
+            held = name in values.returned or values.buffers[name].kind == "output"
+            if i not in dead and not held and set(values.users.get(name, ())) <= users | dead:
+                dead.add(i)
+                changed = True
+    return tuple(sorted(dead))
+
+
+def _unused(values: Values, name: str) -> str:
+    held = uses_of(values, name)[1]
+    leaves = any(n in values.returned or values.buffers[n].kind == "output" for n in held)
+    return "its result leaves the program" if leaves else "nothing takes the gathered tensor"
+
+
+# scatters
+
+
+def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> ScatterSite:
+    assert op.src is not None and op.dst is not None  # noqa: PT018
+    root = values.root(op.src.buffer)
+    moved = values.between(op.src.buffer, root)
+    moves = _dead(values, moved, {i})
+    kept = tuple(sorted(set(moved.values()) - set(moves)))
+    cone = cone_of(values, root, taken, {i, *moves})
+    if cone.transposed and not values.users.get(op.dst.buffer):
+        raise Refused(
+            "it reduces the gradient of a weight, for which nothing here waits: "
+            "it runs under the computation that follows"
+        )
+    box = values.box(op.src)
+    if box.dtype != values.buffers[root].dtype or not values.whole(View(root)):
+        raise Refused("it reduces other bytes than the matmul's rows")
+    row = cone.width * box.dtype.itemsize
+    total = cone.rows
+    contents = values.contents(op.src, root, (Run(0, total * row, 0, 0),) if total * row else ())
+    team = values.program.team(op.team)
+    if op.kind == "all_reduce":
+        if contents not in ((Run(0, total * row, 0, 0),), ()) or box.nbytes != total * row:
+            raise Refused("it reduces the matmul's rows in another order, or not all of them")
+        rows = balanced_sizes(total, team.size)
+        layout = Layout(1, rows, rows)
+    else:
+        layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)
+    outs = (result_of(values.program.ops[j]) for j in cone.ops)
+    names = [op.dst.buffer, *(out.buffer for out in outs if out is not None)]
+    declared = tuple(values.allocs[n] for n in names if n in values.allocs)
+    return ScatterSite(i, layout, cone, moves, kept, declared)
