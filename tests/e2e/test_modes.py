@@ -1,0 +1,443 @@
+"""Ways of using the compiler beside training: generation, `interlace.compile`, options, bounds.
+
+Everything runs on real processes and is compared with the same function run eagerly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.support.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import interlace
+from interlace.demo.model import Config, Transformer, parallelize
+from interlace.errors import BackendError, InterlaceError, UnsupportedError
+from interlace.frontend import capture
+from interlace.frontend.explain import explain
+from interlace.ir import Collective, Program
+
+
+def mesh_of() -> DeviceMesh:
+    """All ranks of the pool as one axis; what was compiled before is forgotten."""
+    torch.compiler.reset()
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def compiled(fn: Any, **options: Any) -> Any:
+    """The function behind our backend, by its registered name.
+
+    DTensor's rules are cached by sizes, and torch's symbolic ones have no hash: not `dynamic`.
+    """
+    given = {"time_out_s": 20.0, **options}
+    return torch.compile(fn, backend="interlace", options=given, fullgraph=True, dynamic=False)
+
+
+def whole(value: Any) -> Tensor:
+    """A DTensor's shard, or the tensor itself; detached."""
+    return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+
+
+# -- generation ----------------------------------------------------------------------------------
+
+DIM, HEAD, LENGTH = 16, 4, 8
+
+
+class Attention(nn.Module):
+    """Causal attention that keeps keys and values in place; each rank has some heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
+        """What the tokens at positions `at` see of themselves and all before."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            w(x).view(batch, length, -1, HEAD).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        keys.index_copy_(2, at, k)
+        values.index_copy_(2, at, v)
+        seen = torch.arange(keys.shape[2])[None, :] <= at[:, None]
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
+        return x + self.wo(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+def generate(model: Any, heads: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """A prefill of 5 tokens, then three decode steps: outputs, the cache, its addresses."""
+    cache = [torch.zeros(2, heads, LENGTH, HEAD) for _ in range(2)]
+    addresses = [part.data_ptr() for part in cache]
+    outputs: list[Tensor] = []
+    with torch.no_grad():
+        x = torch.linspace(-1, 1, 2 * 5 * DIM).view(2, 5, DIM)
+        outputs.append(model(x, *cache, torch.arange(5)))
+        for position in range(5, LENGTH):
+            outputs.append(model(outputs[-1][:, -1:], *cache, torch.tensor([position])))
+    assert [part.data_ptr() for part in cache] == addresses
+    return [whole(y) for y in outputs], cache, [int((part != 0).sum()) for part in cache]
+
+
+def prefill_and_decode() -> dict[str, Any]:
+    """Eager against compiled; what was compiled."""
+    mesh = mesh_of()
+    torch.manual_seed(3)
+    model = Attention()
+    column = {name: ColwiseParallel() for name in ("wq", "wk", "wv")}
+    parallelize_module(model, mesh, {**column, "wo": RowwiseParallel()})
+    heads = DIM // HEAD // dist.get_world_size()
+    with capture() as captured:
+        mine, my_cache, filled = generate(compiled(model, strategy="pipeline"), heads)
+        programs = captured.programs
+        kinds = [bound.kind for bound in captured.bound]
+    theirs, their_cache, their_filled = generate(model, heads)
+    far = max(
+        float((a - b).abs().max())
+        for a, b in zip([*mine, *my_cache], [*theirs, *their_cache], strict=True)
+    )
+    return {
+        "far": far,
+        "filled": filled == their_filled and min(filled) > 0,
+        "kinds": kinds,
+        "sites": [[site.kind for site in program.sites] for program in programs],
+        "written": [written_inputs(program) for program in programs],
+    }
+
+
+def written_inputs(program: Program) -> int:
+    """How many inputs a Program writes in place."""
+    inputs = {buffer.name for buffer in program.params if buffer.kind == "input"}
+    return len({access.view.buffer for op in program.ops for access in op.writes()} & inputs)
+
+
+def test_prefill_and_decode_write_the_cache_in_place(pool: Pool) -> None:
+    for found in pool(2).run(prefill_and_decode, time_out_s=100):
+        assert found["far"] < 1e-5
+        assert found["filled"]
+        assert set(found["kinds"]) == {"inference"}
+        assert all("matmul_all_reduce" in kinds for kinds in found["sites"]), found["sites"]
+        assert found["written"] == [2] * len(found["kinds"])
+        assert len(found["kinds"]) <= 3, "the decode steps do not share a Program"
+
+
+# -- interlace.compile ---------------------------------------------------------------------------
+
+
+def feed_forward(x: Any, up: Any, down: Any) -> Any:
+    """Gather, two matmuls, scatter."""
+    y = F.relu(F.linear(x.redistribute(placements=[Replicate()]), up))
+    return F.linear(y, down).redistribute(placements=[Shard(0)])
+
+
+def arguments(mesh: DeviceMesh, rows: int = 8, grad: bool = True) -> list[Any]:
+    """Small integers: rows sharded, the weights by columns and rows."""
+    generator = torch.Generator().manual_seed(rows)
+    sizes = {(rows, 8): Shard(0), (6, 8): Shard(0), (8, 6): Shard(1)}
+    return [
+        distribute_tensor(torch.randint(-2, 3, size, generator=generator).float(), mesh, [place])
+        .requires_grad_(grad)
+        for size, place in sizes.items()
+    ]  # fmt: skip
+
+
+def use_compiled() -> dict[str, Any]:
+    """Everything that the object offers."""
+    mesh = mesh_of()
+    args = arguments(mesh)
+    options = {"strategy": "peer", "time_out_s": 20.0}
+    call = interlace.compile(feed_forward, *args, mesh=mesh, options=options)
+    plain = interlace.compile(feed_forward, *args, mesh=mesh, overlap=False)
+    outcomes: list[list[Tensor]] = []
+    for fn in (feed_forward, call, plain):
+        y = fn(*args)
+        (y.to_local() ** 2).sum().backward()
+        outcomes.append([whole(y), *(whole(arg.grad) for arg in args)])
+        for arg in args:
+            arg.grad = None
+    predicted, measured = call.simulate(), call.profile(*args)
+    backward = call.profile(*args, kind="backward")
+    ops = call.program.ops
+    found = {
+        "equal": [all(map(torch.equal, outcomes[0], other)) for other in outcomes[1:]],
+        "streams": len(call.program.streams()),
+        "serial streams": len(plain.program.streams()),
+        "names": [program.name for program in call.programs],
+        "explained": call.explain(),
+        "sites": [site.strategy for site in call.program.sites],
+        "predicted": (predicted.makespan_s, sorted({span.rank for span in predicted.spans})),
+        "measured": (measured.makespan_s, sorted({span.rank for span in measured.spans})),
+        "matmuls": [
+            sum("aten.mm" in span.name for span in timeline.spans)
+            for timeline in (measured, backward)
+        ],
+        "ops": sum("aten.mm" in str(getattr(op, "fn", "")) for op in ops),
+    }
+    call.close()
+    plain.close()
+    return found
+
+
+def test_a_compiled_function_tells_what_it_does(pool: Pool) -> None:
+    for rank, found in enumerate(pool(2).run(use_compiled, time_out_s=90)):
+        assert found["equal"] == [True, True]
+        assert found["streams"] > 1
+        assert found["serial streams"] == 1
+        assert found["names"] == ["forward", "backward"]
+        assert found["sites"] == ["peer", "peer"]
+        assert "all_gather_matmul" in found["explained"]
+        assert "matmul_reduce_scatter" in found["explained"]
+        assert "forward: 2 communications, sound" in found["explained"]
+        assert found["predicted"][0] > 0
+        assert found["predicted"][1] == [0, 1]
+        assert found["measured"][0] > 0
+        assert found["measured"][1] == [rank]
+        assert found["matmuls"][0] == found["ops"] >= 4
+        assert found["matmuls"][1] >= 4
+
+
+# -- bounds --------------------------------------------------------------------------------------
+
+
+def many_sizes(how: str, cache_size: int, sizes: int) -> tuple[int, int, bool]:
+    """Calls of many sizes: the most Executors held at once, those at the end, and equality."""
+    mesh = mesh_of()
+    options = {"cache_size": cache_size, "time_out_s": 20.0}
+    up, down = (whole(arg) for arg in arguments(mesh, grad=False)[1:])
+
+    def fn(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        y = F.linear(F.relu(F.linear(x, up)), down)
+        return dist._functional_collectives.all_reduce(y, "sum", mesh.get_group("tp"))
+
+    held, equal = [0], True
+    with capture() as captured:
+        if how == "interlace.compile":
+            call: Any = interlace.compile(fn, mesh=mesh, options=options)
+        else:
+            call = torch.compile(fn, backend="interlace", options=options, dynamic=True)
+        for rows in [*range(2, 2 + sizes), 2, 2 + sizes - 1]:
+            x = torch.arange(float(rows * 8)).view(rows, 8) % 5
+            equal &= torch.equal(call(x, up, down), fn(x, up, down) + 0)
+            held.append(len(captured.bound))
+    return max(held), held[-1], equal
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "interlace.compile"])
+def test_executors_of_many_sizes_are_bounded(pool: Pool, how: str) -> None:
+    for most, last, equal in pool(2).run(many_sizes, how, 2, 5, time_out_s=90):
+        assert equal
+        assert most <= 3, "more than the two that the option allows (and one not yet dropped)"
+        assert last == 2
+
+
+def recompile_alone() -> tuple[str, str]:
+    """Rank 0 comes with another size; rank 1 goes on with the one that both compiled."""
+    mesh = mesh_of()
+    args = {rows: arguments(mesh, rows, grad=False) for rows in (8, 12)}
+    call = interlace.compile(feed_forward, *args[8], options={"time_out_s": 2.0})
+    call(*args[8])
+    try:
+        call(*args[12 if dist.get_rank() == 0 else 8])
+    except InterlaceError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_that_recompiles_alone_is_a_typed_error_on_both(pool: Pool) -> None:
+    (mine, text), (theirs, other) = pool(2).run(recompile_alone, time_out_s=60, replace=True)
+    assert mine == "AgreementError"
+    assert "rank 1 did not come" in text
+    assert theirs in ("AgreementError", "CommTimeoutError", "PeerError"), other
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+def with_options(**options: Any) -> tuple[bool, str, list[str]]:
+    """The feed-forward with options: equal to eager?, the Program's text, its sites' strategies."""
+    mesh = mesh_of()
+    args = arguments(mesh)
+    call = interlace.compile(feed_forward, *args, options={"time_out_s": 20.0, **options})
+    equal = torch.equal(whole(call(*args)), whole(feed_forward(*args)))
+    text, taken = str(call.program), [site.strategy for site in call.program.sites]
+    call.close()
+    return equal, text, taken
+
+
+def transports(names: tuple[str, ...]) -> dict[str, tuple[bool, str]]:
+    """The same Program on several transports: equal to eager, or the typed error."""
+    found: dict[str, tuple[bool, str]] = {}
+    for name in names:
+        try:
+            found[name] = (with_options(strategy="pipeline", transport=name)[0], "")
+        except BackendError as error:
+            found[name] = (False, str(error))
+    return found
+
+
+def test_the_transport_is_the_one_asked_for(pool: Pool) -> None:
+    for found in pool(2).run(transports, ("auto", "gloo", "peer", "nccl", "ucc"), time_out_s=90):
+        assert all(found[name] == (True, "") for name in ("auto", "gloo", "peer"))
+        for name in ("nccl", "ucc"):
+            equal, why = found[name]
+            assert not equal
+            assert f"'{name}' is not there" in why
+            assert "choose gloo or peer" in why or "run" in why
+
+
+def protocols() -> list[tuple[bool, bool, bool]]:
+    """For get and put: equal to eager, whether the Program gets, whether it puts."""
+    found: list[tuple[bool, bool, bool]] = []
+    for protocol in ("get", "put"):
+        equal, text, _ = with_options(strategy="peer", protocol=protocol)
+        found.append((equal, ": get(" in text, ": put(" in text))
+    return found
+
+
+def test_the_protocol_is_the_one_asked_for(pool: Pool) -> None:
+    assert pool(2).run(protocols) == [[(True, True, False), (True, False, True)]] * 2
+
+
+def resharded() -> dict[str, tuple[bool, list[str]]]:
+    """A gather before a cast to fewer bytes: what is gathered by position, and equality."""
+    mesh = mesh_of()
+    x, w, _ = arguments(mesh, grad=False)
+
+    def fn(x: Any, w: Any) -> Any:
+        return F.linear(x.redistribute(placements=[Replicate()]).to(torch.bfloat16), w)
+
+    found: dict[str, tuple[bool, list[str]]] = {}
+    given = (x, w.to(torch.bfloat16))
+    wanted = whole(fn(*given))
+    for position in ("auto", "before", "after"):
+        call = interlace.compile(
+            fn, *given, options={"resharding": position, "strategy": "serial", "time_out_s": 20.0}
+        )
+        gathers = [op for op in call.program.ops if isinstance(op, Collective)]
+        boxes = call.program.boxes(dist.get_rank())
+        types = [str(boxes(op.src).dtype) for op in gathers if op.src is not None]
+        found[position] = (torch.equal(whole(call(*given)), wanted), types)
+        call.close()
+    return found
+
+
+def test_a_gather_stands_where_the_option_says(pool: Pool) -> None:
+    for found in pool(2).run(resharded):
+        assert all(equal for equal, _ in found.values())
+        types = {position: kinds for position, (_, kinds) in found.items()}
+        assert types == {"auto": ["bf16"], "before": types["before"], "after": types["after"]}
+        assert {*types["before"], *types["after"]} == {"bf16", "f32"}
+
+
+def graph_on_cpu() -> str:
+    """What asking for a CUDA graph on the CPU gives."""
+    mesh = mesh_of()
+    try:
+        interlace.compile(feed_forward, *arguments(mesh), options={"graph": True})
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_graph_on_the_cpu_is_refused(pool: Pool) -> None:
+    for text in pool(2).run(graph_on_cpu):
+        assert "graph=True captures CUDA graphs" in text
+
+
+def test_static_outputs_without_a_graph_are_refused() -> None:
+    with pytest.raises(interlace.errors.OptionError, match="graph=True"):
+        interlace.Options(static_outputs=True)
+
+
+# -- what is saved between forward and backward ---------------------------------------------------
+
+
+def regather(choice: bool | str) -> dict[str, Any]:
+    """Gradients, the sizes that forward leaves for backward, and backward's communications."""
+    mesh = mesh_of()
+    args = arguments(mesh, rows=16)
+    call = interlace.compile(
+        feed_forward, *args, options={"regather": choice, "strategy": "peer", "time_out_s": 20.0}
+    )
+    y = call(*args)
+    (y.to_local() ** 2).sum().backward()
+    grads = [whole(arg.grad) for arg in args]
+    forward, backward = call.bound
+    boxes = forward.serial.boxes(dist.get_rank())
+    left = [tuple(boxes(view).sizes) for view in forward.serial.returned() if view is not None]
+    streams = {
+        op.stream for op in backward.program.ops if "all_gather" in _kind(backward.program, op.site)
+    }
+    found = {
+        "grads": [grad.tolist() for grad in grads],
+        "saved": sorted(left[1:]),
+        "gathers": sum(
+            isinstance(op, Collective) and op.kind == "all_gather" for op in backward.serial.ops
+        ),
+        "streams": len(streams),
+    }
+    call.close()
+    return found
+
+
+def _kind(program: Program, site: int | None) -> str:
+    return "" if site is None else program.site(site).kind
+
+
+def test_backward_gathers_again_instead_of_saving(pool: Pool) -> None:
+    keep, again = pool(2).run(regather, False), pool(2).run(regather, True)
+    for kept, regathered in zip(keep, again, strict=True):
+        assert kept["grads"] == regathered["grads"]
+        assert (16, 8) in kept["saved"]
+        assert (16, 8) not in regathered["saved"], "the gathered activation is saved"
+        assert regathered["gathers"] == kept["gathers"] + 1
+        assert regathered["streams"] > 1, "the gather of backward is not overlapped"
+
+
+# -- every collective ----------------------------------------------------------------------------
+
+
+def collectives_of_the_demo() -> list[tuple[int, int, list[tuple[str, str, str]], str]]:
+    """For each graph: collectives, those without a site, (kind, strategy, reason), explain."""
+    mesh = mesh_of()
+    torch.manual_seed(0)
+    config = Config(layers=2, dim=64, heads=4, hidden=128, sequence=64, batch=2)
+    model = parallelize(Transformer(config), mesh)
+    tokens = torch.randint(config.vocabulary, (config.batch, config.sequence))
+    with capture() as captured:
+        logits = compiled(model, strategy="peer")(tokens)
+        logits.square().mean().backward()
+        found: list[tuple[int, int, list[tuple[str, str, str]], str]] = []
+        for bound in captured.bound:
+            count = sum(isinstance(op, Collective) for op in bound.serial.ops)
+            lost = sum(isinstance(op, Collective) and op.site is None for op in bound.program.ops)
+            sites = [(site.kind, site.strategy, site.reason) for site in bound.program.sites]
+            found.append((count, lost, sites, explain([bound])))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+def test_every_collective_of_the_demo_is_explained(pool: Pool, ranks: int) -> None:
+    for graphs in pool(ranks).run(collectives_of_the_demo, time_out_s=100):
+        assert len(graphs) == 2
+        for count, lost, sites, text in graphs:
+            assert lost == 0
+            assert count == len(sites) >= 10, "a collective of the graph has no site"
+            listed = [line for line in text.splitlines() if line.split()[0].isdigit()]
+            assert len(listed) == count
+            for kind, strategy, reason in sites:
+                assert reason, f"{kind} has no reason"
+                assert strategy == "peer" or kind in ("all_gather", "reduce_scatter", "all_reduce")
+        kinds = [kind for graph in graphs for kind, _, _ in graph[2]]
+        assert kinds.count("all_gather_matmul") >= 2 * 4 + 1
+        assert kinds.count("matmul_reduce_scatter") >= 2 * 4 + 1
