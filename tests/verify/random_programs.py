@@ -34,6 +34,7 @@ from interlace.ir import (
     Team,
     View,
     Wait,
+    Where,
 )
 
 ROWS = 2
@@ -137,13 +138,19 @@ class Draw:
             return view.slice(0, start, start + ROWS)
         return view.chunk(index, self.size)
 
+    def sizes(self, view: View) -> tuple[int, ...]:
+        buffer = next(b for b in self.live if b.name == view.buffer)
+        return view.box(buffer, Where.of(0, tuple(self.teams))).sizes
+
     def some(self, symmetric: bool = True) -> Buffer:
         found = [b for b in self.live if symmetric or b.kind != "symmetric"]
         return self.rng.choice(found)
 
     def compute(self) -> None:
         src, dst = self.rows(self.some()), self.rows(self.some())
-        if self.rng.random() < 0.3:
+        if self.rng.random() < 0.15:
+            src, dst = src.slice(0, 0, 1), dst.slice(0, *self.rng.choice(((0, 1), (1, 2))))
+        if self.rng.random() < 0.4:
             src, dst = src.slice(1, 0, 1), dst.slice(1, *self.rng.choice(((0, 1), (1, 2))))
         kind = self.rng.random()
         stream = self.stream()
@@ -153,7 +160,7 @@ class Draw:
             )
         elif kind < 0.2:
             name = self.name("t")
-            shape = (ROWS, 1) if src.steps and "Slice" in repr(src.steps[-1]) else (ROWS, 2)
+            shape = self.sizes(src)
             fresh = Buffer(name, DType.i16, shape, "fresh")
             self.add(
                 Call(
@@ -347,6 +354,16 @@ def mutilate(program: Program, rng: random.Random) -> Program:
         return program
     i = rng.choice(movable)
     kind = rng.random()
+    frees = [i for i in movable if isinstance(ops[i], Free)]
+    if frees and rng.random() < 0.3:
+        at = rng.choice(frees)
+        first = next(
+            i
+            for i, op in enumerate(ops)
+            if isinstance(op, Alloc) and op.buffer.name == getattr(ops[at], "buffer", "")
+        )
+        ops.insert(rng.randint(first + 1, at), ops.pop(at))
+        return program.replace(ops=tuple(ops))
     if kind < 0.4:
         del ops[i]
     elif kind < 0.75 and i + 1 < len(ops) and not _declares(ops[i + 1]):

@@ -19,6 +19,12 @@ SCHEDULES = (
 
 PEER, RING, PUT, STAGES, MESH, SLOTS = map(text_of, SCHEDULES)
 
+REDUCE = """
+def reduce(tp: Team[3], x: f32[4], y: out[f32[4]]):
+    main: copy(x, y)
+    main: reduce(x, y, reduce="sum", root=0, team=tp)
+"""
+
 SEND = "send(full.chunk(tp.rank, rows), peer=tp.rank + 1)"
 RECV = "recv(full.chunk(tp.rank - 1, rows), peer=tp.rank - 1)"
 
@@ -185,6 +191,16 @@ FAULTS: dict[str, tuple[SET, str, tuple[str, ...]]] = {
         on_ranks(MESH, replaced(MESH, "all_gather(g, full", "all_gather(g[0:2], full[0:4]")),
         "mismatch",
         ("comm: all_gather", "comm: all_gather"),
+    ),
+    "reduction of another shape": (
+        on_ranks(REDUCE, replaced(REDUCE, "reduce(x, ", "reduce(x[0:2], "), (2,)),
+        "mismatch",
+        ("main: reduce(x,", "main: reduce(x[0:2],"),
+    ),
+    "another root on one rank": (
+        on_ranks(REDUCE, replaced(REDUCE, "root=0", "root=1"), (2,)),
+        "mismatch",
+        ("root=0", "root=1"),
     ),
     "another reduction on one rank": (
         on_ranks(MESH, replaced(MESH, '"sum", team=dp', '"max", team=dp')),

@@ -64,6 +64,8 @@ RULES: list[tuple[str, str, set[str]]] = [
      {"race"}),
     ("what follows a group waits for all of it",
      "main: group(send(x, peer=tp.rank + 1), recv(y, peer=tp.rank + 1))\n main: copy(x, y)", set()),
+    ("a group ends with its last member",
+     "main: group(recv(y, peer=tp.rank + 1))\n main: send(x, peer=tp.rank + 1)", {"deadlock"}),
     ("a send to oneself",
      "main: send(x, peer=tp.rank)\n main: recv(y, peer=tp.rank)", {"deadlock"}),
     ("a send to oneself in a group",
@@ -81,6 +83,22 @@ RULES: list[tuple[str, str, set[str]]] = [
      "comm: call(\"aten.bernoulli.out\", x, out=y[2:4], rng=True)", {"race"}),
     ("halves of a buffer", "main: copy(x[0:2], y[0:2])\n comm: copy(x[2:4], y[2:4])", set()),
     ("halves that touch", "main: copy(x[0:2], y[0:2])\n comm: copy(x[1:4], y[1:4])", {"race"}),
+    ("a write over a part of an earlier one hides only that part",
+     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(x[0:2], y[0:2])\n"
+     "side: copy(x[2:4], y[2:4])", {"race"}),
+    ("a write over a part of an earlier read hides only that part",
+     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(y[2:4], x[0:2])\n"
+     "side: copy(y[0:2], x[2:4])", {"race"}),
+    ("a column in between hides no other column",
+     "t = alloc(f32[4, 2])\n main: copy(x, y)\n main: call(\"aten.zeros.out\", (4, 2), out=t)\n"
+     "main: record(e)\n comm: wait(e)\n comm: copy(x, t.select(1, 0))\n"
+     "side: copy(x, t.select(1, 1))", {"race"}),
+    ("columns that interleave",
+     "t = alloc(f32[4, 2])\n main: copy(x, y)\n comm: copy(x, t.select(1, 0))\n"
+     "side: copy(x, t.select(1, 1))", set()),
+    ("an inner part hides neither end",
+     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(x[1:3], y[1:3])\n"
+     "side: copy(x[0:1], y[0:1])\n aux: copy(x[3:4], y[3:4])", {"race"}),
     ("as_strided is the whole buffer",
      "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n main: copy(x[0:1], y[0:1])\n"
      "comm: copy(x[2:3], y.as_strided((1,), (1,), 2))", {"race"}),
@@ -106,6 +124,10 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("the part that was not lost",
      "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[4], storage=\"s\", offset=8)\n"
      "main: copy(x, a)\n main: copy(x, b)\n main: copy(x, y)\n main: copy(a[0:2], y[0:2])", set()),
+    ("a free takes nothing from what holds its bytes by then",
+     "a = alloc(f32[4], storage=\"s\")\n b = alloc(f32[4], storage=\"s\", offset=8)\n"
+     "main: copy(x, a)\n main: copy(a, y)\n main: copy(x, b)\n main: free(a)\n main: copy(b, y)",
+     set()),
     ("a slot is taken three times and freed in time",
      "a = alloc(f32[4], symmetric=tp, storage=\"s\")\n main: free(a)\n"
      "b = alloc(f32[4], symmetric=tp, storage=\"s\")\n main: free(b)\n"

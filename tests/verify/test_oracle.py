@@ -21,7 +21,9 @@ def compare(programs: list[Program], runs: int) -> tuple[Report, Verdict] | None
     report = check(programs, runs=runs)
     kinds = report.kinds()
     shown = f"{runs} runs of\n{print_set(programs)}\n{report}"
-    assert kinds == check(programs, runs=runs, unroll=True).kinds(), shown
+    more = check(programs, runs=runs, unroll=True).kinds() - kinds
+    # After a deadlock, a later run may read what a stuck rank never wrote: a consequence, no cause.
+    assert more <= ({"uninitialized"} if "deadlock" in kinds else set[str]()), shown
     if kinds & {"double-free", "bad-free"} or any(
         finding.kind == "use-before-alloc" and "before it is allocated" in finding.message
         for finding in report.findings

@@ -35,8 +35,8 @@ def check(
 
     An SPMD Program stands for all of its ranks; a sequence is a set that covers disjoint ranks.
     `in_order` checks the twin that runs all ops of a rank on one stream, in list order. `unroll`
-    visits all runs even where the first stands for all of them (build.py says when); the findings
-    do not depend on it.
+    visits all runs even where the first stands for all of them (build.py says when); the verdict
+    does not depend on it.
     """
     began = time.perf_counter()
     together = [programs] if isinstance(programs, Program) else list(programs)
