@@ -3,7 +3,7 @@
     compiled = interlace.compile(block, x, mesh=mesh)
     y = compiled(x)                      # differentiable, like block(x)
     print(compiled.explain())            # every communication, how it is overlapped, and why
-    compiled.simulate().total_s          # the predicted timeline
+    compiled.simulate().makespan_s       # the predicted timeline
     compiled.profile(x)                  # the measured one
 
 Where `torch.compile` reads bytecode and guards it, this runs the function once on fake tensors.
@@ -186,7 +186,7 @@ class Compiled:
         fixed = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         training = isinstance(self.fn, nn.Module) and self.fn.training
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), training)
-        key = (spec, _hashable(fixed), tuple(map(_kind, tensors)), modes)
+        key = (spec, _hashable(fixed), tuple(map(_kind, tensors)), _sharing(tensors), modes)
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._compile(tuple(state), leaves, spec, tensors)
@@ -273,6 +273,18 @@ def _named_modules(module: nn.Module) -> Iterator[None]:
 def _kind(tensor: torch.Tensor) -> Hashable:
     spec = getattr(tensor, "_spec", None)
     return signature([tensor]), tensor.requires_grad, str(tensor.device), type(tensor), spec
+
+
+def _sharing(tensors: Sequence[torch.Tensor]) -> Hashable:
+    """Which arguments share memory, and where in it: a graph that writes one counts on that."""
+    plain = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    storages = [tensor.untyped_storage()._cdata for tensor in plain]
+    if len(set(storages)) == len(storages):
+        return None
+    return tuple(
+        (storages.index(storage), tensor.storage_offset())
+        for storage, tensor in zip(storages, plain, strict=True)
+    )
 
 
 def _hashable(fixed: Sequence[Any]) -> Hashable:

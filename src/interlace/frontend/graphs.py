@@ -44,6 +44,16 @@ def bound(node: fx.Node) -> list[Any]:
     return found
 
 
+def made(node: fx.Node, value: Any) -> Any:
+    """The results that a node really makes: those that its `output_mask` leaves out are None."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "output_mask" not in names or not isinstance(value, list | tuple):
+        return value
+    mask = bound(node)[names.index("output_mask")]
+    return tuple(item if wanted else None for item, wanted in zip(value, mask, strict=True))
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a node reads and advances the random number generator."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

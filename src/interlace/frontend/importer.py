@@ -25,6 +25,7 @@ from interlace.frontend.graphs import (
     is_mutable,
     is_view,
     live_nodes,
+    made,
     output_nodes,
 )
 from interlace.frontend.imported import Fixed, Imported, Opaque
@@ -238,7 +239,7 @@ class Importer(Emitter):
             return self._view(name, bound(node), value)
         if is_mutable(node):
             return self._mutation(node)
-        return self.call_like(node, name, node.args, node.kwargs, value)
+        return self.call_like(node, name, node.args, node.kwargs, made(node, value))
 
     def _view(self, name: str, args: list[Any], value: torch.Tensor) -> View:
         source = self.view(args[0])

@@ -20,13 +20,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def signature(args: Sequence[Any]) -> Hashable:
-    """What a Program depends on in a call's arguments: sizes, strides, element types, numbers."""
+    """What a Program depends on in a call's arguments: sizes, strides, element types, numbers.
+
+    The stride of a dimension of one says nothing, and may differ from call to call and rank to rank.
+    """
     return tuple(
-        (arg.shape, arg.stride(), arg.dtype)
+        (arg.shape, _strides(arg), arg.dtype)
         if isinstance(arg, torch.Tensor)
         else (arg if isinstance(arg, bool | int | float) else None)
         for arg in args
     )
+
+
+def _strides(arg: torch.Tensor) -> tuple[int, ...]:
+    shape, strides = arg.shape, arg.stride()
+    if 1 in shape:
+        return tuple(0 if size == 1 else s for size, s in zip(shape, strides, strict=True))
+    return strides
 
 
 def recorded_signature(gm: fx.GraphModule) -> Hashable | None:

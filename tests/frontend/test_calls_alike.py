@@ -1,0 +1,69 @@
+"""Which calls share a compiled graph: a graph must not serve a call that it was not made for."""
+
+from __future__ import annotations
+
+import gc
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+
+import interlace
+from interlace.comm.teams import _registry
+from interlace.frontend.specialise import signature
+
+
+def write_then_read(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.add_(1)
+    return a * b
+
+
+def arguments(how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = torch.arange(8.0)
+    return {
+        "apart": (whole[:4], torch.arange(4.0)),
+        "the same": (whole[:4],) * 2,
+        "overlapping": (whole[:4], whole[2:6]),
+    }[how]
+
+
+@pytest.mark.parametrize("order", list(permutations(("apart", "the same", "overlapping"))), ids=str)
+def test_arguments_that_share_memory_are_told_apart(order: tuple[str, ...]) -> None:
+    compiled = interlace.compile(write_then_read)
+    for how in order:
+        wanted, given = arguments(how), arguments(how)
+        result = write_then_read(*wanted)
+        assert torch.equal(compiled(*given), result), how
+        assert all(map(torch.equal, given, wanted)), how
+
+
+def test_the_stride_of_a_dimension_of_one_says_nothing() -> None:
+    row, turned = torch.ones(1, 8), torch.ones(8, 1).t()
+    assert row.stride() != turned.stride()
+    assert signature([row]) == signature([turned])
+    assert signature([torch.ones(2, 8)]) != signature([torch.ones(8, 2).t()])
+
+
+def destroyed() -> list[int]:
+    """Teams and bound graphs before and after a group is destroyed."""
+    group: Any = dist.new_group(list(range(dist.get_world_size())))
+    before = len(_registry._teams)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    name = group.group_name
+    compiled = interlace.compile(lambda x: all_reduce(x, "sum", name) * 2)
+    compiled(torch.ones(4))
+    found = [len(_registry._teams) - before, len(compiled.bound)]
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group, mesh
+    gc.collect()
+    return [*found, len(_registry._teams) - before, len(compiled.bound)]
+
+
+def test_destroying_a_group_frees_what_stands_on_it(pool: Pool) -> None:
+    assert pool(2).run(destroyed) == [[1, 1, 0, 0]] * 2

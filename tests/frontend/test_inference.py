@@ -1,0 +1,98 @@
+"""Without gradients: prefill and decode with a KV cache, inference mode, and changing sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.frontend.models import Block, Model, local, parallelise, parallelise_block
+from tests.support.pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
+
+from interlace.frontend import backend, capture
+from interlace.ir import Call, Collective
+
+LENGTH = 12
+
+
+def block_and_cache() -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+    """A parallelised block, and a cache for this rank's heads."""
+    torch.compiler.reset()
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    block = parallelise_block(Block(16, 4, 32), mesh)
+    return block, (torch.zeros(2, 4 // world, LENGTH, 4), torch.zeros(2, 4 // world, LENGTH, 4))
+
+
+def prefill_and_decode(mode: str) -> tuple[int, list[str]]:
+    """A prefill of 6 tokens, then steps of 2; every step equals eager, the cache too."""
+    switch = torch.no_grad if mode == "no_grad" else torch.inference_mode
+    world, rank = dist.get_world_size(), dist.get_rank()
+    outcomes: list[list[torch.Tensor]] = []
+    with capture() as captured, switch():
+        for chosen in (None, backend):
+            block, cache = block_and_cache()
+            call = torch.compile(block, backend=chosen, dynamic=False) if chosen else block
+            torch.manual_seed(1)
+            seen: list[torch.Tensor] = []
+            place = cache[0].data_ptr()
+            for start, stop in ((0, 6), (6, 8), (8, 10), (10, 12)):
+                x = torch.randn(2, stop - start, 16).chunk(world, 1)[rank].contiguous()
+                y = call(x, cache, torch.arange(start, stop))
+                seen += [local(y).clone(), cache[0].clone(), cache[1].clone()]
+            assert cache[0].data_ptr() == place
+            outcomes.append(seen)
+    for eager, mine in zip(*outcomes, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-5)
+    for program in captured.programs:
+        caches = [p.name for p in program.params if p.shape == (2, 4 // world, LENGTH, 4)]
+        assert len(caches) == 2, program
+        copies = [op for op in program.ops if isinstance(op, Call) and op.fn.endswith("index_copy_.default")]
+        assert sorted(op.outs[0].buffer for op in copies) == sorted(caches), program
+        assert all(a.view.buffer in caches for op in copies for a in op.writes()), program
+    return len(captured.programs), [bound.kind for bound in captured.bound]
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_prefill_and_decode(pool: Pool, mode: str) -> None:
+    # one Program for the prefill, one for every decode step
+    assert pool(2).run(prefill_and_decode, mode) == [(2, ["inference", "inference"])] * 2
+
+
+def changing_lengths(cache_size: int) -> tuple[int, int, int, int]:
+    """Sequences of several lengths through one symbolic graph; forward and backward."""
+    torch.compiler.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = parallelise(Model(layers=1), mesh)
+    with capture() as captured:
+        call = torch.compile(
+            model, backend=backend, dynamic=True, options={"cache_size": cache_size}
+        )
+        for length in (4, 8, 6, 8, 4, 10):
+            tokens = torch.randint(0, 32, (2, length))
+            for chosen in (call, model):
+                out = chosen(tokens)
+                (out * out).sum().backward()
+                grads = [local(p.grad).clone() for p in model.parameters()]
+                model.zero_grad()
+                if chosen is call:
+                    mine = [local(out), *grads]
+                else:
+                    for ours, theirs in zip(mine, [local(out), *grads], strict=True):
+                        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    forward, backward = captured.artefacts[:2]
+    sites = sum(isinstance(op, Collective) for op in forward.bound[-1].serial.ops)
+    return len(captured.artefacts), len(forward.bound), len(backward.bound), sites
+
+
+def test_changing_lengths_share_one_graph(pool: Pool) -> None:
+    # four lengths, four Programs each way
+    assert pool(2).run(changing_lengths, 64, time_out_s=110) == [(2, 4, 4, 7)] * 2
+
+
+def test_cache_of_programs_is_bounded(pool: Pool) -> None:
+    assert pool(2).run(changing_lengths, 2, time_out_s=110) == [(2, 2, 2, 7)] * 2
