@@ -15,10 +15,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import TEXTS, Outcome, attempt, inputs_of, prepared
+from tests.runtime.programs import TEXTS, Outcome, attempt, inputs_of, prepared, program_of
 from tests.support.pool import Died, Pool
 
-from interlace.ir import Alloc, Notify, Op, Record, parse
+from interlace.ir import Alloc, Notify, Op, Program, Record, parse
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -56,17 +56,19 @@ def raise_it() -> None:
 ACTIONS = {"dies": die, "stalls": stall, "raises": raise_it}
 
 
-def plant(kind: str, what: str, victim: int, seed: int) -> tuple[Executor, Fault]:
-    """An Executor that has run once, with a fault that will hit `victim` in the next run.
-
-    It hits one of the ops up to the first by which the victim lets anybody else go on.
-    """
-    fault = Fault(victim, 0, ACTIONS[what])
-    executor = prepared(kind, before_op=fault, time_out_s=TIME_OUT_S)
-    ops = executor.program.ops
+def early_op(program: Program, seed: int) -> int:
+    """One of the ops up to the first by which a rank lets anybody else go on."""
+    ops = program.ops
     last = next(i for i, op in enumerate(ops) if isinstance(op, Notify | Record))
     steps = [i for i in range(last + 1) if not isinstance(ops[i], Alloc) or _symmetric(ops[i])]
-    fault.index = random.Random(seed).choice(steps)
+    return random.Random(seed).choice(steps)
+
+
+def plant(kind: str, what: str, victim: int, seed: int) -> tuple[Executor, Fault]:
+    """An Executor that has run once, with a fault that will hit `victim` in the next run."""
+    fault = Fault(victim, 0, ACTIONS[what])
+    executor = prepared(kind, before_op=fault, time_out_s=TIME_OUT_S)
+    fault.index = early_op(executor.program, seed)
     executor.run(inputs_of(executor.program, dist.get_rank(), seed))
     fault.armed = True
     return executor, fault
@@ -133,6 +135,7 @@ def test_a_stalled_rank_is_named_within_the_time_out(pool: Pool, kind: str, seed
     for error, text, seconds in others:
         assert error in ("CommTimeoutError", "PeerError")
         assert f"rank {victim}" in text
+        assert f"(op {early_op(program_of(kind, world), seed)} of" in text, "the op that stalls"
         assert "what the streams of rank" in text
         assert TIME_OUT_S - 0.5 < seconds < TIME_OUT_S + 1.5
     assert results[victim][0][0] == "PeerError"

@@ -5,7 +5,7 @@ Each rank writes its own part and reads the others':
     error      a kind and a message: what made this rank stop; every wait of its peers looks here
     entries    (run, tag and name of the Program) of its last runs: ranks that call Programs in
                different order are told so, by name, before any data moves
-    progress   the op it is at, and since when: who is late, in a time-out's message
+    progress   the op that each stream is at, and since when: who is late, in a time-out's message
     reached    how many collectives of each backend it has got to in this run
 
 `run` counts the Programs that this process ran on the team, whatever Executor ran them, so the same
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from interlace.comm.board import named
 from interlace.comm.liveness import Life
@@ -24,10 +23,13 @@ from interlace.comm.shared_memory import Segment
 from interlace.comm.signals import VALUE_BITS, Wait, fence, stamp
 from interlace.errors import AgreementError, InterlaceError, PeerError
 
-ERROR, ERROR_LENGTH, ENTERED, EXITED, PROGRESS, PROGRESS_NS = range(6)
+ERROR, ERROR_LENGTH, ENTERED, EXITED = range(4)
 REACHED = 8
 MAX_BACKENDS = 8
-RING = 16
+PROGRESS, STREAMS = 16, 8
+"""Two cells for each of the first streams: where it is, and since when."""
+DONE = (1 << VALUE_BITS) - 1
+RING = PROGRESS + 2 * STREAMS
 RING_ENTRIES, RING_CELLS = 64, 20
 RUN, TAG, NAME_LENGTH, NAME = range(4)
 ERROR_TEXT = RING + RING_ENTRIES * RING_CELLS
@@ -36,17 +38,6 @@ NBYTES = ERROR_TEXT * 8 + ERROR_BYTES
 
 FAILED, DISAGREED, PASSED_ON = 1, 2, 3
 """What the error cell holds: an error of this rank, of several, or one heard of another rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Where a peer stands: the runs it entered and left last, its op, and since when."""
-
-    entered: int
-    exited: int
-    run: int
-    op: int
-    since_s: float
 
 
 class Control:
@@ -190,10 +181,11 @@ class Control:
 
     # -- progress --------------------------------------------------------------------------------
 
-    def progress(self, op: int) -> None:
-        """This rank is at the op of that index."""
-        self._mine[PROGRESS] = stamp(self._mine[ENTERED], op)
-        self._mine[PROGRESS_NS] = time.monotonic_ns()
+    def progress(self, stream: int, op: int) -> None:
+        """The stream of this rank is at the op of that index; `DONE` after its last."""
+        if stream < STREAMS:
+            self._mine[PROGRESS + 2 * stream] = stamp(self._mine[ENTERED], op)
+            self._mine[PROGRESS + 2 * stream + 1] = time.monotonic_ns()
 
     def reach(self, backend: int, count: int, wait: Wait) -> None:
         """Returns when every rank got to collective number `count` of this run: a rendezvous."""
@@ -210,34 +202,31 @@ class Control:
 
         wait.until(lambda: all(theirs[at] >= mark for theirs in cells), missing)
 
-    def late(self, member: int) -> Late:
-        """Where a member stands."""
-        cells = self._cells[member]
-        progress = cells[PROGRESS]
-        since = (time.monotonic_ns() - cells[PROGRESS_NS]) / 1e9
-        run, op = progress >> VALUE_BITS, progress & ((1 << VALUE_BITS) - 1)
-        return Late(cells[ENTERED], cells[EXITED], run, op, since)
-
     def where(self, members: Sequence[int]) -> str:
         """Who is missing, and where each of them stands."""
         if not members:
             return ""
         lines = [f"waiting for {named([self.ranks[member] for member in members])}:"]
-        mine = self._mine[ENTERED]
         for member in members:
-            late = self.late(member)
-            if late.entered < mine:
-                state = "is between runs" if late.exited == late.entered else "is still in it"
-                last = f"the last it entered is {late.entered}, and it {state}"
-                text = f"has not entered run {mine}: {last}"
-            elif late.run < late.entered:
-                text = f"entered run {late.entered} and has not begun an op"
-            else:
-                known = self._op_text is not None and late.run == mine
-                op = self._op_text(late.op) if self._op_text and known else f"op {late.op}"
-                text = f"is at {op} of run {late.run}, since {late.since_s:.3g} s"
-            lines.append(f"rank {self.ranks[member]} {text}")
+            lines.append(f"rank {self.ranks[member]} {self._stand(member)}")
         return "\n  ".join(lines)
+
+    def _stand(self, member: int) -> str:
+        cells, mine = self._cells[member], self._mine[ENTERED]
+        entered, now = cells[ENTERED], time.monotonic_ns()
+        if entered < mine:
+            state = "is between runs" if cells[EXITED] == entered else "is still in it"
+            return f"has not entered run {mine}: the last it entered is {entered}, and it {state}"
+        known = self._op_text if entered == mine else None
+        stands: list[str] = []
+        for stream in range(STREAMS):
+            run, op = divmod(cells[PROGRESS + 2 * stream], 1 << VALUE_BITS)
+            if run == entered and op != DONE:
+                since = (now - cells[PROGRESS + 2 * stream + 1]) / 1e9
+                text = known(op) if known else f"op {op}"
+                stands.append(f"at {text} for {since:.3g} s")
+        where = " and ".join(stands) or "between two ops"
+        return f"is in run {entered}, {where}"
 
     # -- reset -----------------------------------------------------------------------------------
 

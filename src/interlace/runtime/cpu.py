@@ -6,8 +6,9 @@ the Program's text.
 
 Note [Threads and arithmetic]
     How MKL and OpenMP split a matrix multiplication depends on the number of threads, which is set
-    per calling thread. A stream's thread takes the caller's number before its first op, so that a
-    Call gives the same bits on whatever stream it runs.
+    per calling thread. A stream's thread takes the caller's number before each run, so that a Call
+    gives the same bits on whatever stream it runs. It takes the caller's inference mode too: what
+    the caller allocates in that mode may not be written out of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from interlace.comm.control import DONE
 from interlace.errors import ExecutorError, InterlaceError, PeerError
 from interlace.ir import Call, Collective, Free, Group, Op, Program, Recv, Send, views_in
 from interlace.runtime.calls import Thunk, bind_call
@@ -36,6 +38,8 @@ class Step:
     index: int
     op: Op
     run: Thunk
+    lane: int = 0
+    """The number of its stream."""
     proper: bool = True
     """False for what only comes along with an op: waiting for the host, dropping a tensor."""
 
@@ -58,7 +62,6 @@ class CpuEngine:
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._workers: dict[str, _Worker] = {}
-        self._num_threads = torch.get_num_threads()
         self._order = StreamOrder(self.flight)
         self._streams = self._bind(context)
 
@@ -69,20 +72,23 @@ class CpuEngine:
         binder = HostBinder(context, self._order, self.check)
         streams: dict[str, list[Step]] = {}
         releases = _releases(plan.program)
+        lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
         for index, op in enumerate(plan.program.ops):
             steps = streams.setdefault("" if context.options.in_order else op.stream, [])
             for point in plan.syncs.get(index, ()):
-                steps.append(Step(index, op, binder.pass_by(point, index), proper=False))
+                steps.append(
+                    Step(index, op, binder.pass_by(point, index), lanes[op.stream], proper=False)
+                )
             if isinstance(op, Call):
                 run = bind_call(op, context.values, regions, context.device, compiled)
             else:
                 run = binder.bind(index, op)
             if run is not None:
-                steps.append(Step(index, op, run))
+                steps.append(Step(index, op, run, lanes[op.stream]))
             for name in releases.get(index, ()):
                 release = binder.free(name)
                 assert release is not None
-                steps.append(Step(index, op, release, proper=False))
+                steps.append(Step(index, op, release, lanes[op.stream], proper=False))
         return streams
 
     def check(self) -> None:
@@ -104,8 +110,9 @@ class CpuEngine:
         self.flight.begin()
         (_, mine), *others = streams.items() if streams else (("", ()),)
         workers = [self._worker(name) for name, _ in others]
+        mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
         for worker, (_, steps) in zip(workers, others, strict=True):
-            worker.start_run(steps)
+            worker.start_run(steps, mode)
         with torch.no_grad():
             self._drive(mine)
         self._join(workers, self._time_out_s)
@@ -114,14 +121,14 @@ class CpuEngine:
 
     def _worker(self, name: str) -> _Worker:
         if name not in self._workers:
-            self._workers[name] = _Worker(name, self._drive, self._num_threads)
+            self._workers[name] = _Worker(name, self._drive)
         return self._workers[name]
 
     def _join(self, workers: Sequence[_Worker], time_out_s: float) -> None:
         """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
         deadline: float | None = None
         for worker in workers:
-            while not worker.finished.acquire(timeout=0.1):
+            while not self._ended(worker):
                 if self._failure is None:
                     continue
                 deadline = deadline or time.monotonic() + time_out_s
@@ -132,6 +139,14 @@ class CpuEngine:
                         f"{self.flight.text(self.flight.stands[worker.name])}; this Executor "
                         "cannot be used again"
                     ) from self._failure
+
+    def _ended(self, worker: _Worker) -> bool:
+        """Looks for the end of a stream; an interrupt stops the streams before it is raised."""
+        try:
+            return worker.finished.acquire(timeout=0.1)
+        except KeyboardInterrupt as error:
+            self._fail(error, None)
+            return False
 
     # -- on the streams' threads -----------------------------------------------------------------
 
@@ -152,13 +167,15 @@ class CpuEngine:
                 since[stream] = clock()
                 stands[stream] = step.index
                 for tell in progress:
-                    tell(step.index)
+                    tell(step.lane, step.index)
                 if extra:
                     self._run_watched(step)
                 else:
                     step.run()
             if step is not None:
                 stands[step.op.stream] = -2
+                for tell in progress:
+                    tell(step.lane, DONE)
         except Stopped:
             pass
         except BaseException as error:
@@ -248,36 +265,41 @@ def _releases(program: Program) -> dict[int, list[str]]:
 class _Worker:
     """The thread of one stream."""
 
-    def __init__(
-        self, name: str, drive: Callable[[Sequence[Step]], None], num_threads: int
-    ) -> None:
+    def __init__(self, name: str, drive: Callable[[Sequence[Step]], None]) -> None:
         self.name = name
         self.lost = False
         self.finished = threading.Semaphore(0)
         self._go = threading.Semaphore(0)
         self._steps: Sequence[Step] | None = None
+        self._mode = (0, False)
         self._drive = drive
-        self._num_threads = num_threads
         self._thread = threading.Thread(
             target=self._live, name=f"interlace stream {name}", daemon=True
         )
         self._thread.start()
 
-    def start_run(self, steps: Sequence[Step]) -> None:
-        """Lets the thread run these steps; `finished` is released at their end."""
-        self._steps = steps
+    def start_run(self, steps: Sequence[Step], mode: tuple[int, bool]) -> None:
+        """Lets the thread run these steps; `finished` is released at their end.
+
+        `mode` is the caller's: its number of threads, and whether it is in inference mode.
+        """
+        self._steps, self._mode = steps, mode
         self._go.release()
 
     def _live(self) -> None:
-        torch.set_num_threads(self._num_threads)  # see Note [Threads and arithmetic]
-        with torch.no_grad():
-            while True:
-                self._go.acquire()
-                if self._steps is None:
-                    return
-                self._drive(self._steps)
-                self._steps = None
-                self.finished.release()
+        num_threads = 0
+        while True:
+            self._go.acquire()
+            steps = self._steps
+            if steps is None:
+                return
+            wanted, inference = self._mode  # see Note [Threads and arithmetic]
+            if wanted != num_threads:
+                torch.set_num_threads(num_threads := wanted)
+            with torch.inference_mode(inference), torch.no_grad():
+                self._drive(steps)
+            self._steps = None
+            self.finished.release()
 
     def stop(self) -> None:
         """Ends the thread, unless it hangs."""

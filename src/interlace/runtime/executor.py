@@ -91,7 +91,8 @@ class Executor:
         for name in (team.name for team in self.program.teams if team.name in members):
             team = self._teams[name] = team_of(self._groups[name], name)
             check_size(team, len(members[name].ranks))
-        with self._alone():
+        # Made in inference mode, memory could not be written by runs out of it.
+        with self._alone(), torch.inference_mode(False), torch.no_grad():
             self._agreement = agree(self.program, self.rank, list(self._teams.values()), limit)
             if not self._agreement.verified:
                 verdict(self.program).raise_if_unsound()
@@ -99,6 +100,7 @@ class Executor:
                 team.setup(limit)
             self._share(limit)
             self._bind()
+        self._groups.clear()  # so that destroying a group frees what stands on it
         return self
 
     def _ordered(self) -> list[TeamComm]:
@@ -152,6 +154,8 @@ class Executor:
             for kind in ("input", "output")
         )
         self._results = [self._result(arg, values) for arg in program.returned()]
+        alike = self._agreement is not None and not self._agreement.verified
+        self._peer_text = Flight(self.program, self.rank).text if alike else None
         self._bound_resets = self._resets()
 
     def _result(self, arg: Arg, values: Values) -> Callable[[], Any]:
@@ -185,7 +189,8 @@ class Executor:
             self._outputs.check(out, self.device)
         with self._alone():
             if self._bound_resets != self._resets():
-                self._bind()  # a reset renewed the backends
+                with torch.inference_mode(False), torch.no_grad():
+                    self._bind()  # a reset renewed the backends
             self._check_teams()
             return self._run(inputs, self._outputs.new(self.device) if out is None else out)
 
@@ -196,7 +201,7 @@ class Executor:
         assert agreement is not None
         teams, values, uses = context.crew.teams.values(), context.values, context.crew.uses
         for team in teams:
-            team.control.enter(agreement.tag, self.program.name, context.flight.text)
+            team.control.enter(agreement.tag, self.program.name, self._peer_text)
         for buffer in self._plan.takes:
             uses[buffer] = context.crew.slots[buffer].next_use()
         given = dict(zip(self._inputs.names, inputs, strict=True))
