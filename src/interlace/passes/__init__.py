@@ -3,11 +3,17 @@
 base.py               what a pass is
 pipeline.py           pipelines as text, and the one that lowers a serial Program
 find_sites.py         every collective becomes a Site, by meaning and not by spelling
-place_resharding.py   gathers and scatters move to where fewer bytes move
+place_resharding.py   gathers stand where fewer bytes move
 decompose.py          a site becomes chunks, by a strategy
+form_regions.py       pointwise operators that run as one
 schedule.py           order and streams
 plan_memory.py        Alloc and Free, storage reused
 insert_sync.py        the fewest events that suffice
+
+To read on: how rows are followed (rows.py, values.py, layout.py) and sites known (recognise.py,
+cone.py, analysis.py, blocks.py); what a strategy is (strategies.py), how one is chosen (choose.py)
+and written (write.py: gathers.py, scatters.py, slices.py, on chunks.py and emitter.py); what must
+stay before what (dependencies.py, signals.py, overlaps.py).
 """
 
 from interlace.passes.base import Pass, add_remarks, spell

@@ -75,7 +75,14 @@ class Chooser:
 
     def asked(self, values: Values, site: GatherSite | ScatterSite, row: Strategy) -> Choice:
         """The strategy that was asked for."""
-        return Choice(row, self._count(values, site, row, self.chunks), "asked for")
+        count = self._count(values, site, row, self.chunks)
+        if self.machine is None:
+            return Choice(row, count, "asked for")
+        key = row, _signature(values, site)
+        if key not in self.known:
+            serial, took = self._serial(values, site), self._with(values, site, row, self.chunks)
+            self.known[key] = Choice(row, count, "asked for", "", serial, took)
+        return self.known[key]
 
     def fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
         """The strategy with the shortest predicted time."""
@@ -85,13 +92,10 @@ class Chooser:
         return self.known[key]
 
     def _fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
-        machine = self.machine or default_machine("cpu")
-        serial = self._ms(values, site, [values.program.ops[i] for i in site.ops], None, machine)
+        machine, serial = self._machine, self._serial(values, site)
         best: tuple[float, Strategy, int] | None = None
         for row, chunks in self._candidates(values, site):
-            names = Names(values.program)
-            ops = write(values, names, site, row, chunks, None)
-            took = self._ms(values, site, ops, names, machine)
+            took = self._with(values, site, row, chunks)
             if best is None or took < best[0]:
                 best = took, row, chunks
         if best is None:
@@ -122,17 +126,29 @@ class Chooser:
             return slices(values, site, chunks)
         return values.program.team(_collective(values, site).team).size
 
+    @property
+    def _machine(self) -> Machine:
+        return self.machine or default_machine("cpu")
+
+    def _serial(self, values: Values, site: GatherSite | ScatterSite) -> float:
+        return self._ms(values, site, [values.program.ops[i] for i in site.ops], None)
+
+    def _with(
+        self, values: Values, site: GatherSite | ScatterSite, row: Strategy, chunks: int
+    ) -> float:
+        names = Names(values.program)
+        return self._ms(values, site, write(values, names, site, row, chunks, None), names)
+
     def _ms(
         self,
         values: Values,
         site: GatherSite | ScatterSite,
         ops: Sequence[Op],
         names: Names | None,
-        machine: Machine,
     ) -> float:
         alone = isolated(values, _collective(values, site), ops, names)
         timed = InsertSync().run(Schedule().run(alone))
-        return simulate(timed, machine).makespan_s * 1e3
+        return simulate(timed, self._machine).makespan_s * 1e3
 
 
 def _collective(values: Values, site: GatherSite | ScatterSite) -> Collective:

@@ -1,0 +1,124 @@
+"""Strategies as data: the order in which they sum, what they cannot serve, the ways to compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.passes.samples import KINDS, STRATEGIES
+from tests.passes.spellings import as_sample
+from tests.passes.test_decompose import assert_overlaps
+from tests.support.interpreter import run_ranks
+
+from interlace.cost import default_machine
+from interlace.ir import Call, parse
+from interlace.passes import parse_pipeline, run_pipeline
+from interlace.passes.strategies import STRATEGIES as ROWS
+from interlace.passes.strategies import strategy
+
+WORLD = 4
+SUMMED = f"""def f(tp: Team[{WORLD}], x: f32[{WORLD}, 1], w: f32[1, 1]):
+    main: call("aten.mm.default", x, w, out=(y := f32[{WORLD}, 1]))
+    out = empty(f32[1, 1])
+    main: reduce_scatter(y, out, reduce="sum", team=tp)
+    return out
+"""
+PARTS = [1e8, 1.0, -1e8, 3.0]
+"""What the ranks add: in fp32 each order of them gives another sum."""
+
+
+def total(order: list[int]) -> float:
+    found = torch.zeros(())
+    for rank in order:
+        found = found + PARTS[rank]
+    return found.item()
+
+
+@pytest.mark.parametrize("name", ["shift", "ring", "peer-get", "peer-put"])
+def test_partial_results_are_summed_in_the_order_that_the_strategy_states(
+    name: str, seed: int
+) -> None:
+    inputs = [[torch.full((WORLD, 1), part), torch.ones(1, 1)] for part in PARTS]
+    pipeline = f"find_sites,decompose{{{STRATEGIES[name]}}},schedule,insert_sync"
+    results = run_ranks(run_pipeline(parse(SUMMED), pipeline), inputs, seed=seed)
+    row = strategy(name.split("-")[0], name.split("-")[-1])
+    assert row is not None
+    for owner, (out,) in enumerate(results):
+        if row.accumulates:
+            assert row.reduces.startswith("rows of rank c: c+1, c+2, ..., c")
+            order = [(owner + 1 + k) % WORLD for k in range(WORLD)]
+        else:
+            assert row.reduces.startswith("in the order of the ranks")
+            order = list(range(WORLD))
+        assert isinstance(out, torch.Tensor)
+        assert out.item() == total(order)
+    assert len({total([(c + 1 + k) % WORLD for k in range(WORLD)]) for c in range(WORLD)}) > 1
+
+
+@pytest.mark.parametrize("key", ROWS, ids=lambda key: "-".join(filter(None, key)))
+def test_every_row_names_each_other_rank_once(key: tuple[str, str | None]) -> None:
+    row = ROWS[key]
+    for path in (row.gather, row.scatter):
+        if path is None:
+            assert row.cut in ("slices", "roots")
+            continue
+        for world in (2, 3, 4, 7):
+            steps = range(1, world)
+            assert {path.chunk.at(k) % world for k in steps} == set(steps)
+            for k in steps:  # what one rank sends to another is what that one waits for
+                assert (path.to.at(k) + path.source.at(k)) % world == 0
+    assert row.reduces
+
+
+def test_a_maximum_is_no_sum() -> None:
+    text = SUMMED.replace('reduce="sum"', 'reduce="max"')
+    for name, options in STRATEGIES.items():
+        made = run_pipeline(parse(text), f"find_sites,decompose{{{options}}}")
+        alone = name in ("shift", "ring", "peer-get", "peer-put", "pipeline", "serial")
+        assert (made.sites[0].strategy == "serial") == alone
+        if name in ("shift", "ring", "peer-get", "peer-put"):
+            assert "the collective takes the max" in made.remarks[0].text
+
+
+def test_fused_is_left_to_cuda(seed: int) -> None:
+    program = KINDS["all_gather_matmul"](2, "even", "f32", seed).program
+    made = run_pipeline(program, "find_sites,decompose{strategy=fused}")
+    assert made.sites[0].strategy == "serial"
+    assert "fused cannot serve this site: it needs a CUDA kernel" in made.remarks[0].text
+
+
+@pytest.mark.parametrize("machine", [None, default_machine("cuda")], ids=["no-machine", "machine"])
+def test_what_was_asked_for_is_predicted_where_there_is_a_machine(
+    machine: object, seed: int
+) -> None:
+    program = KINDS["matmul_all_reduce"](2, "even", "f32", seed).program
+    made = run_pipeline(program, parse_pipeline("find_sites,decompose{strategy=ring}", machine))
+    (site,) = made.sites
+    assert (site.strategy, site.reason, site.chunks) == ("ring", "asked for", 2)
+    assert (site.serial_ms is not None) == (machine is not None)
+    assert (site.predicted_ms is not None) == (machine is not None)
+
+
+@pytest.mark.parametrize("rows", [2, 130], ids=["packed", "a-matmul-each"])
+@pytest.mark.parametrize("strategy", ["pipeline", "ring", "peer-put"])
+def test_stacks_are_packed_where_they_are_small(rows: int, strategy: str, seed: int) -> None:
+    text = f"""def f(tp: Team[2], x: f32[2, {rows}, 4], w: f32[4, 3], u: f32[3, 2]):
+    full = empty(f32[4, {rows}, 4])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.cat.default", (full.chunk(0, 2), full.chunk(1, 2)), 1,
+               out=(c := f32[2, {2 * rows}, 4]))
+    main: call("aten.mm.default", c.view({4 * rows}, 4), w, out=(y := f32[{4 * rows}, 3]))
+    main: call("aten.relu.default", y, out=(r := f32[{4 * rows}, 3]))
+    main: call("aten.mm.default", r, u, out=(z := f32[{4 * rows}, 2]))
+    main: call("aten.cat.default", (z.view(2, {2 * rows}, 2)[:, 0:{rows}],
+               z.view(2, {2 * rows}, 2)[:, {rows}:{2 * rows}]), out=(s := f32[4, {rows}, 2]))
+    out = empty(f32[2, {rows}, 2])
+    main: reduce_scatter(s, out, reduce="sum", team=tp)
+    return out
+"""
+    sample = as_sample(parse(text), seed)
+    made = run_pipeline(sample.program, f"find_sites,decompose{{{STRATEGIES[strategy]}}}")
+    assert [site.kind for site in made.sites] == ["all_gather_matmul", "matmul_reduce_scatter"]
+    packed = {op.outs[0].buffer for op in made.ops if isinstance(op, Call) and op.outs}
+    if strategy != "pipeline":
+        assert ("y_rows" in packed) == (rows == 2)
+    assert_overlaps(made, sample, seed)
