@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from interlace.commands.files import read_machine
-from interlace.commands.output import command, console, print_json, say, table
+from interlace.commands.output import command, print_json, say, table
 from interlace.errors import OptionError, TeamError
 
 if TYPE_CHECKING:
@@ -95,17 +95,19 @@ def _rank_of_torchrun(lesson: Lesson, out: Path) -> dict[str, Any] | None:
 @contextlib.contextmanager
 def _progress(lesson: Lesson, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Shows rank 0's steps as a bar on a terminal, and nothing elsewhere."""
-    if quiet or not console().is_terminal:
+    from rich.console import Console
+
+    terminal = Console(stderr=True)
+    if quiet or not terminal.is_terminal:
         yield lambda event: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from interlace.demo.lesson import WAYS
 
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn())
     loss = TextColumn("{task.fields[loss]}")
-    with Progress(*columns, loss, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+    with Progress(*columns, loss, TimeElapsedColumn(), console=terminal) as bar:
         tasks = {
             way: bar.add_task(WAYS[way], total=lesson.steps, start=False, loss="")
             for way in lesson.ways
