@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from tests.support.pool import Pool
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from interlace.demo.model import Config, Transformer, parallelize
 from interlace.errors import BackendError, InterlaceError, UnsupportedError
 from interlace.frontend import capture
 from interlace.frontend.explain import explain
-from interlace.ir import Collective, Program
+from interlace.ir import Collective, Program, View
 
 
 def mesh_of() -> DeviceMesh:
@@ -135,8 +136,9 @@ def test_prefill_and_decode_write_the_cache_in_place(pool: Pool) -> None:
 
 def feed_forward(x: Any, up: Any, down: Any) -> Any:
     """Gather, two matmuls, scatter."""
-    y = F.relu(F.linear(x.redistribute(placements=[Replicate()]), up))
-    return F.linear(y, down).redistribute(placements=[Shard(0)])
+    y: Any = F.relu(F.linear(x.redistribute(placements=[Replicate()]), up))
+    y = F.linear(y, down)
+    return y.redistribute(placements=[Shard(0)])
 
 
 def arguments(mesh: DeviceMesh, rows: int = 8, grad: bool = True) -> list[Any]:
@@ -216,7 +218,7 @@ def many_sizes(how: str, cache_size: int, sizes: int) -> tuple[int, int, bool]:
 
     def fn(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         y = F.linear(F.relu(F.linear(x, up)), down)
-        return dist._functional_collectives.all_reduce(y, "sum", mesh.get_group("tp"))
+        return funcol.all_reduce(y, "sum", mesh.get_group("tp"))
 
     held, equal = [0], True
     with capture() as captured:
@@ -325,7 +327,7 @@ def resharded() -> dict[str, tuple[bool, list[str]]]:
         )
         gathers = [op for op in call.program.ops if isinstance(op, Collective)]
         boxes = call.program.boxes(dist.get_rank())
-        types = [str(boxes(op.src).dtype) for op in gathers if op.src is not None]
+        types = [str(boxes(op.src).dtype) for op in gathers if op.src]
         found[position] = (torch.equal(whole(call(*given)), wanted), types)
         call.close()
     return found
@@ -374,7 +376,8 @@ def regather(choice: bool | str) -> dict[str, Any]:
     grads = [whole(arg.grad) for arg in args]
     forward, backward = call.bound
     boxes = forward.serial.boxes(dist.get_rank())
-    left = [tuple(boxes(view).sizes) for view in forward.serial.returned() if view is not None]
+    returned = [view for view in forward.serial.returned() if isinstance(view, View)]
+    left = [tuple(boxes(view).sizes) for view in returned]
     streams = {
         op.stream for op in backward.program.ops if "all_gather" in _kind(backward.program, op.site)
     }

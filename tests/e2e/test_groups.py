@@ -1,0 +1,169 @@
+"""Process groups made by hand, groups that go away, and what the frontend cannot lower."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from tests.support.pool import Pool
+
+import interlace
+from interlace.demo.launch import has_avx512
+from interlace.errors import ExecutorError, InterlaceError, UnsupportedError
+from interlace.frontend import capture
+from interlace.passes import run_pipeline
+from interlace.runtime import Executor
+
+OPTIONS = {"strategy": "peer", "time_out_s": 20.0}
+
+
+def integers(seed: int, *sizes: int) -> torch.Tensor:
+    """Small integers: sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-3, 4, sizes, generator=generator).float()
+
+
+def gather_matmul(group: Any) -> Any:
+    """A linear layer on rows gathered in a plain process group."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(funcol.all_gather_tensor(x, 0, group), w)
+
+    return fn
+
+
+def pairs() -> tuple[bool, list[int], list[str]]:
+    """Groups of two of four ranks, known to each rank by its own alone."""
+    torch.compiler.reset()
+    mine = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+    fn, x, w = gather_matmul(mine), integers(dist.get_rank(), 3, 4), integers(9, 5, 4)
+    call = interlace.compile(fn, x, w, options=OPTIONS)
+    equal = torch.equal(call(x, w), fn(x, w))
+    teams = [team.size for team in call.program.teams]
+    sites = [site.strategy for site in call.program.sites]
+    call.close()
+    return equal, teams, sites
+
+
+def test_groups_made_by_hand(pool: Pool) -> None:
+    for equal, teams, sites in pool(4).run(pairs):
+        assert equal
+        assert teams == [2]
+        assert sites == ["peer"]
+
+
+def destroyed() -> tuple[bool, int, int, str]:
+    """A group is destroyed and the function dropped: its Executors are closed, not kept."""
+    torch.compiler.reset()
+    group = dist.new_group([0, 1])
+    fn, x, w = gather_matmul(group), integers(dist.get_rank(), 3, 4), integers(9, 5, 4)
+    with capture() as captured:
+        call = interlace.compile(fn, x, w, options=OPTIONS)
+        equal = torch.equal(call(x, w), fn(x, w))
+        executor = captured.bound[0].executor
+        before = len(captured.bound)
+        assert isinstance(group, dist.ProcessGroup)
+        dist.destroy_process_group(group)
+        del fn, call, group
+        gc.collect()
+        after = len(captured.bound)
+    try:
+        executor.run([x, w])
+    except ExecutorError as error:
+        return equal, before, after, str(error)
+    return equal, before, after, ""
+
+
+def test_executors_go_with_the_function_and_its_group(pool: Pool) -> None:
+    for equal, before, after, error in pool(2).run(destroyed):
+        assert equal
+        assert (before, after) == (1, 0)
+        assert "closed" in error
+
+
+# -- what cannot be lowered ------------------------------------------------------------------------
+
+
+def refused(how: str) -> str:
+    """A reduction that no collective of the design has, inside a compiled function."""
+    torch.compiler.reset()
+    world = _world()
+    fn = lambda x: funcol.all_reduce(x * 2, "bxor", world) + 1  # noqa: E731
+    x = torch.ones(3, dtype=torch.int64)
+    try:
+        if how == "interlace.compile":
+            interlace.compile(fn, x)
+        else:
+            torch.compile(fn, backend="interlace")(x)
+    except UnsupportedError as error:
+        return str(error)
+    except InterlaceError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "interlace.compile"])
+def test_a_reduction_that_cannot_be_lowered_is_a_typed_error(pool: Pool, how: str) -> None:
+    for text in pool(2).run(refused, how):
+        assert "reduction 'bxor'" in text
+        if how == "torch.compile":  # TorchDynamo knows the line
+            assert "test_groups.py" in text, "where it is"
+        assert "Use one of" in text, "how to mend it"
+
+
+# -- bits ------------------------------------------------------------------------------------------
+
+GATHER = """
+def gather(tp: Team[{0}], x: f32[7, 48], w: f32[48, 40]):
+    full = empty(f32[{1}, 48])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(y := f32[{1}, 40]))
+    return y
+"""
+STRATEGIES = {
+    "pipeline": "strategy=pipeline,chunks=2",
+    "shift": "strategy=shift",
+    "ring": "strategy=ring",
+    "broadcast": "strategy=broadcast",
+    "peer-get": "strategy=peer,protocol=get",
+    "peer-put": "strategy=peer,protocol=put",
+}
+
+
+def gathers_in_bits(seed: int) -> dict[str, str]:
+    """fp32 on any number of ranks: a gather reorders no sum, so no strategy changes a bit."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    program = interlace.parse(GATHER.format(world, 7 * world))
+    generator = torch.Generator().manual_seed(seed + rank)
+    x, w = (torch.randn(*sizes, generator=generator) for sizes in ((7, 48), (48, 40)))
+    results: dict[str, torch.Tensor] = {}
+    wrong: dict[str, str] = {}
+    for name, options in {"serial": "strategy=serial", **STRATEGIES}.items():
+        passes = f"find_sites,decompose{{{options}}},schedule,plan_memory,insert_sync"
+        lowered = run_pipeline(program, passes)
+        given = interlace.Options(time_out_s=20.0)
+        with Executor(lowered, groups={"tp": _world()}, options=given).prepare() as executor:
+            (results[name],) = executor.run([x, w])
+        if not torch.equal(results[name], results["serial"]):
+            wrong[name] = f"off by {(results[name] - results['serial']).abs().max().item():.3g}"
+        if lowered.sites[0].strategy not in options:
+            wrong[name] = f"not taken: {lowered.sites[0]}"
+    return wrong
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+@pytest.mark.skipif(not has_avx512(), reason="MKL's strict mode needs AVX-512")
+@pytest.mark.parametrize("ranks", [3, 4], ids=lambda n: f"{n}-ranks")
+def test_a_gather_in_fp32_has_the_bits_of_serial(pool: Pool, ranks: int, seed: int) -> None:
+    for rank, wrong in enumerate(pool(ranks).run(gathers_in_bits, seed)):
+        assert not wrong, f"rank {rank}"
