@@ -168,14 +168,13 @@ def test_slowed_communication_is_hidden_under_computation(pool: Pool, kind: str)
 def pause_between_runs() -> int:
     with prepared("pipeline", time_out_s=0.5) as executor:
         inputs = inputs_of(executor.program, dist.get_rank(), 0)
-        for _ in range(3):
-            executor.run(inputs)
-            time.sleep(1.8)
-        return 3
+        executor.run(inputs)
+        time.sleep(1.8)
+        return len(executor.run(inputs))
 
 
 def test_time_between_runs_counts_for_no_time_out(pool: Pool) -> None:
-    assert pool(2).run(pause_between_runs) == [3, 3]
+    assert pool(2).run(pause_between_runs) == [1, 1]
 
 
 def _takes_no_time(op: Op) -> bool:

@@ -12,6 +12,7 @@ from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
+from interlace.comm import release_teams, team_of
 from interlace.ir import Program, parse, parse_set
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -182,10 +183,58 @@ def test_collectives_of_two_streams_keep_their_order(pool: Pool, backend: str, s
     equal_to_interpreter(program, inputs, pool(3).run(run_kinds, backend, seed))
 
 
+MIXED = """
+def mixed(tp: Team[2], x: f32[2]):
+    a = empty(f32[2])
+    b = empty(f32[2])
+    {}: all_reduce(x, a, team=tp, reduce="sum")
+    {}: all_reduce(x, b, team=tp, reduce="max", backend="gloo")
+    return a, b
+"""
+
+
+def run_mixed(first: str, second: str) -> object:
+    group = dist.group.WORLD
+    assert group is not None
+    lines = MIXED.format("one", "two").splitlines()
+    if dist.get_rank() == 1 and first != second:
+        lines[4], lines[5] = lines[5], lines[4]
+    options = Options(time_out_s=3.0)
+    own = Executor(parse("\n".join(lines)), groups={"tp": group}, options=options)
+    return attempt(lambda: [t.tolist() for t in own.prepare().run([torch.ones(2)])])
+
+
+def test_a_backend_named_and_left_open_is_one_queue(pool: Pool) -> None:
+    for error, text, _ in pool(2).run(run_mixed, "same", "same"):
+        assert (error, text) == ("result", "[[2.0, 2.0], [1.0, 1.0]]")
+    for error, text, _ in pool(2).run(run_mixed, "one", "other"):
+        assert error == "AgreementError"
+        assert "mismatch" in text
+
+
+def release_and_start_anew(seed: int) -> tuple[str, bool]:
+    """Teams give everything back; Executors made afterwards set them up again."""
+    group = dist.group.WORLD
+    assert group is not None
+    program = parse(gather_matmul_get(2))
+    inputs = inputs_of(program, dist.get_rank(), seed)
+    old = Executor(program, groups={"tp": group}, options=OPTIONS).prepare()
+    (before,) = old.run(inputs)
+    release_teams()
+    error, text, _ = attempt(lambda: old.run(inputs))
+    with Executor(program, groups={"tp": group}, options=OPTIONS).prepare() as new:
+        return f"{error}: {text}", torch.equal(before, new.run(inputs)[0])
+
+
+def test_released_teams_can_be_set_up_again(pool: Pool, seed: int) -> None:
+    for text, same in pool(2).run(release_and_start_anew, seed):
+        assert text.startswith("TeamError: team tp")
+        assert "new Executors" in text
+        assert same
+
+
 def share_slots(seed: int) -> tuple[int, int, bool]:
     """Two Executors whose slots have one name and size: one pool, one memory."""
-    from interlace.comm import team_of
-
     group = dist.group.WORLD
     assert group is not None
     program = parse(gather_matmul_get(2))

@@ -105,7 +105,10 @@ class TeamComm:
     @property
     def control(self) -> Control:
         """The control block; `setup` makes it."""
-        assert self._control is not None, f"team {self.name} was not set up"
+        if self._control is None:
+            raise TeamError(
+                f"team {self.name} is not set up, or was released: make and prepare new Executors"
+            )
         return self._control
 
     def setup(self, time_out_s: float) -> None:

@@ -108,7 +108,9 @@ def agree(program: Program, rank: int, teams: Sequence[TeamComm], time_out_s: fl
     if differ:
         _verify_set(board, entries, teams[0].rank, text, time_out_s)
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
-    return Agreement(int(digest(repr(parts))[:16], 16), verified=differ)
+    # With where it was prepared: two Executors of equal Programs must not take each other's data.
+    places = sorted({place for entry in entries.values() for place, *_ in entry["teams"]})
+    return Agreement(int(digest(repr((parts, places)))[:16], 16), verified=differ)
 
 
 def _collect(board: Any, me: int, mine: Note, time_out_s: float) -> dict[int, Note]:

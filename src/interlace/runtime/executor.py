@@ -31,7 +31,7 @@ from interlace.runtime.calls import decode
 from interlace.runtime.engine import BeforeOp, Context, Crew, Engine, executor_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
-from interlace.runtime.plan import make_plan
+from interlace.runtime.plan import make_plan, with_backends
 from interlace.runtime.ranks import program_rank
 from interlace.runtime.values import Values
 
@@ -93,9 +93,10 @@ class Executor:
             check_size(team, len(members[name].ranks))
         # Made in inference mode, memory could not be written by runs out of it.
         with self._alone(), torch.inference_mode(False), torch.no_grad():
-            self._agreement = agree(self.program, self.rank, list(self._teams.values()), limit)
+            program = with_backends(self.program, self._backend_name, self._teams)
+            self._agreement = agree(program, self.rank, list(self._teams.values()), limit)
             if not self._agreement.verified:
-                verdict(self.program).raise_if_unsound()
+                verdict(program).raise_if_unsound()
             for team in self._ordered():
                 team.setup(limit)
             self._share(limit)

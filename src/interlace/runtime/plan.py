@@ -9,7 +9,7 @@ and what the rank needs of its teams: found once, in list order, by every kind o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from interlace.comm import Demand, Message, Spec, staged_nbytes
@@ -116,6 +116,29 @@ def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
         *(program, program.buffers(), rank, where, planner.box, planner.waits, planner.syncs),
         *(planner.specs, planner.turns, planner.letters, planner.takes, planner.demands()),
         planner.slots,
+    )
+
+
+def with_backends(program: Program, backend_of: BackendOf, teams: Collection[str]) -> Program:
+    """The Program as it is to be proved: each backend is a queue, so names must tell them apart.
+
+    Where collectives of a team ask for a backend and others leave it open, and both come to the
+    same one, the open ones are given its name.
+    """
+    asked: dict[tuple[str, str], set[str | None]] = {}
+    for op in program.ops:
+        if isinstance(op, Collective) and op.team in teams:
+            key = (op.team, backend_of(op.team, op.backend))
+            asked.setdefault(key, set()).add(op.backend)
+    if all(len(names) == 1 for names in asked.values()):
+        return program
+    return program.replace(
+        ops=tuple(
+            replace(op, backend=backend_of(op.team, op.backend))
+            if isinstance(op, Collective) and op.team in teams
+            else op
+            for op in program.ops
+        )
     )
 
 
