@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 def signature(args: Sequence[Any]) -> Hashable:
     """What a Program depends on in a call's arguments: sizes, strides, element types, numbers.
 
-    The stride of a dimension of one says nothing, and may differ from call to call and rank to rank.
+    The stride of a dimension of one says nothing, and may differ between calls and ranks.
     """
     return tuple(
         (arg.shape, _strides(arg), arg.dtype)
