@@ -18,6 +18,9 @@ def kinds(body: str, head: str = "x: f32[4], y: out[f32[4]]", **options: object)
     return check(parse(text), **options).kinds()  # pyright: ignore[reportArgumentType]
 
 
+LATE = "side: record(s)\n" * 6
+"""The checker visits what can start early first: this makes a stream come late."""
+
 # (what the body shows, body, kinds of error)
 RULES: list[tuple[str, str, set[str]]] = [
     ("stream order", "main: copy(x, y)\n main: copy(x, y)", set()),
@@ -85,20 +88,22 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("halves that touch", "main: copy(x[0:2], y[0:2])\n comm: copy(x[1:4], y[1:4])", {"race"}),
     ("a write over a part of an earlier one hides only that part",
      "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(x[0:2], y[0:2])\n"
-     "side: copy(x[2:4], y[2:4])", {"race"}),
+     + LATE + "side: copy(x[2:4], y[2:4])", {"race"}),
     ("a write over a part of an earlier read hides only that part",
-     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(y[2:4], x[0:2])\n"
-     "side: copy(y[0:2], x[2:4])", {"race"}),
-    ("a column in between hides no other column",
-     "t = alloc(f32[4, 2])\n main: copy(x, y)\n main: call(\"aten.zeros.out\", (4, 2), out=t)\n"
+     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n"
+     "comm: call(\"aten.zeros.out\", (2,), out=x[0:2])\n"
+     + LATE + "side: call(\"aten.zeros.out\", (2,), out=x[2:4])", {"race"}),
+    ("a column hides nothing between its rows",
+     "t = alloc(f32[4, 2])\n main: copy(x, y)\n"
+     "main: call(\"aten.zeros.out\", (3, 2), out=t[0:3])\n"
      "main: record(e)\n comm: wait(e)\n comm: copy(x, t.select(1, 0))\n"
-     "side: copy(x, t.select(1, 1))", {"race"}),
+     + LATE + "side: copy(x[0:2], t[0:2].select(1, 1))", {"race"}),
     ("columns that interleave",
      "t = alloc(f32[4, 2])\n main: copy(x, y)\n comm: copy(x, t.select(1, 0))\n"
      "side: copy(x, t.select(1, 1))", set()),
-    ("an inner part hides neither end",
-     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(x[1:3], y[1:3])\n"
-     "side: copy(x[0:1], y[0:1])\n aux: copy(x[3:4], y[3:4])", {"race"}),
+    ("a part hides nothing before it",
+     "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n comm: copy(x[1:4], y[1:4])\n"
+     + LATE + "side: copy(x[0:1], y[0:1])", {"race"}),
     ("as_strided is the whole buffer",
      "main: copy(x, y)\n main: record(e)\n comm: wait(e)\n main: copy(x[0:1], y[0:1])\n"
      "comm: copy(x[2:3], y.as_strided((1,), (1,), 2))", {"race"}),
