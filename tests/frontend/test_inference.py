@@ -32,17 +32,18 @@ def prefill_and_decode(mode: str) -> tuple[int, list[str]]:
     switch = torch.no_grad if mode == "no_grad" else torch.inference_mode
     world, rank = dist.get_world_size(), dist.get_rank()
     outcomes: list[list[torch.Tensor]] = []
-    with capture() as captured, switch():
+    with capture() as captured:
         for chosen in (None, backend):
             block, cache = block_and_cache()
             call = torch.compile(block, backend=chosen, dynamic=False) if chosen else block
             torch.manual_seed(1)
             seen: list[torch.Tensor] = []
             place = cache[0].data_ptr()
-            for start, stop in ((0, 6), (6, 8), (8, 10), (10, 12)):
-                x = torch.randn(2, stop - start, 16).chunk(world, 1)[rank].contiguous()
-                y = call(x, cache, torch.arange(start, stop))
-                seen += [local(y).clone(), cache[0].clone(), cache[1].clone()]
+            with switch():
+                for start, stop in ((0, 6), (6, 8), (8, 10), (10, 12)):
+                    x = torch.randn(2, stop - start, 16).chunk(world, 1)[rank].contiguous()
+                    y = call(x, cache, torch.arange(start, stop))
+                    seen += [local(y).clone(), cache[0].clone(), cache[1].clone()]
             assert cache[0].data_ptr() == place
             outcomes.append(seen)
     for eager, mine in zip(*outcomes, strict=True):
@@ -50,7 +51,11 @@ def prefill_and_decode(mode: str) -> tuple[int, list[str]]:
     for program in captured.programs:
         caches = [p.name for p in program.params if p.shape == (2, 4 // world, LENGTH, 4)]
         assert len(caches) == 2, program
-        copies = [op for op in program.ops if isinstance(op, Call) and op.fn.endswith("index_copy_.default")]
+        copies = [
+            op
+            for op in program.ops
+            if isinstance(op, Call) and op.fn.endswith("index_copy_.default")
+        ]
         assert sorted(op.outs[0].buffer for op in copies) == sorted(caches), program
         assert all(a.view.buffer in caches for op in copies for a in op.writes()), program
     return len(captured.programs), [bound.kind for bound in captured.bound]
