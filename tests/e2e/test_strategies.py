@@ -44,6 +44,9 @@ def run_shapes(kind: str, strategy: str, ranks: int, dtype: str, seed: int) -> d
     for shape in SHAPES:
         sample: Sample = KINDS[kind](ranks, shape, dtype, seed)
         program = run_pipeline(sample.program, LOWER.format(STRATEGIES[strategy]))
+        few = shape == "empty" or (shape == "one-row" and strategy == "pipeline")
+        taken = [site.strategy for site in program.sites]
+        assert taken == ["serial" if few else strategy.split("-")[0]], shape
         options = Options(time_out_s=20)
         executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
         x, w = sample.inputs[rank]
