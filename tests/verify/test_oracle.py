@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from tests.verify.random_programs import random_set
+from tests.verify.random_sets import random_set
 
 from interlace.ir import Program, print_set
 from interlace.verify import Report, check
