@@ -59,6 +59,9 @@ class Life:
         self._ended = bool(poll.poll(0))
         return not self._ended
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Lets go of the process."""
         descriptor, self._descriptor = self._descriptor, None
