@@ -8,8 +8,9 @@ import time
 
 import pytest
 from tests.passes.random_sites import random_sites
+from tests.passes.refused import REFUSED
 from tests.passes.samples import STRATEGIES
-from tests.passes.spellings import REFUSED, as_sample, sample, spellings
+from tests.passes.spellings import as_sample, sample, spellings
 from tests.passes.test_decompose import assert_overlaps
 
 from interlace.ir import Call, Collective, Loc, Program, parse
