@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cli.schedules import ROOT, SOUND, STAGES, command
+from tests.cli.schedules import ROOT, SERIAL, SOUND, STAGES, command
 from typer.testing import CliRunner
 
 from interlace.cli import app
@@ -142,6 +142,41 @@ def test_explain_a_hand_written_schedule(tmp_path: Path) -> None:
     data = json.loads(run("explain", str(path), "--json"))
     assert data["verdict"] == "sound"
     assert data["programs"][0]["sites"][0]["predicted_ms"] == 2.0
+
+
+@pytest.fixture
+def serial(tmp_path: Path) -> str:
+    path = tmp_path / "serial.ilc"
+    path.write_text(SERIAL)
+    return str(path)
+
+
+def test_opt_lowers_by_default(serial: str, tmp_path: Path) -> None:
+    out = tmp_path / "lowered.ilc"
+    steps = json.loads(run("opt", serial, "--json", "--check", "-o", str(out)))["steps"]
+    assert steps[1]["pass"] == "find_sites"
+    assert steps[-1]["pass"] == "insert_sync"
+    (site,) = parse(out.read_text()).sites
+    assert (site.kind, site.strategy != "serial") == ("all_gather_matmul", True)
+    assert run("check", str(out)).startswith("sound (2 ranks")
+    # and what was written is a schedule like any other
+    before, after = (
+        json.loads(run("simulate", path, "--json"))["figures"][0] for path in (serial, str(out))
+    )
+    assert after["makespan_s"] < before["makespan_s"]
+    assert after["hidden"] > before["hidden"] == 0
+
+
+def test_explain_lowers_what_is_serial(serial: str) -> None:
+    data = json.loads(run("explain", serial, "--json"))
+    (program,) = data["programs"]
+    assert (program["lowered"], data["verdict"]) == (True, "sound")
+    (site,) = program["sites"]
+    assert site["predicted_ms"] < site["serial_ms"]
+    assert site["reason"]
+    text = run("explain", serial)
+    assert text.startswith("mlp is serial; this is what lowering makes of it\n")
+    assert f"{site['serial_ms'] / site['predicted_ms']:.2f}x" in text
 
 
 def test_nothing_on_text_needs_torch(sound: str, tmp_path: Path) -> None:
