@@ -83,8 +83,8 @@ class Block(nn.Module):
         self.n1, self.attn = Norm(dim), Attention(dim, head, dropout)
         self.n2, self.mlp = Norm(dim), Mlp(dim, hidden, dropout)
 
-    def forward(self, x: torch.Tensor, *cache: Any) -> torch.Tensor:
-        x = x + self.attn(self.n1(x), *cache)
+    def forward(self, x: torch.Tensor, cache: Any = None, start: Any = None) -> torch.Tensor:
+        x = x + self.attn(self.n1(x), cache=cache, start=start)
         return x + self.mlp(self.n2(x))
 
 
