@@ -10,26 +10,38 @@ from interlace.errors import InterlaceError
 from interlace.options import Options
 
 if TYPE_CHECKING:
+    from interlace.comm.teams import reset_teams as reset
     from interlace.frontend.compile import compile
     from interlace.ir.builder import program
     from interlace.ir.parser import parse, parse_set
 
-__all__ = ["InterlaceError", "Options", "compile", "errors", "parse", "parse_set", "program"]
+__all__ = [
+    "InterlaceError",
+    "Options",
+    "compile",
+    "errors",
+    "parse",
+    "parse_set",
+    "program",
+    "reset",
+]
 __version__ = "0.1.0"
 
 _LAZY = {
-    "compile": "interlace.frontend.compile",
-    "parse": "interlace.ir.parser",
-    "parse_set": "interlace.ir.parser",
-    "program": "interlace.ir.builder",
+    "compile": ("interlace.frontend.compile", "compile"),
+    "parse": ("interlace.ir.parser", "parse"),
+    "parse_set": ("interlace.ir.parser", "parse_set"),
+    "program": ("interlace.ir.builder", "program"),
+    "reset": ("interlace.comm.teams", "reset_teams"),
 }
-"""Names that are imported when they are first asked for, and from where."""
+"""Names that are imported when they are first asked for: from where, and what they are there."""
 
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    module, what = _LAZY[name]
+    return getattr(import_module(module), what)
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,9 @@ from interlace.errors import OptionError
 
 STRATEGIES = ("auto", "serial", "pipeline", "shift", "ring", "broadcast", "peer", "fused")
 
+LONGEST_S = 30 * 86_400.0
+"""The longest time-out, in seconds: every wait is bounded."""
+
 _CHOICES: dict[str, tuple[object, ...]] = {
     "strategy": STRATEGIES,
     "protocol": ("get", "put"),
@@ -66,9 +69,10 @@ class Options:
             if value not in choices:
                 listed = ", ".join(repr(choice) for choice in choices)
                 raise OptionError(f"option {name}={value!r}: choose one of {listed}")
-        if not self.time_out_s > 0:
+        if not 0 < self.time_out_s <= LONGEST_S:
             raise OptionError(
-                f"option time_out_s={self.time_out_s!r}: give a number of seconds > 0"
+                f"option time_out_s={self.time_out_s!r}: give a number of seconds > 0, "
+                f"at most {LONGEST_S:g}"
             )
         if self.cache_size < 1 or self.chunks < 0:
             raise OptionError("options cache_size must be >= 1 and chunks >= 0")

@@ -85,7 +85,9 @@ class Segment:
             os.unlink(path)
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise SharedMemoryError(_too_little(nbytes, free, folder)) from error
-            raise
+            raise SharedMemoryError(
+                f"cannot reserve {nbytes} bytes of shared memory in {folder} ({error.strerror})"
+            ) from error
         return cls(path, nbytes, descriptor)
 
     @classmethod

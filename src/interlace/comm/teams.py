@@ -111,6 +111,11 @@ class TeamComm:
             )
         return self._control
 
+    @property
+    def is_set_up(self) -> bool:
+        """Whether `setup` has made the control block, and nobody released it."""
+        return self._control is not None
+
     def setup(self, time_out_s: float) -> None:
         """Makes the control block, once. All ranks of the team call it together."""
         if self._control is not None:
@@ -223,6 +228,10 @@ class _Registry:
                 team = self._teams[group] = TeamComm(group, name)
             return team
 
+    def live(self) -> list[TeamComm]:
+        with self._lock:
+            return sorted(self._teams.values(), key=lambda team: team.topic)
+
     def clear(self) -> None:
         with self._lock:
             teams = list(self._teams.values())
@@ -237,6 +246,16 @@ _registry = _Registry()
 def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
     """The TeamComm of a process group, made at the first call; `name` is for messages."""
     return _registry.get(group, name)
+
+
+def reset_teams(time_out_s: float = 60.0) -> None:
+    """After a failure: forgets it on every team of this process, so that runs may go on.
+
+    Collective: every rank calls it. Teams come in an order that all ranks share.
+    """
+    for team in _registry.live():
+        if team.is_set_up:
+            team.reset(time_out_s)
 
 
 def release_teams() -> None:

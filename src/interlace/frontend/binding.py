@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from interlace.cost import Machine, default_machine
-from interlace.errors import AgreementError, SoundnessError
+from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.imported import Imported
 from interlace.ir import Program, Remark
 from interlace.options import Options
@@ -84,7 +84,7 @@ def bind(
     try:
         return Bound(kind, imported, prepared(options))
     except AgreementError as error:
-        if not (options.overlap and isinstance(error.__cause__, SoundnessError)):
+        if not (options.overlap and isinstance(error.__cause__, SoundnessError | ProgramError)):
             raise
         why = (
             "the ranks' Programs differ, and overlapped they do not fit together: it runs serially"

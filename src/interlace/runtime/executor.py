@@ -23,7 +23,7 @@ import torch.distributed as dist
 from interlace.comm import TeamComm, Workspace, team_of
 from interlace.comm.teams import BACKENDS, check_size
 from interlace.cost import Span, Timeline, op_kind, op_name
-from interlace.errors import ExecutorError, ProgramError, UnsupportedError
+from interlace.errors import ExecutorError, ProgramError, TeamError, UnsupportedError
 from interlace.ir import Arg, Program, View, validate
 from interlace.options import Options
 from interlace.runtime.agreement import Agreement, agree, verdict
@@ -91,6 +91,13 @@ class Executor:
         for name in (team.name for team in self.program.teams if team.name in members):
             team = self._teams[name] = team_of(self._groups[name], name)
             check_size(team, len(members[name].ranks))
+            twin = next((n for n, t in self._teams.items() if t is team and n != name), None)
+            if twin is not None:
+                raise TeamError(
+                    f"teams {twin} and {name} of {self.program.name} were given one process "
+                    "group: give each team a group of its own (dist.new_group), or write the "
+                    "Program with one team"
+                )
         # Made in inference mode, memory could not be written by runs out of it.
         with self._alone(), torch.inference_mode(False), torch.no_grad():
             program = with_backends(self.program, self._backend_name, self._teams)
@@ -260,7 +267,7 @@ class Executor:
             if not resets or any(a == b for a, b in zip(resets, self._resets(), strict=True)):
                 raise ExecutorError(
                     f"the Executor of {self.program.name} is out of order since a run failed "
-                    f"({why}): every rank of its teams calls reset(), or makes new Executors"
+                    f"({why}): every rank of its teams calls reset(), or interlace.reset() for all"
                 )
             self._poison = None
 
