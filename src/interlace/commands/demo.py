@@ -163,7 +163,11 @@ def show(report: dict[str, Any]) -> None:
         for way, title in ways.items()
     ]
     headings = ("way", "first step", "median step", "communication", "hidden", "exposed")
-    table(headings, rows, title="measured (communication: of all ranks, in the median step)")
+    table(
+        headings,
+        rows,
+        title="measured in the median step, all ranks (waiting for a peer is communication)",
+    )
     say("")
     for path in report["files"]:
         say(f"wrote {path}")

@@ -103,7 +103,7 @@ function spans(panel, row, top, pen, wide) {
     const main = span[5] === COMPUTE || span[5] === COMM;
     const [up, tall] = main ? [top, BAR] : [top + 6, 8];
     drawn = Math.max(drawn, from + 1);
-    pen.globalAlpha = dim && span[4] !== picked.site ? 0.18 : main ? 1 : 0.75;
+    pen.globalAlpha = dim && span[4] !== picked.site ? 0.18 : main ? 1 : 0.4;
     pen.fillStyle = shade(span);
     pen.fillRect(from, up, to - from, tall);
     if (span[5] === COMM && to - from > 2) {
@@ -117,7 +117,7 @@ function spans(panel, row, top, pen, wide) {
       pen.rect(from, up, to - from - 3, tall);
       pen.clip();
       pen.fillStyle = ink.on;
-      pen.fillText(data.names[span[3]], from + 4, up + tall / 2 + 1);
+      pen.fillText(data.names[span[3]].replace(/^aten\./, ""), from + 4, up + tall / 2 + 1);
       pen.restore();
     }
     if (chosen) {
