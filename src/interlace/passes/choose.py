@@ -102,7 +102,8 @@ class Chooser:
             return Choice(reason="no strategy can serve it", serial_ms=serial)
         took, row, chunks = best
         if took >= MARGIN * serial:
-            reason = f"serial is predicted to be no slower than {row.name} ({machine.name})"
+            gain = f"{row.name}, the fastest, is predicted to gain less than {1 - MARGIN:.0%}"
+            reason = f"{gain} ({machine.name})"
             return Choice(reason=reason, serial_ms=serial, predicted_ms=serial)
         count = self._count(values, site, row, chunks)
         return Choice(row, count, f"predicted fastest ({machine.name})", "", serial, took)

@@ -6,7 +6,7 @@ collective that is neither is a site of its own kind, with the reason, and runs 
 
     site(1, "all_gather_matmul", "layers.0.mlp.up")
     site(2, "all_gather", "layers.0.mlp.up", reason="aten.mm.default takes the gathered tensor as
-        its right-hand side or its bias")
+        its right-hand side or its bias: it travels as a whole, under other computation")
 
 Run again, it numbers afresh; sites that are overlapped already keep their numbers.
 """

@@ -174,7 +174,10 @@ def _rows_of(
     lhs = call.args[matmul.lhs]
     rest = [view for view in call.views() if view != lhs and view.buffer in related]
     if not isinstance(lhs, View) or lhs.buffer not in related:
-        raise Refused(f"{call.fn} takes the gathered tensor as its right-hand side or its bias")
+        raise Refused(
+            f"{call.fn} takes the gathered tensor as its right-hand side or its bias: it travels "
+            "as a whole, under other computation"
+        )
     if rest or call.views().count(lhs) > 1:
         raise Refused(f"{call.fn} takes the gathered tensor twice")
     if result_of(call) is None or values.root(lhs.buffer) != name:
