@@ -25,17 +25,17 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from interlace.cost import Timeline, simulate
-from interlace.errors import ExecutorError
+from interlace.errors import ExecutorError, UnsupportedError
 from interlace.frontend.artefact import Setting
 from interlace.frontend.backend import Compilation, device_of, meshes_in, options_from
 from interlace.frontend.binding import Bound, machine_for
+from interlace.frontend.checkpoints import checkpoints_marked
 from interlace.frontend.explain import explain
-from interlace.frontend.locs import MODULE_KEY
 from interlace.frontend.specialise import signature
+from interlace.frontend.state import State
 from interlace.ir import Program
 from interlace.options import Options
 
@@ -75,6 +75,7 @@ class Compiled:
     def __init__(self, fn: Callable[..., Any], mesh: DeviceMesh | None, options: Options) -> None:
         self.fn = fn
         self.options = options
+        self._state = State.of(fn)
         self._mesh = mesh
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._examples: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -165,27 +166,20 @@ class Compiled:
             raise ExecutorError("give the arguments of a call: there were no examples to take")
         return self._examples
 
-    def _state(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of a module, by name."""
-        if not isinstance(self.fn, nn.Module):
-            return {}
-        return {**dict(self.fn.named_parameters()), **dict(self.fn.named_buffers())}
-
     def _tensors(self, args: Any = None, kwargs: Any = None) -> list[torch.Tensor]:
         if args is None:
             args, kwargs = self._examples or ((), {})
-        leaves = [*self._state().values(), *pytree.tree_leaves((args, kwargs))]
+        leaves = [*self._state.tensors().values(), *pytree.tree_leaves((args, kwargs))]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _entry(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Entry, list[torch.Tensor]]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        state = self._state()
+        state = self._state.tensors()
         tensors = [*state.values(), *(x for x in leaves if isinstance(x, torch.Tensor))]
         fixed = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        training = isinstance(self.fn, nn.Module) and self.fn.training
-        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), training)
+        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._state.training)
         key = (spec, _hashable(fixed), tuple(map(_kind, tensors)), _sharing(tensors), modes)
         entry = self._entries.get(key)
         if entry is None:
@@ -206,13 +200,10 @@ class Compiled:
         tree: list[pytree.TreeSpec] = []
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
-            state, rest = dict(zip(names, given, strict=False)), iter(given[len(names) :])
+            rest = iter(given[len(names) :])
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
-            if isinstance(self.fn, nn.Module):
-                with _named_modules(self.fn):
-                    result = torch.func.functional_call(self.fn, state, args, kwargs)
-            else:
+            with self._state.lent(given[: len(names)]):
                 result = self.fn(*args, **kwargs)
             outputs, out_spec = pytree.tree_flatten(result)
             tree[:] = [out_spec]
@@ -222,7 +213,8 @@ class Compiled:
         labels = (*(name.replace(".", "_") for name in names), *_argument_names(leaves))
         setting = Setting(self.options, meshes, labels, device_of(tensors))
         compilation = Compilation(setting)
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        eager_backward = functorch_config.patch(force_non_lazy_backward_lowering=True)
+        with eager_backward, checkpoints_marked(), _own_errors(self.fn):
             call = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
                 tensors,
@@ -245,29 +237,17 @@ class _Function(nn.Module):
 
 
 @contextlib.contextmanager
-def _named_modules(module: nn.Module) -> Iterator[None]:
-    """Notes on traced nodes which submodule they come from, as TorchDynamo would."""
-    open_contexts: list[Any] = []
-
-    def enter(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            context = fx_traceback.annotate({MODULE_KEY: name})
-            context.__enter__()
-            open_contexts.append(context)
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        open_contexts.pop().__exit__(None, None, None)
-
-    with contextlib.ExitStack() as stack:
-        for name, child in module.named_modules():
-            if name:
-                before = child.register_forward_pre_hook(enter(name), prepend=True)
-                after = child.register_forward_hook(leave, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+def _own_errors(fn: Callable[..., Any]) -> Iterator[None]:
+    """Says what torch says of a tensor that is no argument in words that help."""
+    try:
         yield
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{getattr(fn, '__qualname__', fn)} uses a tensor that is not among its arguments: "
+            "pass it as an argument, or give interlace.compile the module that holds it"
+        ) from error
 
 
 def _kind(tensor: torch.Tensor) -> Hashable:

@@ -23,6 +23,7 @@ from interlace.frontend.imported import Imported
 from interlace.frontend.importer import Importer
 from interlace.frontend.normalise import LOWERINGS
 from interlace.frontend.rng import RANDOM
+from interlace.frontend.specialise import complete
 from interlace.frontend.teams import Teams
 
 
@@ -41,5 +42,6 @@ def import_graph(
     `labels` are the user's names of the arguments, by position, before AOTAutograd.
     """
     lowerings = {**LOWERINGS, **COLLECTIVES, **RANDOM}
+    values = complete(gm) if values is None else values
     with unset_fake_temporarily():  # compilers are called in a mode where no tensor is real
         return Importer(gm, name, teams or Teams.of_torch(), lowerings, values, labels).run()

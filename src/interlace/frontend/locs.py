@@ -28,6 +28,9 @@ _TORCH = str(Path(torch.__file__).parent)
 
 def location(node: fx.Node) -> Loc:
     """The module path, file and line of a node; backward nodes take their forward node's."""
+    if not node.meta:  # one that the partitioner made around another
+        noted = [user for user in node.users if user.meta]
+        return location(noted[0]) if noted else Loc()
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     module = module_path(_innermost(stack)) if stack else ""
     module = module or (node.meta.get("custom") or {}).get(MODULE_KEY, "")

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
+from interlace.frontend.checkpoints import mark_checkpoints
 from interlace.frontend.types import dtype_of
 
 GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
@@ -53,6 +54,7 @@ class Partition:
         self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward graph of a joint one."""
+        mark_checkpoints(joint.graph)
         self.mark(joint.graph)
         own_opaque_outputs(joint.graph, given["num_fwd_outputs"])
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **given)

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from interlace.frontend.importer import Importer, Lowering, Value
-from interlace.frontend.locs import location
 from interlace.frontend.types import buffer_like
 from interlace.ir import Buffer, Call, View
 
@@ -65,16 +64,9 @@ def _inner(imp: Importer, node: fx.Node, args: Any, value: Any) -> Value:
 
 
 def _run_and_save(imp: Importer, node: fx.Node, args: list[Any]) -> Value:
-    state, value = imp.value(node) or _parts(imp, node)
+    state, value = imp.value(node)
     saved = _save(imp, f"{node.name}_state", state)
     return saved, _inner(imp, node, node.args[1:], value)
-
-
-def _parts(imp: Importer, node: fx.Node) -> tuple[torch.Tensor, Any]:
-    """The values of a node that has none noted, from those of the items taken of it."""
-    items = {user.args[1]: user for user in node.users}
-    imp.loc = location(items[1])
-    return imp.value(items[0]), imp.value(items[1])
 
 
 def _run_with(imp: Importer, node: fx.Node, args: list[Any]) -> Value:

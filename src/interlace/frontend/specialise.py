@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def signature(args: Sequence[Any]) -> Hashable:
@@ -64,6 +64,19 @@ class _Recorder(fx.Interpreter):
         """The node's value, noted."""
         value = self.found[n] = super().run_node(n)
         return value
+
+
+def complete(gm: fx.GraphModule) -> dict[fx.Node, Any] | None:
+    """Every node's value as it was traced, where some have none noted; None where all have."""
+    unknown = [n for n in gm.graph.nodes if n.op == "call_function" and "val" not in n.meta]
+    if not unknown:
+        return None
+    given = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    modes = [value.fake_mode for value in given if isinstance(value, FakeTensor)]
+    recorder = _Recorder(gm)
+    with modes[0] if modes else FakeTensorMode(), torch.no_grad():
+        recorder.run(*given, enable_io_processing=False)
+    return recorder.found
 
 
 def propagate(gm: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:

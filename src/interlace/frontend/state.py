@@ -1,0 +1,118 @@
+"""The modules that a function uses, and their parameters and buffers as arguments.
+
+AOTAutograd sees what it is given: a parameter that is no argument would be a constant. The modules
+that a function is, or refers to, are found, and lent other tensors while it is traced:
+
+    state = State.of(fn)                  # fn may be a module, a bound method, a closure
+    with state.lent(tensors):
+        fn(x)                             # uses `tensors` for state.names
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import traceback as fx_traceback
+from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore
+
+from interlace.frontend.locs import MODULE_KEY
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The modules behind a function, by the prefix of their parameters' names."""
+
+    modules: tuple[tuple[str, nn.Module], ...]
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> State:
+        """The modules that `fn` is, is bound to, or refers to."""
+        if isinstance(fn, nn.Module):
+            return cls((("", fn),))
+        found: dict[int, tuple[str, nn.Module]] = {}
+        for name, value in _referred(fn):
+            if isinstance(value, nn.Module):
+                found.setdefault(id(value), (name, value))
+        if len(found) == 1:
+            return cls(tuple(("", module) for _, module in found.values()))
+        return cls(tuple(found.values()))
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """Whether each submodule is in training mode."""
+        return tuple(m.training for _, module in self.modules for m in module.modules())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer, by name; one that is shared stands once."""
+        found: dict[str, torch.Tensor] = {}
+        for prefix, module in self.modules:
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+        return found
+
+    @contextlib.contextmanager
+    def lent(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Has the modules use `tensors`, in the order of `tensors()`, and note where nodes are."""
+        given = dict(zip(self.tensors(), tensors, strict=True))
+        with contextlib.ExitStack() as stack:
+            for prefix, module in self.modules:
+                start = f"{prefix}." if prefix else ""
+                names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+                mine = {name: given[start + name] for name in names}
+                stack.enter_context(_reparametrize_module(module, mine, tie_weights=True))
+                stack.enter_context(_named_modules(module, start))
+            yield
+
+
+def _referred(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """What a function is bound to, closes over, has as defaults, or names in its module."""
+    bound = getattr(fn, "__self__", None)
+    if bound is not None:
+        yield "self", bound
+    plain = getattr(fn, "__func__", getattr(fn, "func", fn))
+    for value in getattr(fn, "args", ()) if hasattr(fn, "func") else ():
+        yield type(value).__name__.lower(), value
+    code = getattr(plain, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            yield name, cell.cell_contents
+    names = code.co_varnames[: code.co_argcount][-len(plain.__defaults__ or ()) :]
+    yield from zip(names, plain.__defaults__ or (), strict=False)
+    yield from (plain.__kwdefaults__ or {}).items()
+    for name in code.co_names:
+        if name in plain.__globals__:
+            yield name, plain.__globals__[name]
+
+
+@contextlib.contextmanager
+def _named_modules(module: nn.Module, prefix: str) -> Iterator[None]:
+    """Notes on traced nodes which submodule they come from, as TorchDynamo would."""
+    open_contexts: list[Any] = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            context = fx_traceback.annotate({MODULE_KEY: name})
+            context.__enter__()
+            open_contexts.append(context)
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        open_contexts.pop().__exit__(None, None, None)
+
+    with contextlib.ExitStack() as stack:
+        for name, child in module.named_modules():
+            if prefix or name:
+                path = f"{prefix}{name}".rstrip(".")
+                before = child.register_forward_pre_hook(enter(path), prepend=True)
+                after = child.register_forward_hook(leave, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield

@@ -1,0 +1,201 @@
+"""interlace.compile: functions and modules on DTensors, without TorchDynamo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.frontend.models import Model, gradients, local, parallelise
+from tests.support.pool import Pool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import interlace
+from interlace.cost import Timeline
+from interlace.errors import ExecutorError, OptionError, UnsupportedError
+from interlace.frontend.compile import Compiled
+from interlace.ir import Call, Collective, Get, Op, Program
+
+
+def module_against_eager() -> dict[str, Any]:
+    """A whole model: results, gradients, and everything that a compiled object tells."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = parallelise(Model(layers=1), mesh)
+    tokens = torch.randint(0, 32, (2, 8))
+    model(tokens).square().sum().backward()
+    eager = gradients(model)
+    compiled = interlace.compile(
+        model, tokens, mesh=mesh, options=interlace.Options(strategy="peer")
+    )
+    out = compiled(tokens)
+    out.square().sum().backward()
+    mine = gradients(model)
+    torch.testing.assert_close(local(out), local(model(tokens)), rtol=1e-5, atol=1e-5)
+    assert mine.keys() == eager.keys()
+    for name, theirs in eager.items():
+        torch.testing.assert_close(mine[name], theirs, rtol=1e-4, atol=1e-5)
+    predicted, measured = compiled.simulate(), compiled.profile(runs=2)
+    backward = compiled.profile(kind="backward", runs=2)
+    names = [p.name for p in compiled.program.params]
+    told = {
+        "explain": compiled.explain(),
+        "modules": [site.module for site in compiled.program.sites],
+        "predicted": len({span.rank for span in predicted.spans}),
+        "measured": _without_span(measured, compiled.program),
+        "backward": _without_span(backward, compiled.programs[1]),
+        "parameters": [name for name in names if name.startswith("layers_0_mlp")],
+    }
+    compiled.close()
+    return told
+
+
+def _without_span(timeline: Timeline, program: Program) -> list[Op]:
+    """The ops that compute or communicate and that no span of the timeline shows."""
+    shown = {span.op_index for span in timeline.spans}
+    ops = enumerate(program.ops)
+    return [op for i, op in ops if isinstance(op, Call | Collective | Get) and i not in shown]
+
+
+def test_module(pool: Pool) -> None:
+    for told in pool(2).run(module_against_eager):
+        assert "layers.0.mlp" in told["modules"]
+        assert "layers.0.attn.wo" in told["explain"]
+        assert "forward: 7 communications, sound" in told["explain"]
+        assert told["predicted"] == 2
+        assert told["measured"] == told["backward"] == []
+        assert told["parameters"] == [f"layers_0_mlp_{name}_weight" for name in ("w1", "w3", "w2")]
+
+
+def signatures() -> list[int]:
+    """New sizes, layouts, plain values and gradient needs compile anew; the same do not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    compiled: list[int] = []
+
+    def fn(x: DTensor, w: DTensor, scale: float = 1.0, *, twice: bool = False) -> Any:
+        compiled.append(1)
+        y: Any = F.linear(x.redistribute(placements=[Replicate()]), w) * scale
+        return {"y": y, "z": (y + y, None)} if twice else {"y": y}
+
+    call = interlace.compile(fn, mesh=mesh)
+    w: Any = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)]).requires_grad_()
+    counts: list[int] = []
+    for rows, scale, twice in ((4, 1.0, False), (4, 1.0, False), (8, 1.0, False), (4, 2.0, True)):
+        x = distribute_tensor(torch.randn(rows, 8), mesh, [Shard(0)])
+        before = len(compiled)
+        out = call(x, w, scale, twice=twice)
+        counts.append(int(len(compiled) > before))
+        want = fn(x, w, scale, twice=twice)
+        compiled.pop()
+        torch.testing.assert_close(local(out["y"]), local(want["y"]))
+        assert ("z" in out) == twice
+        if twice:
+            torch.testing.assert_close(local(out["z"][0]), local(want["z"][0]))
+            assert out["z"][1] is None
+    with torch.no_grad():
+        x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
+        before = len(compiled)
+        call(x, w)
+        counts.append(int(len(compiled) > before))
+    call.close()
+    return counts
+
+
+def test_compiles_anew_by_signature(pool: Pool) -> None:
+    assert pool(2).run(signatures) == [[1, 0, 1, 1, 1]] * 2
+
+
+def serial_has_one_stream() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`overlap=False` leaves one stream; overlapped has two."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    w = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)])
+    x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
+
+    def fn(x: Any, w: Any) -> Any:
+        return F.linear(x.redistribute(placements=[Replicate()]), w)
+
+    options = interlace.Options(strategy="peer")
+    found = [interlace.compile(fn, x, w, options=options, overlap=o) for o in (False, True)]
+    outs = [local(compiled(x, w)) for compiled in found]
+    torch.testing.assert_close(*outs)
+    streams = [compiled.program.streams() for compiled in found]
+    for compiled in found:
+        compiled.close()
+    return streams[0], streams[1]
+
+
+def test_overlap_off_is_serial(pool: Pool) -> None:
+    for serial, overlapped in pool(2).run(serial_has_one_stream):
+        assert serial == ("main",)
+        assert len(overlapped) > 1
+
+
+def test_single_process_module_trains() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    twin = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    twin.load_state_dict(net.state_dict())
+    compiled = interlace.compile(net, torch.randn(4, 8))
+    for step in range(3):
+        x = torch.randn(4, 8)
+        outs = []
+        for call in (compiled, twin):
+            torch.manual_seed(step)
+            out = call(x)
+            out.square().sum().backward()
+            outs.append(out)
+        assert torch.equal(*outs)
+    for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    for mine, theirs in zip(net.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(mine, theirs), "running statistics differ"
+    assert [bound.kind for bound in compiled.bound] == ["forward", "backward"]
+    net.eval()
+    assert compiled(torch.randn(4, 8)).shape == (4, 8)
+
+
+def test_nothing_compiled_yet_is_a_typed_error() -> None:
+    compiled: Compiled = interlace.compile(torch.relu)
+    with pytest.raises(ExecutorError, match="nothing is compiled yet"):
+        compiled.explain()
+    compiled(torch.ones(2))
+    with pytest.raises(ExecutorError, match="no 'backward' graph"):
+        compiled.simulate("backward")
+
+
+def test_unknown_option_is_a_typed_error() -> None:
+    with pytest.raises(OptionError, match="unknown option"):
+        interlace.compile(torch.relu, options={"overlapp": True})
+
+
+def test_function_that_closes_over_modules() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return second(torch.relu(first(x)))
+
+    x = torch.randn(3, 4)
+    compiled = interlace.compile(fn, x)
+    with torch.no_grad():
+        first.weight.mul_(2)  # parameters are arguments, not constants of the first call
+    compiled(x).sum().backward()
+    mine = [p.grad for p in (first.weight, second.bias)]
+    first.zero_grad()
+    second.zero_grad()
+    want = fn(x)
+    want.sum().backward()
+    assert torch.equal(compiled(x), want)
+    for ours, theirs in zip(mine, [p.grad for p in (first.weight, second.bias)], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert "first_weight" in str(compiled.program)
+
+
+def test_tensor_that_is_no_argument_is_a_typed_error() -> None:
+    w = torch.randn(4, 4)
+    with pytest.raises(UnsupportedError, match="uses a tensor that is not among its arguments"):
+        interlace.compile(lambda x: x @ w, torch.randn(2, 4))

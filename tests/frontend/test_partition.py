@@ -1,0 +1,123 @@
+"""What is saved between forward and backward: shards instead of gathered tensors, by policy."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.frontend.models import Block, bits, gradients, local, parallelise_block
+from tests.support.pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from interlace.cost import Machine, default_machine
+from interlace.frontend.binding import Bound
+from interlace.frontend.compile import compile
+from interlace.frontend.partition import Partition
+from interlace.ir import Collective, View
+from interlace.options import Options
+
+BATCH, LENGTH, DIM = 2, 8, 16
+
+
+def saved_numel(forward: Bound) -> int:
+    """Elements of activations that the forward keeps: fresh buffers beyond its one output."""
+    program = forward.program
+    buffers = program.buffers()
+    names = {arg.buffer for arg in program.returned()[1:] if isinstance(arg, View)}
+    return sum(
+        prod(size for size in buffers[name].shape if isinstance(size, int))
+        for name in names
+        if buffers[name].kind == "fresh"
+    )
+
+
+def gathers(bound: Bound) -> int:
+    """The all-gathers of the serial Program."""
+    return sum(isinstance(op, Collective) and op.kind == "all_gather" for op in bound.serial.ops)
+
+
+def policies(checkpointed: bool) -> dict[Any, tuple[int, int, int, dict[str, bytes]]]:
+    """A block under each policy: what is saved, gathers forward and backward, gradients."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    found: dict[Any, tuple[int, int, int, dict[str, bytes]]] = {}
+    for regather in (False, True):
+        torch.manual_seed(0)
+        block: Any = parallelise_block(Block(DIM, 4, 2 * DIM), mesh)
+        x = torch.randn(BATCH, LENGTH // dist.get_world_size(), DIM).requires_grad_()
+
+        def call(x: torch.Tensor, block: Any = block) -> torch.Tensor:
+            return checkpoint(block, x, use_reentrant=False) if checkpointed else block(x)
+
+        compiled = compile(call, x, mesh=mesh, options=Options(regather=regather, overlap=False))
+        (compiled(x) ** 2).sum().backward()
+        forward, backward = compiled.bound
+        grads = {**gradients(block), "x": local(x.grad)}
+        found[regather] = (saved_numel(forward), gathers(forward), gathers(backward), bits(grads))
+        compiled.close()
+    return found
+
+
+def test_regather_saves_the_shard(pool: Pool) -> None:
+    for found in pool(2).run(policies, False):
+        kept, again = found[False], found[True]
+        # two gathers feed QKV and gate/up; backward gathers them again, beside its own two
+        assert kept[1:3] == (2, 2)
+        assert again[1:3] == (2, 4)
+        gathered = BATCH * LENGTH * DIM
+        assert kept[0] - again[0] >= gathered  # two whole tensors less, two halves more
+        assert kept[3] == again[3], "gathering again changed a gradient"
+
+
+def test_users_checkpoint_goes_first(pool: Pool) -> None:
+    for found in pool(2).run(policies, True):
+        kept, again = found[False], found[True]
+        assert kept[:3] == again[:3], "the policy changed what the user decided"
+        assert kept[3] == again[3]
+        assert kept[1:3] == (2, 4), "the user's checkpoint did not recompute the block"
+
+
+@pytest.mark.parametrize(("bandwidth", "wanted"), [(1e15, 1), (1.0, 0)], ids=["fast", "slow"])
+def test_auto_asks_the_machine(pool: Pool, bandwidth: float, wanted: int) -> None:
+    assert pool(2).run(marked_by_auto, bandwidth) == [wanted] * 2
+
+
+def marked_by_auto(bandwidth: float) -> int:
+    """How many gathers `auto` marks on a machine with such links."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    machine = _with_links(default_machine("cpu"), bandwidth)
+    marked: list[int] = []
+
+    class Counting(Partition):
+        def mark(self, graph: Any) -> Any:
+            found = super().mark(graph)
+            marked.append(len(found))
+            return found
+
+    import torch.distributed._functional_collectives as funcol
+    from torch._functorch.aot_autograd import aot_function
+
+    w = torch.randn(DIM, DIM).requires_grad_()
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return funcol.all_gather_tensor_autograd(x, 0, mesh["tp"]) @ w
+
+    def nothing(gm: Any, example_inputs: Any) -> Any:
+        return gm
+
+    x = torch.randn(4, DIM).requires_grad_()
+    aot_function(fn, nothing, nothing, partition_fn=Counting("auto", machine))(x, w)
+    return marked[0]
+
+
+def _with_links(machine: Machine, bandwidth: float) -> Machine:
+    import dataclasses
+
+    links = tuple(
+        (name, dataclasses.replace(link, bandwidth=bandwidth, latency_s=1.0 / bandwidth))
+        for name, link in machine.links
+    )
+    return machine.replace(links=links)
