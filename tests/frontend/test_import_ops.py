@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.frontend.tracing import agrees, graphs
+from tests.frontend.tracing import agrees, graphs, imported
 
 from interlace.errors import UnsupportedError
 from interlace.frontend import import_graph
@@ -116,10 +116,10 @@ def test_program_agrees_with_graph(name: str) -> None:
     found = graphs(fn, *(arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args))
     assert found
     for graph in found:
-        imported = import_graph(graph.gm, name=graph.kind)
-        validate(imported.program)
-        assert parse(print_program(imported.program)) == imported.program
-        agrees(graph, imported, exact=name not in RESPELT)
+        mine = imported(graph)
+        validate(mine.program)
+        assert parse(print_program(mine.program)) == mine.program
+        agrees(graph, mine, exact=name not in RESPELT)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.frontend.tracing import agrees, graphs
+from tests.frontend.tracing import agrees, graphs, imported
 
-from interlace.frontend import import_graph
 from interlace.ir import Alloc, Call, Copy, Program
 
 
@@ -126,10 +125,10 @@ def programs(fn: Callable[..., Any]) -> list[Program]:
     cache, k = torch.arange(30.0).view(2, 5, 3).contiguous(), torch.randn(2, 2, 3)
     found = []
     for graph in graphs(fn, cache, k, gradient=False):
-        imported = import_graph(graph.gm, name=graph.kind)
-        agrees(graph, imported)
+        mine = imported(graph)
+        agrees(graph, mine)
         assert not torch.equal(graph.args[0], graph.args_after[0]), "the cache was not written"
-        found.append(imported.program)
+        found.append(mine.program)
     assert found
     return found
 
@@ -165,4 +164,4 @@ def test_running_statistics_are_written() -> None:
 
     args = (torch.zeros(3), torch.ones(3), torch.randn(4, 3), torch.ones(3).requires_grad_())
     for graph in graphs(fn, *args):
-        agrees(graph, import_graph(graph.gm, name=graph.kind))
+        agrees(graph, imported(graph))

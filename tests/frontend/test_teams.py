@@ -1,0 +1,152 @@
+"""Process groups as teams: mesh axes, hand-made groups that ranks tell each other, components."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+import interlace
+from interlace.errors import AgreementError, ExecutorError, TeamError
+from interlace.frontend import Captured, Teams, backend, capture
+from interlace.frontend.membership import learn_groups
+from interlace.frontend.teams import as_axes, connected
+from interlace.ir import Team
+
+
+class Board(dict[str, str]):
+    """A store in this process."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def get(self, key: str) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_connected_ranks_are_the_program() -> None:
+    rows, columns = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    assert connected(0, [rows]) == {0, 1}
+    assert connected(3, [rows, columns]) == {0, 1, 2, 3}
+    assert connected(5, [rows]) == {5}
+
+
+def test_mesh_axes_need_no_groups() -> None:
+    dp, tp = Team("dp", 2, ((0, 2), (1, 3))), Team("tp", 2, ((0, 1), (2, 3)))
+    assert as_axes((tp, dp), (0, 1, 2, 3)) == ((Team("dp", 2), Team("tp", 2)), None)
+    assert as_axes((Team("tp", 2, ((2, 3),)),), (2, 3)) == ((Team("tp", 2),), (2, 3))
+    odd = (Team("a", 2, ((0, 3), (1, 2))), Team("b", 2, ((0, 1), (2, 3))))
+    assert as_axes(odd, (0, 1, 2, 3)) == (odd, None)
+    assert as_axes((), (0,)) == ((), None)
+    assert as_axes((), (7,)) == ((), (7,))
+
+
+def test_ranks_learn_each_others_groups() -> None:
+    store = Board()
+    groups = {0: ((0, 1), (0, 2)), 1: ((0, 1), (1, 3)), 2: ((2, 3), (0, 2)), 3: ((2, 3), (1, 3))}
+    for rank, mine in groups.items():
+        teams = [(2, (group,), False) for group in mine]
+        if rank < 3:
+            with pytest.raises(AgreementError, match=r"rank \d did not say within 0.05 s"):
+                learn_groups(teams, rank, 0.05, store)
+        else:
+            assert learn_groups(teams, rank, 5, store) == [((0, 1), (2, 3)), ((0, 2), (1, 3))]
+
+
+def test_group_without_process_group_is_a_typed_error() -> None:
+    with pytest.raises(TeamError, match="init_process_group"):
+        Teams.of_torch().team("0")
+
+
+def names_and_groups() -> list[Any]:
+    """The teams of a few graphs on four ranks."""
+    import torch.distributed._functional_collectives as funcol
+
+    torch.compiler.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    mine, other = pairs[rank // 2], across[0 if rank in (0, 3) else 1]
+    found: list[Any] = []
+    choices: list[list[Any]] = [
+        [mesh["tp"]],
+        [mesh["dp"], mesh["tp"]],
+        [dist.group.WORLD],
+        [mine],
+        [mine, other],
+    ]
+    for groups in choices:
+
+        def fn(x: torch.Tensor, groups: Any = groups) -> torch.Tensor:
+            for group in groups:
+                x = funcol.all_reduce(x, "sum", group)
+            return x
+
+        torch.compiler.reset()
+        with capture() as captured:
+            x = torch.full((2,), float(rank))
+            result = torch.compile(fn, backend=backend)(x)
+            assert torch.equal(result, fn(x))
+        (program,) = captured.programs
+        found.append(([(t.name, t.size, t.groups) for t in program.teams], program.ranks))
+    return found
+
+
+def test_names_and_groups(pool: Pool) -> None:
+    results = pool(4).run(names_and_groups)
+    for rank, (tp, both, world, pair, crossed) in enumerate(results):
+        here = None if rank < 2 else (2, 3)
+        assert tp == ([("tp", 2, None)], here)
+        assert both == ([("dp", 2, None), ("tp", 2, None)], None)
+        assert world == ([("world", 4, None)], None)
+        assert pair[1] == here
+        assert pair[0][0][1:] == (2, None)
+        (_, _, first), (_, _, second) = crossed[0]
+        assert first == ((0, 1), (2, 3))
+        assert second == ((0, 3), (1, 2))
+
+
+def destroyed_group_frees() -> tuple[int, int]:
+    """Executors are freed with their process group, though nobody called `reset`."""
+    captured = compile_in_a_group_of_its_own()
+    held = len(captured.bound)
+    executor = captured.bound[0].executor
+    gc.collect()
+    assert len(captured.bound) == held, "freed before the group was destroyed"
+    (known,) = [g for g in c10d._world.pg_map if g is not dist.group.WORLD]
+    dist.destroy_process_group(known)
+    del known
+    gc.collect()
+    with pytest.raises(ExecutorError, match="closed"):
+        executor.run([torch.ones(3)])
+    return held, len(captured.bound)
+
+
+def compile_in_a_group_of_its_own() -> Captured:
+    """Compiles a function that names its group, and holds it nowhere."""
+    group: Any = dist.new_group([0, 1])
+    name = group.group_name
+    del group
+    op: Any = torch.ops._c10d_functional
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return op.wait_tensor(op.all_reduce(x * 2, "sum", name))
+
+    with capture() as captured:
+        compiled = interlace.compile(fn)
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 4.0))
+    return captured
+
+
+def test_destroyed_group_frees_executors(pool: Pool) -> None:
+    assert pool(2).run(destroyed_group_frees, replace=True) == [(1, 0)] * 2
