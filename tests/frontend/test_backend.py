@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace.errors import OptionError, UnsupportedError
+from interlace.errors import AgreementError, OptionError, UnsupportedError
 from interlace.frontend import backend, capture
 
 
@@ -256,3 +256,48 @@ def test_unsupported_operator_is_a_typed_error_with_its_line() -> None:
 
     with pytest.raises(UnsupportedError, match=r"cond in .*test_backend.py:\d+.*disable"):
         torch.compile(fn, backend=backend)(torch.ones(2))
+
+
+def test_none_and_plain_numbers_pass_through() -> None:
+    torch.compiler.reset()
+
+    def fn(x: torch.Tensor, scale: float, mask: Any, times: int) -> Any:
+        y = x * scale if mask is None else x * mask
+        return {"y": y.repeat(times), "mask": mask, "times": times, "input": x}
+
+    call = torch.compile(fn, backend=backend, fullgraph=True)
+    x = torch.randn(3)
+    for scale, times in ((2.0, 1), (3.0, 2), (4.0, 3)):
+        got, want = call(x, scale, None, times), fn(x, scale, None, times)
+        assert torch.equal(got.pop("y"), want.pop("y"))
+        assert got.pop("input") is x
+        want.pop("input")
+        assert got == want
+
+
+def alone(rank: int) -> str:
+    """One rank recompiles alone: it gets an error in bounded time that names who did not come."""
+    import torch.distributed._functional_collectives as funcol
+
+    torch.compiler.reset()
+    group: Any = dist.group.WORLD
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(x, "sum", group)
+
+    options: Any = {"time_out_s": 1.5}
+    call = torch.compile(fn, backend=backend, dynamic=False, options=options)
+    call(torch.ones(2))
+    if dist.get_rank() != rank:
+        return ""
+    try:
+        call(torch.ones(3))
+    except AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_rank_that_recompiles_alone_is_told_who_did_not_come(pool: Pool) -> None:
+    silent, told = pool(2).run(alone, 1, replace=True)
+    assert silent == ""
+    assert "rank 0 did not come" in told, told

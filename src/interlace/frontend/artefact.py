@@ -48,6 +48,8 @@ class Shelf:
         self._lock = threading.RLock()
         self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
         self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
+        self.clearings = 0
+        """How often everything was freed: what was got before is closed."""
 
     def get(self, key: Hashable) -> Bound | None:
         """The bound Program of a signature."""
@@ -75,6 +77,7 @@ class Shelf:
     def clear(self) -> None:
         """Frees them all."""
         with self._lock:
+            self.clearings += 1
             bound, self._bound = list(self._bound.values()), OrderedDict()
             self._watches.clear()
         for item in bound:
@@ -91,18 +94,19 @@ class Artefact:
         self._gm = gm
         self._traced = recorded_signature(gm)
         self._shelf = Shelf(setting.options.cache_size)
-        self._last: tuple[Hashable, Bound] | None = None
+        self._last: tuple[Hashable, int, Bound] | None = None
         weakref.finalize(self, self._shelf.clear)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """The graph's outputs; `args` is emptied, so that nothing lives longer than it must."""
         key = signature(args)
-        last = self._last
-        if last is None or last[0] != key or self._shelf.get(key) is None:
-            self._last = last = (key, self._find(key, args))
+        last = self._last  # compared, not looked up: hashing a long signature takes longer
+        if last is None or last[0] != key or last[1] != self._shelf.clearings:
+            bound = self._shelf.get(key) or self._bind(key, args)
+            self._last = last = (key, self._shelf.clearings, bound)
         given = list(args)
         args.clear()
-        return last[1].run(given)
+        return last[2].run(given)
 
     @property
     def bound(self) -> list[Bound]:
@@ -118,10 +122,6 @@ class Artefact:
         """Frees its bound Programs; a later call makes them anew."""
         self._last = None
         self._shelf.clear()
-
-    def _find(self, key: Hashable, args: Sequence[Any]) -> Bound:
-        found = self._shelf.get(key)
-        return found if found is not None else self._bind(key, args)
 
     def _bind(self, key: Hashable, args: Sequence[Any] | None) -> Bound:
         setting = self.setting

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from interlace.frontend.artefact import Artefact
 from interlace.frontend.binding import Bound
+from interlace.frontend.explain import explain
 from interlace.ir import Program
 
 
@@ -35,6 +36,10 @@ class Captured:
     def programs(self) -> list[Program]:
         """The overlapped Programs: forward and backward of each graph."""
         return [bound.program for bound in self.bound]
+
+    def explain(self) -> str:
+        """Each communication with its strategy, the reason and the gain that is predicted."""
+        return explain(self.bound)
 
 
 _CAPTURING: ContextVar[tuple[Captured, ...]] = ContextVar("interlace_capturing", default=())
