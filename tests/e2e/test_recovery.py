@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -85,7 +86,7 @@ def test_reset_mends_compiled_models(pool: Pool) -> None:
 
 def one_group_for_two_teams() -> str:
     """The error of a Program whose teams were given one group."""
-    groups = {"a": dist.group.WORLD, "b": dist.group.WORLD}
+    groups = {"a": world_group(), "b": world_group()}
     with pytest.raises(TeamError) as error:
         Executor(parse(TWO_TEAMS), groups=groups, options=Options(time_out_s=20)).prepare()
     return str(error.value)
