@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import interlace
-from interlace.cost import Timeline
+from interlace.cost import Timeline, default_machine
 from interlace.errors import ExecutorError, OptionError, UnsupportedError
 from interlace.frontend.compile import Compiled
 from interlace.ir import Call, Collective, Get, Op, Program
+from interlace.passes import lower
 
 
 def module_against_eager() -> dict[str, Any]:
@@ -199,3 +200,34 @@ def test_tensor_that_is_no_argument_is_a_typed_error() -> None:
     w = torch.randn(4, 4)
     with pytest.raises(UnsupportedError, match="uses a tensor that is not among its arguments"):
         interlace.compile(lambda x: x @ w, torch.randn(2, 4))
+
+
+def uneven_weights() -> tuple[list[str], list[str], list[str]]:
+    """A gather whose matmul is large on one rank and tiny on the other, so that `auto` differs."""
+    import torch.distributed._functional_collectives as funcol
+
+    group: Any = dist.group.WORLD
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return funcol.all_gather_tensor(x, 0, group) @ w
+
+    x = torch.randn(256, 64)
+    w = torch.randn(64, 2 if dist.get_rank() == 0 else 2048)
+    compiled = interlace.compile(fn, x, w)
+    torch.testing.assert_close(compiled(x, w), fn(x, w), rtol=1e-4, atol=1e-4)
+    program = compiled.program
+    alone = lower(compiled.bound[0].serial, compiled.options, default_machine("cpu"))
+    return (
+        [site.strategy for site in alone.sites],
+        [site.strategy for site in program.sites],
+        [remark.text for remark in program.remarks if remark.pass_name == "frontend"],
+    )
+
+
+def test_ranks_that_would_choose_differently_run_serially(pool: Pool) -> None:
+    first, second = pool(2).run(uneven_weights)
+    assert first[0] != second[0], "both ranks chose alike: the test needs other sizes"
+    for _, strategies, remarks in (first, second):
+        assert strategies == ["serial"]
+        assert remarks
+        assert "runs serially" in remarks[0]
