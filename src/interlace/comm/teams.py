@@ -249,12 +249,13 @@ def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
 
 
 def reset_teams(time_out_s: float = 60.0) -> None:
-    """After a failure: forgets it on every team of this process, so that runs may go on.
+    """After a failure: forgets it on every team that it reached, so that runs may go on.
 
-    Collective: every rank calls it. Teams come in an order that all ranks share.
+    Collective: every rank that heard of the failure calls it. Teams come in an order that all ranks
+    share; those without a failure (of a group that is gone, say) are left alone.
     """
     for team in _registry.live():
-        if team.is_set_up:
+        if team.is_set_up and team.control.failure() is not None:
             team.reset(time_out_s)
 
 
