@@ -80,7 +80,7 @@ def signatures() -> list[int]:
     def fn(x: DTensor, w: DTensor, scale: float = 1.0, *, twice: bool = False) -> Any:
         compiled.append(1)
         y: Any = F.linear(x.redistribute(placements=[Replicate()]), w) * scale
-        return {"y": y, "z": (y + y, None)} if twice else {"y": y}
+        return {"y": y, "z": (y + y, None, "text", 3)} if twice else {"y": y}
 
     call = interlace.compile(fn, mesh=mesh)
     w: Any = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)]).requires_grad_()
@@ -96,7 +96,7 @@ def signatures() -> list[int]:
         assert ("z" in out) == twice
         if twice:
             torch.testing.assert_close(local(out["z"][0]), local(want["z"][0]))
-            assert out["z"][1] is None
+            assert out["z"][1:] == (None, "text", 3)
     with torch.no_grad():
         x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
         before = len(compiled)

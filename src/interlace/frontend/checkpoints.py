@@ -16,10 +16,10 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 from torch import fx
 from torch.fx import traceback as fx_traceback
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 CHECKPOINT_KEY = "interlace_checkpoint"
@@ -35,8 +35,12 @@ def checkpoints_marked() -> Iterator[None]:
         with fx_traceback.annotate({CHECKPOINT_KEY: next(numbers)}):
             yield
 
-    with patch("torch.utils.checkpoint._checkpoint_without_reentrant_generator", marking):
+    original = torch_checkpoint._checkpoint_without_reentrant_generator
+    torch_checkpoint._checkpoint_without_reentrant_generator = marking  # pyright: ignore
+    try:
         yield
+    finally:
+        torch_checkpoint._checkpoint_without_reentrant_generator = original
 
 
 def mark_checkpoints(graph: fx.Graph) -> None:

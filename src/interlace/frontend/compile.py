@@ -34,6 +34,7 @@ from interlace.frontend.backend import Compilation, device_of, meshes_in, option
 from interlace.frontend.binding import Bound, machine_for
 from interlace.frontend.checkpoints import checkpoints_marked
 from interlace.frontend.explain import explain
+from interlace.frontend.outputs import Outputs
 from interlace.frontend.specialise import signature
 from interlace.frontend.state import State
 from interlace.ir import Program
@@ -62,11 +63,11 @@ def compile(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One combination of arguments: the compiled function, its graphs and its outputs' tree."""
+    """One combination of arguments: the compiled function, its graphs, what its outputs are."""
 
     call: Callable[..., Any]
     compilation: Compilation
-    tree: list[pytree.TreeSpec]
+    outputs: Outputs
 
 
 class Compiled:
@@ -83,7 +84,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` gives for these arguments."""
         entry, tensors = self._entry(args, kwargs)
-        return pytree.tree_unflatten(list(entry.call(*tensors)), entry.tree[0])
+        return entry.outputs.join(entry.call(*tensors))
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
@@ -197,7 +198,7 @@ class Compiled:
         spec: pytree.TreeSpec,
         tensors: list[torch.Tensor],
     ) -> _Entry:
-        tree: list[pytree.TreeSpec] = []
+        found: list[Outputs] = []
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
             rest = iter(given[len(names) :])
@@ -205,9 +206,9 @@ class Compiled:
             args, kwargs = pytree.tree_unflatten(filled, spec)
             with self._state.lent(given[: len(names)]):
                 result = self.fn(*args, **kwargs)
-            outputs, out_spec = pytree.tree_flatten(result)
-            tree[:] = [out_spec]
-            return tuple(outputs)
+            outputs, results = Outputs.of(result)
+            found.append(outputs)
+            return results
 
         meshes = meshes_in([*tensors, self._mesh])
         labels = (*(name.replace(".", "_") for name in names), *_argument_names(leaves))
@@ -221,7 +222,7 @@ class Compiled:
                 **compilation.compilers(),
             )
         compilation.prepare()
-        return _Entry(call, compilation, tree)
+        return _Entry(call, compilation, found[-1])
 
 
 class _Function(nn.Module):
