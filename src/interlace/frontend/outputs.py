@@ -1,7 +1,9 @@
-"""Outputs of a function: the tensors, which AOTAutograd returns, and all else, which stays the same.
+"""Outputs of a function: tensors, which AOTAutograd returns, and all else, which stays the same.
 
-outputs, tensors = Outputs.of({"y": y, "steps": 3})
-outputs.join(tensors)                 # the dictionary again
+    outputs, tensors = Outputs.of({"y": y, "steps": 3})
+    outputs.join(tensors)                 # the dictionary again
+
+What is no tensor is fixed when the function is traced.
 """
 
 from __future__ import annotations
