@@ -9,15 +9,19 @@ calibration.py   the figures of a machine, from measured timelines
 """
 
 from interlace.cost.calibration import calibrate
+from interlace.cost.curve import Curve
 from interlace.cost.machine import Link, Machine, default_machine, fingerprint
 from interlace.cost.op_times import op_cost, op_kind, op_name, op_seconds
+from interlace.cost.samples import Sample, read_samples, write_samples
 from interlace.cost.simulate import simulate, site_seconds
 from interlace.cost.timeline import Figures, Span, Timeline
 
 __all__ = [
+    "Curve",
     "Figures",
     "Link",
     "Machine",
+    "Sample",
     "Span",
     "Timeline",
     "calibrate",
@@ -27,6 +31,8 @@ __all__ = [
     "op_kind",
     "op_name",
     "op_seconds",
+    "read_samples",
     "simulate",
     "site_seconds",
+    "write_samples",
 ]
