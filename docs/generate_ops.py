@@ -23,6 +23,7 @@ TP = ir.Team("tp", 4)
 NEXT, PREVIOUS = ir.RankIndex("tp", 1), ir.RankIndex("tp", -1)
 X, Y, W = ir.View("x"), ir.View("y"), ir.View("w")
 FULL = ir.View("full")
+HERE = Y.chunk(NEXT, 4)
 BUFFER = ir.Buffer("full", ir.DType.bf16, (8192, 8192), "symmetric", "tp")
 SEND = ir.Send(src=X, peer=NEXT, team="tp", stream="comm")
 RECV = ir.Recv(dst=Y, peer=PREVIOUS, team="tp", stream="comm")
@@ -31,6 +32,15 @@ FAMILIES: dict[str, tuple[ir.Op, ...]] = {
     "Compute": (
         ir.Call(fn="aten.mm.out", args=(FULL.chunk(TP.rank, 4), W), outs=(Y.chunk(TP.rank, 4),)),
         ir.Copy(src=X, dst=FULL.chunk(TP.rank, 4)),
+        ir.Fused(
+            parts=(
+                (ir.Call(fn="aten.mm.out", args=(X, W), outs=(Y.chunk(TP.rank, 4),)),),
+                (
+                    ir.Expect(signal="arrived", peer=NEXT, team="tp"),
+                    ir.Call(fn="aten.mm.out", args=(FULL.chunk(NEXT, 4), W), outs=(HERE,)),
+                ),
+            )
+        ),
     ),
     "Memory": (ir.Alloc(buffer=BUFFER), ir.Free(buffer="full")),
     "Order": (

@@ -27,6 +27,8 @@ from interlace.ir import (
     Expand,
     Expect,
     Free,
+    Fused,
+    FusedMember,
     Get,
     Group,
     HostSync,
@@ -172,11 +174,24 @@ class Arbitrary:
         peer = {"peer": self.index(), "team": self.team_name(), "backend": self.maybe(self.name)}
         return make(**view, **peer, **common)
 
+    def member(self, **common: Any) -> FusedMember:
+        """What may stand in a part of a Fused."""
+        if self.flag():
+            return self.rng.choice((Record, Wait))(event=self.name(), **common)
+        if self.flag():
+            make = self.rng.choice((Notify, Expect))
+            peer = {"peer": self.peer(), "team": self.team_name()}
+            return make(signal=self.name(), value=self.integer(), **peer, **common)
+        outs = self.some(self.view, 2)
+        return Call(
+            fn=self.fn(), args=self.some(self.arg), kwargs=self.kwargs(), outs=outs, **common
+        )
+
     def op(self) -> Op:
         rng = self.rng
         common = self.common()
         remote = {"peer": self.index(), "team": self.team_name()}
-        match rng.randrange(14):
+        match rng.randrange(15):
             case 0 | 1:
                 fresh = self.some(lambda: self.buffer(("fresh",)))
                 plain = tuple(View(buffer.name) for buffer in fresh)
@@ -219,8 +234,12 @@ class Arbitrary:
                 inner = common if self.flag() else self.common()
                 return Group(ops=self.some(lambda: self.transfer(**inner)), **common)
             case 11:
-                return Put(src=self.view(), dst=self.view(), **remote, **common)
+                inner = common if self.flag() else self.common()
+                part = lambda: self.some(lambda: self.member(**inner))  # noqa: E731
+                return Fused(parts=self.some(part), **common)
             case 12:
+                return Put(src=self.view(), dst=self.view(), **remote, **common)
+            case 13:
                 return Get(src=self.view(), dst=self.maybe(self.view), **remote, **common)
             case _:
                 make = rng.choice((Notify, Expect))

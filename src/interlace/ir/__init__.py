@@ -29,6 +29,8 @@ from interlace.ir.ops import (
     Copy,
     Expect,
     Free,
+    Fused,
+    FusedMember,
     Get,
     Group,
     HostSync,
@@ -45,7 +47,17 @@ from interlace.ir.ops import (
 )
 from interlace.ir.parser import parse, parse_set
 from interlace.ir.printer import print_lines, print_op, print_program, print_set, print_view
-from interlace.ir.program import Node, Program, Region, Remark, Site, map_views
+from interlace.ir.program import (
+    Node,
+    Program,
+    Region,
+    Remark,
+    Site,
+    Spot,
+    map_members,
+    map_views,
+    spots,
+)
 from interlace.ir.types import (
     Buffer,
     Dim,
@@ -96,6 +108,8 @@ __all__ = [
     "Expand",
     "Expect",
     "Free",
+    "Fused",
+    "FusedMember",
     "Get",
     "Group",
     "Handle",
@@ -121,6 +135,7 @@ __all__ = [
     "Send",
     "Site",
     "Slice",
+    "Spot",
     "Step",
     "Table",
     "TableEntry",
@@ -129,6 +144,7 @@ __all__ = [
     "Wait",
     "Where",
     "contiguous_strides",
+    "map_members",
     "map_views",
     "parse",
     "parse_set",
@@ -137,6 +153,7 @@ __all__ = [
     "print_program",
     "print_set",
     "print_view",
+    "spots",
     "validate",
     "views_in",
 ]

@@ -25,7 +25,7 @@ from types import TracebackType
 from interlace.errors import ProgramError
 from interlace.ir.builder_collectives import BuilderCollectives
 from interlace.ir.handle import Handle, Scope, element_type
-from interlace.ir.ops import Alloc, Arg, Group, Name
+from interlace.ir.ops import Alloc, Arg, Name
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.spelling import did_you_mean
 from interlace.ir.types import Buffer, Dim, DType, Table, Team
@@ -255,18 +255,6 @@ class Builder(BuilderCollectives):
             yield
         finally:
             self.current_site = before
-
-    @contextmanager
-    def group(self) -> Generator[None]:
-        """The sends and receives inside start and end together."""
-        common = self.common()
-        before, self.open_group = self.open_group, []
-        members = self.open_group
-        try:
-            yield
-        finally:
-            self.open_group = before
-        self.emit(Group(ops=tuple(members), **common))
 
     @contextmanager
     def region(self, name: str, *inputs: str) -> Generator[RegionBuilder]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import TypedDict, cast
 
 from interlace.errors import ProgramError
@@ -15,7 +16,10 @@ from interlace.ir.ops import (
     Copy,
     Expect,
     Free,
+    Fused,
+    FusedMember,
     Get,
+    Group,
     HostSync,
     Loc,
     Name,
@@ -52,17 +56,62 @@ class BuilderOps:
         self.current_site: int | None = None
         self.current_module = ""
         self.open_group: list[Send | Recv] | None = None
+        self.open_fused: list[tuple[FusedMember, ...]] | None = None
+        self.open_part: list[FusedMember] | None = None
         self.num_events = 0
 
     def emit(self, op: Op) -> None:
-        """Adds an op, to the open group if there is one."""
-        if self.open_group is None:
+        """Adds an op, to the open group or part if there is one."""
+        name = type(op).__name__
+        if self.open_part is not None:
+            if not isinstance(op, FusedMember):
+                holds = "calls, waits, expects, records and notifies"
+                raise ProgramError(f"a part holds {holds} only: move the {name} out of it")
+            self.open_part.append(op)
+        elif self.open_fused is not None:
+            raise ProgramError(f"a fused op holds parts: put the {name} in `with p.part():`")
+        elif self.open_group is None:
             self.ops.append(op)
         elif isinstance(op, Send | Recv):
             self.open_group.append(op)
         else:
-            name = type(op).__name__
             raise ProgramError(f"a group holds sends and receives only: move the {name} out of it")
+
+    @contextmanager
+    def group(self) -> Generator[None]:
+        """The sends and receives inside start and end together."""
+        common = self.common()
+        before, self.open_group = self.open_group, []
+        members = self.open_group
+        try:
+            yield
+        finally:
+            self.open_group = before
+        self.emit(Group(ops=tuple(members), **common))
+
+    @contextmanager
+    def fused(self) -> Generator[None]:
+        """The parts inside run as one kernel."""
+        common = self.common()
+        before, self.open_fused = self.open_fused, []
+        parts = self.open_fused
+        try:
+            yield
+        finally:
+            self.open_fused = before
+        self.emit(Fused(parts=tuple(parts), **common))
+
+    @contextmanager
+    def part(self) -> Generator[None]:
+        """The calls, waits, expects, records and notifies inside are one part of a fused op."""
+        if self.open_fused is None or self.open_part is not None:
+            raise ProgramError("a part stands in a fused op: open it with `with p.fused():`")
+        members = self.open_part = []
+        try:
+            yield
+        finally:
+            self.open_part = None
+        self.open_fused.append(tuple(members))
 
     def common(self) -> Common:
         """Stream, site and location of the op that the caller is about to emit."""

@@ -16,6 +16,7 @@ from interlace.ir.ops import (
     Copy,
     Expect,
     Free,
+    Fused,
     Get,
     Group,
     Notify,
@@ -76,6 +77,8 @@ class OpChecker:
                 self.peer(op.peer, op.team)
             case Group():
                 self.group(op)
+            case Fused():
+                self.fused(op)
             case Put(src=src, dst=dst):
                 self.remote(dst, op.peer, op.team)
                 self.same(src, dst, "put")
@@ -262,6 +265,23 @@ class OpChecker:
                 raise self.context.fault(
                     f"a group on {op.stream!r} holds an op on {member.stream!r}",
                     "a group and its members share one stream",
+                )
+            self.check(member)
+
+    def fused(self, op: Fused) -> None:
+        context = self.context
+        if not op.parts or not all(op.parts):
+            raise context.fault("an empty part", "put what the kernel does in it, or leave it out")
+        for member in op.members:
+            if member.stream != op.stream:
+                raise context.fault(
+                    f"a fused op on {op.stream!r} holds an op on {member.stream!r}",
+                    "a fused op and its members share one stream",
+                )
+            if isinstance(member, Call) and member.fresh:
+                raise context.fault(
+                    f"a fused {member.fn} makes its outputs itself",
+                    "allocate them before the fused op, and give them as out=",
                 )
             self.check(member)
 

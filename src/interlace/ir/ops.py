@@ -317,3 +317,30 @@ class Expect(Op):
     peer: Index | Others
     team: str
     value: int = 1
+
+
+FusedMember = Call | Wait | Expect | Record | Notify
+"""What may stand in a part of a Fused; its Calls fill preallocated views."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused(Op):
+    """One kernel that does several parts of a computation.
+
+    The parts start when the stream gets here, and the op ends when all of them ended. Inside a part
+    the members go in order; parts are not ordered, but are begun in the order listed, so that one
+    may only wait for what no later one has to do first. A Record stands at its place in its part.
+    """
+
+    parts: tuple[tuple[FusedMember, ...], ...]
+
+    @property
+    def members(self) -> tuple[FusedMember, ...]:
+        """What all parts do, one after another."""
+        return tuple(member for part in self.parts for member in part)
+
+    def reads(self) -> tuple[Access, ...]:
+        return tuple(access for op in self.members for access in op.reads())
+
+    def writes(self) -> tuple[Access, ...]:
+        return tuple(access for op in self.members for access in op.writes())

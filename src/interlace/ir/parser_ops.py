@@ -19,6 +19,8 @@ from interlace.ir.ops import (
     Copy,
     Expect,
     Free,
+    Fused,
+    FusedMember,
     Get,
     Group,
     HostSync,
@@ -51,7 +53,7 @@ class OpParser(ViewParser, TypeParser):
     """Parses the ops of one Program."""
 
     def op(self, node: ast.expr, stream: str, group: Common | None = None) -> Op:
-        """The op that a call is, on `stream`; inside a group it shares what the group has."""
+        """The op that a call is, on `stream`; inside another op it shares what that has."""
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
             raise self.fail(
                 node, "expected an op", "write a call such as copy(x, y) after the stream's name"
@@ -239,6 +241,24 @@ class OpParser(ViewParser, TypeParser):
             members.append(member)
         return Group(ops=tuple(members), **at)
 
+    def fused(self, args: Arguments, at: Common) -> Op:
+        return Fused(parts=tuple(self.part(node, at) for node in args.rest), **at)
+
+    def part(self, node: ast.expr, at: Common) -> tuple[FusedMember, ...]:
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "part"):
+            raise self.fail(node, "expected a part", "write fused(part(...), part(...))")
+        members: list[FusedMember] = []
+        for item in Arguments(self.source, node, "part", PART).rest:
+            member = self.op(item, at["stream"], at)
+            if not isinstance(member, FusedMember):
+                raise self.fail(
+                    item,
+                    "a part holds calls, waits, expects, records and notifies only",
+                    "give it a statement of its own",
+                )
+            members.append(member)
+        return tuple(members)
+
     def put(self, args: Arguments, at: Common) -> Op:
         peer, team = self.rank_and_team(args)
         src, dst = self.view(args["src"]), self.view(args["dst"])
@@ -289,6 +309,7 @@ _REMOTE = ("team", *_COMMON)
 _COLLECTIVE = ("reduce", "root", "splits", "team", "backend", *_COMMON)
 _KIND = ("kind", "src", "dst")
 
+PART = Signature((), (), rest=True)
 ALLOC = Signature(("type",), ("symmetric", "storage", "offset", *_COMMON), ("type",))
 FORMS: dict[str, Form] = {
     "call": Form(
@@ -311,6 +332,7 @@ FORMS: dict[str, Form] = {
     "send": Form(Signature(("src", "peer"), ("backend", *_REMOTE), ("src", "peer")), OpParser.send),
     "recv": Form(Signature(("dst", "peer"), ("backend", *_REMOTE), ("dst", "peer")), OpParser.recv),
     "group": Form(Signature((), _COMMON, rest=True), OpParser.group),
+    "fused": Form(Signature((), _COMMON, rest=True), OpParser.fused),
     "put": Form(Signature(("src", "dst", "peer"), _REMOTE, ("src", "dst", "peer")), OpParser.put),
     "get": Form(Signature(("src", "dst"), ("peer", *_REMOTE), ("src", "peer")), OpParser.get_),
     "notify": Form(

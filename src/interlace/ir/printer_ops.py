@@ -20,6 +20,7 @@ from interlace.ir.ops import (
     Copy,
     Expect,
     Free,
+    Fused,
     Get,
     Group,
     HostSync,
@@ -72,8 +73,8 @@ class OpPrinter:
             return f"{accessor('buffer', op.buffer.name)} = ", self.alloc(op)
         return f"{accessor('stream', op.stream)}: ", self.op(op, None)
 
-    def op(self, op: Op, group: Group | None) -> Block:
-        """An op as a call; inside a group, what it shares with the group is left out."""
+    def op(self, op: Op, group: Group | Fused | None) -> Block:
+        """An op as a call; inside another, what it shares with that one is left out."""
         match op:
             case Call():
                 name, items = "call", self.call_items(op)
@@ -97,6 +98,8 @@ class OpPrinter:
                 items += self.backend(op.backend)
             case Group(ops=members):
                 name, items = "group", [self.op(member, op) for member in members]
+            case Fused(parts=parts):
+                name, items = "fused", [self.part(part, op) for part in parts]
             case Put(src=src, dst=dst):
                 name, items = "put", [self.view(src), self.view(dst)]
                 items += self.peer("peer=", op.peer, op.team)
@@ -116,8 +119,11 @@ class OpPrinter:
                 raise TypeError(f"the text has no form for {type(op).__name__}")
         return Block(f"{name}(", [*items, *self.common(op, group)], ")")
 
-    def common(self, op: Op, group: Group | None = None) -> list[Item]:
-        """Site and location, and inside a group the stream, where they differ from the default."""
+    def part(self, part: Sequence[Op], fused: Fused) -> Block:
+        return Block("part(", [self.op(member, fused) for member in part], ")")
+
+    def common(self, op: Op, group: Group | Fused | None = None) -> list[Item]:
+        """Site and location, and inside another op the stream, where they differ from its own."""
         items: list[Item] = []
         if group is not None and op.stream != group.stream:
             items.append(f"stream={quote(op.stream)}")

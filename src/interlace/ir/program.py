@@ -10,8 +10,9 @@ depends on the rank, and gives the concrete Program that an Executor runs and th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from interlace.errors import ProgramError
 from interlace.ir.ops import (
@@ -21,6 +22,8 @@ from interlace.ir.ops import (
     Collective,
     Copy,
     Expect,
+    Fused,
+    FusedMember,
     Get,
     Group,
     Notify,
@@ -192,6 +195,17 @@ class Program:
         )
 
 
+Spot = tuple[int, int]
+"""An op's place in the list, and a member's place in all parts of a Fused (0 outside of one)."""
+
+
+def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
+    """Every op with its spot; the members of a Fused instead of the Fused."""
+    for index, op in enumerate(ops):
+        for number, member in enumerate(op.members if isinstance(op, Fused) else (op,)):
+            yield (index, number), member
+
+
 def map_views(op: Op, change: Callable[[View], View]) -> Op:
     """The op with every view changed."""
 
@@ -223,8 +237,16 @@ def map_views(op: Op, change: Callable[[View], View]) -> Op:
             return dataclasses.replace(op, dst=change(op.dst))
         case Group():
             return dataclasses.replace(op, ops=tuple(map_views(item, change) for item in op.ops))
+        case Fused():
+            return map_members(op, lambda item: map_views(item, change))
         case _:
             return op
+
+
+def map_members(op: Fused, change: Callable[[FusedMember], Op]) -> Fused:
+    """The Fused with every member changed, to one of the same kind."""
+    parts = tuple(tuple(map(change, part)) for part in op.parts)
+    return dataclasses.replace(op, parts=cast("tuple[tuple[FusedMember, ...], ...]", parts))
 
 
 class _Resolver:
@@ -271,5 +293,7 @@ class _Resolver:
                 return dataclasses.replace(op, peer=resolved)
             case Group():
                 return dataclasses.replace(op, ops=tuple(self.op(item) for item in op.ops))
+            case Fused():
+                return map_members(op, self.op)
             case _:
                 return op

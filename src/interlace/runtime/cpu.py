@@ -22,7 +22,7 @@ import torch
 
 from interlace.comm.control import DONE
 from interlace.errors import ExecutorError, InterlaceError, PeerError
-from interlace.ir import Call, Collective, Free, Group, Op, Program, Recv, Send, views_in
+from interlace.ir import Call, Collective, Free, Fused, Group, Op, Program, Recv, Send, views_in
 from interlace.runtime.calls import Thunk, bind_call
 from interlace.runtime.engine import Context
 from interlace.runtime.host_ops import HostBinder, StreamOrder
@@ -77,13 +77,20 @@ class CpuEngine:
             steps = streams.setdefault("" if context.options.in_order else op.stream, [])
             for point in plan.syncs.get(index, ()):
                 steps.append(
-                    Step(index, op, binder.pass_by(point, index), lanes[op.stream], proper=False)
+                    Step(
+                        index, op, binder.pass_by((point, 0), index), lanes[op.stream], proper=False
+                    )
                 )
-            if isinstance(op, Call):
-                run = bind_call(op, context.values, regions, context.device, compiled)
-            else:
-                run = binder.bind(index, op)
-            if run is not None:
+            runs: list[Thunk] = []
+            for number, member in enumerate(op.members if isinstance(op, Fused) else (op,)):
+                if isinstance(member, Call):
+                    run = bind_call(member, context.values, regions, context.device, compiled)
+                else:
+                    run = binder.bind(index, member, number)
+                if run is not None:
+                    runs.append(run)
+            if runs:
+                run = runs[0] if len(runs) == 1 else _in_turn(runs)
                 steps.append(Step(index, op, run, lanes[op.stream]))
             for name in releases.get(index, ()):
                 release = binder.free(name)
@@ -239,6 +246,16 @@ class CpuEngine:
         workers, self._workers = list(self._workers.values()), {}
         for worker in workers:
             worker.stop()
+
+
+def _in_turn(runs: Sequence[Thunk]) -> Thunk:
+    """The members of a Fused, one after another."""
+
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run
 
 
 def _releases(program: Program) -> dict[int, list[str]]:

@@ -2,6 +2,7 @@
 
     binder = HostBinder(context, order, check)
     run = binder.bind(index, op)         # a function without arguments
+    run = binder.bind(index, op, 2)      # the same for a member of a Fused
 
 `order` (a `StreamOrder`) is what the streams of one rank share: events, and the queue of each
 team's collectives. `check` raises where a wait has become pointless.
@@ -40,6 +41,7 @@ from interlace.ir import (
     Record,
     Recv,
     Send,
+    Spot,
 )
 from interlace.ir import Wait as WaitOp
 from interlace.runtime.calls import Thunk
@@ -101,8 +103,11 @@ class HostBinder:
         self.order = order
         self.wait_of = lambda index: context.wait(index, check)
 
-    def bind(self, index: int, op: Op) -> Thunk | None:
-        """The function that runs an op; None where there is nothing to do."""
+    def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
+        """The function that runs an op; None where there is nothing to do.
+
+        `member` is its number in the Fused at `index`, if it stands in one.
+        """
         match op:
             case Copy():
                 return self.copy(self.values.own(op.src), self.values.own(op.dst))
@@ -111,9 +116,9 @@ class HostBinder:
             case Free(buffer=name):
                 return self.free(name)
             case Record() | HostSync():
-                return lambda: self.order.reach(index)
+                return lambda: self.order.reach((index, member))
             case WaitOp():
-                return self.pass_by(self.plan.waits[index], index)
+                return self.pass_by(self.plan.waits[index, member], index)
             case Collective():
                 return self.collective(index, op)
             case Send() | Recv():
@@ -140,7 +145,7 @@ class HostBinder:
             case _:
                 return None
 
-    def pass_by(self, point: int, index: int) -> Thunk:
+    def pass_by(self, point: Spot, index: int) -> Thunk:
         """Waits for an event, or for the host to have waited."""
         order, wait = self.order, self.wait_of(index)
         return lambda: order.pass_by(point, wait)

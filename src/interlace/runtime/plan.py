@@ -4,7 +4,7 @@ Which Record a Wait means, which ops follow a HostSync, the number of each colle
 and what the rank needs of its teams: found once, in list order, by every kind of executor alike.
 
     plan = make_plan(program, rank, backend_of)
-    plan.waits[7]            # the index of the Record that op 7 waits for
+    plan.waits[7, 0]         # the spot of the Record that op 7 waits for
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from interlace.ir import (
     Collective,
     DType,
     Expect,
+    Fused,
     Group,
     HostSync,
     Index,
@@ -31,6 +32,7 @@ from interlace.ir import (
     Record,
     Recv,
     Send,
+    Spot,
     View,
     Wait,
     Where,
@@ -68,7 +70,7 @@ class Plan:
     rank: int
     where: Where
     box: Callable[[View], Box]
-    waits: Mapping[int, int]
+    waits: Mapping[Spot, Spot]
     """For each Wait, the Record that it means."""
     syncs: Mapping[int, tuple[int, ...]]
     """The HostSyncs that an op of another stream has to wait for."""
@@ -179,14 +181,14 @@ class _Planner:
         self.backend_of = backend_of
         self.merging = merging
         self.specs: dict[int, Spec] = {}
-        self.waits: dict[int, int] = {}
+        self.waits: dict[Spot, Spot] = {}
         self.syncs: dict[int, tuple[int, ...]] = {}
         self.turns: dict[int, Turn] = {}
         self.letters: dict[tuple[int, int], Letter] = {}
         self.takes: dict[str, str] = {}
         self.slots: dict[str, dict[str, int]] = {}
         self._teams = [team.name for team in program.teams if team.name in where.members]
-        self._records: dict[str, int] = {}
+        self._records: dict[str, Spot] = {}
         self._host_syncs: list[tuple[int, str]] = []
         self._seen: dict[str, int] = {}
         self._numbers: dict[tuple[str, str], int] = {}
@@ -201,13 +203,9 @@ class _Planner:
         self._seen[op.stream] = len(self._host_syncs)
         if due:
             self.syncs[index] = tuple(due)
+        for number, member in enumerate(op.members if isinstance(op, Fused) else (op,)):
+            self.order(index, number, member)
         match op:
-            case Record():
-                self._records[op.event] = index
-            case Wait():
-                if op.event not in self._records:
-                    raise ProgramError(f"op {index} waits for event {op.event!r}, never recorded")
-                self.waits[index] = self._records[op.event]
             case HostSync():
                 self._host_syncs.append((index, op.stream))
                 self._seen[op.stream] = len(self._host_syncs)
@@ -229,6 +227,18 @@ class _Planner:
             case Group():
                 for part, item in enumerate(op.ops):
                     self.message(index, part, item)
+            case _:
+                pass
+
+    def order(self, index: int, number: int, op: Op) -> None:
+        """An op that may stand in a Fused."""
+        match op:
+            case Record():
+                self._records[op.event] = index, number
+            case Wait():
+                if op.event not in self._records:
+                    raise ProgramError(f"op {index} waits for event {op.event!r}, never recorded")
+                self.waits[index, number] = self._records[op.event]
             case Expect():
                 self._signals.setdefault(op.team, {})[op.signal] = None
             case _:
