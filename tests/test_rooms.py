@@ -30,6 +30,7 @@ MAX_LINES = 350
 ENVIRONMENT_READERS: dict[str, str] = {
     "commands/demo.py": "sees whether torchrun started it (WORLD_SIZE)",
     "commands/doctor.py": "shows whether MKL_CBWR is set, which MKL reads",
+    "cost/location.py": "finds the user's cache folder (XDG_CACHE_HOME)",
     "demo/launch.py": "gives its environment to the ranks that it starts",
 }
 """The files that may read the environment, and why; no option of ours is read from it."""

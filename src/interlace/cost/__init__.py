@@ -1,31 +1,43 @@
 """What a Program costs: a machine model, op times, the simulator and the timelines it predicts.
 
 timeline.py      spans and overlap figures, predicted or measured
-machine.py       the figures of a machine, built in or from a calibration file
-op_times.py      what one op costs
+curve.py         how long a message of n bytes takes
+machine.py       the figures of a machine; builtin.py: those known without measuring
+machine_file.py  calibration files; location.py: where they live
+gemm.py          how long matmuls take
+op_times.py      what one op costs; issue.py: what it costs the host
+site_times.py    whole sites as they were measured
 graph.py         the ops of all ranks as tasks, and what each waits for
 simulate.py      the tasks played: a predicted timeline
+samples.py       what a benchmark measured; fit.py: the figures of a machine from that
 calibration.py   the figures of a machine, from measured timelines
 """
 
+from interlace.cost.builtin import default_machine
 from interlace.cost.calibration import calibrate
 from interlace.cost.curve import Curve
-from interlace.cost.machine import Link, Machine, default_machine, fingerprint
+from interlace.cost.location import default_path, fingerprint
+from interlace.cost.machine import GemmTime, Link, Machine
 from interlace.cost.op_times import op_cost, op_kind, op_name, op_seconds
 from interlace.cost.samples import Sample, read_samples, write_samples
 from interlace.cost.simulate import simulate, site_seconds
+from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.cost.timeline import Figures, Span, Timeline
 
 __all__ = [
     "Curve",
     "Figures",
+    "GemmTime",
     "Link",
     "Machine",
     "Sample",
+    "SiteKey",
+    "SiteTime",
     "Span",
     "Timeline",
     "calibrate",
     "default_machine",
+    "default_path",
     "fingerprint",
     "op_cost",
     "op_kind",

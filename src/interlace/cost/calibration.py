@@ -15,7 +15,8 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from interlace.cost.machine import Link, Machine, fingerprint
+from interlace.cost.location import fingerprint
+from interlace.cost.machine import Link, Machine
 from interlace.cost.op_times import Boxes, op_cost, op_kind
 from interlace.cost.timeline import Timeline
 from interlace.errors import CalibrationError
@@ -39,7 +40,8 @@ class _Samples:
 def calibrate(
     runs: Iterable[tuple[Program, Timeline]], start: Machine, name: str = "calibrated"
 ) -> Machine:
-    """The machine `start` with the figures that measured runs show."""
+    """The machine `start` with the figures that measured runs show, instead of its tables."""
+    given, start = start, start.plain
     samples = _Samples()
     for program, timeline in runs:
         _collect(program, timeline, start, samples)
@@ -55,7 +57,7 @@ def calibrate(
     speeds = dict(start.gemm_flops)
     for dtype, found in samples.matmuls.items():
         speeds[dtype] = speeds.get(dtype, speeds["other"]) * _speed(found, launch)
-    links = dict(start.links)
+    links = dict(given.links)
     for transport, found in samples.transfers.items():
         links[transport] = _link(found, start.link(transport))
     return start.replace(
@@ -64,6 +66,7 @@ def calibrate(
         launch_s=launch,
         gemm_flops=tuple(speeds.items()),
         memory_bandwidth=start.memory_bandwidth * _speed(samples.bytes, launch),
+        gemms=() if samples.matmuls else given.gemms,
         links=tuple(links.items()),
     )
 

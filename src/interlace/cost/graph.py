@@ -7,7 +7,8 @@ meet, which Send meets which Recv, which Notify satisfies an Expect): a graph, b
     >>> graph.tasks[0].after
 
 One op is one task, except that ops which meet share theirs: the members of a collective, or a Send
-and its Recv. A Group is two tasks, before and after its messages.
+and its Recv. A Group is two tasks, before and after its messages; a Fused is its launch and then a
+task for each of its members, in the order in which a kernel works through them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from interlace.cost.fused import fused_costs
+from interlace.cost.issue import issue_seconds
 from interlace.cost.machine import Machine
 from interlace.cost.op_times import Cost, op_cost, op_kind, op_name
 from interlace.errors import ProgramError, SoundnessError
@@ -24,6 +27,7 @@ from interlace.ir import (
     Collective,
     Expect,
     Free,
+    Fused,
     Group,
     HostSync,
     Index,
@@ -163,7 +167,7 @@ class _Builder:
         recorded: dict[str, int] = {}
         queues: dict[object, int] = {}
         slots: dict[str, tuple[object, int]] = {}
-        issued, host, issue_s = 0.0, -1, self.machine.issue_s
+        issued, host = 0.0, -1
 
         def team(name: str) -> TeamKey:
             return name, where.member(name).ranks
@@ -174,9 +178,36 @@ class _Builder:
                 return [r for r in ranks if r != rank]
             return [ranks[where.index(peer)]]
 
+        def order(index: int, op: Op, first: int, last: int) -> None:
+            """What an op, from its first task to its last, has others wait for, or waits for."""
+            match op:
+                case Record():
+                    recorded[op.event] = last
+                case Wait():
+                    if op.event not in recorded:
+                        raise SoundnessError(f"rank {rank}, op {index}: wait for {op.event!r}, "
+                                             "which is not recorded before it")  # fmt: skip
+                    self.edge(recorded[op.event], first)
+                case Notify():
+                    for peer in peers(op.team, op.peer):
+                        name = (op.signal, team(op.team), rank, peer)
+                        self.raised[name].append((op.value, last))
+                case Expect():
+                    for peer in peers(op.team, op.peer):
+                        name = (op.signal, team(op.team), peer, rank)
+                        self.awaited.append((name, op.value, first, f"rank {rank}, op {index}"))
+                case Alloc(buffer=buffer) if buffer.kind == "symmetric" and buffer.team:
+                    pool = (buffer.storage or buffer.name, team(buffer.team))
+                    self.takes.append(((pool, counts[pool]), sizes[buffer.team], first))
+                    slots[buffer.name] = (pool, counts[pool])
+                    counts[pool] += 1
+                case Free() if op.buffer in slots and op.buffer in buffers:
+                    self.freed[slots[op.buffer]].append(last)
+                case _:
+                    pass
+
         for index, op in enumerate(program.ops):
-            cheap = op_kind(op) in ("sync", "memory")
-            issued += min(self.machine.event_s, issue_s) if cheap else issue_s
+            issued += issue_seconds(op, self.machine, sizes)
             after = tuple(t for t in (streams.get(op.stream), host) if t is not None and t >= 0)
             cost = op_cost(op, box, self.machine, sizes)
             members = op.ops if isinstance(op, Group) else (op,)
@@ -211,36 +242,20 @@ class _Builder:
                 if queue in queues and queues[queue] != last:
                     self.edge(queues[queue], last)
                 queues[queue] = last
+            parts: list[tuple[Op, int, int]] = [(op, first, last)]
+            if isinstance(op, Fused):
+                spent = fused_costs(op, box, self.machine)
+                for member, part in zip(op.members, spent, strict=True):
+                    task = self.task((rank,), part)
+                    self.edge(last, task)
+                    parts.append((member, task, task))
+                    last = task
             self.entries.append(
                 Entry(rank, index, op, first if first >= 0 else last, last, after, issued)
             )
-            match op:
-                case Record():
-                    recorded[op.event] = last
-                case Wait():
-                    if op.event not in recorded:
-                        raise SoundnessError(f"rank {rank}, op {index}: wait for {op.event!r}, "
-                                             "which is not recorded before it")  # fmt: skip
-                    self.edge(recorded[op.event], first)
-                case Notify():
-                    for peer in peers(op.team, op.peer):
-                        name = (op.signal, team(op.team), rank, peer)
-                        self.raised[name].append((op.value, last))
-                case Expect():
-                    for peer in peers(op.team, op.peer):
-                        name = (op.signal, team(op.team), peer, rank)
-                        self.awaited.append((name, op.value, first, f"rank {rank}, op {index}"))
-                case Alloc(buffer=buffer) if buffer.kind == "symmetric" and buffer.team:
-                    pool = (buffer.storage or buffer.name, team(buffer.team))
-                    self.takes.append(((pool, counts[pool]), sizes[buffer.team], first))
-                    slots[buffer.name] = (pool, counts[pool])
-                    counts[pool] += 1
-                case Free() if op.buffer in slots and op.buffer in buffers:
-                    self.freed[slots[op.buffer]].append(last)
-                case HostSync():
-                    host = last
-                case _:
-                    pass
+            for item, begin, end in parts:
+                order(index, item, begin, end)
+                host = end if isinstance(item, HostSync) else host
             streams[op.stream] = last
 
     def meet(

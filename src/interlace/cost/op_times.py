@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from interlace.cost.gemm import arithmetic_seconds, gemm_seconds
 from interlace.cost.machine import Machine
 from interlace.ir import (
     Alloc,
@@ -23,6 +24,7 @@ from interlace.ir import (
     DType,
     Expect,
     Free,
+    Fused,
     Get,
     Group,
     HostSync,
@@ -62,7 +64,7 @@ class Cost:
 def op_kind(op: Op) -> str:
     """What an op is to a timeline: `compute`, `comm`, `sync` or `memory`."""
     match op:
-        case Call() | Copy():
+        case Call() | Copy() | Fused():
             return "compute"
         case Alloc() | Free():
             return "memory"
@@ -89,6 +91,8 @@ def op_name(op: Op) -> str:
             return f"{type(op).__name__.lower()} {event}"
         case Notify(signal=signal) | Expect(signal=signal):
             return f"{type(op).__name__.lower()} {signal}"
+        case Fused():
+            return f"fused {next((m.fn for m in op.members if isinstance(m, Call)), '')}".strip()
         case HostSync():
             return "host_sync"
         case _:
@@ -101,7 +105,7 @@ def op_seconds(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -
 
 
 def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> Cost:
-    """What an op costs. Of a Group this is nothing: its members are what costs."""
+    """What an op costs. Of a Group this is nothing, of a Fused its launch: the rest is members'."""
     match op:
         case Call():
             return _call_cost(op, box, machine)
@@ -109,12 +113,15 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
             nbytes = box(src).nbytes + box(dst).nbytes
             return Cost(machine.launch_s, nbytes / machine.memory_bandwidth)
         case Collective():
-            nbytes = collective_bytes(op, box, sizes[op.team])
-            return _transfer(nbytes, op.backend or machine.backend, machine)
+            nbytes, ranks = collective_bytes(op, box, sizes[op.team]), sizes[op.team]
+            return _transfer(nbytes, op.backend or machine.backend, machine, op.kind, ranks)
         case Send(src=view) | Recv(dst=view):
-            return _transfer(box(view).nbytes, op.backend or machine.backend, machine)
+            return _transfer(box(view).nbytes, op.backend or machine.backend, machine, "send")
         case Put(src=view) | Get(src=view):
-            return _transfer(box(view).nbytes, "peer", machine)
+            kind = "put" if isinstance(op, Put) else "get"
+            return _transfer(box(view).nbytes, "peer", machine, kind)
+        case Fused():
+            return Cost(machine.launch_s)
         case Record() | Wait() | Notify() | Expect() | HostSync():
             return Cost(machine.event_s)
         case Alloc(buffer=buffer) if buffer.kind == "symmetric":
@@ -123,9 +130,9 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
             return Cost()
 
 
-def _transfer(nbytes: float, transport: str, machine: Machine) -> Cost:
-    link = machine.link(transport)
-    return Cost(link.latency_s, nbytes / link.bandwidth, transport)
+def _transfer(nbytes: float, transport: str, machine: Machine, kind: str, ranks: int = 0) -> Cost:
+    fixed, work = machine.link(transport).times(kind, nbytes, ranks)
+    return Cost(fixed, work, transport)
 
 
 def collective_bytes(op: Collective, box: Boxes, size: int) -> float:
@@ -146,35 +153,68 @@ def collective_bytes(op: Collective, box: Boxes, size: int) -> float:
 
 def _call_cost(op: Call, box: Boxes, machine: Machine) -> Cost:
     """The arithmetic of a call or its bytes, whichever takes longer."""
+    nbytes = call_bytes(op, box) / machine.memory_bandwidth
+    shape = matmul_shape(op, box)
+    if shape is not None:
+        return _matmul_cost(shape, machine, nbytes)
+    arithmetic, dtype = _attention(op, box, machine)
+    if arithmetic > nbytes:
+        return Cost(machine.launch_s, arithmetic, dtype=dtype)
+    return Cost(machine.launch_s, nbytes)
+
+
+def call_bytes(op: Call, box: Boxes) -> int:
+    """What a call reads and writes, each view once."""
     outs = (*op.outs, *(View(buffer.name) for buffer in op.fresh))
-    boxes = {view: box(view) for view in (*op.views(), *outs)}
-    by_bytes = sum(b.nbytes for b in boxes.values()) / machine.memory_bandwidth
+    return sum(box(view).nbytes for view in dict.fromkeys((*op.views(), *outs)))
+
+
+def _base(op: Call) -> str:
+    """The operator's name without its namespace and overload."""
     parts = op.fn.split(".")
-    base = parts[1] if len(parts) > 1 else op.fn
-    first = _MATMULS.get(base, 0)
-    matrices = [boxes[arg] for arg in op.args[first:] if isinstance(arg, View)][:2]
-    arithmetic = 0.0
-    if len(matrices) == 2 and base in _MATMULS:
-        arithmetic = gemm_seconds(matrices[0], matrices[1], machine, transposed=base == "linear")
-    elif len(matrices) == 2 and "attention" in base and all(len(b.sizes) >= 2 for b in matrices):
-        query, key = matrices
-        flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base else 1)
-        arithmetic = flops / machine.flops(query.dtype)
+    return parts[1] if len(parts) > 1 else op.fn
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulShape:
+    """A batch of matmuls, rows x inner by inner x columns."""
+
+    dtype: DType
+    rows: int
+    inner: int
+    columns: int
+    batch: int = 1
+
+
+def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
+    """The sizes of a call that multiplies matrices; None for another call."""
+    base = _base(op)
+    if base not in _MATMULS:
+        return None
+    matrices = [box(arg) for arg in op.args[_MATMULS[base] :] if isinstance(arg, View)][:2]
+    if len(matrices) < 2 or any(len(b.sizes) < 2 or b.numel == 0 for b in matrices):
+        return None
+    a, b = matrices
+    inner, batch = a.sizes[-1], math.prod(b.sizes[:-2])
+    columns = b.sizes[-2] if base == "linear" else b.sizes[-1]
+    return MatmulShape(a.dtype, a.numel // inner // batch, inner, columns, batch)
+
+
+def _matmul_cost(shape: MatmulShape, machine: Machine, by_bytes: float) -> Cost:
+    sizes = shape.dtype, shape.rows, shape.inner, shape.columns, shape.batch
+    if shape.batch == 1 and any(time.dtype == str(shape.dtype) for time in machine.gemms):
+        return Cost(machine.launch_s, gemm_seconds(machine, *sizes), dtype=shape.dtype)
+    arithmetic = arithmetic_seconds(machine, *sizes)
     if arithmetic > by_bytes:
-        return Cost(machine.launch_s, arithmetic, dtype=matrices[0].dtype)
+        return Cost(machine.launch_s, arithmetic, dtype=shape.dtype)
     return Cost(machine.launch_s, by_bytes)
 
 
-def gemm_seconds(a: Box, b: Box, machine: Machine, transposed: bool = False) -> float:
-    """A matmul of two boxes, batched over the dimensions before the last two."""
-    if len(a.sizes) < 2 or len(b.sizes) < 2 or a.numel == 0 or b.numel == 0:
-        return 0.0
-    inner = a.sizes[-1]
-    columns = b.sizes[-2] if transposed else b.sizes[-1]
-    batch = math.prod(b.sizes[:-2])
-    rows = a.numel // inner // batch
-    tile_rows, tile_columns = machine.gemm_tile
-    tiles = batch * -(-rows // tile_rows) * -(-columns // tile_columns)
-    waves = -(-tiles // machine.units)
-    flops = 2 * inner * waves * machine.units * tile_rows * tile_columns
-    return flops / machine.flops(a.dtype)
+def _attention(op: Call, box: Boxes, machine: Machine) -> tuple[float, DType | None]:
+    base = _base(op)
+    matrices = [box(arg) for arg in op.args if isinstance(arg, View)][:2]
+    if "attention" not in base or any(len(b.sizes) < 2 for b in matrices) or len(matrices) < 2:
+        return 0.0, None
+    query, key = matrices
+    flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base else 1)
+    return flops / machine.flops(query.dtype), query.dtype

@@ -1,0 +1,74 @@
+"""How long matmuls take: whole waves of tiles, or their bytes; corrected by those measured nearby.
+
+    >>> round(gemm_seconds(default_machine("cuda"), DType.bf16, 8192, 8192, 14336) * 1e3, 1)
+    2.4
+
+A kernel has a few tiles to choose from and may split the inner dimension where the tiles do not
+fill the device; the quickest counts, as the library's own choice would have it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from interlace.cost.machine import GemmTime, Machine
+from interlace.cost.site_times import blend, distance
+from interlace.ir import DType
+
+SPLITS = (1, 2, 4, 8)
+"""Into how many parts the inner dimension may be cut,"""
+LEAST_INNER = 256
+"""of which each has at least this many elements."""
+NEAREST = 6
+"""How many measured matmuls correct a prediction."""
+
+
+def gemm_seconds(
+    machine: Machine, dtype: DType, rows: int, inner: int, columns: int, batch: int = 1
+) -> float:
+    """A matmul of rows x inner by inner x columns, a batch of them, without its launch."""
+    if min(rows, inner, columns, batch) <= 0:
+        return 0.0
+    predicted = _model(machine, dtype, rows, inner, columns, batch)
+    known = [time for time in machine.gemms if time.dtype == str(dtype)]
+    if batch > 1 or not known:
+        return predicted
+    place = rows, inner, columns
+    near: list[tuple[tuple[int, int, int], float]] = []
+    for time in sorted(known, key=lambda time: distance(_place(time), place))[:NEAREST]:
+        work = max(time.seconds - machine.launch_s, 0.1 * time.seconds)
+        if _place(time) == place:
+            return work
+        near.append((_place(time), work / _model(machine, dtype, *_place(time))))
+    return predicted * blend(near, place)
+
+
+def _place(time: GemmTime) -> tuple[int, int, int]:
+    return time.m, time.k, time.n
+
+
+def arithmetic_seconds(
+    machine: Machine, dtype: DType, rows: int, inner: int, columns: int, batch: int = 1
+) -> float:
+    """The tiles of a matmul, as the units take them wave by wave."""
+    first = (*machine.gemm_tile, 1.0)
+    times: list[float] = []
+    for tile_rows, tile_columns, speed in (first, *machine.gemm_tiles):
+        tiles = batch * -(-rows // tile_rows) * -(-columns // tile_columns)
+        for split in SPLITS if machine.gemm_tiles else (1,):
+            if split > 1 and (inner // split < LEAST_INNER or tiles >= machine.units):
+                break
+            waves = -(-tiles * split // machine.units)
+            flops = 2 * inner / split * waves * machine.units * tile_rows * tile_columns
+            partials = 0 if split == 1 else 8 * batch * rows * columns * split
+            took = flops / machine.flops(dtype) / speed + partials / machine.memory_bandwidth
+            times.append(took + (machine.launch_s if split > 1 else 0.0))
+    return min(times)
+
+
+def _model(
+    machine: Machine, dtype: DType, rows: int, inner: int, columns: int, batch: int = 1
+) -> float:
+    elements = batch * (rows * inner + inner * columns + rows * columns)
+    by_bytes = math.ceil(elements * dtype.itemsize) / machine.memory_bandwidth
+    return max(by_bytes, arithmetic_seconds(machine, dtype, rows, inner, columns, batch))
