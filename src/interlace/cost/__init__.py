@@ -16,6 +16,7 @@ calibration.py   the figures of a machine, from measured timelines
 from interlace.cost.builtin import default_machine
 from interlace.cost.calibration import calibrate
 from interlace.cost.curve import Curve
+from interlace.cost.fit import fit
 from interlace.cost.location import default_path, fingerprint
 from interlace.cost.machine import GemmTime, Link, Machine
 from interlace.cost.op_times import op_cost, op_kind, op_name, op_seconds
@@ -39,6 +40,7 @@ __all__ = [
     "default_machine",
     "default_path",
     "fingerprint",
+    "fit",
     "op_cost",
     "op_kind",
     "op_name",

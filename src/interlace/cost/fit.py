@@ -1,0 +1,183 @@
+"""fit: a Machine from single figures that a benchmark measured.
+
+    >>> samples = [Sample(kind="gemm", dtype="bf16", shape=(8192, 8192, 8192), seconds=1.4e-3)]
+    >>> fit(samples, default_machine("cuda")).name
+    'calibrated'
+
+What no sample tells keeps its figure. Sizes that were measured go into tables, which answer for
+themselves; what is between and beyond them follows the model, moved to fit them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from interlace.cost.curve import Curve
+from interlace.cost.gemm import gemm_seconds
+from interlace.cost.machine import GemmTime, Link, Machine
+from interlace.cost.samples import COLLECTIVES, TRANSFERS, Sample
+from interlace.errors import CalibrationError
+from interlace.ir import DType
+
+LEAST_DOUBT_S = 1e-6
+"""What a gain must come to where both sides are predicted from measurements."""
+
+
+def fit(
+    samples: Iterable[Sample], base: Machine, name: str = "calibrated", host: str = ""
+) -> Machine:
+    """The machine `base` with the figures that the samples tell; its measured sites go."""
+    found: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.usable:
+            found[sample.kind].append(sample)
+    if not found:
+        raise CalibrationError("nothing to calibrate with: no sample has a time above zero")
+    launch = _median(found["launch"], base.launch_s)
+    machine = base.replace(
+        name=name,
+        host=host,
+        launch_s=launch,
+        event_s=_median(found["event"], base.event_s),
+        issue=_issue(found["issue"], base),
+        memory_bandwidth=_memory(found["copy"], launch, base),
+        links=_links(found, base),
+        doubt_s=min(base.doubt_s, LEAST_DOUBT_S),
+        sites=(),
+    )
+    return _steals(_gemms(machine, found["gemm"]), found["gemm"])
+
+
+def _median(samples: Sequence[Sample], otherwise: float) -> float:
+    return statistics.median([s.seconds for s in samples]) if samples else otherwise
+
+
+def _issue(samples: Sequence[Sample], base: Machine) -> tuple[tuple[str, float], ...]:
+    figures = dict(base.issue)
+    for what in dict.fromkeys(s.protocol for s in samples if s.protocol):
+        figures[what] = _median([s for s in samples if s.protocol == what], 0.0)
+    return tuple(figures.items())
+
+
+def _memory(samples: Sequence[Sample], launch: float, base: Machine) -> float:
+    """Bytes read and written a second, by the larger half of the copies."""
+    ordered = sorted(samples, key=lambda s: s.nbytes)[len(samples) // 2 :]
+    rates = [2 * s.nbytes / (s.seconds - launch) for s in ordered if s.seconds > launch]
+    rates = [rate for rate in rates if rate > 0]
+    return statistics.median(rates) if rates else base.memory_bandwidth
+
+
+# links
+
+
+def _links(found: defaultdict[str, list[Sample]], base: Machine) -> tuple[tuple[str, Link], ...]:
+    curves: defaultdict[str, dict[str, Curve]] = defaultdict(dict)
+    for kind in (*TRANSFERS, *COLLECTIVES):
+        backends = dict.fromkeys(s.backend for s in found[kind])
+        for backend in backends:
+            rows = [s for s in found[kind] if s.backend == backend and not s.under]
+            curves[backend or base.backend] |= _curves(kind, rows)
+    links = dict(base.links)
+    for backend, made in curves.items():
+        if made:
+            start = links.get(backend, base.link(None))
+            links[backend] = _link(start, made)
+    return tuple(links.items())
+
+
+def _curves(kind: str, rows: Sequence[Sample]) -> dict[str, Curve]:
+    """The curves of one kind: for each size of team, and the largest team's for others."""
+    curves: dict[str, Curve] = {}
+    if kind in TRANSFERS:
+        # Sites copy by engine, all ranks at once; whoever measured that has measured the right one.
+        for wanted in (
+            [s for s in rows if s.protocol != "sm" and s.concurrent],
+            [s for s in rows if s.protocol != "sm"],
+            list(rows),
+        ):
+            curve = Curve.of((s.link_bytes, s.seconds) for s in wanted)
+            if curve is not None:
+                return {kind: curve}
+        return {}
+    for ranks in sorted({s.ranks for s in rows}):
+        curve = Curve.of((s.link_bytes, s.seconds) for s in rows if s.ranks == ranks)
+        if curve is not None:
+            curves[f"{kind}@{ranks}"] = curves[kind] = curve
+    return curves
+
+
+def _link(start: Link, curves: dict[str, Curve]) -> Link:
+    """The link with these curves, and the two figures that suit kinds without a curve."""
+    whole = next((curves[k] for k in ("get", "put", "all_gather") if k in curves), None)
+    whole = whole or next(iter(curves.values()))
+    kept = {kind: curve for kind, curve in start.curves if kind not in curves}
+    latency, bandwidth = start.latency_s, whole.bandwidth
+    if len(whole.points) > 1:
+        latency = whole.latency_s
+        (low, quick), (high, slow) = whole.points[0], whole.points[-1]
+        if slow > quick:
+            bandwidth = (high - low) / (slow - quick)
+    return dataclasses.replace(
+        start,
+        latency_s=latency,
+        bandwidth=bandwidth,
+        curves=tuple(sorted({**kept, **curves}.items())),
+    )
+
+
+# matmuls
+
+
+def _gemms(machine: Machine, samples: Sequence[Sample]) -> Machine:
+    """The machine with a table of the matmuls, and speeds that fit the larger half of them."""
+    found: defaultdict[tuple[str, tuple[int, int, int]], list[float]] = defaultdict(list)
+    for sample in samples:
+        if not sample.under and min(sample.shape) > 0 and _known(sample.dtype):
+            found[sample.dtype, sample.shape].append(sample.seconds)
+    if not found:
+        return machine
+    bare, speeds = machine.replace(gemms=()), dict(machine.gemm_flops)
+    for dtype in dict.fromkeys(dtype for dtype, _ in found):
+        shapes = sorted((s for d, s in found if d == dtype), key=math.prod)
+        rates: list[float] = []
+        for shape in shapes[len(shapes) // 2 :]:
+            took = statistics.median(found[dtype, shape]) - machine.launch_s
+            if took > 0:
+                rates.append(gemm_seconds(bare, DType(dtype), *shape) / took)
+        if rates:
+            speeds[dtype] = speeds.get(dtype, speeds["other"]) * statistics.median(rates)
+    table = tuple(
+        GemmTime(dtype=dtype, m=m, k=k, n=n, seconds=statistics.median(seconds))
+        for (dtype, (m, k, n)), seconds in sorted(found.items())
+    )
+    seen = {(time.dtype, time.m, time.k, time.n) for time in table}
+    kept = tuple(t for t in machine.gemms if (t.dtype, t.m, t.k, t.n) not in seen)
+    return machine.replace(gemm_flops=tuple(speeds.items()), gemms=(*kept, *table))
+
+
+def _known(dtype: str) -> bool:
+    return dtype in {str(member) for member in DType}
+
+
+def _steals(machine: Machine, samples: Sequence[Sample]) -> Machine:
+    """The machine with what copies cost a matmul beside them."""
+    alone: defaultdict[object, list[float]] = defaultdict(list)
+    under: defaultdict[object, list[float]] = defaultdict(list)
+    for sample in samples:
+        place = under if sample.under == "copies" else alone
+        place[sample.dtype, sample.shape].append(sample.seconds)
+    parts = [
+        1 - statistics.median(alone[key]) / statistics.median(seconds)
+        for key, seconds in under.items()
+        if key in alone
+    ]
+    links = dict(machine.links)
+    if not parts or "peer" not in links:
+        return machine
+    part = min(0.5, max(0.0, statistics.median(parts)))
+    links["peer"] = dataclasses.replace(links["peer"], steals=part)
+    return machine.replace(links=tuple(links.items()))
