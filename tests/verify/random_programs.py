@@ -19,6 +19,8 @@ from interlace.ir import (
     DType,
     Expect,
     Free,
+    Fused,
+    FusedMember,
     Get,
     Group,
     HostSync,
@@ -69,6 +71,7 @@ class Draw:
             (self.alloc, 3),
             (self.exchange, 2),
             (self.group, 1),
+            (self.fused, 1.5),
             (self.one_sided, 5),
             (self.free, 2),
             (self.host_sync, 0.5),
@@ -246,6 +249,43 @@ class Draw:
             ops.append(Recv(dst=dst, peer=RankIndex(team, -k), team=team, stream=stream))
         self.rng.shuffle(ops)
         self.add(Group(ops=tuple(ops), stream=stream))
+
+    def fused(self) -> None:
+        """Parts that compute; what orders them with each other and with peers is in them."""
+        stream, care = self.stream(), self.care
+        parts: list[list[FusedMember]] = []
+        touched: list[dict[str, bool]] = []
+        for _ in range(self.rng.choice((1, 2, 2, 3))):
+            src, dst = self.rows(self.some()), self.rows(self.some())
+            call = Call(fn="aten.neg.out", args=(src,), outs=(dst,), stream=stream)
+            mine = {src.buffer: False, dst.buffer: True}
+            waits: list[FusedMember] = []
+            for other in {
+                other
+                for name, write in mine.items()
+                for other, wrote in self.last.get(name, {}).items()
+                if other != stream and (write or wrote) and self.rng.random() < care
+            }:
+                self.ops.append(Record(event=self.name("g"), stream=other))
+                waits.append(Wait(event=f"g{self.num_names}", stream=stream))
+            for part, theirs in zip(parts, touched, strict=True):
+                both = mine.keys() & theirs.keys()
+                if any(mine[n] or theirs[n] for n in both) and self.rng.random() < care:
+                    part.append(Record(event=self.name("g"), stream=stream))
+                    waits.append(Wait(event=f"g{self.num_names}", stream=stream))
+            parts.append([*waits, call])
+            touched.append(mine)
+        if self.rng.random() < 0.4:
+            signal, k = self.name("s"), self.rng.choice((1, -1))
+            to, awaited = RankIndex("tp", k), RankIndex("tp", -k)
+            raising, waiting = self.rng.choice(parts), self.rng.choice(parts)
+            raising.append(Notify(signal=signal, peer=to, team="tp", stream=stream))
+            expect = Expect(signal=signal, peer=awaited, team="tp", stream=stream)
+            waiting.insert(self.rng.choice((0, len(waiting))), expect)
+        self.ops.append(Fused(parts=tuple(map(tuple, parts)), stream=stream))
+        for mine in touched:
+            for name, write in mine.items():
+                self.remember(name, stream, write)
 
     def name(self, prefix: str) -> str:
         self.num_names += 1

@@ -7,7 +7,7 @@ import random
 
 from tests.verify.random_programs import Draw
 
-from interlace.ir import Alloc, Call, Free, Op, Program
+from interlace.ir import Alloc, Call, Free, Fused, Op, Program
 
 
 def _declares(op: Op) -> bool:
@@ -32,15 +32,23 @@ def mutilate(program: Program, rng: random.Random) -> Program:
         )
         ops.insert(rng.randint(first + 1, at), ops.pop(at))
         return program.replace(ops=tuple(ops))
-    if kind < 0.4:
+    op = ops[i]
+    if isinstance(op, Fused) and kind < 0.6:
+        k = rng.randrange(len(op.parts))
+        members = list(op.parts[k])
+        del members[rng.randrange(len(members))]
+        parts = (*op.parts[:k], tuple(members), *op.parts[k + 1 :])
+        kept = tuple(filter(None, parts)) if kind < 0.3 else op.parts[::-1]
+        ops[i : i + 1] = [dataclasses.replace(op, parts=kept)] if kept else []
+    elif kind < 0.4:
         del ops[i]
     elif kind < 0.75 and i + 1 < len(ops) and not _declares(ops[i + 1]):
         ops[i], ops[i + 1] = ops[i + 1], ops[i]
-    elif kind < 0.85 and not isinstance(ops[i], Free | Call):
-        ops.insert(i, ops[i])
-    else:
+    elif kind < 0.85 and not isinstance(op, Free | Call):
+        ops.insert(i, op)
+    elif not isinstance(op, Fused):
         streams = program.streams()
-        ops[i] = dataclasses.replace(ops[i], stream=rng.choice(streams))
+        ops[i] = dataclasses.replace(op, stream=rng.choice(streams))
     return program.replace(ops=tuple(ops))
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from tests.verify.random_sets import random_set
 
-from interlace.ir import Program, print_set
+from interlace.ir import Fused, Program, print_set
 from interlace.verify import Report, check
 from interlace.verify.oracle import Verdict, explore
 
@@ -37,6 +37,10 @@ def compare(programs: list[Program], runs: int) -> tuple[Report, Verdict] | None
     lifetime = kinds & {"use-after-free", "use-before-alloc"}
     if "signal" in kinds:
         return report, verdict  # values that do not grow mean nothing that could be compared
+    if "deadlock" in kinds and any(isinstance(op, Fused) for p in programs for op in p.ops):
+        # What stands behind a part that is never begun may race, and is passed over.
+        assert verdict.race or "race" not in kinds or lifetime, shown
+        return report, verdict
     if not lifetime:
         assert verdict.race == ("race" in kinds), shown
     if not verdict.race:
@@ -71,7 +75,7 @@ def test_300_random_programs(seed: int) -> None:
     for sort in ("sound", "race", "deadlock", "uninitialized"):
         assert met[sort] >= 10, f"seed {seed} made only {met[sort]} of {sort}"
     for op in (
-        *("Call", "Copy", "Collective", "Send", "Recv", "Group", "Put", "Get"),
+        *("Call", "Copy", "Fused", "Collective", "Send", "Recv", "Group", "Put", "Get"),
         *("Notify", "Expect", "Alloc", "Free", "Record", "Wait", "HostSync"),
     ):
         assert met[op] >= 3, f"seed {seed} made only {met[op]} of {op}"

@@ -17,10 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.errors import ProgramError, TeamError
-from interlace.ir.ops import Collective, Expect, Notify, Recv, Send
-from interlace.ir.types import Index, Others
+from interlace.verify.frames import FrameBuilder
 from interlace.verify.graph import Frame, Graph, Place, TeamKey
-from interlace.verify.source import Code, Item, Source
+from interlace.verify.source import Item, Source
 
 Queue = tuple[TeamKey, str | None]
 """The collectives of one team and backend."""
@@ -67,7 +66,7 @@ class Builder:
 
     def _run(self) -> None:
         for place in self.places:
-            _FrameBuilder(self, place, self.num_runs).run()
+            FrameBuilder(self, place, self.num_runs).run()
         self.num_runs += 1
 
     def _balanced(self) -> bool:
@@ -155,169 +154,6 @@ class Builder:
         self.graph.never[node] = (
             f"rank {signal[2]} to raise signal {signal[0]} to {value}, and it {what}"
         )
-
-
-class _FrameBuilder:
-    """Adds one run of one rank."""
-
-    def __init__(self, builder: Builder, place: Place, run: int) -> None:
-        self.builder = builder
-        self.graph = builder.graph
-        self.place = place
-        source = place.source
-        self.frame = Frame(place, run, [-1] * (len(source.items) + 1))
-        entry = builder.exits.get(place.rank, -1)
-        self.tails = [entry] * len(source.streams)
-        self.host = -1
-        self.host_seen = [-1] * len(source.streams)
-        self.last: dict[Queue, int] = {}
-        self.entry = entry
-        self.fresh: dict[str, int] = {}
-
-    def run(self) -> None:
-        self.graph.frames.append(self.frame)
-        for item in self.place.source.items:
-            if item.code is Code.GROUP:
-                self.group(item)
-            else:
-                node = self.node_of(item)
-                self.put(node, item)
-                if item.code is not Code.PLAIN:
-                    self.meaning(node, item)
-        self.leave()
-
-    def node_of(self, item: Item) -> int:
-        """A new node, or the rendezvous that another rank has begun."""
-        code, op = item.code, item.op
-        if code is Code.COLLECTIVE:
-            assert isinstance(op, Collective)
-            queue = (self.builder.team(self.place, op.team), op.backend)
-            mine = self.builder.queues.setdefault(queue, {}).setdefault(self.place.rank, [])
-            node = self.meet(queue, len(mine))
-            mine.append((self.frame, item, node))
-            return node
-        if code is Code.SEND or code is Code.RECV:
-            return self.message(item)
-        return self.graph.add()
-
-    def message(self, item: Item) -> int:
-        op = item.op
-        assert isinstance(op, Send | Recv)
-        team = self.builder.team(self.place, op.team)
-        peer, sends = self.global_rank(op.peer, team), isinstance(op, Send)
-        channel = (team, self.place.rank, peer) if sends else (team, peer, self.place.rank)
-        ends = self.builder.channels.setdefault(channel, ([], []))[0 if sends else 1]
-        node = self.meet(channel, len(ends))
-        ends.append((self.frame, item, node))
-        return node
-
-    def meet(self, key: Queue | Channel, k: int) -> int:
-        node = self.builder.met.get((key, k))
-        if node is None:
-            node = self.builder.met[key, k] = self.graph.add()
-        return node
-
-    def put(self, node: int, item: Item) -> None:
-        """Places the node behind what its stream holds already."""
-        graph, stream = self.graph, item.stream
-        before = graph.preds[node]
-        if self.tails[stream] >= 0:
-            before.append(self.tails[stream])
-        if self.host_seen[stream] != self.host:
-            self.host_seen[stream] = self.host
-            if self.tails[stream] != self.host:
-                before.append(self.host)
-        self.tails[stream] = node
-        chain = self.place.chain + stream
-        position = self.builder.heights[chain] = self.builder.heights[chain] + 1
-        if graph.chain[node] < 0 and not graph.parts[node]:
-            graph.chain[node], graph.pos[node] = chain, position
-        else:
-            if node not in graph.marks:
-                graph.marks[node] = []
-                if graph.chain[node] >= 0:
-                    graph.marks[node].append((graph.chain[node], graph.pos[node]))
-            graph.marks[node].append((chain, position))
-            if graph.chain[node] < 0:
-                graph.chain[node], graph.pos[node] = chain, position
-        graph.parts[node].append((self.frame, item))
-        self.frame.nodes[item.index] = node
-
-    def meaning(self, node: int, item: Item) -> None:
-        """Adds the edges and the book-keeping of an op that orders others."""
-        code, op, graph, builder = item.code, item.op, self.graph, self.builder
-        if code is Code.WAIT:
-            if item.record >= 0:
-                graph.preds[node].append(self.frame.nodes[item.record])
-        elif code is Code.COLLECTIVE:
-            assert isinstance(op, Collective)
-            queue = (builder.team(self.place, op.team), op.backend)
-            if queue in self.last:
-                graph.preds[node].append(self.last[queue])
-            self.last[queue] = node
-        elif code is Code.HOST_SYNC:
-            self.host = node
-            self.host_seen[item.stream] = node
-        elif code is Code.ALLOC:
-            self.alloc(node, item)
-        elif code is Code.FREE:
-            version = item.version
-            if version in self.frame.takes:
-                slot = builder.slot(self.place, version)
-                builder.frees[slot, self.frame.takes[version], self.place.rank] = node
-        elif code is Code.NOTIFY or code is Code.EXPECT:
-            self.signal(node, item)
-
-    def alloc(self, node: int, item: Item) -> None:
-        if self.place.source.versions[item.version].symmetric:
-            slot = self.builder.slot(self.place, item.version)
-            taken = self.builder.allocs.setdefault(slot, {}).setdefault(self.place.rank, [])
-            self.frame.takes[item.version] = len(taken)
-            taken.append((self.frame, item, node))
-
-    def signal(self, node: int, item: Item) -> None:
-        op = item.op
-        assert isinstance(op, Notify | Expect)
-        rank, run, builder = self.place.rank, self.frame.run, self.builder
-        team = builder.team(self.place, op.team)
-        if isinstance(op.peer, Others):
-            peers = [peer for peer in team[1] if peer != rank]
-        else:
-            peers = [self.global_rank(op.peer, team)]
-        for peer in peers:
-            if isinstance(op, Notify):
-                raised = builder.raised.setdefault(((op.signal, team, rank, peer), run), [])
-                raised.append((op.value, node, self.frame, item))
-            else:
-                signal = (op.signal, team, peer, rank)
-                builder.awaited.append((signal, run, op.value, node, self.frame, item))
-
-    def global_rank(self, index: Index, team: TeamKey) -> int:
-        i = self.place.where.index(index)
-        if not 0 <= i < len(team[1]):
-            raise TeamError(f"team {team[0]} has {len(team[1])} ranks, and no rank {i}")
-        return team[1][i]
-
-    def group(self, item: Item) -> None:
-        """A start on the stream, the members beside each other, and an end on the stream."""
-        graph = self.graph
-        start, end = graph.add(), graph.add()
-        self.put(start, item)
-        for member in item.members:
-            node = self.message(member)
-            graph.preds[node].append(start)
-            graph.preds[end].append(node)
-            graph.parts[node].append((self.frame, member))
-            graph.ends.setdefault(node, []).append(end)
-        self.put(end, item)
-
-    def leave(self) -> None:
-        """The end of the run: after the last op of every stream."""
-        leave, graph = self.place.source.exit, self.graph
-        node = graph.add()
-        self.put(node, leave)
-        graph.preds[node] += [tail for tail in self.tails[1:] if tail >= 0]
-        self.builder.exits[self.place.rank] = node
 
 
 def _places(sources: Sequence[Source]) -> list[Place]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from interlace.ir.ops import Collective, Op, Recv, Send
+from interlace.ir.ops import Collective, Fused, Op, Recv, Send
 from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.graph import Graph, Part
@@ -50,7 +50,7 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
     """The ops that could start, but for something that never comes."""
     found: dict[tuple[object, ...], tuple[str, list[OpRef], set[int]]] = {}
     for node, reason in sorted(graph.never.items()):
-        if any(before in stuck for before in graph.preds[node]):
+        if any(before in stuck for before in graph.awaited(node)):
             continue
         parts = graph.parts[node]
         key = tuple((frame.place.source, item.index) for frame, item in parts[:1])
@@ -96,7 +96,7 @@ def _knots(graph: Graph, stuck: set[int]) -> list[list[int]]:
         index[root] = low[root] = len(index)
         stack.append(root)
         on_stack.add(root)
-        work = [(root, iter(graph.preds[root]))]
+        work = [(root, iter(graph.awaited(root)))]
         while work:
             node, rest = work[-1]
             for other in rest:
@@ -106,7 +106,7 @@ def _knots(graph: Graph, stuck: set[int]) -> list[list[int]]:
                     index[other] = low[other] = len(index)
                     stack.append(other)
                     on_stack.add(other)
-                    work.append((other, iter(graph.preds[other])))
+                    work.append((other, iter(graph.awaited(other))))
                     break
                 if other in on_stack:
                     low[node] = min(low[node], index[other])
@@ -119,7 +119,7 @@ def _knots(graph: Graph, stuck: set[int]) -> list[list[int]]:
                     knot = stack[cut:]
                     del stack[cut:]
                     on_stack.difference_update(knot)
-                    if len(knot) > 1 or node in graph.preds[node]:
+                    if len(knot) > 1 or node in graph.awaited(node):
                         knots.append(knot)
     return knots
 
@@ -180,7 +180,7 @@ def _links(graph: Graph, spot: Spot, inside: set[int]) -> Iterator[tuple[Spot, S
     for other in graph.parts[node]:
         if not met and (other[0] is not part[0] or other[1] is not part[1]):
             yield (node, other, True), Step(part, other, MEETS)
-    for before in set(graph.preds[node]):
+    for before in set(graph.awaited(node)):
         if before not in inside:
             continue
         for other in graph.parts[before]:
@@ -236,9 +236,12 @@ def _why(part: Part, earlier: Part) -> str:
         if item.code is Code.ALLOC and other.code is Code.FREE:
             return "the slot comes back with its free"
         return "the run before has to end" if other.code is Code.EXIT else _queued(op, before)
-    if item.stream == other.stream and other.index < item.index:
+    same = item.index == other.index
+    members = same and Code.FUSED not in (item.code, other.code)
+    earlier_there = other.place < item.place if members else other.index < item.index
+    if item.stream == other.stream and earlier_there:
         return STREAM
-    if item.code is Code.WAIT and item.record == other.index:
+    if item.code is Code.WAIT and item.record == other.place:
         return "the event is recorded there"
     if other.code is Code.HOST_SYNC and other.index < item.index:
         return "the host issues nothing more until that stream has come there"
@@ -246,7 +249,11 @@ def _why(part: Part, earlier: Part) -> str:
         return "the slot comes back with its free"
     if item.code is Code.EXIT:
         return "the run ends after it"
-    if item.index == other.index:
+    if same and isinstance(frame.place.source.items[item.index].op, Fused):
+        if members:
+            return "the parts of a fused op are begun in the order listed"
+        return "it is part of the same fused op"
+    if same:
         return "it is part of the same group"
     return _queued(op, before)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from interlace.ir.ops import Get, Loc, Put
+from interlace.ir.ops import Fused, Get, Loc, Put
 from interlace.ir.printer import print_lines, print_op
 from interlace.ir.program import Program
 from interlace.verify.graph import Frame
@@ -66,7 +66,7 @@ class Explainer:
             rank,
             self.line(source, item.index),
             "" if item.code is Code.EXIT else source.streams[item.stream],
-            self.text(source, item.index),
+            self._own_text(source, item),
             role,
             buffer,
             extent,
@@ -79,6 +79,12 @@ class Explainer:
         if index == len(source.program.ops):
             return "return"
         return print_op(source.program.ops[index], source.program)
+
+    def _own_text(self, source: Source, item: Item) -> str:
+        """A member of a fused op alone, which may be long."""
+        if item.op is None or item.place <= len(source.items):
+            return self.text(source, item.index)
+        return print_op(item.op, source.program)
 
     def flaw(self, source: Source, flaw: Flaw) -> Finding:
         """A fault of list order, which every rank of the Program has."""
@@ -151,6 +157,8 @@ class Explainer:
         streams = one.source.streams
         from_, to = streams[first.item.stream], streams[second.item.stream]
         if first.item.index == second.item.index:
+            if isinstance(one.source.items[first.item.index].op, Fused):
+                return f"put both in one part of the fused op on line {before}"
             return f"take one of the two out of the group on line {before}"
         if second.item.code is Code.FREE:
             return (
@@ -203,7 +211,8 @@ def _writers(items: Iterable[Item], entry: Entry) -> list[int]:
     return [
         item.index
         for item in items
-        if any(touch.write and touch.spot.buffer.name == name for touch in item.touches)
+        for one in (item, *item.members)
+        if any(touch.write and touch.spot.buffer.name == name for touch in one.touches)
     ]
 
 

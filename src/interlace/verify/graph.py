@@ -8,6 +8,7 @@ send with its receive). Edges are what the model of a schedule says, and nothing
     HostSync -> later ops        whatever their stream, because the host itself waited
     collective -> next one       of one (team, backend), by list order, whatever their stream
     group -> members -> its end  members do not order each other
+    fused -> parts -> its end    parts do not order each other, but are begun in order
     Notify -> Expect             the first Notify of the writer with a value that suffices
     Free -> Alloc                take n of a slot after every rank's Free of take n - 2
     end of run -> next run       on the same rank; ranks are not joined
@@ -69,6 +70,9 @@ class Graph:
     """Rendezvous -> its (chain, position) on every rank."""
     ends: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """Group member -> the ends of the groups that it is in."""
+    queued: dict[int, int] = field(default_factory=dict[int, int])
+    """First member of a part of a Fused -> last member of the part before: it may come no sooner,
+    though nothing orders what the two parts touch."""
     never: dict[int, str] = field(default_factory=dict[int, str])
     """Node -> what it waits for that never comes."""
     frames: list[Frame] = field(default_factory=list[Frame])
@@ -84,6 +88,11 @@ class Graph:
         self.pos.append(0)
         return len(self.preds) - 1
 
+    def awaited(self, node: int) -> list[int]:
+        """All that must be done before a node can be."""
+        before = self.preds[node]
+        return [*before, self.queued[node]] if node in self.queued else before
+
     def solve(self) -> None:
         """Fills `order` and `clocks`; what cannot finish is left out of them."""
         preds, count = self.preds, len(self.preds)
@@ -93,6 +102,9 @@ class Graph:
             waiting[node] = len(before)
             for other in before:
                 followers[other].append(node)
+        for node, other in self.queued.items():
+            waiting[node] += 1
+            followers[other].append(node)
         for node in self.never:
             waiting[node] += 1
         self.clocks = [None] * count

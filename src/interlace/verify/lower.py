@@ -18,13 +18,14 @@ from interlace.ir.ops import (
     Call,
     Collective,
     Free,
+    Fused,
     Group,
     Op,
     Record,
     Wait,
     views_in,
 )
-from interlace.ir.program import Program
+from interlace.ir.program import Program, spots
 from interlace.ir.types import Buffer, DType
 from interlace.ir.view import View
 from interlace.verify.regions import Regions, Spot
@@ -40,7 +41,10 @@ class _Lowering:
     def __init__(self, program: Program, regions: Regions, in_order: bool) -> None:
         self.program = program
         self.regions = regions
-        self.streams = {"main": 0} if in_order or not program.ops else {}
+        self.streams: dict[tuple[str, int], int] = {}
+        if in_order or not program.ops:
+            self.streams["main", 0] = 0
+        self.num_places = len(program.ops) + 1
         self.in_order = in_order
         self.versions: list[Version] = []
         self.current: dict[str, int] = {}
@@ -59,33 +63,37 @@ class _Lowering:
         for buffer in program.params:
             self.declare(buffer, -1)
         items = [self.item(i, op) for i, op in enumerate(program.ops)]
-        leave = Item(len(items), None, Code.EXIT, 0, tuple(self.results(len(items))))
+        end = len(items)
+        leave = Item(end, None, Code.EXIT, 0, tuple(self.results(end)), place=end)
         self.find_sharing()
         for version in self.versions:
             if version.symmetric and version.free < 0 and version.alloc >= 0:
                 self.leak(items, version)
         ranks = program.world if program.rank is None else (program.rank,)
-        return Source(program, ranks, tuple(self.streams), items, leave, self.versions, self.flaws)
+        streams = tuple(f"{name}, part {k + 1}" if k else name for name, k in self.streams)
+        return Source(
+            *(program, ranks, streams, items, leave, self.versions, self.flaws, self.num_places)
+        )
 
     def item(self, index: int, op: Op) -> Item:
-        name = "main" if self.in_order else op.stream
-        stream = self.streams.setdefault(name, len(self.streams))
-        item = Item(index, op, CODES.get(type(op), Code.PLAIN), stream)
+        item = Item(index, op, CODES.get(type(op), Code.PLAIN), self.stream(op), place=index)
         match op:
             case Alloc():
                 item.version = self.declare(op.buffer, index)
             case Free():
                 self.free(item, op)
-            case Record():
-                self.records[op.event] = index
-            case Wait():
-                item.record = self.records.get(op.event, -1)
-                if item.record < 0:
-                    self.unrecorded(item, op)
+            case Record() | Wait():
+                self.event(item, op)
             case Group():
                 item.members = tuple(
-                    Item(index, member, CODES[type(member)], stream, self.touches(item, member))
-                    for member in op.ops
+                    Item(index, one, CODES[type(one)], item.stream, self.touches(item, one))
+                    for one in op.ops
+                )
+            case Fused():
+                item.members = tuple(
+                    self.member(index, member, number)
+                    for number, part in enumerate(op.parts)
+                    for member in part
                 )
             case _:
                 if isinstance(op, Call):
@@ -93,6 +101,30 @@ class _Lowering:
                         self.declare(buffer, index)
                 item.touches = self.touches(item, op)
         return item
+
+    def stream(self, op: Op, part: int = 0) -> int:
+        """The number of an op's stream; each part of a Fused but the first has one of its own."""
+        key = ("main", 0) if self.in_order else (op.stream, part)
+        return self.streams.setdefault(key, len(self.streams))
+
+    def member(self, index: int, op: Op, part: int) -> Item:
+        """A member of a Fused."""
+        code, place = CODES[type(op)], self.num_places
+        item = Item(index, op, code, self.stream(op, part), place=place)
+        self.num_places += 1
+        if isinstance(op, Record | Wait):
+            self.event(item, op)
+        item.touches = self.touches(item, op)
+        return item
+
+    def event(self, item: Item, op: Record | Wait) -> None:
+        """Which Record a Wait sees."""
+        if isinstance(op, Record):
+            self.records[op.event] = item.place
+            return
+        item.record = self.records.get(op.event, -1)
+        if item.record < 0:
+            self.unrecorded(item, op)
 
     def declare(self, buffer: Buffer, index: int) -> int:
         if buffer.name in self.ahead:
@@ -208,7 +240,7 @@ class _Lowering:
         later = next(
             (
                 i
-                for i, other in enumerate(self.program.ops)
+                for (i, _), other in spots(self.program.ops)
                 if isinstance(other, Record) and other.event == op.event
             ),
             None,

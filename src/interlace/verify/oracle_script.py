@@ -15,6 +15,7 @@ from interlace.ir.ops import (
     Call,
     Collective,
     Free,
+    Fused,
     Group,
     HostSync,
     Op,
@@ -33,6 +34,8 @@ Life = tuple[int, int, str, int]
 """A buffer in a run of a rank: rank, run, name, and the position of its declaration."""
 Key = tuple[str, tuple[str, tuple[int, ...]], object]
 """A queue of collectives, a channel of messages or a slot: family, team, and which of them."""
+Lane = tuple[str, int]
+"""A stream, and 0; for a part of a Fused on that stream its number from 1."""
 End = tuple[int, int, int]
 """One end of a message: number of the rank, position in its script, member of the group or -1."""
 
@@ -78,8 +81,8 @@ class Rank:
     where: Where
     script: list[tuple[Op | None, int]] = field(default_factory=list[tuple[Op | None, int]])
     """(op, run); None is the return at the end of a run."""
-    lanes: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    """Stream -> the positions that it holds, in order."""
+    lanes: dict[Lane, list[int]] = field(default_factory=dict[Lane, list[int]])
+    """Stream, or part of a Fused on it -> the positions that it holds, in order."""
     spot: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """Position -> (lane, place in the lane)."""
     gates: list[list[int]] = field(default_factory=list[list[int]])
@@ -113,8 +116,16 @@ class Script:
     """Writes what one rank issues over all runs, and which memory each op touches."""
 
     def __init__(
-        self, ledger: Ledger, number: int, rank: Rank, program: Program, runs: int
+        self,
+        ledger: Ledger,
+        number: int,
+        rank: Rank,
+        program: Program,
+        runs: int,
+        beside: bool = True,
     ) -> None:
+        """`beside` runs the parts of a Fused beside each other, else one after another."""
+        self.beside = beside
         self.ledger = ledger
         self.rank = rank
         self.program = program
@@ -127,19 +138,35 @@ class Script:
 
     def write(self) -> None:
         rank = self.rank
-        for stream in self.program.streams():
-            rank.lanes[stream] = []
-        rank.lanes.setdefault("main", [])
+        for op in self.program.ops:
+            rank.lanes.setdefault((op.stream, 0), [])
+            for part in range(len(op.parts) if isinstance(op, Fused) and self.beside else 0):
+                rank.lanes.setdefault((op.stream, part + 1), [])
+        rank.lanes.setdefault(("main", 0), [])
         for run in range(self.runs):
             self.buffers, self.records = {}, {}
             for buffer in (*self.program.params, Buffer(RNG.buffer, DType.u8, (1,), "input")):
                 self.declare(buffer, run, -1)
             for op in self.program.ops:
-                self.place(op, op.stream, run)
-            end = self.place(None, "main", run)
+                if isinstance(op, Fused):
+                    self.fused(op, run)
+                else:
+                    self.place(op, (op.stream, 0), run)
+            end = self.place(None, ("main", 0), run)
             self.syncs = [end]
 
-    def place(self, op: Op | None, stream: str, run: int) -> int:
+    def fused(self, op: Fused, run: int) -> None:
+        """A start, the parts, and an end that awaits them."""
+        start = self.place(op, (op.stream, 0), run)
+        last: list[int] = []
+        for number, part in enumerate(op.parts):
+            lane = (op.stream, number + 1 if self.beside else 0)
+            placed = [self.place(member, lane, run) for member in part]
+            self.rank.gates[placed[0]].append(start)
+            last.append(placed[-1])
+        self.rank.gates[self.place(op, (op.stream, 0), run)] += last
+
+    def place(self, op: Op | None, stream: Lane, run: int) -> int:
         rank = self.rank
         position = len(rank.script)
         rank.script.append((op, run))
@@ -173,6 +200,8 @@ class Script:
                     self.take(op.buffer, position)
             case Free():
                 self.free(op, position)
+            case Fused():
+                pass
             case Group():
                 for i, member in enumerate(op.ops):
                     self.mail(member, position, i)

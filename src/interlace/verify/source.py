@@ -17,6 +17,7 @@ from interlace.ir.ops import (
     Copy,
     Expect,
     Free,
+    Fused,
     Get,
     Group,
     HostSync,
@@ -49,6 +50,7 @@ class Code(IntEnum):
     FREE = 10
     HOST_SYNC = 11
     EXIT = 12
+    FUSED = 13
 
 
 CODES: dict[type[Op], Code] = {
@@ -62,6 +64,7 @@ CODES: dict[type[Op], Code] = {
     Send: Code.SEND,
     Recv: Code.RECV,
     Group: Code.GROUP,
+    Fused: Code.FUSED,
     Notify: Code.NOTIFY,
     Expect: Code.EXPECT,
     Alloc: Code.ALLOC,
@@ -84,19 +87,22 @@ class Touch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """An op of a Program; the members of a Group are items too, with the Group's index."""
+    """An op of a Program; the members of a Group or a Fused are items too, with its index."""
 
     index: int
     op: Op | None
     """None: the return."""
     code: Code
     stream: int
+    """Part k > 0 of a Fused counts as a stream of its own."""
     touches: tuple[Touch, ...] = ()
     version: int = -1
     """The buffer that an Alloc or a Free means."""
     record: int = -1
-    """The index of the Record that a Wait sees."""
+    """The place of the Record that a Wait sees."""
     members: tuple[Item, ...] = ()
+    place: int = -1
+    """Where a frame keeps its node: the index, or for a member of a Fused a number after all."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,3 +151,5 @@ class Source:
     exit: Item
     versions: list[Version]
     flaws: list[Flaw] = field(default_factory=list[Flaw])
+    num_places: int = 0
+    """Items, the return and the members of Fuseds."""
