@@ -38,6 +38,8 @@ class Setting:
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
     device: str = "cpu"
+    state: frozenset[int] = frozenset()
+    """Positions of the arguments that are parameters or buffers: as a rule they stay in place."""
 
 
 class Shelf:
@@ -87,11 +89,19 @@ class Shelf:
 class Artefact:
     """One graph of a compilation, called with boxed arguments."""
 
-    def __init__(self, kind: str, gm: fx.GraphModule, setting: Setting) -> None:
+    def __init__(
+        self,
+        kind: str,
+        gm: fx.GraphModule,
+        setting: Setting,
+        static: frozenset[int] = frozenset(),
+    ) -> None:
+        """`static` has the positions of the graph's arguments that stay where they are."""
         self._boxed_call = True  # AOTAutograd looks for it on the object itself
         self.kind = kind
         self.setting = setting
         self._gm = gm
+        self._static = static
         self._traced = recorded_signature(gm)
         self._shelf = Shelf(setting.options.cache_size)
         self._last: tuple[Hashable, int, Bound] | None = None
@@ -128,7 +138,12 @@ class Artefact:
         values = None if args is None or key == self._traced else propagate(self._gm, args)
         teams = Teams.of_torch(setting.meshes, setting.options.time_out_s)
         imported = import_graph(
-            self._gm, name=self.kind, teams=teams, values=values, labels=setting.labels
+            self._gm,
+            name=self.kind,
+            teams=teams,
+            values=values,
+            labels=setting.labels,
+            static=self._static,
         )
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, setting.options, setting.device)

@@ -11,11 +11,12 @@ pass.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
@@ -25,7 +26,8 @@ from interlace.errors import InterlaceError, OptionError
 from interlace.frontend.artefact import Artefact, Setting
 from interlace.frontend.binding import machine_for
 from interlace.frontend.capture import notice
-from interlace.frontend.locs import label
+from interlace.frontend.devices import device_of
+from interlace.frontend.locs import argument, is_state, label
 from interlace.frontend.partition import Partition
 from interlace.frontend.waiting import without_waiting
 from interlace.options import Options
@@ -37,6 +39,8 @@ class Compilation:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.artefacts: list[Artefact] = []
+        self._static: set[str] = set()
+        """Placeholders of the forward graph that are parameters; backward has them by name."""
 
     def compilers(self) -> dict[str, Any]:
         """The keyword arguments that AOTAutograd takes."""
@@ -58,15 +62,24 @@ class Compilation:
     def _compiler(self, kind: str) -> Callable[[fx.GraphModule, Any], Artefact]:
         def compiler(gm: fx.GraphModule, example_inputs: Any) -> Artefact:
             meshes = dict.fromkeys((*self.setting.meshes, *graph_meshes(gm)))
-            setting = Setting(
-                self.setting.options, tuple(meshes), self.setting.labels, self.setting.device
-            )
-            artefact = Artefact(kind, gm, setting)
+            setting = replace(self.setting, meshes=tuple(meshes))
+            artefact = Artefact(kind, gm, setting, self._stays(kind, gm))
             self.artefacts.append(artefact)
             notice(artefact)
             return artefact
 
         return compiler
+
+    def _stays(self, kind: str, gm: fx.GraphModule) -> frozenset[int]:
+        """Positions of the arguments of a graph that are the module's parameters and buffers."""
+        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        if kind != "backward":
+            self._static = {
+                node.name
+                for node in nodes
+                if isinstance(found := argument(node), str) or found in self.setting.state
+            }
+        return frozenset(i for i, node in enumerate(nodes) if node.name in self._static)
 
 
 class Backend:
@@ -99,13 +112,17 @@ class Backend:
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     ) -> Callable[..., Any]:
-        labels = tuple(_argument_label(node) for node in gm.graph.nodes if node.op == "placeholder")
-        setting = Setting(options, meshes_in(example_inputs), labels, device_of(example_inputs))
+        sources = [_source(node) for node in gm.graph.nodes if node.op == "placeholder"]
+        setting = Setting(
+            options,
+            meshes_in(example_inputs),
+            tuple(label(source) if source else "" for source in sources),
+            device_of(example_inputs),
+            frozenset(i for i, source in enumerate(sources) if is_state(source)),
+        )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
-        # Note [Backward is compiled with forward]: AOTAutograd leaves it until the first backward
-        # pass, where a rank that sets up would meet others that do not.
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        with compiling():
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare()
         self._artefacts.update(compilation.artefacts)
@@ -114,6 +131,21 @@ class Backend:
 
 backend = Backend()
 """What `torch.compile(backend="interlace")` calls; see Note [Backward is compiled with forward]."""
+
+
+def compiling() -> contextlib.AbstractContextManager[Any]:
+    """How AOTAutograd is to compile for us.
+
+    Note [Backward is compiled with forward]: AOTAutograd leaves it until the first backward pass,
+    where a rank that sets up would meet others that do not.
+
+    Note [Generator states are tensors]: on CUDA torch saves the state of recomputed dropout in
+    generators that it hands in as arguments, for its own CUDA graphs. A Program saves it as a small
+    tensor, on every device alike (`interlace.frontend.rng`).
+    """
+    return functorch_config.patch(
+        force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
+    )
 
 
 def options_from(options: Options | Mapping[str, Any] | None) -> Options:
@@ -125,12 +157,6 @@ def options_from(options: Options | Mapping[str, Any] | None) -> Options:
     if not isinstance(options, Mapping):
         raise OptionError(f"options must be a mapping or Options, not {type(options).__name__}")
     return Options.from_dict(dict(options))
-
-
-def device_of(values: Iterable[Any]) -> str:
-    """The type of the device that the tensors are on: the first that is no CPU."""
-    kinds = {value.device.type for value in values if isinstance(value, torch.Tensor)}
-    return next((kind for kind in sorted(kinds) if kind != "cpu"), "cpu")
 
 
 def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
@@ -145,9 +171,12 @@ def graph_meshes(gm: fx.GraphModule) -> tuple[DeviceMesh, ...]:
     return meshes_in(node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder")
 
 
-def _argument_label(node: fx.Node) -> str:
+def _source(node: fx.Node) -> str:
+    """The tracer's name of where an argument comes from."""
     source = getattr(node.meta.get("grapharg"), "source", None)
-    return label(source.name if isinstance(source.name, str) else source.name()) if source else ""
+    if source is None:
+        return ""
+    return source.name if isinstance(source.name, str) else source.name()
 
 
 def _raising(error: InterlaceError) -> Callable[..., Any]:

@@ -10,10 +10,12 @@ A set whose overlapped Programs do not fit together runs serially, and a remark 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
 
 from interlace.cost import Machine, default_machine
@@ -46,6 +48,18 @@ class Bound:
         return self.executor.program
 
     @property
+    def host_inputs(self) -> tuple[str, ...]:
+        """Inputs of the Program that are on the CPU although it runs on a GPU."""
+        host = self.imported.host
+        return tuple(b.name for b in self.serial.params if b.kind == "input" and b.name in host)
+
+    @property
+    def static_inputs(self) -> tuple[str, ...]:
+        """Inputs that, as a rule, are the same tensors in every call: parameters and constants."""
+        static = self.imported.static
+        return tuple(buffer.name for buffer in self.serial.params if buffer.name in static)
+
+    @property
     def report(self) -> Report:
         """The verifier's report of the overlapped Program."""
         return check(self.program)
@@ -70,14 +84,20 @@ def bind(
     device: str = "cpu",
 ) -> Bound:
     """Lowers and prepares; all ranks of the Program do it together."""
-    machine = machine_for(options, device)
-    if options.regions == "auto":
-        chosen = "eager" if device == "cpu" else "inductor"
-        options = dataclasses.replace(options, regions=chosen)
+    place = placed(device)
+    machine = machine_for(options, place.type)
+    options, noted = _with_regions(options, place)
 
     def prepared(options: Options, remarks: Sequence[Remark] = ()) -> Executor:
-        program = add_remarks(lower(imported.program, options, machine), remarks)
-        executor = Executor(program, groups=groups, device=device, options=options)
+        program = add_remarks(lower(imported.program, options, machine), [*noted, *remarks])
+        executor = Executor(
+            program,
+            groups=groups,
+            device=place,
+            options=options,
+            host=imported.host,
+            static_inputs=imported.static,
+        )
         executor.prepare()
         return executor
 
@@ -91,3 +111,23 @@ def bind(
         )
         serially = dataclasses.replace(options, overlap=False)
         return Bound(kind, imported, prepared(serially, [Remark("frontend", why)]))
+
+
+def placed(device: str) -> torch.device:
+    """A device with its index: a GPU that has none named is the current one."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _with_regions(options: Options, device: torch.device) -> tuple[Options, list[Remark]]:
+    """The options with `regions` chosen: Inductor on a GPU, where its compiler is there."""
+    if options.regions != "auto":
+        return options, []
+    if device.type == "cpu":
+        return dataclasses.replace(options, regions="eager"), []
+    if importlib.util.find_spec("triton") is None:
+        why = "regions run eager: Inductor needs the package triton on a GPU, and there is none"
+        return dataclasses.replace(options, regions="eager"), [Remark("frontend", why)]
+    return dataclasses.replace(options, regions="inductor"), []

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -30,9 +29,10 @@ from torch.utils import _pytree as pytree
 from interlace.cost import Timeline, simulate
 from interlace.errors import ExecutorError, UnsupportedError
 from interlace.frontend.artefact import Setting
-from interlace.frontend.backend import Compilation, device_of, meshes_in, options_from
+from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound, machine_for
 from interlace.frontend.checkpoints import checkpoints_marked
+from interlace.frontend.devices import device_of
 from interlace.frontend.explain import explain
 from interlace.frontend.outputs import Outputs
 from interlace.frontend.specialise import signature
@@ -212,10 +212,10 @@ class Compiled:
 
         meshes = meshes_in([*tensors, self._mesh])
         labels = (*(name.replace(".", "_") for name in names), *_argument_names(leaves))
-        setting = Setting(self.options, meshes, labels, device_of(tensors))
+        state = frozenset(range(len(names)))
+        setting = Setting(self.options, meshes, labels, device_of(tensors), state)
         compilation = Compilation(setting)
-        eager_backward = functorch_config.patch(force_non_lazy_backward_lowering=True)
-        with eager_backward, checkpoints_marked(), _own_errors(self.fn):
+        with compiling(), checkpoints_marked(), _own_errors(self.fn):
             call = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
                 tensors,

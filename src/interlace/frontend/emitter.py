@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from interlace.errors import ProgramError
+from interlace.frontend.devices import on_host
 from interlace.frontend.types import NOWHERE
 from interlace.frontend.views import adjacent, shorten
-from interlace.ir import Alloc, Box, Buffer, Call, Copy, DType, Loc, Op, Reshape, View
+from interlace.ir import Alloc, Box, Buffer, Call, Copy, DType, Loc, Op, Reshape, View, views_in
 
 TAKEN = {"rng", "main", "comm", "inf", "nan", *(str(dtype) for dtype in DType)}
 """Words that mean something else in a Program's text."""
@@ -31,6 +32,8 @@ class Emitter:
         self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
         self.loc = Loc()
+        self.host: set[str] = set()
+        """Buffers that stay on the CPU in a graph on a GPU."""
         self._names: dict[str, int] = dict.fromkeys(TAKEN, 0)
 
     def name(self, wanted: str) -> str:
@@ -57,9 +60,11 @@ class Emitter:
         """A contiguous buffer for a result, not yet declared."""
         return Buffer(self.name(name), dtype, sizes, "fresh")
 
-    def declare(self, buffer: Buffer) -> View:
-        """Notes a buffer that an op (or the Program's header) declares."""
+    def declare(self, buffer: Buffer, like: torch.Tensor | None = None) -> View:
+        """Notes a buffer that an op (or the Program's header) declares; it is where `like` is."""
         self.buffers[buffer.name] = buffer
+        if like is not None and on_host(like, self.device):
+            self.host.add(buffer.name)
         return View(buffer.name)
 
     def emit(self, op: Op) -> None:
@@ -75,6 +80,9 @@ class Emitter:
     ) -> View:
         """A Call that makes one result."""
         view = self.declare(result)
+        given = [view.buffer for arg in args for view in views_in(arg)]
+        if given and self.host.issuperset(given):
+            self.host.add(result.name)
         pairs = tuple((kwargs or {}).items())
         self.emit(Call(fn=fn, args=args, kwargs=pairs, fresh=(result,), loc=self.loc))
         return view
@@ -133,4 +141,8 @@ class Emitter:
                 src = self.copied(src)
         if self.sizes(src) != target.sizes:
             src = src.expand(*target.sizes)
-        self.emit(Copy(src=src, dst=dst, loc=self.loc))
+        if self.host.isdisjoint((src.buffer, dst.buffer)):
+            self.emit(Copy(src=src, dst=dst, loc=self.loc))
+        else:
+            fn = "aten.copy_.default"
+            self.emit(Call(fn=fn, args=(dst, src), outs=(dst,), mutates=True, loc=self.loc))

@@ -12,7 +12,7 @@ one, `inplace.py` puts updates of inputs back in place. What cannot be lowered i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -34,14 +34,17 @@ def import_graph(
     teams: Teams | None = None,
     values: Mapping[fx.Node, Any] | None = None,
     labels: Sequence[str] = (),
+    static: Collection[int] = (),
 ) -> Imported:
     """The serial Program of an AOT graph.
 
     `values` gives each node's (fake) value; without it they are read from `meta["val"]`, and must
     have concrete sizes. `teams` names the process groups; None takes those of torch.distributed.
-    `labels` are the user's names of the arguments, by position, before AOTAutograd.
+    `labels` are the user's names of the arguments, by position, before AOTAutograd. `static` has
+    the positions of the graph's arguments that stay at their addresses, such as parameters.
     """
     lowerings = {**LOWERINGS, **COLLECTIVES, **RANDOM}
     values = complete(gm) if values is None else values
     with unset_fake_temporarily():  # compilers are called in a mode where no tensor is real
-        return Importer(gm, name, teams or Teams.of_torch(), lowerings, values, labels).run()
+        importer = Importer(gm, name, teams or Teams.of_torch(), lowerings, values, labels)
+        return importer.run(static)

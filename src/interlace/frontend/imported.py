@@ -43,6 +43,11 @@ class Imported:
     outputs: tuple[int | Opaque | Fixed, ...]
     """For each output of the graph: the result of that index, or what is handed through."""
 
+    host: frozenset[str] = frozenset()
+    """Buffers on the CPU although the Program runs on a GPU: see `interlace.frontend.devices`."""
+    static: frozenset[str] = frozenset()
+    """Parameters that have the same addresses in every run, as a rule."""
+
     def gather(self, args: Sequence[Any]) -> list[Any]:
         """The Program's inputs, from the graph's arguments."""
         return [*(args[position] for position in self.inputs), *self.constants]

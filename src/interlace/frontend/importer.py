@@ -9,13 +9,14 @@ A node becomes a Call, a View or whatever its lowering makes of it; the tables o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from interlace.errors import UnsupportedError
+from interlace.frontend.devices import device_of
 from interlace.frontend.emitter import Emitter
 from interlace.frontend.graphs import (
     aliases,
@@ -34,7 +35,7 @@ from interlace.frontend.locs import describe, location, parameter_name
 from interlace.frontend.teams import Teams
 from interlace.frontend.types import buffer_like, scalar_word
 from interlace.frontend.views import RULES, SPLITS, extend, split_dim, strided
-from interlace.ir import Buffer, Call, Program, Team, View
+from interlace.ir import Alloc, Buffer, Call, Program, Team, View
 
 Value = Any
 """What a node stands for: a View, a scalar, None, an `Opaque`, or a tuple of these."""
@@ -81,8 +82,8 @@ class Importer(Emitter):
         """Whether a node that copies `views` may be a view of them instead."""
         return node not in self.leaving and all(view.buffer not in self.written for view in views)
 
-    def run(self) -> Imported:
-        """The Program of the whole graph."""
+    def run(self, static: Collection[int] = ()) -> Imported:
+        """The Program of the whole graph; `static` arguments stay at their addresses."""
         live = live_nodes(self.gm.graph)
         outputs: list[Value] = []
         position = 0
@@ -107,7 +108,32 @@ class Importer(Emitter):
             results=tuple(results),
             ranks=ranks,
         )
-        return Imported(program, tuple(self.inputs), tuple(self.constants), tuple(places))
+        self._check_host()
+        pairs = zip(self.inputs, self.params, strict=True)
+        staying = {buffer.name for position, buffer in pairs if position in static}
+        staying |= {buffer.name for buffer in self.constant_params}
+        return Imported(
+            program,
+            tuple(self.inputs),
+            tuple(self.constants),
+            tuple(places),
+            frozenset(self.host),
+            frozenset(staying),
+        )
+
+    def _check_host(self) -> None:
+        """Nothing but torch's operators touches what stays on the CPU of a graph on a GPU."""
+        for op in self.ops:
+            if self.host and not isinstance(op, Call | Alloc):
+                views = [access.view for access in (*op.reads(), *op.writes())]
+                found = [view.buffer for view in views if view.buffer in self.host]
+                if found:
+                    raise UnsupportedError(
+                        f"{found[0]} is on the CPU, and {type(op).__name__.lower()}"
+                        f"{f' in {op.loc}' if str(op.loc) else ''} would move it between ranks in a"
+                        f" graph on {self.device.type}: move it to that device first, or out of "
+                        "the compiled function"
+                    )
 
     def _output(self, item: Any) -> Value:
         value = self.arg(item)
@@ -150,7 +176,7 @@ class Importer(Emitter):
             if isinstance(item, torch.Tensor):
                 base = node.name if not fresh else f"{node.name}_{len(fresh)}"
                 fresh.append(buffer_like(self.name(base), item, "fresh"))
-                return self.declare(fresh[-1])
+                return self.declare(fresh[-1], item)
             return tuple(map(declare, item)) if isinstance(item, list | tuple) else item
 
         result = declare(value)
@@ -171,11 +197,9 @@ class Importer(Emitter):
         self.emit(Call(fn=fn, args=given, kwargs=named, rng=rng, loc=self.loc, **results))
 
     def _main_device(self) -> torch.device:
-        for node in self.gm.graph.nodes:
-            value = self.value(node)
-            if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
-                return torch.device(value.device.type)
-        return torch.device("cpu")
+        nodes = [node for node in self.gm.graph.nodes if node.op != "output"]
+        values = [item for node in nodes for item in flatten(self.value(node))]
+        return torch.device(torch.device(device_of(values)).type)
 
     def _parameter(self, node: fx.Node, position: int) -> Value:
         value = self.value(node)
@@ -185,7 +209,7 @@ class Importer(Emitter):
             self.params.append(buffer)
             if node in self.in_place.targets:
                 self.written.add(buffer.name)
-            return self.declare(buffer)
+            return self.declare(buffer, value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise self._symbolic(value)
         return value if isinstance(value, bool | int | float | None) else Opaque(position)
@@ -204,11 +228,12 @@ class Importer(Emitter):
         if tensor.ndim == 0:
             result = buffer_like(self.name(node.name), tensor, "fresh")
             kwargs = {"dtype": result.dtype, "device": scalar_word(tensor.device, self.device)}
+            self.declare(result, tensor)
             return self.call("aten.full.default", ((), tensor.item()), result, kwargs)
         buffer = buffer_like(self.name("constant"), tensor, "input")
         self.constants.append(tensor)
         self.constant_params.append(buffer)
-        return self.declare(buffer)
+        return self.declare(buffer, tensor)
 
     def _lower(self, node: fx.Node) -> Value:
         if node.op == "get_attr":

@@ -59,15 +59,29 @@ def parameter_name(node: fx.Node, labels: Sequence[str]) -> str:
 
     `labels` are the names of the arguments that the graph had before AOTAutograd took it apart.
     """
+    found = argument(node)
+    if isinstance(found, str):
+        return found.replace(".", "_")
+    if found is not None and found < len(labels):
+        return labels[found] or node.name
+    return node.name
+
+
+def argument(node: fx.Node) -> int | str | None:
+    """Which argument a placeholder was before AOTAutograd: its position, or a parameter's name."""
     desc: Any = node.meta.get("desc")
     while hasattr(desc, "base"):
         desc = desc.base
     if hasattr(desc, "target"):
-        return str(desc.target).replace(".", "_")
+        return str(desc.target)
     index = getattr(desc, "idx", None)
-    if type(desc).__name__ == "PlainAOTInput" and isinstance(index, int) and index < len(labels):
-        return labels[index] or node.name
-    return node.name
+    plain = type(desc).__name__ == "PlainAOTInput" and isinstance(index, int)
+    return index if plain else None
+
+
+def is_state(source: str) -> bool:
+    """Whether the tracer's name of an argument is that of a module's parameter or buffer."""
+    return "._parameters[" in source or "._buffers[" in source
 
 
 def label(source: str) -> str:

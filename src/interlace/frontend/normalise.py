@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from interlace.frontend.devices import on_host
 from interlace.frontend.importer import Importer, Lowering
 from interlace.frontend.types import buffer_like, dtype_of, same_layout
 from interlace.frontend.views import adjacent
-from interlace.ir import Alloc, View
+from interlace.ir import Alloc, DType, View
 
 
 def matmul_2d(imp: Importer, name: str, x: View, w: View, bias: View | None = None) -> View:
@@ -132,6 +133,8 @@ def _nothing(imp: Importer, node: fx.Node, args: list[Any]) -> None:
 def _copy(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     """`copy(x, y)`: the contents of `y` in the shape and element type of `x`."""
     value = imp.value(node)
+    if on_host(value, imp.device):
+        return _plain(imp, node)  # an Alloc would be on the GPU
     buffer = buffer_like(imp.name(node.name), value, "fresh")
     imp.emit(Alloc(buffer=buffer, loc=imp.loc))
     dst = imp.declare(buffer)
@@ -139,7 +142,26 @@ def _copy(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     return dst
 
 
+def _index_put(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """One number where a mask is set: by `where`, which needs no count of the mask's elements.
+
+    torch counts them on the host, so the host would wait for the device; and as a pointwise
+    operator it may join others in a region.
+    """
+    x, indices, value = imp.view(args[0]), imp.arg(args[1]), imp.view(args[2])
+    given = [i for i, index in enumerate(indices) if index is not None]
+    mask = indices[given[0]] if len(given) == 1 else None
+    single = prod(imp.sizes(value)) == 1 and len(imp.sizes(value)) <= len(imp.sizes(x))
+    if mask is None or imp.box(mask).dtype != DType.bool or not single or args[3]:
+        return _plain(imp, node)
+    sizes = imp.sizes(mask)
+    after = len(imp.sizes(x)) - given[0] - len(sizes)
+    wide = imp.reshaped(mask, (*(1,) * given[0], *sizes, *(1,) * after))
+    return imp.call_like(node, "aten.where.self", (wide, value, args[0]), {}, imp.value(node))
+
+
 LOWERINGS: dict[str, Lowering] = {
+    "aten.index_put.default": _index_put,
     "aten.linear.default": _linear,
     "aten.matmul.default": _matmul,
     "aten.bmm.default": _bmm,

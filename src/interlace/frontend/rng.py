@@ -43,7 +43,7 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
 
 def _save(imp: Importer, name: str, like: torch.Tensor) -> View:
     state: Buffer = buffer_like(imp.name(name), like, "fresh")
-    view = imp.declare(state)
+    view = imp.declare(state, like)
     imp.emit(Call(fn=GET_STATE, args=("@device",), fresh=(state,), rng=True, loc=imp.loc))
     return view
 

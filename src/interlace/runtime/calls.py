@@ -142,14 +142,13 @@ def _region(
     op: Call, region: Region, values: Values, device: torch.device, compile_regions: bool
 ) -> Callable[..., Any]:
     decoded = functools.partial(decode, device=device)
-    if not compile_regions:
+    views = op.views()
+    touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
+    if not compile_regions or not values.host.isdisjoint(touched):
         return region_calls.eager(region, resolve, decoded)
-    boxes = [values.box(view) for view in op.views()]
-    examples = [
-        torch.empty_strided(box.sizes, box.strides, dtype=DTYPES[box.dtype], device=device)
-        for box in boxes
-    ]
-    return region_calls.inductor(region, resolve, decoded, examples)
+    boxes = [values.box(view) for view in views]
+    layouts = tuple((box.sizes, box.strides, DTYPES[box.dtype]) for box in boxes)
+    return region_calls.inductor(region, resolve, decoded, layouts, device)
 
 
 def _out_names(fn: Callable[..., Any]) -> tuple[str, ...]:

@@ -14,7 +14,14 @@ from interlace.runtime.values import DTYPES, whole
 class Given:
     """The parameters of one kind (`input` or `output`) of a concrete Program."""
 
-    def __init__(self, program: str, kind: str, params: Sequence[Buffer]) -> None:
+    def __init__(
+        self,
+        program: str,
+        kind: str,
+        params: Sequence[Buffer],
+        host: frozenset[str] = frozenset(),
+    ) -> None:
+        """`host` names those that are on the CPU, whatever the device is."""
         self.program = program
         self.kind = kind
         self.names = tuple(buffer.name for buffer in params)
@@ -22,6 +29,7 @@ class Given:
             (buffer.name, DTYPES[buffer.dtype], whole(buffer).sizes, whole(buffer).strides)
             for buffer in params
         ]
+        self._host = host
 
     def new(self, device: torch.device) -> list[torch.Tensor]:
         """Tensors for all of them."""
@@ -47,7 +55,7 @@ class Given:
                 what = f"has dtype {tensor.dtype}, not {dtype}: convert it with .to({dtype})"
             elif tensor.shape != sizes:
                 what = f"has shape {list(tensor.shape)}, not {list(sizes)}: prepare another Program"
-            elif tensor.device.type != device.type:
+            elif tensor.device != device and not self._elsewhere(name, tensor, device):
                 what = f"is on {tensor.device}, not on {device}: move it with .to('{device}')"
             elif tensor.stride() != strides and not _alike(tensor, strides):
                 what = (
@@ -57,6 +65,16 @@ class Given:
             else:
                 continue
             raise ExecutorError(f"{self.kind} {index} ({name!r}) of {self.program} {what}")
+
+    def _elsewhere(self, name: str, tensor: torch.Tensor, device: torch.device) -> bool:
+        """Whether an input may be where it is, which is not on the device.
+
+        torch takes a CPU scalar beside CUDA tensors, and keeps the seed of an attention with
+        dropout on the CPU, where tracing has it on the GPU.
+        """
+        if tensor.device.type == "cpu":
+            return device.type == "cpu" or name in self._host or tensor.ndim == 0
+        return tensor.device.type == device.type and device.index is None
 
 
 def _alike(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

@@ -7,6 +7,8 @@ run(x, y)                         # a tuple, one tensor for each of the region's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,15 +80,58 @@ def _fill(arg: Any, values: dict[str, Any]) -> Any:
     return [_fill(item, values) for item in arg] if isinstance(arg, list) else arg
 
 
-def inductor(
-    region: Region, resolve: Resolve, decode: Decode, examples: Sequence[torch.Tensor]
-) -> Callable[..., tuple[Any, ...]]:
-    """The region compiled by Inductor for arguments like `examples`."""
-    from torch._inductor import standalone_compile
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Sizes, strides and element type of an argument."""
 
-    module = graph_module(region, resolve, decode)
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A region to compile; two of them are the same where `key` is."""
+
+    key: str
+    region: Region = field(compare=False)
+    resolve: Resolve = field(compare=False)
+    decode: Decode = field(compare=False)
+
+
+def inductor(
+    region: Region,
+    resolve: Resolve,
+    decode: Decode,
+    layouts: tuple[Layout, ...],
+    device: torch.device,
+) -> Callable[..., tuple[Any, ...]]:
+    """The region compiled by Inductor for arguments of these layouts.
+
+    Note [One compilation for all layers]: what is compiled depends on the body, the layouts and the
+    device alone, and takes about a second. The layers of a model share it, and so do its Programs
+    (forward, the same in order, another signature) in this process. The body counts by its text:
+    2 and 2.0 are equal, but mean other things to an operator.
+    """
+    key = repr((region.inputs, region.body, region.outputs))
+    return _compiled(
+        _Task(key, region, resolve, decode),
+        layouts,
+        device,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def forget() -> None:
+    """Lets go of everything compiled; `torch.compiler.reset()` means that too."""
+    _compiled.cache_clear()
+
+
+@lru_cache(maxsize=512)
+def _compiled(
+    task: _Task, layouts: tuple[Layout, ...], device: torch.device, deterministic: bool
+) -> Callable[..., tuple[Any, ...]]:
+    region = task.region
+    module = graph_module(region, task.resolve, task.decode)
     try:
-        compiled = standalone_compile(module, list(examples), dynamic_shapes="from_example_inputs")
+        call = _compile(module, layouts, device)
+        divides = any(word in task.key for word in ("div", "remainder", "fmod"))
+        doubled = _doubled(call, layouts, device, divides)
     except Exception as error:
         if _lacks_compiler(error):
             raise BackendError(
@@ -99,10 +144,80 @@ def inductor(
         ) from error
 
     def run(*args: Any) -> tuple[Any, ...]:
-        result = compiled(*args)
-        return tuple(result) if isinstance(result, tuple | list) else (result,)
+        return tuple(call(list(args)))
 
-    return run
+    def run_apart(*args: Any) -> tuple[Any, ...]:
+        results = call(list(args))
+        return tuple(x.clone() if i in doubled else x for i, x in enumerate(results))
+
+    return run_apart if doubled else run
+
+
+def _compile(
+    module: torch.fx.GraphModule, layouts: Sequence[Layout], device: torch.device
+) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    """The graph as Inductor's own function of a list, which it empties.
+
+    Note [No wrappers]: `torch._inductor.standalone_compile` wraps the same function in the run-time
+    checks of AOTAutograd, which take 25 microseconds a call where this takes 5. A region needs none
+    of them: it is functional, has static sizes, and needs no gradient.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    contexts = tracing(TracingContext(mode)), torch.no_grad(), V.set_fake_mode(mode)
+    with unset_fake_temporarily(), contexts[0], contexts[1], contexts[2]:
+        with mode:
+            fakes = [
+                torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+                for sizes, strides, dtype in layouts
+            ]
+        graph = make_fx(module, decomposition_table=select_decomp_table())(*fakes)
+        output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
+        # Every output has the strides that it would have eager: the Program counts on them.
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        return compile_fx_inner(graph, fakes, is_inference=True)
+
+
+def _doubled(
+    call: Callable[[list[Any]], Sequence[torch.Tensor]],
+    layouts: Sequence[Layout],
+    device: torch.device,
+    divides: bool,
+) -> frozenset[int]:
+    """Runs the code once; gives the outputs that share memory with another tensor.
+
+    The first run tunes kernels and loads them, which waits for the device: in the middle of a
+    Program that would be while others wait for this rank. And where two outputs are equal, or one
+    is an input, Inductor may hand out one tensor for both: in a Program they are two.
+    """
+    given = [_harmless(layout, device, divides) for layout in layouts]
+    results = call(list(given))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seen = {tensor.untyped_storage()._cdata for tensor in given}
+    doubled: set[int] = set()
+    for index, result in enumerate(results):
+        storage = result.untyped_storage()._cdata
+        if result.numel() and storage in seen:
+            doubled.add(index)
+        seen.add(storage)
+    return frozenset(doubled)
+
+
+def _harmless(layout: Layout, device: torch.device, divides: bool) -> torch.Tensor:
+    """Zeros, which index anything; ones where integers may divide."""
+    sizes, strides, dtype = layout
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    count = 0 if 0 in sizes else last + 1
+    fill = 1 if divides and not dtype.is_floating_point else 0
+    return torch.full((count,), fill, dtype=dtype, device=device).as_strided(sizes, strides)
 
 
 def _lacks_compiler(error: BaseException | None) -> bool:
