@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from interlace.cost import Link, Machine, default_machine, fingerprint, op_seconds
+from interlace.cost import (
+    GemmTime,
+    Link,
+    Machine,
+    SiteKey,
+    SiteTime,
+    default_machine,
+    default_path,
+    fingerprint,
+    op_seconds,
+)
 from interlace.errors import CalibrationError
 from interlace.ir import DType, parse
 
@@ -72,7 +82,11 @@ def test_no_built_in_model() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
 def test_calibration_round_trip(device: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    machine = default_machine(device)
+    site = SiteKey(kind="all_gather_matmul", dtype="bf16", m=8, k=8, n=8, world=2, graph=True)
+    machine = default_machine(device).replace(
+        gemms=(GemmTime(dtype="bf16", m=8, k=8, n=8, seconds=1e-6),),
+        sites=(SiteTime(site=site, strategy="peer/put", seconds=1e-6, predicted_s=2e-6),),
+    )
     machine.save(path)
     assert Machine.load(path) == machine.replace(host=fingerprint())
     assert list(tmp_path.iterdir()) == [path], "nothing half written is left"
@@ -107,6 +121,31 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"links": {"gloo": {"latency_s": 0, "bandwidth": 0}}},
         "bandwidth of gloo is 0",
     ),
+    "no list of curves": (
+        {"links": {"gloo": {"latency_s": 0, "bandwidth": 1, "curves": []}}},
+        "'curves' of link 'gloo'",
+    ),
+    "a curve of nothing": (
+        {"links": {"gloo": {"latency_s": 0, "bandwidth": 1, "curves": {"get": []}}}},
+        "curve get is",
+    ),
+    "a curve that falls": (
+        {"links": {"gloo": {"latency_s": 0, "bandwidth": 1, "curves": {"get": [[1, 2], [2, 1]]}}}},
+        "the time never falls",
+    ),
+    "a matmul of no size": ({"gemms": [{"dtype": "f32", "m": 1, "k": 1, "n": 0}]}, "n of a matmul"),
+    "a matmul of what": (
+        {"gemms": [{"m": 1, "k": 1, "n": 1, "seconds": 1, "speed": 9}]},
+        "a matmul in",
+    ),
+    "a site that is none": ({"sites": [3]}, "a site in"),
+    "a site of no kind": (
+        {"sites": [{"m": 1, "k": 1, "n": 1, "world": 2, "seconds": 1, "strategy": "ring"}]},
+        "a site in",
+    ),
+    "no list of sites": ({"sites": {}}, "sites is {}"),
+    "a negative call": ({"issue": {"call": -1}}, "call is -1"),
+    "a tile without a speed": ({"gemm_tiles": [[1, 2]]}, "a gemm_tile is 3 numbers"),
     "a bad tile": ({"gemm_tile": 128}, "gemm_tile is two numbers"),
     "a name that is none": ({"name": 7}, "name is 7"),
     "another host": ({"host": "a ship at sea"}, "made for 'a ship at sea'"),
@@ -142,3 +181,29 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_replace_takes_figures() -> None:
     link = Link(latency_s=1.0, bandwidth=1.0)
     assert H200.replace(links=(("nccl", link),)).link("peer") is link
+
+
+def test_where_files_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path().parent == default_path("4 x NVIDIA H200").parent == tmp_path / "interlace"
+    assert default_path("4 x NVIDIA H200") != default_path("2 x NVIDIA H200") != default_path()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative, which the standard says to ignore")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert default_path().parent == tmp_path / "home" / ".cache" / "interlace"
+
+
+def test_a_gpu_file_belongs_to_its_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    H200.replace(host=fingerprint("4 x NVIDIA H200")).save(path)
+    assert Machine.load(path).name == "h200", "nobody looked for GPUs"
+    assert Machine.load(path, gpus="4 x NVIDIA H200").name == "h200"
+    with pytest.raises(CalibrationError, match="made for '4 x NVIDIA H200"):
+        Machine.load(path, gpus="8 x NVIDIA H200")
+
+
+def test_the_digest_tells_machines_apart(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    machine = H200.replace(host="here")
+    machine.save(path)
+    assert Machine.load(path).digest == machine.digest
+    assert machine.replace(launch_s=1e-9).digest != machine.digest

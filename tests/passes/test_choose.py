@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tests.passes.samples import KINDS
 from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 
-from interlace.cost import Link, Machine, default_machine
+from interlace.cost import Link, Machine, SiteKey, SiteTime, default_machine
 from interlace.ir import Program, parse
 from interlace.passes import parse_pipeline, run_pipeline
+from interlace.passes.analysis import analyse
+from interlace.passes.choose import Chooser, pick
+from interlace.passes.estimate import Estimate, site_key
+from interlace.passes.overlaps import representatives
+from interlace.passes.strategies import STRATEGIES
+from interlace.passes.values import Values
 
 SIZES = {
     "all_gather_matmul": """def f(tp: Team[4], x: bf16[2048, 8192], w: bf16[8192, 14336]):
@@ -34,6 +42,20 @@ SIZES = {
 
 def decomposed(program: Program, machine: Machine, options: str = "") -> Program:
     return run_pipeline(program, parse_pipeline(f"find_sites,decompose{{{options}}}", machine))
+
+
+def candidates(program: Program, machine: Machine, protocol: str = "get") -> tuple[Estimate, ...]:
+    """What is looked at for the one site of a Program, serial first."""
+    marked = run_pipeline(program, "find_sites")
+    values = Values(marked, representatives(marked)[0])
+    (found,) = analyse(marked, [])
+    assert found.site is not None
+    return Chooser(machine, protocol, 0).candidates(values, found.site)
+
+
+def labels(program: Program, machine: Machine, protocol: str = "get") -> set[str]:
+    """The names of the candidates."""
+    return {estimate.label for estimate in candidates(program, machine, protocol)}
 
 
 def latent(machine: Machine) -> Machine:
@@ -65,12 +87,28 @@ def test_serial_stays_where_more_messages_cost_more_than_they_hide(kind: str) ->
     assert made.ops == run_pipeline(program, "find_sites").ops
 
 
-@pytest.mark.parametrize("protocol", ["get", "put"])
-def test_peer_copies_use_the_protocol_asked_for(protocol: str) -> None:
-    made = decomposed(
-        parse(SIZES["all_gather_matmul"]), default_machine("cuda"), f"protocol={protocol}"
-    )
-    assert (made.sites[0].strategy, made.sites[0].protocol) == ("peer", protocol)
+def test_peer_copies_use_the_protocol_asked_for() -> None:
+    program, machine = parse(SIZES["all_gather_matmul"]), default_machine("cuda")
+    assert {"peer/get", "peer/put"} <= labels(program, machine)
+    assert "peer/get" not in labels(program, machine, protocol="put")
+    cpu = default_machine("cpu")
+    assert "peer/put" not in labels(program, cpu)
+    assert "peer/get" not in labels(program, cpu, protocol="put")
+
+
+def test_candidates_are_those_that_the_machine_can_run() -> None:
+    program = parse(SIZES["matmul_reduce_scatter"])
+    slow = {"ring", "shift", "broadcast"}
+    gpu = default_machine("cuda")
+    found = labels(program, gpu)
+    assert {"serial", "pipeline x2", "pipeline x4"} <= found
+    assert not slow & found
+    assert {name for name, _ in STRATEGIES} >= slow
+    links = tuple((name, link) for name, link in gpu.links if name != "peer")
+    far = labels(program, gpu.replace(links=links))
+    assert slow <= far
+    assert not {"peer/get", "peer/put", "exchange", "fused"} & far
+    assert not {"exchange", "fused"} & labels(program, default_machine("cpu"))
 
 
 @pytest.mark.parametrize("shape", ["even", "uneven"])
@@ -83,7 +121,7 @@ def test_the_choice_is_right_and_the_same_for_each_ranks_own_program(
         links=tuple((n, Link(latency_s=0.0, bandwidth=1e6)) for n in ("nccl", "peer"))
     )
     machine = machine.replace(launch_s=0.0, issue_s=0.0, gemm_flops=(("other", 1e6),), event_s=0.0)
-    machine = machine.replace(gemm_tile=(1, 1), units=1)
+    machine = machine.replace(gemm_tile=(1, 1), gemm_tiles=(), units=1, issue=(), doubt_s=0.0)
     whole = decomposed(sample.program, machine)
     alone = [decomposed(sample.program.instantiate(rank), machine) for rank in range(3)]
     assert whole.sites[0].strategy != "serial"
@@ -100,3 +138,127 @@ def test_two_dimensional_meshes_are_predicted_on_the_sites_team() -> None:
     one = decomposed(parse(SIZES["all_gather_matmul"]), default_machine("cuda"))
     two = decomposed(parse(text), default_machine("cuda"))
     assert two.sites == one.sites
+
+
+# what was measured
+
+
+def table(
+    machine: Machine, program: Program, seconds: dict[str, float], **other: int
+) -> tuple[SiteTime, ...]:
+    """Measured times of a Program's site (`other` sizes), with what the machine predicts."""
+    key = dataclasses.replace(key_of(program), **other)  # pyright: ignore[reportArgumentType]
+    predicted = {e.label: e.predicted_ms / 1e3 for e in candidates(program, machine)}
+    return tuple(
+        SiteTime(site=key, strategy=label, seconds=took, predicted_s=predicted.get(label, 0.0))
+        for label, took in seconds.items()
+    )
+
+
+def key_of(program: Program) -> SiteKey:
+    """The one site of a Program."""
+    marked = run_pipeline(program, "find_sites")
+    values = Values(marked, representatives(marked)[0])
+    (found,) = analyse(marked, [])
+    assert found.site is not None
+    return site_key(values, found.site)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_key_of_a_site(kind: str) -> None:
+    sizes = (8192, 8192, 14336) if kind == "all_gather_matmul" else (8192, 7168, 8192)
+    m, k, n = sizes
+    assert key_of(parse(SIZES[kind])) == SiteKey(kind=kind, dtype="bf16", m=m, k=k, n=n, world=4)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_measured_times_decide_where_there_are_any(kind: str) -> None:
+    program, machine = parse(SIZES[kind]), default_machine("cuda")
+    everything = {e.label: 5e-3 for e in candidates(program, machine)}
+    sites = table(machine, program, everything | {"serial": 3e-3, "pipeline x2": 2.9e-3})
+    (site,) = decomposed(program, machine.replace(sites=sites)).sites
+    assert (site.strategy, site.chunks) == ("pipeline", 2)
+    assert (site.serial_ms, site.predicted_ms) == (3.0, 2.9)
+    assert site.reason == "measured fastest (h200)"
+    sites = table(machine, program, everything | {"serial": 3e-3, "pipeline x2": 2.98e-3})
+    (site,) = decomposed(program, machine.replace(sites=sites)).sites
+    assert site.strategy == "serial"
+    assert "pipeline x2, the fastest, was measured to gain less than 1%" in site.reason
+
+
+def test_a_graph_has_times_of_its_own() -> None:
+    program, machine = parse(SIZES["all_gather_matmul"]), default_machine("cuda")
+    everything = {e.label: 5e-3 for e in candidates(program, machine)}
+    sites = table(machine, program, everything | {"serial": 1e-3})
+    eager = machine.replace(sites=sites)
+    assert decomposed(program, eager).sites[0].strategy == "serial"
+    assert decomposed(program, eager.replayed).sites[0].strategy != "serial"
+    captured = tuple(
+        dataclasses.replace(t, site=dataclasses.replace(t.site, graph=True)) for t in sites
+    )
+    (site,) = decomposed(program, machine.replayed.replace(sites=captured)).sites
+    assert site.strategy == "serial"
+
+
+def test_neighbours_correct_predictions_and_serial_speaks_for_the_rest() -> None:
+    program, machine = parse(SIZES["all_gather_matmul"]), default_machine("cuda")
+    plain = {e.label: e for e in candidates(program, machine)}
+    slower = {
+        "serial": 2 * plain["serial"].predicted_ms / 1e3,
+        "peer/put": 3 * plain["peer/put"].predicted_ms / 1e3,
+    }
+    sites = table(machine, program, slower, m=9000)
+    found = {e.label: e for e in candidates(program, machine.replace(sites=sites))}
+    for label, factor in {"serial": 2, "peer/put": 3, "peer/get": 2}.items():
+        assert found[label].measured_ms is None
+        assert found[label].predicted_ms == plain[label].predicted_ms
+        expected = factor * plain[label].predicted_ms
+        assert found[label].expected_ms == pytest.approx(expected, rel=0.05), label
+    far = table(machine, program, slower, m=1 << 20, n=1)
+    distant = {e.label: e for e in candidates(program, machine.replace(sites=far))}
+    assert distant["serial"].expected_ms == pytest.approx(plain["serial"].expected_ms, rel=0.1)
+
+
+def test_a_site_with_more_to_it_takes_the_ratio() -> None:
+    machine = default_machine("cuda")
+    text = SIZES["matmul_reduce_scatter"]
+    relu = '    main: call("aten.relu.default", h, out=(y := bf16[8192, 8192]))\n    out = '
+    more = parse(text.replace("out=(y :=", "out=(h :=").replace("    out = ", relu))
+    sites = table(machine, parse(text), {"serial": 9e-3})
+    simple, plain = candidates(parse(text), machine)[0], candidates(more, machine)[0]
+    found = candidates(more, machine.replace(sites=sites))[0]
+    assert found.measured_ms is None
+    assert plain.predicted_ms > simple.predicted_ms
+    expected = 9 / simple.predicted_ms * plain.predicted_ms
+    assert found.expected_ms == pytest.approx(expected, rel=0.01)
+
+
+def estimate(label: str, expected: float, measured: bool = False) -> Estimate:
+    """An estimate in milliseconds."""
+    row = None if label == "serial" else STRATEGIES["pipeline", None]
+    return Estimate(label, row, 0, expected, expected if measured else None, expected)
+
+
+@pytest.mark.parametrize(
+    ("found", "taken", "sure"),
+    [
+        ([("serial", 1.0), ("a", 0.98)], "serial", False),
+        ([("serial", 1.0), ("a", 0.96), ("b", 0.96)], "a", False),
+        ([("serial", 1.0), ("a", 0.96), ("b", 0.95)], "b", False),
+        ([("serial", 1.0, True), ("a", 0.985, True), ("b", 0.985, True)], "a", True),
+        ([("serial", 1.0, True), ("a", 0.995, True)], "serial", True),
+        ([("serial", 1.0, True), ("a", 0.9, True), ("b", 0.88)], "a", True),
+        ([("serial", 1.0, True), ("a", 0.9, True), ("b", 0.85)], "b", False),
+        ([("serial", 1.0), ("a", 0.9, True)], "a", False),
+        ([("serial", 0.004), ("a", 0.002)], "serial", False),
+    ],
+)
+def test_what_is_taken(found: list[tuple[str, float]], taken: str, sure: bool) -> None:
+    best, certain = pick([estimate(*item) for item in found], doubt_ms=0.003)
+    assert (best.label, certain) == (taken, sure)
+
+
+def test_small_sites_stay_serial_on_a_gpu() -> None:
+    text = SIZES["all_gather_matmul"].replace("2048", "16").replace("8192", "64")
+    (site,) = decomposed(parse(text), default_machine("cuda")).sites
+    assert site.strategy in ("serial", "exchange")

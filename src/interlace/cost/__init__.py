@@ -17,6 +17,7 @@ from interlace.cost.builtin import default_machine
 from interlace.cost.calibration import calibrate
 from interlace.cost.curve import Curve
 from interlace.cost.fit import fit
+from interlace.cost.issue import issue_seconds, run_issue_seconds
 from interlace.cost.location import default_path, fingerprint
 from interlace.cost.machine import GemmTime, Link, Machine
 from interlace.cost.op_times import op_cost, op_kind, op_name, op_seconds
@@ -41,11 +42,13 @@ __all__ = [
     "default_path",
     "fingerprint",
     "fit",
+    "issue_seconds",
     "op_cost",
     "op_kind",
     "op_name",
     "op_seconds",
     "read_samples",
+    "run_issue_seconds",
     "simulate",
     "site_seconds",
     "write_samples",

@@ -1,8 +1,8 @@
-"""Which strategy a site gets: the one asked for, or the one with the shortest predicted time.
+"""Which strategy a site gets: the one asked for, or the one that is expected to be fastest.
 
-A prediction plays the site alone: its ops become a Program of their own, scheduled and simulated as
-the whole will be. It reads sizes of the site's buffers and the machine's figures, nothing of one
-rank, so that all ranks choose alike.
+What was measured on the machine goes before what is predicted (`estimate.py`), and serial stays
+where the gain is not certain. All this reads sizes of the site's buffers and the machine's figures,
+nothing of one rank, so that all ranks choose alike; of equals the first row of the table counts.
 """
 
 from __future__ import annotations
@@ -11,32 +11,25 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from interlace.cost import Machine, default_machine, simulate
-from interlace.ir import (
-    Alloc,
-    Buffer,
-    Call,
-    Collective,
-    Dim,
-    Op,
-    Program,
-    RankIndex,
-    Site,
-    Team,
-    View,
-    map_views,
-)
-from interlace.ir.types import TableEntry
-from interlace.passes.emitter import Names
-from interlace.passes.insert_sync import InsertSync
+from interlace.cost import Machine, default_machine
+from interlace.ir import Call, Collective, Op, Site
+from interlace.passes.estimate import Estimate, Estimator, collective_of
 from interlace.passes.recognise import GatherSite, ScatterSite
-from interlace.passes.schedule import Schedule
 from interlace.passes.strategies import STRATEGIES, Strategy
 from interlace.passes.values import Values
-from interlace.passes.write import DEFAULT_SLICES, refusal, slices, write
+from interlace.passes.write import DEFAULT_SLICES, refusal, slices
 
 MARGIN = 0.97
-"""A strategy must be predicted to take less than this part of the serial time."""
+"""A strategy must be predicted to take less than this part of the serial time,"""
+SURE = 0.99
+"""or, where both were measured, less than this."""
+
+PEERS = ("peer", "exchange", "fused")
+"""Strategies that reach into the memory of the peers,"""
+KERNELS = ("exchange", "fused")
+"""those that need a kernel on a GPU,"""
+OUTDONE = ("broadcast", "shift", "ring")
+"""and those that peer memory leaves no use for on GPUs that have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +42,8 @@ class Choice:
     remark: str = ""
     serial_ms: float | None = None
     predicted_ms: float | None = None
+    candidates: tuple[Estimate, ...] = ()
+    """All that were looked at, serial first."""
 
     def on(self, site: Site) -> Site:
         """The site with this choice."""
@@ -80,39 +75,58 @@ class Chooser:
             return Choice(row, count, "asked for")
         key = row, _signature(values, site)
         if key not in self.known:
-            serial, took = self._serial(values, site), self._with(values, site, row, self.chunks)
-            self.known[key] = Choice(row, count, "asked for", "", serial, took)
+            serial = self._estimate(values, site, None, 0)
+            took = self._estimate(values, site, row, self.chunks)
+            self.known[key] = Choice(
+                *(row, count, "asked for", "", serial.expected_ms, took.expected_ms),
+                candidates=(serial, took),
+            )
         return self.known[key]
 
     def fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
-        """The strategy with the shortest predicted time."""
+        """The strategy that is expected to be fastest."""
         key = _signature(values, site)
         if key not in self.known:
             self.known[key] = self._fastest(values, site)
         return self.known[key]
 
+    def candidates(self, values: Values, site: GatherSite | ScatterSite) -> tuple[Estimate, ...]:
+        """Every strategy that can serve a site, serial first."""
+        rows = self._candidates(values, site)
+        others = [self._estimate(values, site, row, chunks) for row, chunks in rows]
+        return self._estimate(values, site, None, 0), *others
+
     def _fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
-        machine, serial = self._machine, self._serial(values, site)
-        best: tuple[float, Strategy, int] | None = None
-        for row, chunks in self._candidates(values, site):
-            took = self._with(values, site, row, chunks)
-            if best is None or took < best[0]:
-                best = took, row, chunks
-        if best is None:
-            return Choice(reason="no strategy can serve it", serial_ms=serial)
-        took, row, chunks = best
-        if took >= MARGIN * serial:
-            gain = f"{row.name}, the fastest, is predicted to gain less than {1 - MARGIN:.0%}"
-            reason = f"{gain} ({machine.name})"
-            return Choice(reason=reason, serial_ms=serial, predicted_ms=serial)
-        count = self._count(values, site, row, chunks)
-        return Choice(row, count, f"predicted fastest ({machine.name})", "", serial, took)
+        found = self.candidates(values, site)
+        serial, name = found[0], self._machine.name
+        if len(found) == 1:
+            reason = "no strategy can serve it"
+            return Choice(reason=reason, serial_ms=serial.expected_ms, candidates=found)
+        best, sure = pick(found, self._machine.doubt_s * 1e3)
+        if best.row is None:
+            fastest = min(found[1:], key=lambda e: e.expected_ms)
+            if sure and fastest.measured_ms is not None:
+                gain = (
+                    f"{fastest.label}, the fastest, was measured to gain less than {1 - SURE:.0%}"
+                )
+            else:
+                title = fastest.row.name
+                gain = f"{title}, the fastest, is predicted to gain less than {1 - MARGIN:.0%}"
+            took = serial.expected_ms
+            reason = f"{fastest.label}, the fastest, {gain} ({name})"
+            return Choice(None, 0, reason, "", took, took, found)
+        count = self._count(values, site, best.row, best.chunks)
+        reason = f"{'measured' if sure else 'predicted'} fastest ({name})"
+        return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms, found)
 
     def _candidates(
         self, values: Values, site: GatherSite | ScatterSite
     ) -> Iterator[tuple[Strategy, int]]:
+        gpu = self._machine.device != "cpu"
         for row in STRATEGIES.values():
-            if row.name == "peer" and row.transport != self.protocol:
+            # On GPUs `put`, which must be asked for, leaves `get` out; `get` goes without saying.
+            other = row.name == "peer" and row.transport != self.protocol
+            if not _serves(row, self._machine) or (other and (not gpu or self.protocol == "put")):
                 continue
             if refusal(values, site, row):
                 continue
@@ -125,37 +139,50 @@ class Chooser:
     ) -> int:
         if row.cut == "slices":
             return slices(values, site, chunks)
-        return values.program.team(_collective(values, site).team).size
+        return values.program.team(collective_of(values, site).team).size
 
     @property
     def _machine(self) -> Machine:
         return self.machine or default_machine("cpu")
 
-    def _serial(self, values: Values, site: GatherSite | ScatterSite) -> float:
-        return self._ms(values, site, [values.program.ops[i] for i in site.ops], None)
-
-    def _with(
-        self, values: Values, site: GatherSite | ScatterSite, row: Strategy, chunks: int
-    ) -> float:
-        names = Names(values.program)
-        return self._ms(values, site, write(values, names, site, row, chunks, None), names)
-
-    def _ms(
-        self,
-        values: Values,
-        site: GatherSite | ScatterSite,
-        ops: Sequence[Op],
-        names: Names | None,
-    ) -> float:
-        alone = isolated(values, _collective(values, site), ops, names)
-        timed = InsertSync().run(Schedule().run(alone))
-        return simulate(timed, self._machine).makespan_s * 1e3
+    def _estimate(
+        self, values: Values, site: GatherSite | ScatterSite, row: Strategy | None, chunks: int
+    ) -> Estimate:
+        return Estimator(self._machine).of(values, site, row, chunks)
 
 
-def _collective(values: Values, site: GatherSite | ScatterSite) -> Collective:
-    op = values.program.ops[site.collective]
-    assert isinstance(op, Collective)
-    return op
+def pick(found: Sequence[Estimate], doubt_ms: float = 0.0) -> tuple[Estimate, bool]:
+    """Which of some estimates (serial first) to take, and whether measurements alone say so.
+
+    Measured ones are compared with one another first. What is only predicted must gain more, since
+    a prediction errs: by `MARGIN`, and by more than `doubt_ms`.
+    """
+    best = serial = found[0]
+    if serial.measured_ms is not None:
+        for other in found[1:]:
+            bar = SURE * serial.expected_ms if best is serial else best.expected_ms
+            if other.measured_ms is not None and other.expected_ms < bar:
+                best = other
+    sure = serial.measured_ms is not None
+    known = best
+    for other in found[1:]:
+        if sure and other.measured_ms is not None:
+            continue
+        certain = known.expected_ms - other.expected_ms >= doubt_ms
+        bar = MARGIN * known.expected_ms if best is known else best.expected_ms
+        if certain and other.expected_ms < bar:
+            best, sure = other, False
+    return best, sure
+
+
+def _serves(row: Strategy, machine: Machine) -> bool:
+    """Whether a strategy is worth a look on a machine."""
+    gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
+    if row.name in KERNELS and not gpu:
+        return False
+    if row.name in PEERS and not reach:
+        return False
+    return not (row.name in OUTDONE and gpu and reach)
 
 
 def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
@@ -175,89 +202,3 @@ def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
     whole = site.whole if isinstance(site, GatherSite) else len(site.cone.used)
     ops = tuple(describe(values.program.ops[i]) for i in site.ops)
     return type(site).__name__, site.layout, whole, ops
-
-
-def isolated(
-    values: Values, collective: Collective, ops: Sequence[Op], names: Names | None
-) -> Program:
-    """The ops of a site as a Program of all its ranks: what they only read are its inputs."""
-    program, team = values.program, values.program.team(collective.team)
-    ops = [_for_all(op, collective, team, program.rank) for op in ops]
-    known = dict(values.buffers)
-    made: set[str] = set()
-    used: dict[str, None] = {}
-    for op in ops:
-        for buffer in _declared(op):
-            made.add(buffer.name)
-            known[buffer.name] = buffer
-        used.update((access.view.buffer, None) for access in (*op.reads(), *op.writes()))
-    params: list[Buffer] = []
-    for name in used:
-        if name not in made:
-            kind = "output" if known[name].kind == "output" else "input"
-            shape = _shape(known[name], collective, team, program.rank)
-            params.append(dataclasses.replace(known[name], kind=kind, shape=shape))
-    tables = tuple(names.tables) if names is not None else program.tables
-    alone = Program(
-        name=program.name,
-        teams=program.teams,
-        tables=tables,
-        params=tuple(params),
-        ops=tuple(ops),
-        results=(),
-        regions=program.regions,
-        ranks=program.ranks,
-    )
-    if _teams_in(alone) <= {team.name}:
-        mine = tuple(table for table in tables if table.team == team.name)
-        alone = alone.replace(teams=(Team(team.name, team.size),), tables=mine, ranks=None)
-    return alone
-
-
-def _for_all(op: Op, collective: Collective, team: Team, rank: int | None) -> Op:
-    if isinstance(op, Alloc):
-        shape = _shape(op.buffer, collective, team, rank)
-        return dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, shape=shape))
-    return op
-
-
-def _shape(buffer: Buffer, collective: Collective, team: Team, rank: int | None) -> tuple[Dim, ...]:
-    """A shape for all ranks: in one rank's own Program an uneven shard has that rank's size."""
-    shard = collective.src if collective.kind == "all_gather" else collective.dst
-    if rank is None or collective.splits is None or shard != View(buffer.name):
-        return buffer.shape
-    return (TableEntry(collective.splits, team.rank), *buffer.shape[1:])
-
-
-def _declared(op: Op) -> tuple[Buffer, ...]:
-    match op:
-        case Alloc(buffer=buffer):
-            return (buffer,)
-        case Call(fresh=fresh):
-            return fresh
-        case _:
-            return ()
-
-
-def _teams_in(program: Program) -> set[str]:
-    """The teams that sizes, views and collectives name."""
-    teams = {op.team for op in program.ops if isinstance(op, Collective)}
-    owners = {table.name: table.team for table in program.tables}
-    for buffer in program.buffers().values():
-        teams.update(owners[dim.table] for dim in buffer.shape if isinstance(dim, TableEntry))
-
-    def look(view: View) -> View:
-        for step in view.steps:
-            for name in ("index", "start", "stop", "parts"):
-                value = getattr(step, name, None)
-                if isinstance(value, RankIndex):
-                    teams.add(value.team)
-                elif isinstance(value, TableEntry):
-                    teams.add(owners[value.table])
-                elif isinstance(value, str):
-                    teams.add(owners[value])
-        return view
-
-    for op in program.ops:
-        map_views(op, look)
-    return teams

@@ -1,0 +1,141 @@
+"""What a site is expected to take with a strategy: measured, or predicted and corrected.
+
+    estimate = Estimator(machine).of(values, site, row, chunks)
+    estimate.label, estimate.predicted_ms, estimate.measured_ms, estimate.expected_ms
+    ('peer/put', 0.41, None, 0.44)
+
+A prediction plays the site alone: its ops become a Program of their own, scheduled and simulated as
+the whole will be. Where this very site was measured (the machine's table of sites), that counts; a
+site that only has more to it, or other sizes, takes its prediction times what was measured over
+predicted nearby.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from interlace.cost import Machine, SiteKey, run_issue_seconds, simulate
+from interlace.cost.op_times import matmul_shape
+from interlace.cost.site_times import correction, measured
+from interlace.ir import Call, Collective, Op, Program
+from interlace.passes.alone import isolated
+from interlace.passes.cone import result_of
+from interlace.passes.emitter import Names
+from interlace.passes.insert_sync import InsertSync
+from interlace.passes.recognise import SITE_KINDS, GatherSite, ScatterSite
+from interlace.passes.schedule import Schedule
+from interlace.passes.strategies import Strategy
+from interlace.passes.values import Values
+from interlace.passes.write import write
+
+SERIAL = "serial"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A strategy for a site, and what it is expected to take."""
+
+    label: str
+    row: Strategy | None
+    chunks: int
+    predicted_ms: float
+    """By the model alone."""
+    measured_ms: float | None
+    """This very site, where the calibration has it."""
+    expected_ms: float
+    """What to go by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """Estimates on one machine."""
+
+    machine: Machine
+
+    def of(
+        self,
+        values: Values,
+        site: GatherSite | ScatterSite,
+        row: Strategy | None,
+        chunks: int = 0,
+    ) -> Estimate:
+        """The estimate of a strategy; None: serial."""
+        label = label_of(row, chunks)
+        predicted = self._seconds(values, site, row, chunks)
+        key, table = site_key(values, site, self.machine.captured), self.machine.sites
+        known = measured(table, key, label) if _plain(site) else None
+        # A strategy of which nothing was measured is taken to be as far off as serial is.
+        ratio = correction(table, key, label) or correction(table, key, SERIAL) or 1.0
+        expected = predicted * ratio if known is None else known
+        told = None if known is None else known * 1e3
+        return Estimate(label, row, chunks, predicted * 1e3, told, expected * 1e3)
+
+    def _seconds(
+        self,
+        values: Values,
+        site: GatherSite | ScatterSite,
+        row: Strategy | None,
+        chunks: int,
+    ) -> float:
+        names = None if row is None else Names(values.program)
+        if row is None or names is None:
+            ops: Sequence[Op] = [values.program.ops[i] for i in site.ops]
+        else:
+            ops = write(values, names, site, row, chunks, None)
+        return seconds_alone(
+            isolated(values, collective_of(values, site), ops, names), self.machine
+        )
+
+
+def seconds_alone(program: Program, machine: Machine) -> float:
+    """How long a Program takes, run after run: as long as its ranks do, or as its host.
+
+    A machine that does not tell what issuing costs is taken from idle.
+    """
+    timed = InsertSync().run(Schedule().run(program))
+    if not machine.issue:
+        return simulate(timed, machine).makespan_s
+    device = simulate(timed, machine.replayed).makespan_s
+    return max(device, run_issue_seconds(timed, machine))
+
+
+def label_of(row: Strategy | None, chunks: int) -> str:
+    """A strategy as measured sites and `explain` call it: `peer/put`, `pipeline x4`."""
+    if row is None:
+        return SERIAL
+    name = f"{row.name}/{row.transport}" if row.name == "peer" else row.name
+    return f"{name} x{chunks}" if row.cut == "slices" else name
+
+
+def collective_of(values: Values, site: GatherSite | ScatterSite) -> Collective:
+    """The communication of a site."""
+    op = values.program.ops[site.collective]
+    assert isinstance(op, Collective)
+    return op
+
+
+def site_key(values: Values, site: GatherSite | ScatterSite, graph: bool = False) -> SiteKey:
+    """The site as measurements know it: M, K and N are those of a rank's matmuls together."""
+    op = collective_of(values, site)
+    assert op.dst is not None
+    world = values.program.team(op.team).size
+    if isinstance(site, GatherSite):
+        outs = (result_of(values.program.ops[i]) for i in site.matmuls)
+        columns = sum(values.box(out).sizes[1] for out in outs if out is not None)
+        sizes = site.layout.total, site.width, columns
+    else:
+        calls = [values.program.ops[i] for i in site.cone.ops]
+        shapes = [matmul_shape(c, values.box) for c in calls if isinstance(c, Call)]
+        inner = sum(shape.inner for shape in shapes if shape is not None)
+        sizes = site.cone.rows, inner, site.cone.width
+    m, k, n = (max(1, size) for size in sizes)
+    dtype = str(values.box(op.dst).dtype)
+    return SiteKey(kind=SITE_KINDS[op.kind], dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
+
+
+def _plain(site: GatherSite | ScatterSite) -> bool:
+    """Whether it is one matmul and its communication, as sites are measured."""
+    if isinstance(site, GatherSite):
+        return len(site.matmuls) == 1 and not site.whole
+    return len(site.cone.ops) == 1

@@ -1,0 +1,152 @@
+"""Fitting: the figures that samples were made from are found again, and missing kinds stay."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from interlace.cost import Machine, Sample, default_machine, fit, read_samples, write_samples
+from interlace.cost.gemm import gemm_seconds
+from interlace.errors import CalibrationError
+from interlace.ir import DType
+
+H200 = default_machine("cuda")
+
+
+def transfers(kind: str, backend: str, latency: float, rate: float, **more: object) -> list[Sample]:
+    """Samples of a link of round figures, from 1 KiB to 256 MiB."""
+    blank = Sample(kind=kind, backend=backend, nbytes=1, seconds=1.0, **more)  # pyright: ignore[reportArgumentType]
+    found: list[Sample] = []
+    for power in range(10, 29, 2):
+        moved = blank.link_bytes * (1 << power)
+        found.append(
+            Sample(
+                kind=kind,
+                backend=backend,
+                nbytes=1 << power,
+                seconds=latency + moved / rate,
+                **more,  # pyright: ignore[reportArgumentType]
+            )
+        )
+    return found
+
+
+def test_transfers() -> None:
+    samples = [
+        *transfers("get", "peer", 5e-6, 400e9, protocol="ce", ranks=4, concurrent=True),
+        *transfers("get", "peer", 3e-6, 500e9, protocol="ce", ranks=4),
+        *transfers("get", "peer", 2e-6, 100e9, protocol="sm", ranks=4, concurrent=True),
+        *transfers("all_gather", "nccl", 12e-6, 350e9, ranks=4),
+        *transfers("all_gather", "nccl", 9e-6, 320e9, ranks=2),
+        *transfers("all_reduce", "peer", 7e-6, 200e9, ranks=4),
+    ]
+    machine = fit(samples, H200)
+    peer, nccl = machine.link("peer"), machine.link("nccl")
+    assert sum(peer.times("get", 1e8)) == pytest.approx(5e-6 + 1e8 / 400e9, rel=0.02)
+    assert (peer.latency_s, peer.bandwidth) == pytest.approx((5e-6, 400e9), rel=0.01)
+    assert sum(nccl.times("all_gather", 3e7, 4)) == pytest.approx(12e-6 + 3e7 / 350e9, rel=0.03)
+    assert sum(nccl.times("all_gather", 3e7, 2)) == pytest.approx(9e-6 + 3e7 / 320e9, rel=0.03)
+    assert sum(nccl.times("all_gather", 3e7, 8)) == sum(nccl.times("all_gather", 3e7, 4))
+    assert sum(peer.times("all_reduce", 1e6, 4)) == pytest.approx(7e-6 + 1e6 / 200e9, rel=0.08)
+    before = H200.link("nccl")
+    assert nccl.times("reduce_scatter", 1e6, 4) == before.times("reduce_scatter", 1e6, 4)
+    assert machine.link("gloo") == H200.link("gloo")
+
+
+def test_matmuls_answer_for_themselves_and_move_their_neighbours() -> None:
+    shapes = [(8192, 8192, 8192), (4096, 4096, 7168), (256, 4096, 4096), (1024, 4096, 4096)]
+    slower = {shape: 1.3 * gemm_seconds(H200, DType.bf16, *shape) + 4e-6 for shape in shapes}
+    samples = [Sample(kind="launch", seconds=4e-6)]
+    samples += [
+        Sample(kind="gemm", dtype="bf16", shape=shape, seconds=seconds)
+        for shape, seconds in slower.items()
+    ]
+    machine = fit(samples, H200)
+    assert machine.launch_s == 4e-6
+    for shape, seconds in slower.items():
+        assert gemm_seconds(machine, DType.bf16, *shape) == pytest.approx(seconds - 4e-6)
+    assert dict(machine.gemm_flops)["bf16"] == pytest.approx(830e12 / 1.3, rel=0.01)
+    other = 4096, 8192, 8192
+    expected = 1.3 * gemm_seconds(H200, DType.bf16, *other)
+    assert gemm_seconds(machine, DType.bf16, *other) == pytest.approx(expected, rel=0.05)
+    assert gemm_seconds(machine, DType.f32, *other) == gemm_seconds(H200, DType.f32, *other)
+
+
+def test_what_copies_cost_a_matmul() -> None:
+    shape = (8192, 8192, 8192)
+    samples = [
+        Sample(kind="gemm", dtype="bf16", shape=shape, seconds=1.0e-3),
+        Sample(kind="gemm", dtype="bf16", shape=shape, seconds=1.25e-3, under="copies"),
+    ]
+    machine = fit(samples, H200)
+    assert machine.link("peer").steals == pytest.approx(0.2)
+    assert machine.gemms[0].seconds == 1.0e-3
+    alone = fit(samples[1:], H200)
+    assert alone.link("peer").steals == H200.link("peer").steals
+    assert alone.gemms == ()
+
+
+def test_host_and_memory() -> None:
+    samples = [
+        Sample(kind="issue", protocol="call", seconds=7e-6),
+        Sample(kind="issue", protocol="call", seconds=9e-6),
+        Sample(kind="event", seconds=2e-6),
+        *(Sample(kind="copy", nbytes=n, seconds=3e-6 + 2 * n / 2e12) for n in (1 << 20, 1 << 28)),
+    ]
+    machine = fit(samples, H200)
+    issue = dict(machine.issue)
+    assert issue["call"] == 8e-6
+    assert issue["peer"] == dict(H200.issue)["peer"]
+    assert machine.event_s == 2e-6
+    assert machine.memory_bandwidth == pytest.approx(2e12, rel=0.01)
+
+
+def test_any_kinds_may_be_missing(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    kinds = ["get", "put", "send", "all_gather", "all_reduce", "gemm", "launch", "event", "issue"]
+    kinds += ["copy", "barrier", "something new"]
+    samples = [
+        Sample(
+            kind=rng.choice(kinds),
+            backend=rng.choice(["", "nccl", "peer", "gloo", "ucc"]),
+            protocol=rng.choice(["", "ce", "sm", "call"]),
+            dtype=rng.choice(["", "bf16", "int3"]),
+            nbytes=rng.choice([0, 1, 1 << 20]),
+            shape=rng.choice([(0, 0, 0), (8, 8, 8), (512, 256, 128)]),
+            ranks=rng.choice([0, 1, 2, 4]),
+            seconds=rng.choice([0.0, -1.0, float("nan"), float("inf"), 1e-6, 1e-3]),
+            concurrent=rng.random() < 0.5,
+            under=rng.choice(["", "gemm", "copies"]),
+        )
+        for _ in range(40)
+    ]
+    samples.append(Sample(kind="launch", seconds=1e-6))
+    path = tmp_path / "machine.json"
+    machine = fit(samples, H200)
+    machine.save(path)
+    assert Machine.load(path).replace(host="") == machine
+    assert gemm_seconds(machine, DType.bf16, 100, 100, 100) > 0
+
+
+def test_nothing_to_fit() -> None:
+    for samples in ([], [Sample(kind="get", seconds=0.0)]):
+        with pytest.raises(CalibrationError, match="nothing to calibrate with"):
+            fit(samples, H200)
+
+
+def test_samples_as_text(tmp_path: Path) -> None:
+    samples = [
+        Sample(kind="get", backend="peer", protocol="ce", nbytes=1 << 30, seconds=1 / 3, ranks=4),
+        Sample(kind="gemm", dtype="bf16", shape=(1, 2, 3), seconds=1e-9, under="copies"),
+        Sample(kind="put", seconds=1.0, concurrent=True),
+    ]
+    path = tmp_path / "samples.csv"
+    write_samples(path, samples)
+    assert read_samples(path) == samples
+    path.write_text("kind,seconds\nlaunch,1e-6\n")
+    assert read_samples(path) == [Sample(kind="launch", seconds=1e-6)]
+    path.write_text("kind,seconds\nlaunch,soon\n")
+    with pytest.raises(CalibrationError, match="line 2 is no sample"):
+        read_samples(path)

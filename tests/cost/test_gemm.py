@@ -1,0 +1,53 @@
+"""Matmuls on the built-in GPU: close to what is known of it, from a few rows to many."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from interlace.cost import GemmTime, default_machine
+from interlace.cost.gemm import gemm_seconds
+from interlace.ir import DType
+
+H200 = default_machine("cuda")
+
+
+@pytest.mark.parametrize(
+    ("shape", "low", "high"),
+    [
+        ((16, 4096, 4096), 7e-6, 16e-6),
+        ((256, 4096, 4096), 8e-6, 25e-6),
+        ((1024, 4096, 4096), 40e-6, 60e-6),
+        ((8192, 8192, 14336), 2.3e-3, 2.7e-3),
+    ],
+)
+def test_seconds(shape: tuple[int, int, int], low: float, high: float) -> None:
+    assert low < gemm_seconds(H200, DType.bf16, *shape) < high
+
+
+def test_more_rows_take_no_less_time() -> None:
+    times = [gemm_seconds(H200, DType.bf16, rows, 4096, 4096) for rows in range(1, 3000, 37)]
+    for before, after in itertools.pairwise(times):
+        assert after >= 0.999 * before
+
+
+def test_empty_ones_take_none() -> None:
+    assert gemm_seconds(H200, DType.bf16, 0, 8, 8) == 0
+
+
+def test_a_measured_one_counts_less_the_further_away() -> None:
+    double = 2 * gemm_seconds(H200, DType.bf16, 4096, 4096, 4096) + H200.launch_s
+    time = GemmTime(dtype="bf16", m=4096, k=4096, n=4096, seconds=double)
+    machine = H200.replace(gemms=(time,))
+    ratios = [
+        gemm_seconds(machine, DType.bf16, rows, 4096, 4096)
+        / gemm_seconds(H200, DType.bf16, rows, 4096, 4096)
+        for rows in (4096, 5000, 8192, 32768, 1 << 20)
+    ]
+    assert ratios[0] == pytest.approx(2)
+    assert ratios == sorted(ratios, reverse=True)
+    assert 1 < ratios[-1] < 1.2
+    assert gemm_seconds(machine, DType.bf16, 4096, 4096, 4096, 2) == gemm_seconds(
+        H200, DType.bf16, 4096, 4096, 4096, 2
+    ), "batches were not measured"
