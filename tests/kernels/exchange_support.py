@@ -1,0 +1,129 @@
+"""Plays all ranks of an exchange in one process, on Triton's interpreter, step by step.
+
+    team = Emulated(size=4, staging_nbytes=1 << 16)
+    results = team.run("all_reduce", sources, parts=(1000,))
+
+Steps are the kernel's own: all ranks push, then all finish, then (in two shots) all copy. What the
+kernel would wait for is checked between the steps instead: the flags of exactly the CTAs in use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.kernels.exchange import FLAG_NBYTES, LINE, MAX_BLOCKS, WORDS_NBYTES, Exchange
+
+KERNEL = Path(importlib.util.find_spec("interlace.kernels").origin or "").parent  # pyright: ignore
+POISON = 0x7F
+
+
+def interpreted() -> ModuleType:
+    """The module of the kernel, loaded anew for Triton's interpreter."""
+    triton = pytest.importorskip("triton")
+    spec = importlib.util.spec_from_file_location("x_kernel", KERNEL / "exchange_kernel.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        spec.loader.exec_module(module)
+    _mend_index()
+    return module
+
+
+def _mend_index() -> None:
+    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+    if patch.__name__ == "mended":
+        return
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
+
+
+class Emulated:
+    """The ranks of a team with their staging, flags and words."""
+
+    def __init__(self, size: int, staging_nbytes: int) -> None:
+        self.size = size
+        self.nbytes = staging_nbytes
+        self.kernel = interpreted().exchange_kernel
+
+        def memory(elements: int, dtype: torch.dtype, fill: int = 0) -> list[torch.Tensor]:
+            return [torch.full((elements,), fill, dtype=dtype) for _ in range(size)]
+
+        self.stages = memory(staging_nbytes, torch.uint8, POISON)
+        self.flags = memory(FLAG_NBYTES // 4, torch.int32)
+        self.words = memory(WORDS_NBYTES // 4, torch.int32)
+        self.blocks: list[int] = []
+
+    def exchange(self, rank: int, kind: str, dtype: torch.dtype, parts: Any, **options: Any) -> Any:
+        """One rank's Exchange; addresses do not matter here."""
+        nothing = [0] * self.size
+        return Exchange(
+            *(kind, dtype, parts, rank, self.size, torch.device("cpu")),
+            *(nothing, self.nbytes, nothing, 0),
+            **options,
+        )
+
+    def run(
+        self,
+        kind: str,
+        sources: Sequence[torch.Tensor],
+        parts: Sequence[int],
+        in_place: bool = False,
+        **options: Any,
+    ) -> list[torch.Tensor]:
+        """One call of all ranks; their destinations, NaN (or 127) where nothing was written."""
+        size, dtype = self.size, sources[0].dtype
+        bound = [self.exchange(r, kind, dtype, parts, **options) for r in range(size)]
+        scale = 2 if dtype.itemsize == 16 else 1
+        made = [torch.full((x.moves.taken // scale + 7,), POISON).to(dtype) for x in bound]
+        made = list(sources) if in_place else made
+        calls = [words[0] + 1 for words in self.words]  # which wrap around as the kernel's do
+        self.blocks.append(bound[0].blocks)
+        for step in range(3):
+            for rank, one in enumerate(bound):
+                self._step(one, step, sources[rank], made[rank])
+            for rank, one in enumerate(bound):
+                self._check_flags(rank, step, calls[rank], one)
+        assert [words[0] for words in self.words] == calls
+        assert not any(int(words[1]) for words in self.words)
+        return [dst[: x.moves.taken // scale] for x, dst in zip(bound, made, strict=True)]
+
+    def _step(self, one: Exchange, step: int, src: torch.Tensor, dst: torch.Tensor) -> None:
+        _, constants, _ = one.signature(aligned=False)
+        constants |= {"FIRST": step, "LAST": step}
+        view = one.dtype if one.op else getattr(torch, "int" + one.element[1:])
+        view = torch.uint8 if view == torch.bool else view
+        moves = one.moves
+        self.kernel[(one.blocks,)](
+            src.view(view),
+            dst.view(view),
+            self.words[moves.rank],
+            tuple(stage.view(view) for stage in self.stages),
+            tuple(self.flags),
+            *(moves.send_at, moves.send_n, moves.take_at, moves.take_n),
+            *(one._numbers[-3], one._numbers[-2], one.tiles),
+            **constants,
+        )
+
+    def _check_flags(self, rank: int, step: int, call: torch.Tensor, one: Exchange) -> None:
+        flags = self.flags[rank].view(2, MAX_BLOCKS, LINE)
+        others = [other for other in range(self.size) if other != rank]
+        if step == 0 or (step == 1 and one.moves.twice):
+            assert (flags[step, : one.blocks, others] == call).all()
+        assert (flags[:, one.blocks :] - call < 0).all(), "behind, compared around"
+        assert (flags[:, :, rank] - call < 0).all(), "nobody raises its own"

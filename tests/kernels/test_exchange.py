@@ -1,0 +1,335 @@
+"""The exchange kernel: its tables, its arithmetic on the interpreter, its order in the PTX."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.exchange_support import Emulated
+
+from interlace.errors import UnsupportedError
+from interlace.kernels.exchange import Exchange, late, staging_nbytes
+from interlace.kernels.exchange_moves import GRAIN, balanced, moves_of
+from interlace.kernels.exchange_twin import exchange_twin
+
+KINDS = (
+    "all_gather",
+    "gather",
+    "broadcast",
+    "scatter",
+    "all_to_all",
+    "reduce_scatter",
+    "reduce",
+    "all_reduce",
+)
+FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+def sources_of(
+    kind: str, parts: tuple[int, ...], size: int, dtype: torch.dtype, seed: int, merges: bool
+) -> list[torch.Tensor]:
+    """Random sources of all ranks; sums round."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [sum(parts)] * size
+    if kind in ("all_gather", "gather"):
+        lengths = list(parts)
+    elif merges:
+        lengths = [part * size for part in parts]
+    found = [torch.randn(n, generator=generator) * 3 for n in lengths]
+    return [(x * 100).to(dtype) if not dtype.is_floating_point else x.to(dtype) for x in found]
+
+
+def parts_of(kind: str, rng: random.Random, size: int, most: int) -> tuple[int, ...]:
+    """Random part sizes, some empty, some round."""
+    if kind in ("all_reduce", "reduce", "broadcast"):
+        return (rng.choice((1, 7, 1024, rng.randrange(1, size * most))),)
+    match rng.randrange(3):
+        case 0:
+            return (rng.randrange(1, most),) * size
+        case 1:
+            return (16 * rng.randrange(1, 2 + most // 16),) * size
+        case _:
+            return tuple(rng.choice((0, 1, rng.randrange(most))) for _ in range(size))
+
+
+def interpreted_twin(kind: str, sources: list[torch.Tensor], parts: tuple[int, ...], **given):
+    """The twin's results as Triton's interpreter rounds: it cuts a bf16 off where hardware rounds.
+
+    That the compiled kernel rounds to nearest is read from its PTX, and tested on the device.
+    """
+    reduces = kind in ("all_reduce", "reduce_scatter", "reduce")
+    if sources[0].dtype != torch.bfloat16 or not reduces:
+        return exchange_twin(kind, sources, parts, **given)
+    wide = exchange_twin(kind, [source.float() for source in sources], parts, **given)
+    return [(x.view(torch.int32) & -65536).view(torch.float32).bfloat16() for x in wide]
+
+
+def play(moves: list, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What the tables say, element by element in plain torch."""
+    size = len(moves)
+    results = [torch.zeros(m.taken, dtype=sources[0].dtype) for m in moves]
+
+    def sent(s: int, o: int) -> torch.Tensor:
+        at, num = moves[s].send_at[o], moves[s].send_n[o]
+        return sources[s][at : at + num]
+
+    for me in range(size):
+        at, num = moves[me].take_at, moves[me].take_n
+        if moves[me].reduces:
+            if num[me]:
+                total = torch.stack([sent(s, me).float() for s in range(size)]).sum(0)
+                results[me][at[me] : at[me] + num[me]] = total.to(sources[0].dtype)
+        else:
+            for s in range(size):
+                results[me][at[s] : at[s] + num[s]] = sent(s, me)
+    for me in range(size):
+        if moves[me].twice:
+            for s in range(size):
+                at, num = moves[s].take_at[s], moves[s].take_n[s]
+                results[me][at : at + num] = results[s][at : at + num]
+    return results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_say_what_the_collective_does(kind: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for size in (2, 3, 4, 8):
+        for one_shot in (True, False):
+            for merges in (False, kind == "all_to_all"):
+                parts, root = parts_of(kind, rng, size, 400), rng.randrange(size)
+                given = {"root": root, "merges": merges}
+                moves = [
+                    moves_of(kind, parts, r, size, one_shot=one_shot, **given) for r in range(size)
+                ]
+                sources = sources_of(kind, parts, size, torch.float64, seed, merges)
+                sources = [source.round() for source in sources]
+                wanted = exchange_twin(kind, sources, parts, **given)
+                for found, expected in zip(play(moves, sources), wanted, strict=True):
+                    assert torch.equal(found, expected)
+                assert len({(m.largest, m.slot, m.staged) for m in moves}) == 1, "all agree"
+                assert [m.source for m in moves] <= [len(s) for s in sources]
+
+
+def test_parts_are_whole_grains_and_staging_holds_them(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        total, size = rng.randrange(1, 10_000), rng.randrange(2, 9)
+        cut = balanced(total, size)
+        assert sum(cut) == total
+        assert all(part % GRAIN == 0 for part in cut if part != min(p for p in cut if p))
+    assert staging_nbytes("all_gather", torch.bfloat16, (100, 100), 2) == 2 * 2 * 128 * 2
+
+
+# -- arithmetic on the interpreter -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice((2, 3, 4))
+    team = Emulated(size, 1 << 18)
+    for again in range(4):
+        merges = kind == "all_to_all" and rng.random() < 0.5
+        parts, given = parts_of(kind, rng, size, 3000), {"root": rng.randrange(size)}
+        sources = sources_of(kind, parts, size, FLOATS[dtype], seed + again, merges)
+        given |= {"merges": merges}
+        wanted = interpreted_twin(kind, sources, parts, **given)
+        options = {"one_shot": rng.random() < 0.5, "blocks": rng.randrange(1, 9)}
+        for found, expected in zip(
+            team.run(kind, sources, parts, **given, **options), wanted, strict=True
+        ):
+            assert torch.equal(found[: len(expected)], expected), (parts, size, options)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "avg", "prod", "min", "max"])
+def test_every_reduction(reduce: str, seed: int) -> None:
+    team = Emulated(3, 1 << 16)
+    for dtype in (torch.bfloat16, torch.float32, torch.int32):
+        if reduce == "avg" and dtype == torch.int32:
+            continue
+        sources = sources_of("all_reduce", (1001,), 3, dtype, seed, False)
+        wanted = interpreted_twin("all_reduce", sources, (1001,), reduce=reduce)
+        for one_shot in (True, False):
+            for found in team.run("all_reduce", sources, (1001,), reduce=reduce, one_shot=one_shot):
+                assert torch.equal(found, wanted[0])
+
+
+def test_what_only_moves_has_any_type(seed: int) -> None:
+    team = Emulated(2, 1 << 16)
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float64, torch.complex128):
+        sources = [torch.randint(0, 2, (77,), generator=generator).to(dtype) for _ in range(2)]
+        (found, _) = team.run("all_gather", sources, (77, 77))
+        assert torch.equal(found, torch.cat(sources))
+
+
+def test_in_place(seed: int) -> None:
+    team = Emulated(3, 1 << 17)
+    for one_shot in (True, False):
+        sources = sources_of("all_reduce", (5000,), 3, torch.bfloat16, seed, False)
+        wanted = interpreted_twin("all_reduce", sources, (5000,))
+        given = [source.clone() for source in sources]
+        for found in team.run("all_reduce", given, (5000,), in_place=True, one_shot=one_shot):
+            assert torch.equal(found, wanted[0])
+
+
+def test_one_set_of_memory_serves_calls_of_every_kind_and_size(seed: int) -> None:
+    """Note [Flags that a call does not use]: numbers of CTAs go up and down from call to call."""
+    rng, size = random.Random(seed), 3
+    team = Emulated(size, 1 << 18)
+    for again in range(14):
+        kind = rng.choice(KINDS)
+        parts = parts_of(kind, rng, size, rng.choice((20, 9000)))
+        sources = sources_of(kind, parts, size, torch.bfloat16, seed + again, False)
+        blocks = rng.randrange(1, 7)
+        one_shot = rng.random() < 0.5
+        found = team.run(kind, sources, parts, blocks=blocks, one_shot=one_shot)
+        for mine, wanted in zip(found, interpreted_twin(kind, sources, parts), strict=True):
+            assert torch.equal(mine[: len(wanted)], wanted)
+    assert len(set(team.blocks)) > 1
+
+
+def test_a_call_number_may_wrap_around(seed: int) -> None:
+    team = Emulated(2, 1 << 16)
+    for words, flags in zip(team.words, team.flags, strict=True):
+        words[0] = 2**31 - 2
+        flags.fill_(2**31 - 2)
+    for again in range(4):
+        sources = sources_of("all_reduce", (300,), 2, torch.float32, seed + again, False)
+        moves, calls = moves_of("all_reduce", (300,), 0, 2), int(team.words[0][0])
+        assert late(team.flags[0].tolist(), calls - 1, moves, 1) == []
+        assert late(team.flags[0].tolist(), calls, moves, 1) == [1]
+        (found, _) = team.run("all_reduce", sources, (300,))
+        assert torch.equal(found, interpreted_twin("all_reduce", sources, (300,))[0])
+
+
+# -- an interleaving model of flags and copies -----------------------------------------------------
+
+
+def simulate(size: int, calls: int, copies: int, rng: random.Random) -> str:
+    """Ranks take the steps of their calls in random order; what goes wrong, or nothing.
+
+    A step of call c of rank r with b CTAs: CTA i pushes (writes its stamp into copy c % copies at
+    every peer), raises flags, awaits those of all peers, reads its own copy. The kernel ends when
+    all CTAs have. The number of CTAs changes from call to call.
+    """
+    blocks = [rng.randrange(1, 4) for _ in range(calls + 1)]
+    flags = [[[0] * size for _ in range(4)] for _ in range(size)]
+    stages = [[[[0] * size for _ in range(4)] for _ in range(copies)] for _ in range(size)]
+    at = [1] * size
+    done: list[dict[int, int]] = [{} for _ in range(size)]
+    while any(call <= calls for call in at):
+        rank = rng.randrange(size)
+        call = at[rank]
+        if call > calls:
+            continue
+        block = rng.randrange(blocks[call])
+        state = done[rank].get(block, 0)
+        others = [other for other in range(size) if other != rank]
+        if state < size - 1:  # one peer at a time
+            peer = others[state]
+            stages[peer][call % copies][block][rank] = call
+            flags[peer][block][rank] = call
+            done[rank][block] = state + 1
+        elif state < 2 * (size - 1):
+            writer = others[state - size + 1]
+            if max(flags[rank][block][other] for other in others) > call + 1:
+                return f"a word of rank {rank} is ahead by two in call {call}"
+            if all(flags[rank][block][other] >= call for other in others):
+                if stages[rank][call % copies][block][writer] != call:
+                    return f"rank {rank} reads {writer}'s bytes of another call in call {call}"
+                done[rank][block] = state + 1
+        if all(done[rank].get(b, 0) == 2 * (size - 1) for b in range(blocks[call])):
+            at[rank], done[rank] = call + 1, {}
+    return ""
+
+
+def test_two_copies_suffice_and_one_does_not(seed: int) -> None:
+    rng = random.Random(seed)
+    assert not any(simulate(size, 12, 2, rng) for size in (2, 3, 4) for _ in range(60))
+    assert any(simulate(3, 12, 1, rng) for _ in range(60)), "the model would see a fault"
+
+
+# -- the compiled kernel ---------------------------------------------------------------------------
+
+
+def exchange(
+    kind: str, dtype: torch.dtype, parts: tuple[int, ...], size: int, **options: Any
+) -> Exchange:
+    """One rank's Exchange that is never launched."""
+    none = [0] * size
+    device = torch.device("cpu")
+    return Exchange(kind, dtype, parts, 1, size, device, none, 1 << 26, none, 0, **options)
+
+
+def order_of(one: Exchange, aligned: bool) -> list[str]:
+    """The instructions that matter, in the order of the PTX for sm_90."""
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    ptx: str = one.compile(GPUTarget("cuda", 90, 32), aligned).asm["ptx"]
+    names = (
+        ("ld.acquire.sys.global.b32", "acquire"),
+        ("atom.global.sys.release.exch.b32", "release"),
+        ("bar.sync", "barrier"),
+        ("st.global.v4.b32", "store"),
+        ("ld.global.v4.b32", "load"),
+        ("st.global", "narrow store"),
+        ("ld.global.b32", "narrow load"),
+        ("ld.global", "other load"),
+        ("atom.global.gpu.acq_rel.add", "end"),
+    )
+    found: list[str] = []
+    for line in ptx.splitlines():
+        code = re.sub(r"^\s*(@!?%?\w+\s+)?", "", line)
+        name = next((name for start, name in names if code.startswith(start)), None)
+        if name is not None and found[-1:] != [name]:
+            found.append(name)
+    return found
+
+
+PUSH = ["load", "store", "barrier", "release"]
+AWAIT = ["acquire", "barrier"]
+END = ["end", "barrier", "narrow store"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_flags_follow_their_stores_and_loads_follow_the_flags(size: int) -> None:
+    even = (1 << 16,) * size
+    gather = order_of(exchange("all_gather", torch.bfloat16, even, size), True)
+    assert gather == ["narrow load", *PUSH, "load", "store", *AWAIT, "load", "store", *END]
+    scatter = order_of(exchange("reduce_scatter", torch.bfloat16, even, size), True)
+    assert scatter == ["narrow load", *PUSH, *AWAIT, "load", "store", *END]
+    twice = exchange("all_reduce", torch.bfloat16, (1 << 18,), size, one_shot=False)
+    assert order_of(twice, True) == [
+        "narrow load", *PUSH, *AWAIT, *PUSH, *AWAIT, "load", "store", *END,
+    ]  # fmt: skip
+
+
+def test_results_are_rounded_to_nearest() -> None:
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    for dtype, name in ((torch.bfloat16, "bf16x2"), (torch.float16, "f16")):
+        one = exchange("all_reduce", dtype, (1 << 14,), 4)
+        assert f"cvt.rn.{name}" in one.compile(GPUTarget("cuda", 90, 32), True).asm["ptx"]
+
+
+def test_odd_sizes_still_push_whole_vectors() -> None:
+    found = order_of(exchange("reduce_scatter", torch.bfloat16, (1001, 7), 2), False)
+    first = found.index("release")
+    assert "store" in found[:first]
+    assert found[first - 1] == "barrier"
+    assert found[found.index("acquire") + 1] == "barrier"
+
+
+def test_what_does_not_fit_or_has_no_sum_is_refused() -> None:
+    none, cpu = [0, 0], torch.device("cpu")
+    with pytest.raises(UnsupportedError, match="bytes of staging"):
+        Exchange("all_gather", torch.float32, (999, 999), 0, 2, cpu, none, 4096, none, 0)
+    with pytest.raises(UnsupportedError, match="does not reduce"):
+        exchange("all_reduce", torch.complex64, (4,), 2)

@@ -1,0 +1,187 @@
+"""The exchange kernel on a device: the ranks of a team are streams of one process, on one GPU."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.test_exchange import FLOATS, KINDS, parts_of, sources_of
+
+from interlace.kernels.exchange import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, Exchange, late
+from interlace.kernels.exchange_moves import moves_of
+from interlace.kernels.exchange_twin import exchange_twin
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NBYTES = 8 << 20
+
+
+class Team:
+    """Streams of one device that exchange as ranks do, each with memory of its own."""
+
+    def __init__(self, size: int, nbytes: int = NBYTES) -> None:
+        self.size, self.nbytes = size, nbytes
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.streams = [torch.cuda.Stream() for _ in range(size)]
+
+        def memory(n: int, fill: int = 0) -> list[torch.Tensor]:
+            return [torch.full((n,), fill, dtype=torch.uint8, device="cuda") for _ in range(size)]
+
+        self.stages = memory(nbytes, 0xFF)  # NaN in every float type
+        self.flags, self.words = memory(FLAG_NBYTES), memory(WORDS_NBYTES)
+
+    def bind(self, kind: str, dtype: torch.dtype, parts: Any, **options: Any) -> list[Exchange]:
+        """The ranks' Exchanges, ready to launch."""
+        stages, flags = ([t.data_ptr() for t in ts] for ts in (self.stages, self.flags))
+        return [
+            Exchange(
+                *(kind, dtype, parts, rank, self.size, self.device, stages, self.nbytes, flags),
+                self.words[rank].data_ptr(),
+                **options,
+            ).prepare()
+            for rank in range(self.size)
+        ]
+
+    def launch(self, bound: list[Exchange], sources: list, made: list, delays: Any = None) -> None:
+        """One call, each rank on its stream, after a delay of its own."""
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                if delays is not None:
+                    torch.cuda._sleep(delays.randrange(300_000))
+                bound[rank].launch(stream.cuda_stream, sources[rank], made[rank])
+
+    def run(
+        self, kind: str, sources: list[torch.Tensor], parts: Any, delays: Any = None, **options: Any
+    ) -> list[torch.Tensor]:
+        """One call of all ranks on poisoned destinations."""
+        bound = self.bind(kind, sources[0].dtype, parts, **options)
+        given = [source.cuda() for source in sources]
+        nan = float("nan")
+        made = [torch.full((x.moves.taken,), nan, device="cuda").to(x.dtype) for x in bound]
+        torch.cuda.synchronize()
+        self.launch(bound, given, made, delays)
+        torch.cuda.synchronize()
+        return [one.cpu() for one in made]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
+    rng = random.Random(seed)
+    for size in (2, 3, 4):
+        team = Team(size)
+        for again in range(4):
+            most = rng.choice((50, 5000, 60_000))
+            parts, root = parts_of(kind, rng, size, most), rng.randrange(size)
+            sources = sources_of(kind, parts, size, FLOATS[dtype], seed + again, False)
+            wanted = exchange_twin(kind, sources, parts, root=root)
+            options = {"one_shot": rng.random() < 0.5, "root": root}
+            for found, expected in zip(
+                team.run(kind, sources, parts, rng, **options), wanted, strict=True
+            ):
+                assert torch.equal(found, expected), (size, parts, options)
+
+
+def test_many_calls_of_changing_size_with_delays(seed: int) -> None:
+    """Notes [Two copies of staging suffice] and [Flags that a call does not use], on a device."""
+    rng, size = random.Random(seed), 4
+    team = Team(size)
+    cases = []
+    for number in range(8):
+        kind = rng.choice(("all_gather", "reduce_scatter", "all_reduce"))
+        parts = parts_of(kind, rng, size, rng.choice((40, 100_000)))
+        sources = sources_of(kind, parts, size, torch.bfloat16, seed + number, False)
+        wanted = exchange_twin(kind, sources, parts)
+        bound = team.bind(
+            kind, torch.bfloat16, parts, blocks=rng.randrange(1, 33), one_shot=rng.random() < 0.5
+        )
+        cases.append((bound, [s.cuda() for s in sources], [w.cuda() for w in wanted]))
+    torch.cuda.synchronize()
+    checks = []
+    for _ in range(200):
+        bound, sources, wanted = rng.choice(cases)
+        made = [torch.full_like(w, float("nan")) for w in wanted]
+        for stream in team.streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        team.launch(bound, sources, made, rng if rng.random() < 0.5 else None)
+        checks.append((made, wanted))
+    torch.cuda.synchronize()
+    assert all(
+        torch.equal(m, w) for made, wanted in checks for m, w in zip(made, wanted, strict=True)
+    )
+
+
+def test_a_graph_replays_with_changed_inputs(seed: int) -> None:
+    size, rows = 4, 5000
+    team = Team(size)
+    bound = team.bind("all_reduce", torch.bfloat16, (rows,))
+    given = [torch.zeros(rows, dtype=torch.bfloat16, device="cuda") for _ in range(size)]
+    made = [torch.empty_like(x) for x in given]
+    graphs = [torch.cuda.CUDAGraph() for _ in range(size)]
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=team.streams[rank]):
+            bound[rank].launch(team.streams[rank].cuda_stream, given[rank], made[rank])
+    for again in range(20):
+        sources = sources_of("all_reduce", (rows,), size, torch.bfloat16, seed + again, False)
+        for mine, source in zip(given, sources, strict=True):
+            mine.copy_(source)
+        torch.cuda.synchronize()
+        if again % 3:
+            for graph, stream in zip(graphs, team.streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        else:
+            team.launch(bound, given, made)
+        torch.cuda.synchronize()
+        wanted = exchange_twin("all_reduce", sources, (rows,))[0].cuda()
+        assert all(torch.equal(found, wanted) for found in made)
+
+
+def test_a_call_whose_peer_does_not_come_is_stopped_and_says_whom_it_waits_for() -> None:
+    team = Team(3)
+    bound = team.bind("all_reduce", torch.float32, (1000,))
+    given = [torch.ones(1000, device="cuda") for _ in range(3)]
+    made = [torch.empty_like(x) for x in given]
+    torch.cuda.synchronize()
+    for rank in (0, 2):
+        bound[rank].launch(team.streams[rank].cuda_stream, given[rank], made[rank])
+    side = torch.cuda.Stream()
+    time.sleep(0.05)
+    with torch.cuda.stream(side):
+        flags = team.flags[0].view(torch.int32).cpu().tolist()
+    assert late(flags, 0, moves_of("all_reduce", (1000,), 0, 3), bound[0].blocks) == [1]
+    assert not team.streams[0].query()
+    with torch.cuda.stream(side):
+        for rank in (0, 2):
+            team.words[rank].view(torch.int32)[STOP_AT // 4] = 1
+    torch.cuda.synchronize()
+    for memory in (*team.flags, *team.words):
+        memory.zero_()
+    torch.cuda.synchronize()
+    team.launch(bound, given, made)
+    torch.cuda.synchronize()
+    assert all((found == 3).all() for found in made)
+
+
+def test_a_launch_takes_little_time() -> None:
+    team = Team(2)
+    bound = team.bind("all_reduce", torch.bfloat16, (4096,))
+    x = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
+    y = torch.empty_like(x)
+    took = []
+    for _ in range(200):
+        start = time.perf_counter()
+        bound[0].launch(team.streams[0].cuda_stream, x, y)
+        took.append(time.perf_counter() - start)
+        bound[1].launch(team.streams[1].cuda_stream, x, y)
+        torch.cuda.synchronize()
+    median = sorted(took)[100] * 1e6
+    print(f"a launch takes {median:.1f} us")
+    assert median < 60
