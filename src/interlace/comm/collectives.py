@@ -104,6 +104,8 @@ class _Binder:
         """The options object that the backend takes."""
         options = cls()
         options.timeout = self.limit
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = False  # NCCL: on the stream that is current
         for name, value in fields.items():
             setattr(options, name, value)
         return options

@@ -77,10 +77,11 @@ class Control:
         run = mine[ENTERED] + 1
         at = RING + run % RING_ENTRIES * RING_CELLS
         mine[at + RUN] = 0
-        mine[at + TAG] = tag
-        text = name.encode()[: (RING_CELLS - NAME) * 8]
-        mine[at + NAME_LENGTH] = len(text)
-        self._write(self._segments[self.me], (at + NAME) * 8, text)
+        if mine[at + TAG] != tag:  # else the entry of 64 runs ago names the same Program
+            mine[at + TAG] = tag
+            text = name.encode()[: (RING_CELLS - NAME) * 8]
+            mine[at + NAME_LENGTH] = len(text)
+            self._write(self._segments[self.me], (at + NAME) * 8, text)
         mine[at + RUN] = run
         fence()
         mine[ENTERED] = run
@@ -88,9 +89,9 @@ class Control:
         fence()
         return run
 
-    def leave(self) -> None:
-        """The run that this rank entered last is over."""
-        self._mine[EXITED] = self._mine[ENTERED]
+    def leave(self, run: int | None = None) -> None:
+        """The run that this rank entered last (or that run of it) is over."""
+        self._mine[EXITED] = self._mine[ENTERED] if run is None else run
 
     def meet(self, peer: int, wait: Wait) -> None:
         """Before the first contact of a run: the peer has entered it, with the same Program."""
@@ -117,6 +118,23 @@ class Control:
         )
         self.fail(AgreementError(text))
         raise AgreementError(text)
+
+    def disagreement(self) -> InterlaceError | None:
+        """Whether a peer called another Program in a run that both have entered lately.
+
+        For ranks that do not wait for one another on the host.
+        """
+        for peer, cells in enumerate(self._cells):
+            if peer == self.me:
+                continue
+            both = min(self._mine[ENTERED], cells[ENTERED])
+            for run in range(max(self._met[peer] + 1, both - RING_ENTRIES + 2), both + 1):
+                try:
+                    self._compare(peer, run)
+                except AgreementError as error:
+                    return error
+            self._met[peer] = max(self._met[peer], both)
+        return None
 
     def _entry(self, member: int, run: int) -> tuple[int, str] | None:
         cells = self._cells[member]

@@ -45,7 +45,7 @@ def share(
             told: Note = {"path": mine.path, "nbytes": mine.nbytes, "note": note}
         except InterlaceError as error:
             problem, told = error, failure(error)
-        notes = _meet(board, f"{topic}/memory", ranks, rank, told, time_out_s, problem)
+        notes = meet(board, f"{topic}/memory", ranks, rank, told, time_out_s, problem)
         segments: list[Segment] = []
         try:
             for member, their in enumerate(notes):
@@ -56,14 +56,14 @@ def share(
             told = {}
         except InterlaceError as error:
             problem, told = error, failure(error)
-        _meet(board, f"{topic}/mapped memory", ranks, rank, told, time_out_s, problem)
+        meet(board, f"{topic}/mapped memory", ranks, rank, told, time_out_s, problem)
         return Shared(tuple(segments), tuple(their["note"] for their in notes))
     finally:
         if mine is not None:
             mine.unlink()
 
 
-def _meet(
+def meet(
     board: Board,
     topic: str,
     ranks: Sequence[int],

@@ -21,7 +21,7 @@ import threading
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from interlace.comm.liveness import Life, identity
 from interlace.comm.sharing import share
 from interlace.comm.slots import SlotPool
 from interlace.errors import AgreementError, BackendError, TeamError
+
+if TYPE_CHECKING:
+    from interlace.comm.cuda.side import CudaSide
 
 BACKENDS = ("gloo", "nccl", "ucc", "peer")
 
@@ -96,6 +99,7 @@ class TeamComm:
         generation = self.board.count(f"{key}/generation/{rank}")
         self.topic = f"{key}/{generation}"
         self.slots = SlotPool(self.board, f"{self.topic}/slots", self.ranks, self.me)
+        self._cuda: CudaSide | None = None
 
     @property
     def size(self) -> int:
@@ -185,6 +189,29 @@ class TeamComm:
                 f"within {time_out_s:g} s: {error}"
             ) from error
 
+    def cuda(self, device: torch.device, time_out_s: float) -> CudaSide:
+        """The team's device side; all ranks make it together, with their first Program on CUDA."""
+        if self._cuda is None:
+            from interlace.comm.cuda.side import CudaSide  # which needs the CUDA driver
+
+            self._cuda = CudaSide(self, device, time_out_s)
+        elif self._cuda.device != device:
+            raise TeamError(
+                f"team {self.name} is on {self._cuda.device}, and a Program is to run on {device}: "
+                "a process uses one device for all Programs of a team (torch.cuda.set_device)"
+            )
+        return self._cuda
+
+    @property
+    def side(self) -> CudaSide | None:
+        """The device side, if there is one."""
+        return self._cuda
+
+    @property
+    def backends(self) -> dict[tuple[str, str], Any]:
+        """The torch backends in use, by name and device."""
+        return dict(self._own)
+
     def reset(self, time_out_s: float) -> None:
         """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
 
@@ -198,6 +225,8 @@ class TeamComm:
             told = self.board.exchange(f"{topic}/reset", self.ranks, self.rank, mine, time_out_s)
             self.control.reset(max(note["run"] for note in told))
             self.slots.reset()
+            if self._cuda is not None:
+                self._cuda.reset()
             self.board.exchange(f"{topic}/renewal", self.ranks, self.rank, {}, time_out_s)
             for key in sorted(self._own):
                 self._renewed.add(key)
@@ -208,6 +237,7 @@ class TeamComm:
         self._own.clear()
         self._control = None
         self.slots.slots.clear()
+        self._cuda = None
         for life in self._lives:
             life.close()
 

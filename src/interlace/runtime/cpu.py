@@ -22,10 +22,11 @@ import torch
 
 from interlace.comm.control import DONE
 from interlace.errors import ExecutorError, InterlaceError, PeerError
-from interlace.ir import Call, Collective, Free, Fused, Group, Op, Program, Recv, Send, views_in
+from interlace.ir import Call, Collective, Fused, Group, Op, Recv, Send
 from interlace.runtime.calls import Thunk, bind_call
 from interlace.runtime.engine import Context
 from interlace.runtime.host_ops import HostBinder, StreamOrder
+from interlace.runtime.releases import releases
 
 GRACE_S = 1.0
 """How long a failed transfer looks for the peer whose end explains it."""
@@ -71,7 +72,7 @@ class CpuEngine:
         regions = {region.name: region for region in plan.program.regions}
         binder = HostBinder(context, self._order, self.check)
         streams: dict[str, list[Step]] = {}
-        releases = _releases(plan.program)
+        leaving = releases(plan.program)
         lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
         for index, op in enumerate(plan.program.ops):
             steps = streams.setdefault("" if context.options.in_order else op.stream, [])
@@ -92,7 +93,7 @@ class CpuEngine:
             if runs:
                 run = runs[0] if len(runs) == 1 else _in_turn(runs)
                 steps.append(Step(index, op, run, lanes[op.stream]))
-            for name in releases.get(index, ()):
+            for name in leaving.get(index, ()):
                 release = binder.free(name)
                 assert release is not None
                 steps.append(Step(index, op, release, lanes[op.stream], proper=False))
@@ -256,27 +257,6 @@ def _in_turn(runs: Sequence[Thunk]) -> Thunk:
             each()
 
     return run
-
-
-def _releases(program: Program) -> dict[int, list[str]]:
-    """Where a fresh buffer may go: after its last use, if one stream has all uses of it.
-
-    The Program's own Frees say it otherwise, and what is returned stays.
-    """
-    kept = {view.buffer for arg in program.returned() for view in views_in(arg)}
-    kept |= {op.buffer for op in program.ops if isinstance(op, Free)}
-    streams: dict[str, set[str]] = {}
-    last: dict[str, int] = {}
-    for index, op in enumerate(program.ops):
-        for access in (*op.reads(), *op.writes()):
-            streams.setdefault(access.view.buffer, set()).add(op.stream)
-            last[access.view.buffer] = index
-    found: dict[int, list[str]] = {}
-    for buffer in program.buffers().values():
-        name = buffer.name
-        if buffer.kind == "fresh" and name not in kept and len(streams.get(name, ())) == 1:
-            found.setdefault(last[name], []).append(name)
-    return found
 
 
 class _Worker:

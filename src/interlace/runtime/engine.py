@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -38,6 +38,8 @@ class Crew:
     """By team and name of the backend."""
     uses: dict[str, Use]
     """The takes of the run under way, by buffer."""
+    graph_spaces: tuple[Mapping[str, Any], ...] = ()
+    """On CUDA, by team: the words of the graph of even runs, and of odd ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +90,8 @@ def executor_for(device: torch.device | str) -> type[Engine]:
         from interlace.runtime.cpu import CpuEngine  # which imports this file
 
         return CpuEngine
+    if kind == "cuda":
+        from interlace.runtime.cuda.engine import CudaEngine  # which needs the CUDA driver
+
+        return cast("type[Engine]", CudaEngine)
     raise BackendError(f"there is no executor for {kind!r} devices yet: choose device='cpu'")

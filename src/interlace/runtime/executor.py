@@ -14,14 +14,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from interlace.comm import TeamComm, Workspace, team_of
-from interlace.comm.teams import BACKENDS, check_size
+from interlace.comm import TeamComm, team_of
+from interlace.comm.teams import check_size
 from interlace.cost import Span, Timeline, op_kind, op_name
 from interlace.errors import ExecutorError, ProgramError, TeamError, UnsupportedError
 from interlace.ir import Arg, Program, View, validate
@@ -33,6 +33,7 @@ from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
 from interlace.runtime.ranks import program_rank
+from interlace.runtime.shares import Shared, share
 from interlace.runtime.values import Values
 
 
@@ -47,17 +48,25 @@ class Executor:
         device: str | torch.device = "cpu",
         options: Options | None = None,
         before_op: BeforeOp | None = None,
+        host: Collection[str] = (),
+        static_inputs: Collection[str] = (),
     ) -> None:
         """`groups` has a process group for each team of the Program that this rank is in.
 
+        `host` names buffers that stay on the CPU although the device is a GPU; only torch's own
+        operators may touch them. `static_inputs` names inputs that, as a rule, are the same tensors
+        in every run, such as parameters: a hint.
         `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
         """
         self.program = program
         self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.options = options or Options()
         self._groups = dict(groups or {})
         self.rank = program_rank(program, self._groups)
         self._before_op = before_op
+        self.host, self.static_inputs = frozenset(host), frozenset(static_inputs)
         self._engine_class = executor_for(self.device)
         if self.options.graph and self.device.type != "cuda":
             raise UnsupportedError(
@@ -67,7 +76,8 @@ class Executor:
         self._lock = threading.Lock()
         self._teams: dict[str, TeamComm] = {}
         self._agreement: Agreement | None = None
-        self._spaces: dict[str, Workspace] = {}
+        self._shared = Shared({}, {}, ())
+        self._runner: Any = None
         self._context: Context | None = None
         self._engine: Engine | None = None
         self._finalizer: Callable[[], object] = lambda: None
@@ -106,7 +116,7 @@ class Executor:
                 verdict(program).raise_if_unsound()
             for team in self._ordered():
                 team.setup(limit)
-            self._share(limit)
+            self._share()
             self._bind()
         self._groups.clear()  # so that destroying a group frees what stands on it
         return self
@@ -115,24 +125,10 @@ class Executor:
         """The teams in an order that all ranks share, whatever they are called in the Program."""
         return sorted(dict.fromkeys(self._teams.values()), key=lambda team: team.topic)
 
-    def _share(self, limit: float) -> None:
+    def _share(self) -> None:
         """Slots, signals and backends: all that needs the other ranks."""
-        plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
-        wanted = {(t.team, t.backend) for t in plan.turns.values()}
-        wanted |= {(team, letter.backend) for team, letter in plan.lettered()}
-        self._backends = sorted(wanted, key=lambda key: (BACKENDS.index(key[1]), key[0]))
-        self._slots: dict[str, Any] = {}
-        for team in self._ordered():
-            for name in (name for name, other in self._teams.items() if other is team):
-                topic = f"{team.num_prepared}/{name}"
-                slots = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
-                for buffer, of_team in plan.takes.items():
-                    if of_team == name:
-                        self._slots[buffer] = slots[plan.slot_of(buffer)]
-                self._spaces[name] = Workspace(team, topic, plan.demands[name], limit)
-                for _, backend in (key for key in self._backends if key[0] == name):
-                    if backend != "peer":
-                        team.backend(backend, self.device.type, limit)
+        self._plan = make_plan(self.program, self.rank, self._backend_name)
+        self._shared = share(self._plan, self._teams, self.device, self.options)
 
     def _backend_name(self, team: str, asked: str | None) -> str:
         if asked is None and self.options.transport != "auto":
@@ -143,13 +139,10 @@ class Executor:
         """Binds every op to the memory and the backends that are there. Needs no other rank."""
         plan, program = self._plan, self._plan.program
         limit = self.options.time_out_s
-        backends = {
-            (name, backend): self._teams[name].backend(backend, self.device.type, limit)
-            for name, backend in self._backends
-            if backend != "peer"
-        }
-        values = Values(program, plan.box, self._slots, self.device)
-        crew = Crew(self._teams, self._slots, self._spaces, backends, {})
+        shared = self._shared
+        backends = shared.backends(self._teams, self.device, limit)
+        values = Values(program, plan.box, shared.slots, self.device, self.host)
+        crew = Crew(self._teams, shared.slots, shared.spaces, backends, {}, shared.graph_spaces)
         flight = Flight(program, self.rank)
         self._context = Context(
             *(plan, values, crew, self.options, self.device, flight, self._before_op)
@@ -158,13 +151,20 @@ class Executor:
         self._engine = self._engine_class(self._context)
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._inputs, self._outputs = (
-            Given(program.name, kind, [b for b in program.params if b.kind == kind])
+            Given(program.name, kind, [b for b in program.params if b.kind == kind], self.host)
             for kind in ("input", "output")
         )
         self._results = [self._result(arg, values) for arg in program.returned()]
         alike = self._agreement is not None and not self._agreement.verified
         self._peer_text = Flight(self.program, self.rank).text if alike else None
         self._bound_resets = self._resets()
+        self._runner = None
+        if self.device.type == "cuda":
+            from interlace.runtime.cuda.runner import Runner
+
+            tag = self._agreement.tag if self._agreement is not None else 0
+            rest = self._inputs, self._outputs, self._results, tag
+            self._runner = Runner(cast("Any", self._engine), *rest)
 
     def _result(self, arg: Arg, values: Values) -> Callable[[], Any]:
         """How a run reads one of its results."""
@@ -189,6 +189,8 @@ class Executor:
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
+        if self._runner is not None and self._runner.ready and self._poison is None:
+            return self._launch(inputs, out)
         self._check_ready()
         assert self._context is not None
         assert self._engine is not None
@@ -200,7 +202,19 @@ class Executor:
                 with torch.inference_mode(False), torch.no_grad():
                     self._bind()  # a reset renewed the backends
             self._check_teams()
+            if self._runner is not None:
+                return self._launch(inputs, out)
             return self._run(inputs, self._outputs.new(self.device) if out is None else out)
+
+    def _launch(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
+        """Issues a run on CUDA; what cannot be issued stops the peers too."""
+        assert self._runner is not None
+        self._runner.check(inputs, out)
+        try:
+            return self._runner(inputs, out)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         context, engine, agreement = self._context, self._engine, self._agreement
@@ -273,8 +287,8 @@ class Executor:
 
     def _check_teams(self) -> None:
         """Raises what stopped a peer since the last run, or an earlier Executor of this rank."""
-        for team in self._teams.values():
-            error = team.control.failure()
+        found = getattr(self._engine, "failure", None)
+        for error in (found, *(team.control.failure() for team in self._teams.values())):
             if error is not None:
                 self._fail(error)
                 raise error
@@ -284,9 +298,20 @@ class Executor:
         self._check_open()
         if self._context is None:
             return
+        settle = getattr(self._engine, "settle", None)
+        if settle is not None:
+            settle()
         for team in self._ordered():
             team.reset(self.options.time_out_s)
         self._poison = None
+
+    def synchronize(self) -> None:
+        """Returns when all runs have ended, within the time-out; raises what made one fail.
+
+        On the CPU a run has ended when `run` returns.
+        """
+        if self._runner is not None and self._engine is not None:
+            cast("Any", self._engine).synchronize()
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -314,7 +339,8 @@ class Executor:
         self._closed = True
         self._finalizer()
         self._context = self._engine = None
-        self._spaces.clear()
+        self._shared = Shared({}, {}, ())
+        self._runner = None
         self._results = []
 
     def __enter__(self) -> Executor:

@@ -90,7 +90,10 @@ class Values:
         box: Callable[[View], Box],
         slots: Mapping[str, Slot],
         device: torch.device,
+        host: frozenset[str] = frozenset(),
     ) -> None:
+        self.host = host
+        """Buffers that are on the CPU, whatever the device is."""
         self.items: list[Any] = []
         """What the calls read; places stay the same, contents of some change from run to run."""
         self._program = program
@@ -102,6 +105,8 @@ class Values:
         self._places: dict[tuple[str, int | None, Box], int] = {}
         self._families: dict[str, _Family] = {}
         self._symmetric: list[tuple[int, str, tuple[torch.Tensor, torch.Tensor]]] = []
+        self.copies: dict[str, int] = {}
+        """Which copy of its slot each symmetric buffer has in this run."""
         self._template: list[Any] = []
         self._constant: set[int] = set()
         self._arena, self._starts = self._lay_out()
@@ -194,6 +199,25 @@ class Values:
             self._symmetric.append((place, buffer.name, (first, second)))
         return self._places[key]
 
+    def address(self, view: View, member: int | None = None) -> Callable[[], int]:
+        """What gives the address of a view in each run, without making a tensor of it.
+
+        With `member` the view is in that peer's copy of a symmetric buffer.
+        """
+        buffer, box = self._buffers[view.buffer], self.box(view)
+        items, skip = self.items, box.offset * box.dtype.itemsize
+        if buffer.kind == "symmetric":
+            slot = self._slots[view.buffer]
+            pair = slot.copies[slot.me if member is None else member]
+            first, second = (copy.data_ptr() + buffer.offset + skip for copy in pair)
+            copies, name = self.copies, view.buffer
+            return lambda: second if copies[name] else first
+        if buffer.kind == "local":
+            fixed = self._arena.data_ptr() + self._starts[view.buffer] + skip
+            return lambda: fixed
+        place = self._families[view.buffer].place
+        return lambda: items[place].data_ptr() + skip
+
     def family(self, name: str) -> tuple[int, ...]:
         """All places that hold a buffer of this run or a view of it."""
         family = self._families[name]
@@ -203,9 +227,11 @@ class Values:
 
     def begin(self, given: Mapping[str, torch.Tensor], uses: Mapping[str, Use]) -> None:
         """Fills in what this run was given, its slots' copies and the buffers it allocates."""
-        items = self.items
+        items, copies = self.items, self.copies
         for name, tensor in given.items():
             self.bind(name, tensor)
+        for name, use in uses.items():
+            copies[name] = use.copy
         for place, name, pair in self._symmetric:
             items[place] = pair[uses[name].copy]
         for name, box in self._allocated:

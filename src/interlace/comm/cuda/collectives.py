@@ -1,0 +1,77 @@
+"""NCCL's collectives and messages, issued on the stream that is current.
+
+    run = bind_on_stream(backend, spec, time_out_s=60)
+    run(src, dst)                                  # returns when it is issued
+    move = bind_messages(backend, [("send", 1), ("recv", 3)], device)
+    move([a, b])
+
+Bounded by the watchdog: what never completes is aborted with its communicator (`abort`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from interlace.comm.collectives import Spec, as_bytes, bind_collective
+from interlace.comm.signals import Wait
+from interlace.errors import BackendError
+
+
+class StreamWait(Wait):
+    """How a stream waits for a collective: it is ordered after it, and the host goes on."""
+
+    def __init__(self, time_out_s: float) -> None:
+        super().__init__(time_out_s, lambda: "a collective")
+
+    def finish(self, work: Any, missing: Any = None) -> None:
+        """Orders the current stream after the work."""
+        if work is not None:
+            work.wait()
+
+
+Run = Callable[[torch.Tensor | None, torch.Tensor | None], None]
+
+
+def bind_on_stream(backend: Any, spec: Spec, time_out_s: float) -> Run:
+    """The function that issues this collective."""
+    if backend.name() == "gloo":
+        raise BackendError(
+            "gloo cannot be ordered with CUDA streams: choose transport='nccl' or 'peer', or run "
+            "the Program on the CPU"
+        )
+    run, wait = bind_collective(backend, spec, time_out_s), StreamWait(time_out_s)
+    return lambda src, dst: run(src, dst, wait)
+
+
+def bind_messages(
+    backend: Any, parts: Sequence[tuple[str, int]], device: torch.device
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """The function that issues these Sends and Recvs as one group."""
+
+    def run(tensors: Sequence[torch.Tensor]) -> None:
+        packed = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        backend._start_coalescing()
+        for (kind, peer), tensor in zip(parts, packed, strict=True):
+            if tensor.numel():
+                move = backend.send if kind == "send" else backend.recv
+                move([as_bytes(tensor)], peer, 0)
+        work = backend._end_coalescing()
+        if work is not None:
+            work.wait()
+        for (kind, _), tensor, pack in zip(parts, tensors, packed, strict=True):
+            if pack is not tensor and kind == "recv":
+                tensor.copy_(pack)
+
+    return run
+
+
+def abort(backend: Any) -> None:
+    """Ends what a backend is doing; it cannot be used again."""
+    for name in ("abort", "_abort"):
+        end = getattr(backend, name, None)
+        if end is not None:
+            end()
+            return

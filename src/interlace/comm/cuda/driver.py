@@ -1,0 +1,224 @@
+"""The few functions of the CUDA driver that runs use, each checked.
+
+    driver = Driver()
+    driver.copy(stream, dst, src, nbytes)      # by a copy engine where one side is a peer's
+    driver.write(stream, word, 7)              # once everything before it on the stream is done
+    driver.wait(stream, word, 7)               # the stream goes on when (word - 7) as int32 >= 0
+
+Streams, events and addresses are plain integers, so nothing is wrapped in the hot path. Note [No
+multicast]: nothing here makes or binds multicast objects.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import time
+from typing import Any
+
+from interlace.errors import BackendError, CommTimeoutError
+
+WRITE_VALUE_32 = 2
+WAIT_VALUE_32 = 1
+ENABLE_PEER_ACCESS = 1
+NOT_READY = 600
+POLL_S = 0.0005
+
+
+def bindings() -> Any:
+    """The module `cuda.bindings.driver`."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise BackendError(
+            "the package cuda-bindings is not there, which CUDA builds of torch bring along: "
+            "install it with pip install 'cuda-bindings>=13.0.3,<14'"
+        ) from error
+
+
+class Driver:
+    """The driver's functions, on the device that is current when it is made."""
+
+    def __init__(self) -> None:
+        cu = self._cu = bindings()
+        self._write, self._wait = cu.cuStreamWriteValue32, cu.cuStreamWaitValue32
+        self._copy, self._batch = cu.cuMemcpyDtoDAsync, cu.cuStreamBatchMemOp
+        self._record, self._wait_event = cu.cuEventRecord, cu.cuStreamWaitEvent
+        self._private: int | None = None
+
+    def fail(self, what: str, error: Any) -> None:
+        """Raises what a call returned."""
+        name = getattr(error, "name", str(error))
+        raise BackendError(f"{what} of the CUDA driver failed: {name}")
+
+    def check(self, what: str, result: Any) -> Any:
+        """The value of a call, or its error."""
+        error, *values = result
+        if error:
+            self.fail(what, error)
+        return values[0] if values else None
+
+    # -- the hot path ----------------------------------------------------------------------------
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Writes a 32-bit word once the stream gets here, after a fence of the whole system."""
+        (error,) = self._write(stream, address, value & 0xFFFFFFFF, 0)
+        if error:
+            self.fail("cuStreamWriteValue32", error)
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """The stream waits until the word has reached `value`, counted around."""
+        (error,) = self._wait(stream, address, value & 0xFFFFFFFF, 0)
+        if error:
+            self.fail("cuStreamWaitValue32", error)
+
+    def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None:
+        """Copies bytes between this device's memory and mapped memory of peers."""
+        (error,) = self._copy(dst, src, nbytes, stream)
+        if error:
+            self.fail("cuMemcpyDtoDAsync", error)
+
+    def record(self, stream: int, event: int) -> None:
+        """The event stands for this point of the stream."""
+        (error,) = self._record(event, stream)
+        if error:
+            self.fail("cuEventRecord", error)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """The stream waits for the event."""
+        (error,) = self._wait_event(stream, event, 0)
+        if error:
+            self.fail("cuStreamWaitEvent", error)
+
+    def batch(self, waits: list[int], writes: list[int]) -> Batch:
+        """Waits for some words, then writes others, all at once."""
+        return Batch(self, waits, writes)
+
+    # -- events and streams ----------------------------------------------------------------------
+
+    def event(self) -> int:
+        """A new event that takes no time."""
+        return int(self.check("cuEventCreate", self._cu.cuEventCreate(2)))
+
+    def destroy_event(self, event: int) -> None:
+        """Gives an event back."""
+        self._cu.cuEventDestroy(event)
+
+    def done(self, event: int) -> bool:
+        """Whether the work before the event's last record is done."""
+        (error,) = self._cu.cuEventQuery(event)
+        if error and int(error) != NOT_READY:
+            self.fail("cuEventQuery", error)
+        return not error
+
+    def private_stream(self) -> int:
+        """A stream of our own that waits for no other."""
+        if self._private is None:
+            made = self._cu.cuStreamCreate(1)
+            self._private = int(self.check("cuStreamCreate", made))
+        return self._private
+
+    def finish(self, stream: int, time_out_s: float = 10.0) -> None:
+        """Waits until the stream is done, bounded."""
+        deadline = time.monotonic() + time_out_s
+        while True:
+            (error,) = self._cu.cuStreamQuery(stream)
+            if not error:
+                return
+            if int(error) != NOT_READY:
+                self.fail("cuStreamQuery", error)
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(f"a CUDA stream is not done after {time_out_s:g} s")
+            time.sleep(POLL_S)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def alloc(self, nbytes: int) -> int:
+        """Device memory, filled with zeros."""
+        base = int(self.check("cuMemAlloc", self._cu.cuMemAlloc(nbytes)))
+        self.fill(base, 0, nbytes // 4)
+        return base
+
+    def free(self, base: int) -> None:
+        """Gives device memory back."""
+        self._cu.cuMemFree(base)
+
+    def fill(self, address: int, value: int, count: int) -> None:
+        """Sets 32-bit words, and returns when they are set."""
+        stream = self.private_stream()
+        filled = self._cu.cuMemsetD32Async(address, value & 0xFFFFFFFF, count, stream)
+        self.check("cuMemsetD32Async", filled)
+        self.finish(stream)
+
+    def read(self, address: int, count: int) -> list[int]:
+        """Reads 32-bit words, whatever other streams are doing."""
+        host = (ctypes.c_uint32 * count)()
+        stream = self.private_stream()
+        copied = self._cu.cuMemcpyDtoHAsync(ctypes.addressof(host), address, 4 * count, stream)
+        self.check("cuMemcpyDtoHAsync", copied)
+        self.finish(stream)
+        return list(host)
+
+    def handle(self, base: int) -> str:
+        """What another process needs to map this memory."""
+        handle = self.check("cuIpcGetMemHandle", self._cu.cuIpcGetMemHandle(base))
+        return bytes(handle.reserved).hex()
+
+    def open(self, handle: str) -> int:
+        """Maps another process' memory."""
+        taken = self._cu.CUipcMemHandle()
+        taken.reserved = bytes.fromhex(handle)
+        opened = self._cu.cuIpcOpenMemHandle(taken, ENABLE_PEER_ACCESS)
+        return int(self.check("cuIpcOpenMemHandle (the GPUs need peer access)", opened))
+
+    def close(self, base: int) -> None:
+        """Ends a mapping."""
+        self._cu.cuIpcCloseMemHandle(base)
+
+    def host_words(self, count: int) -> tuple[Any, int]:
+        """Words of the host that the device writes: as an array, and their device address."""
+        made = self._cu.cuMemHostAlloc(max(4 * count, 64), 3)
+        host = int(self.check("cuMemHostAlloc", made))
+        words = (ctypes.c_uint32 * count).from_address(host)
+        words[:] = [0] * count
+        pointer = self._cu.cuMemHostGetDevicePointer(host, 0)
+        return words, int(self.check("cuMemHostGetDevicePointer", pointer))
+
+    def free_host(self, words: Any) -> None:
+        """Gives `host_words` back."""
+        self._cu.cuMemFreeHost(ctypes.addressof(words))
+
+
+class Batch:
+    """Memory operations that are issued as one: first waits, then writes."""
+
+    def __init__(self, driver: Driver, waits: list[int], writes: list[int]) -> None:
+        cu = bindings()
+        self._driver = driver
+        self._issue = cu.cuStreamBatchMemOp
+        self._waits = [_item(cu, "waitValue", WAIT_VALUE_32, address) for address in waits]
+        self._writes = [_item(cu, "writeValue", WRITE_VALUE_32, address) for address in writes]
+        self._items = [*self._waits, *self._writes]
+
+    def run(self, stream: int, awaited: int, written: int) -> None:
+        """Waits until all words have reached one value, then writes the other to all."""
+        if not self._items:
+            return
+        for item in self._waits:
+            item.waitValue.value = awaited & 0xFFFFFFFF
+        for item in self._writes:
+            item.writeValue.value = written & 0xFFFFFFFF
+        (error,) = self._issue(stream, len(self._items), self._items, 0)
+        if error:
+            self._driver.fail("cuStreamBatchMemOp", error)
+
+
+def _item(cu: Any, kind: str, operation: int, address: int) -> Any:
+    item = cu.CUstreamBatchMemOpParams()
+    code = cu.CUstreamBatchMemOpType(operation)
+    item.operation = code
+    part = getattr(item, kind)
+    part.operation = code
+    part.address = address
+    part.flags = 0
+    return item

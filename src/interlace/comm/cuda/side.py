@@ -1,0 +1,127 @@
+"""The device side of a team: words, slots, and the hand-over from one run to the next.
+
+    side = team.cuda(device, time_out_s=60)        # all ranks, together, at the first Program
+    number = side.enter()                          # this rank issues its next run
+    side.awaits.run(stream, number - 2, 0)         # the stream waits until all have ended that one
+    side.tells.run(stream, 0, number)              # and later: this rank has ended this one
+
+Note [Two runs apart]
+    Run n uses copy n % 2 of every slot, so whoever writes into peers' memory in run n first waits
+    until all ranks have ended run n - 2. That is all that runs need between them: a rank can be a
+    whole run ahead, and no run ends with a barrier.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from interlace.comm.board import Note
+from interlace.comm.cuda.area import Area, area_nbytes
+from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.memory import share_memory
+from interlace.comm.cuda.slots import CudaSlotPool
+from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
+
+if TYPE_CHECKING:
+    from interlace.comm.cuda.space import CudaSpace
+    from interlace.comm.teams import TeamComm
+
+
+class CudaSide:
+    """What a team's ranks share on their devices."""
+
+    def __init__(self, team: TeamComm, device: torch.device, time_out_s: float) -> None:
+        self.team = weakref.proxy(team)
+        self.device = device
+        self.size, self.me = team.size, team.me
+        self.driver = Driver()
+        topic = f"{team.topic}/cuda"
+        ranks = team.ranks
+        memory = share_memory(
+            self.driver, team.board, f"{topic}/words", ranks, team.me, HEAP_NBYTES, {}, time_out_s
+        )
+        self.heap = WordHeap(self.driver, memory)
+        self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", ranks, team.me, device)
+        self.run = 0
+        """Runs that this rank has issued, of Programs that reach into peers' memory."""
+        first = self._ended = self.heap.take(self.size)  # the first words on every rank alike
+        others = [member for member in range(self.size) if member != self.me]
+        self.told = [self.heap.address(member, first + self.me) for member in others]
+        """The peers' words that say which run this rank has ended,"""
+        self.heard = [self.heap.address(self.me, first + member) for member in others]
+        """and this rank's words that say which they have."""
+        self.areas: list[Area] = []
+        """The exchanges' staging memory; Executors made before a larger one came keep theirs."""
+        self.spaces: weakref.WeakSet[CudaSpace] = weakref.WeakSet()
+
+    def ensure_area(
+        self,
+        topic: str,
+        needed: int,
+        flag_nbytes: int,
+        words_nbytes: int,
+        stop_at: int,
+        time_out_s: float,
+    ) -> None:
+        """Staging memory for exchanges, of the size that any rank needs. All ranks call this."""
+        team = self.team
+        note: Note = {"needed": needed}
+        place, rank = f"{team.topic}/area/{topic}", team.ranks[self.me]
+        notes = team.board.exchange(f"{place}/need", team.ranks, rank, note, time_out_s)
+        most = max(int(note["needed"]) for note in notes)
+        if not most or (self.areas and self.areas[-1].stage_nbytes >= most):
+            return
+        stage = area_nbytes(most)
+        memory = share_memory(
+            *(self.driver, team.board, place, team.ranks, self.me),
+            *(stage + flag_nbytes + words_nbytes, {}, time_out_s),
+        )
+        self.areas.append(Area(memory, stage, flag_nbytes, words_nbytes, stop_at))
+
+    @property
+    def the_area(self) -> Area:
+        """The largest area; `ensure_area` makes it."""
+        return self.areas[-1]
+
+    def enter(self) -> int:
+        """This rank issues its next run; its number."""
+        self.run += 1
+        return self.run
+
+    def late(self, behind: int) -> list[int]:
+        """The members that have not ended the run before last, seen from `behind` runs ago."""
+        due = self.run - behind - 2
+        words = self.driver.read(self.heap.address(self.me, self._ended), self.size)
+        return [
+            member
+            for member, word in enumerate(words)
+            if member != self.me and not reached(word, due)
+        ]
+
+    def release(self) -> None:
+        """Lets go of every stream and kernel of this rank that waits for a peer."""
+        driver, heap = self.driver, self.heap
+        driver.fill(heap.address(self.me, self._ended), self.run + RELEASED, self.size)
+        for space in list(self.spaces):
+            space.release()
+        for area in self.areas:
+            area.stop()
+
+    def reset(self) -> None:
+        """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""
+        self.run = 0
+        self.driver.fill(self.heap.address(self.me, self._ended), 0, self.size)
+        for space in list(self.spaces):
+            space.reset()
+        for area in self.areas:
+            area.reset()
+
+    def close(self) -> None:
+        """Gives the memory back; nothing may be running."""
+        self.slots.close()
+        for area in self.areas:
+            area.memory.close()
+        self.heap.memory.close()

@@ -1,0 +1,102 @@
+"""What one Executor needs of a team's device side: words for its signals, and of its own.
+
+    space = CudaSpace(side, "3/tp", signals=("ready",), span=2, uses=True, time_out_s=60)
+    space.theirs("ready", 1)       # the word that this rank raises on member 1
+    space.own("ready", 1)          # the word that member 1 raises here
+    space.begin()                  # a run: values count from `space.base` on
+
+A value v of a signal is the number base + v; the base grows by the span of a run, which all ranks
+have agreed on, so words go on from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from interlace.comm.board import Note
+from interlace.comm.cuda.side import CudaSide
+from interlace.comm.cuda.words import RELEASED
+
+
+class CudaSpace:
+    """The words of one Executor on one team."""
+
+    def __init__(
+        self,
+        side: CudaSide,
+        topic: str,
+        signals: Sequence[str],
+        span: int,
+        uses: bool,
+        time_out_s: float,
+    ) -> None:
+        self.side = side
+        self.num_words = len(signals) * side.size
+        self._first = side.heap.take(self.num_words) if self.num_words else 0
+        mine = {name: self._first + i * side.size for i, name in enumerate(signals)}
+        note: Note = {"signals": mine, "span": span, "uses": uses}
+        team = side.team
+        self._notes = team.board.exchange(
+            f"{team.topic}/device space/{topic}", team.ranks, team.ranks[side.me], note, time_out_s
+        )
+        self.span = max(int(note["span"]) for note in self._notes)
+        self.uses = any(note["uses"] for note in self._notes)
+        """Whether any rank's Program reaches into peers' memory or is reached into."""
+        self.base = 0
+        self._local: list[tuple[int, int]] = []
+        side.spaces.add(self)
+
+    def begin(self) -> int:
+        """The next run: what its signals' values count from."""
+        self.base = (self.base + self.span) & 0xFFFFFFFF
+        return self.base
+
+    def own(self, signal: str, member: int) -> int:
+        """The address of this rank's word that the member raises; members' words are in a row."""
+        side = self.side
+        return side.heap.address(side.me, self._notes[side.me]["signals"][signal] + member)
+
+    def theirs(self, signal: str, members: Sequence[int]) -> list[int]:
+        """The words that this rank raises on these members; one that never looks has none."""
+        side = self.side
+        found = [(member, self._notes[member]["signals"].get(signal)) for member in members]
+        return [
+            side.heap.address(member, first + side.me)
+            for member, first in found
+            if first is not None
+        ]
+
+    def value(self, signal: str, member: int) -> int:
+        """What the member's word here holds now."""
+        return self.side.driver.read(self.own(signal, member), 1)[0]
+
+    def local(self, count: int) -> int:
+        """The address of words of this rank's own, zero, for its kernels and streams."""
+        first = self.side.heap.take(count)
+        self._local.append((first, count))
+        return self.side.heap.address(self.side.me, first)
+
+    def release(self) -> None:
+        """Sets every word of this rank high enough for whoever waits for it."""
+        self._fill((self.base + self.span + RELEASED) & 0xFFFFFFFF)
+
+    def reset(self) -> None:
+        """As if never run."""
+        self.base = 0
+        self._fill(0)
+        for first, count in self._local:
+            self.side.driver.fill(self.side.heap.address(self.side.me, first), 0, count)
+
+    def _fill(self, value: int) -> None:
+        if self.num_words:
+            side = self.side
+            side.driver.fill(side.heap.address(side.me, self._first), value, self.num_words)
+
+    def close(self) -> None:
+        """Gives the words back."""
+        self.side.spaces.discard(self)
+        if self.num_words:
+            self.side.heap.give(self._first, self.num_words)
+        for first, count in self._local:
+            self.side.heap.give(first, count)
+        self.num_words, self._local = 0, []

@@ -1,0 +1,307 @@
+"""Each kind of op as a function that issues it on its stream.
+
+    binder = Binder(context, lanes, links)
+    issue = binder.bind(index, op)        # a function without arguments; None: nothing to do
+
+Bytes that lie in a row go by copy engines; what does not, by torch's copy kernel. Torch's own ops
+run with the op's stream as the current one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
+from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.space import CudaSpace
+from interlace.errors import CommTimeoutError, UnsupportedError
+from interlace.ir import (
+    Alloc,
+    Box,
+    Call,
+    Collective,
+    Copy,
+    Expect,
+    Free,
+    Fused,
+    Get,
+    Group,
+    HostSync,
+    Notify,
+    Op,
+    Put,
+    Record,
+    Recv,
+    Send,
+    Spot,
+    Wait,
+)
+from interlace.runtime.calls import bind_call
+from interlace.runtime.cuda.exchanges import bind_exchange
+from interlace.runtime.cuda.fused import bind_kernel
+from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk
+from interlace.runtime.engine import Context
+
+POLL_S = 0.0002
+
+
+@dataclass(slots=True)
+class Links:
+    """What a binding has of the teams: words to count with, and what begins and ends its runs."""
+
+    spaces: Mapping[str, CudaSpace]
+    """By team."""
+    driver: Driver
+    takes: Callable[[str, Lane], Thunk | None]
+    """By team: what makes a stream wait until slots may be written again."""
+    runs: Callable[[], int]
+    """The number of this binding's run, from 1 on: what its own words count."""
+    words: Callable[[str, int], int]
+    """By team: the address of so many words of this rank's own, for kernels."""
+
+
+def in_a_row(box: Box) -> bool:
+    """Whether a box is bytes without gaps, in order."""
+    expected = 1
+    for size, stride in zip(reversed(box.sizes), reversed(box.strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Binder:
+    """Binds the ops of one concrete Program, in list order."""
+
+    def __init__(self, context: Context, lanes: Mapping[str, Lane], links: Links) -> None:
+        self.context = context
+        self.plan, self.values, self.crew = context.plan, context.values, context.crew
+        self.lanes, self.links = lanes, links
+        self.driver = links.driver
+        self.regions = {region.name: region for region in context.plan.program.regions}
+        self.compiled = context.options.regions == "inductor"
+        self.points: dict[Spot, Point] = {}
+        self.events: list[int] = []
+        self.kernels: list[int] = []
+        """The Fused ops that one kernel runs."""
+        self._taken: set[tuple[int, str]] = set()
+
+    def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
+        """The function that issues an op; `member` is its number in the Fused at `index`."""
+        lane = self.lanes[op.stream]
+        match op:
+            case Call():
+                call = bind_call(op, self.values, self.regions, self.context.device, self.compiled)
+                return lane.within(call)
+            case Copy():
+                src, dst = self.values.address(op.src), self.values.address(op.dst)
+                boxes = self.plan.box(op.src), self.plan.box(op.dst)
+                places = lambda: (self.values.own(op.src), self.values.own(op.dst))  # noqa: E731
+                return self.copy(lane, boxes, src, dst, places)
+            case Put():
+                (peer,) = self.plan.members(op.team, op.peer)
+                src, dst = self.values.address(op.src), self.values.address(op.dst, peer)
+                boxes = self.plan.box(op.src), self.plan.box(op.dst)
+                places = lambda: (self.values.own(op.src), self.values.remote(op.dst, peer))  # noqa: E731
+                return self.copy(lane, boxes, src, dst, places)
+            case Get():
+                (peer,) = self.plan.members(op.team, op.peer)
+                src, dst = self.values.address(op.src, peer), self.values.address(op.target)
+                boxes = self.plan.box(op.src), self.plan.box(op.target)
+                places = lambda: (self.values.remote(op.src, peer), self.values.own(op.target))  # noqa: E731
+                return self.copy(lane, boxes, src, dst, places)
+            case Notify():
+                return self.notify(lane, op)
+            case Expect():
+                return self.expect(lane, op)
+            case Record():
+                point = self.points[index, member] = EventPoint(self.driver, self._event())
+                return point.record(lane)
+            case Wait():
+                return self.points[self.plan.waits[index, member]].wait(lane)
+            case Alloc(buffer=buffer) if buffer.kind == "symmetric":
+                assert buffer.team is not None
+                return self.take(lane, buffer.team)
+            case Free(buffer=name) if self.plan.buffers[name].kind == "fresh":
+                return self.drop(name)
+            case HostSync():
+                return self.host_sync(lane, index)
+            case Collective():
+                return self.collective(lane, index, op)
+            case Send() | Recv():
+                return self.messages(lane, index, (op,))
+            case Group():
+                return self.messages(lane, index, op.ops)
+            case Fused():
+                return self.fused(lane, index, op)
+            case _:
+                return None
+
+    def _event(self) -> int:
+        event = self.driver.event()
+        self.events.append(event)
+        return event
+
+    def close(self) -> None:
+        """Gives the events back."""
+        events, self.events = self.events, []
+        for event in events:
+            self.driver.destroy_event(event)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def copy(
+        self,
+        lane: Lane,
+        boxes: tuple[Box, Box],
+        src: Callable[[], int],
+        dst: Callable[[], int],
+        places: Callable[[], tuple[int, int]],
+    ) -> Thunk | None:
+        """One box into another of as many elements."""
+        source, target = boxes
+        if not source.numel:
+            return None
+        if source.dtype == target.dtype and in_a_row(source) and in_a_row(target):
+            driver, nbytes = self.driver, source.numel * source.dtype.itemsize
+            return lambda: driver.copy(lane.handle, dst(), src(), nbytes)
+        items, (a, b) = self.values.items, places()
+
+        def run() -> None:
+            items[b].copy_(items[a])
+
+        return lane.within(run)
+
+    def take(self, lane: Lane, team: str) -> Thunk | None:
+        """Once a run and stream: until all ranks have ended the run before the last."""
+        key = id(lane), team
+        if key in self._taken:
+            return None
+        self._taken.add(key)
+        return self.links.takes(team, lane)
+
+    def drop(self, name: str) -> Thunk:
+        """Lets go of a tensor of this run."""
+        items, places = self.values.items, self.values.family(name)
+
+        def run() -> None:
+            for place in places:
+                items[place] = None
+
+        return run
+
+    # -- signals ---------------------------------------------------------------------------------
+
+    def notify(self, lane: Lane, op: Notify) -> Thunk | None:
+        """Writes the peers' words."""
+        space, value, driver = self.links.spaces[op.team], op.value, self.driver
+        words = space.theirs(op.signal, self.plan.members(op.team, op.peer))
+        if len(words) == 1:
+            (word,) = words
+            return lambda: driver.write(lane.handle, word, space.base + value)
+        batch = driver.batch([], words)
+        return (lambda: batch.run(lane.handle, 0, space.base + value)) if words else None
+
+    def expect(self, lane: Lane, op: Expect) -> Thunk | None:
+        """Makes the stream wait for the own words."""
+        space, value, driver = self.links.spaces[op.team], op.value, self.driver
+        words = [space.own(op.signal, m) for m in self.plan.members(op.team, op.peer)]
+        if len(words) == 1:
+            (word,) = words
+            return lambda: driver.wait(lane.handle, word, space.base + value)
+        batch = driver.batch(words, [])
+        return (lambda: batch.run(lane.handle, space.base + value, 0)) if words else None
+
+    def host_sync(self, lane: Lane, index: int) -> Thunk:
+        """The host waits for the stream, bounded."""
+        event, driver, limit = self._event(), self.driver, self.context.options.time_out_s
+        flight = self.context.flight
+
+        def run() -> None:
+            driver.record(lane.handle, event)
+            deadline = time.monotonic() + limit
+            while not driver.done(event):
+                if time.monotonic() > deadline:
+                    raise CommTimeoutError(f"no progress in {limit:g} s: {flight.describe(index)}")
+                time.sleep(POLL_S)
+
+        return run
+
+    # -- collectives and messages ----------------------------------------------------------------
+
+    def collective(self, lane: Lane, index: int, op: Collective) -> Thunk | None:
+        """By NCCL, or by one kernel over peer memory."""
+        turn, spec = self.plan.turns[index], self.plan.specs[index]
+        items = self.values.items
+        src = None if op.src is None else self.values.own(op.src)
+        dst = None if op.dst is None else self.values.own(op.dst)
+        if turn.backend == "peer":
+            return bind_exchange(
+                *(self.links.spaces[op.team].side, spec, lambda: lane.handle),
+                *(None if place is None else (lambda p=place: items[p]) for place in (src, dst)),
+            )
+        backend = self.crew.backends[op.team, turn.backend]
+        issue = bind_on_stream(backend, spec, self.context.options.time_out_s)
+
+        def run() -> None:
+            issue(None if src is None else items[src], None if dst is None else items[dst])
+
+        return lane.within(run)
+
+    def messages(self, lane: Lane, index: int, ops: Sequence[Send | Recv]) -> Thunk:
+        """Sends and receipts that start together."""
+        backends = {
+            (op.team, self.plan.letters[index, number].backend) for number, op in enumerate(ops)
+        }
+        by_backend: list[Thunk] = []
+        for team, name in sorted(backends):
+            if name == "peer":
+                raise UnsupportedError(
+                    "messages go by NCCL on CUDA: leave the backend of sends and receipts open, or "
+                    "use one-sided copies (strategy peer)"
+                )
+            mine = [
+                (number, op)
+                for number, op in enumerate(ops)
+                if (op.team, self.plan.letters[index, number].backend) == (team, name)
+            ]
+            parts = [
+                ("send" if isinstance(op, Send) else "recv", self.plan.members(team, op.peer)[0])
+                for _, op in mine
+            ]
+            places = [self.values.own(op.src if isinstance(op, Send) else op.dst) for _, op in mine]
+            issue = bind_messages(self.crew.backends[team, name], parts, self.context.device)
+            by_backend.append(_moved(issue, self.values.items, places))
+        return lane.within(_in_turn(by_backend))
+
+    # -- kernels of several parts ----------------------------------------------------------------
+
+    def fused(self, lane: Lane, index: int, op: Fused) -> Thunk | None:
+        """One kernel where there is one for these parts, else their members in turn."""
+        bound = bind_kernel(self, lane, index, op)
+        if bound is not None:
+            self.kernels.append(index)
+            return bound
+        steps = [self.bind(index, item, number) for number, item in enumerate(op.members)]
+        found = [step for step in steps if step is not None]
+        return _in_turn(found) if found else None
+
+
+def _moved(
+    issue: Callable[[Sequence[Any]], None], items: Sequence[Any], places: Sequence[int]
+) -> Thunk:
+    return lambda: issue([items[place] for place in places])
+
+
+def _in_turn(runs: Sequence[Thunk]) -> Thunk:
+    if len(runs) == 1:
+        return runs[0]
+
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run

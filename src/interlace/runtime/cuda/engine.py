@@ -1,0 +1,237 @@
+"""The CUDA engine: every op of a Program bound once, and issued in list order in every run.
+
+A run returns when all is issued; the caller's stream then ends with the run, as with any CUDA op.
+The watchdog bounds what the streams wait for: `failure` holds what it found.
+
+Note [A run on the streams]
+    entry   the other streams wait for the caller's, and the caller's for the end of the last run if
+            it is another stream than last time: the arena and the slots are one run's at a time
+    slots   a stream that takes slots waits until all ranks have ended the run before the last
+    exit    the caller's stream waits for the others, then tells the peers (and the host, which the
+            watchdog reads) that this run has ended
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from interlace.comm import Use
+from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.space import CudaSpace
+from interlace.errors import ExecutorError
+from interlace.runtime.cuda.binder import Binder, Links
+from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.cuda.watchdog import Watched, watchdog
+from interlace.runtime.engine import Context
+from interlace.runtime.releases import releases
+
+
+class Binding:
+    """The ops of a Program, bound to streams and words, with what stands before and after them."""
+
+    def __init__(
+        self, context: Context, driver: Driver, spaces: Mapping[str, CudaSpace], engine: CudaEngine
+    ) -> None:
+        self.context, self.driver, self.engine = context, driver, engine
+        self.spaces = spaces
+        self.runs = 0
+        self._words: list[tuple[CudaSpace, int, int]] = []
+        names = context.plan.program.streams() or ("main",)
+        self.main = Lane(names[0])
+        alone = context.options.in_order
+        self.lanes = {
+            name: self.main if alone or name == names[0] else Lane.own(name, context.device)
+            for name in names
+        }
+        self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
+        links = Links(spaces, driver, self.take, lambda: self.runs, self.words)
+        self.binder = Binder(context, self.lanes, links)
+        self.starts: list[Thunk] = []
+        self.steps = self._bind()
+        self._entry, self._ends = driver.event(), [driver.event() for _ in self.sides]
+
+    def words(self, team: str, count: int) -> int:
+        """Words of this rank's own."""
+        return self.spaces[team].local(count)
+
+    def take(self, team: str, lane: Lane) -> Thunk | None:
+        """Makes a stream wait until all ranks have ended the run before the last."""
+        side = self.spaces[team].side
+        batch = self.driver.batch(side.heard, [])
+        return lambda: batch.run(lane.handle, side.run - 2, 0)
+
+    def _bind(self) -> list[Thunk]:
+        plan, watched = self.context.plan, self._watched
+        leaving = releases(plan.program)
+        steps: list[Thunk] = []
+        for index, op in enumerate(plan.program.ops):
+            step = self.binder.bind(index, op)
+            if step is not None:
+                steps.append(watched(index, step))
+            steps += [self.binder.drop(name) for name in leaving.get(index, ())]
+        return steps
+
+    def _watched(self, index: int, step: Thunk) -> Thunk:
+        """The step with what tests and traces want around it."""
+        context, op = self.context, self.context.plan.program.ops[index]
+        before_op, rank, lane = context.before_op, context.plan.rank, self.lanes[op.stream]
+        if before_op is not None:
+            delay = lane.within(lambda: before_op(rank, index, op))
+            plain = step
+
+            def delayed() -> None:
+                delay()
+                plain()
+
+            step = delayed
+        if context.options.trace and not context.options.graph:
+            return self.engine.timed(index, lane, step)
+        return step
+
+    def issue(self) -> None:
+        """Issues all ops between the fork of the streams and their join."""
+        driver, main = self.driver, self.main
+        self.runs += 1
+        for space in self.spaces.values():
+            space.begin()
+        if self.sides:
+            driver.record(main.handle, self._entry)
+            for lane in self.sides:
+                driver.wait_event(lane.handle, self._entry)
+        for step in self.steps:
+            step()
+        for lane, event in zip(self.sides, self._ends, strict=True):
+            driver.record(lane.handle, event)
+            driver.wait_event(main.handle, event)
+
+    def close(self) -> None:
+        """Gives events back."""
+        self.binder.close()
+        for event in (self._entry, *self._ends):
+            self.driver.destroy_event(event)
+
+
+class CudaEngine:
+    """Runs a bound Program on one CUDA device."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.device = context.device
+        spaces: Any = context.crew.spaces
+        self.sides = list({id(s.side): s.side for s in spaces.values()}.values())
+        self.driver = self.sides[0].driver if self.sides else Driver()
+        self._timed: list[tuple[int, Any, Any]] = []
+        self._origin: Any = None
+        self._began = 0.0
+        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
+        self._index = context.device.index or 0
+        with torch.cuda.device(self.device):
+            self.binding = Binding(context, self.driver, spaces, self)
+            self._hosts, self._host_address = self.driver.host_words(8)
+            self._over = self.driver.event()
+        self._used = [s.side for s in spaces.values() if s.uses]
+        self._tells = [self.driver.batch([], side.told) for side in self._used]
+        self._caller: int | None = None
+        self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
+        self.graphs: Any = None
+        self.issued = 0
+        self.watched = Watched(self, context, self._hosts)
+        watchdog().add(self.watched)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What the watchdog found, if it did."""
+        return self.watched.failure
+
+    def run(self) -> None:
+        """Issues one run on the stream that the caller is on."""
+        stream = self._raw_stream(self._index)
+        binding, driver = self.binding, self.driver
+        if stream != self._caller:
+            if self._caller is not None:
+                driver.wait_event(stream, self._over)
+            self._caller = binding.main.handle = stream
+        if self.context.options.trace:
+            self._begin_trace()
+        self.issued += 1
+        driver.write(stream, self._host_address + 4, self.issued)
+        for side in self._used:
+            side.enter()
+        binding.issue()
+        for side, tells in zip(self._used, self._tells, strict=True):
+            tells.run(stream, 0, side.run)
+        driver.write(stream, self._host_address, self.issued)
+        driver.record(stream, self._over)
+
+    def uses(self) -> Mapping[str, Use]:
+        """Which copy of its slot each symmetric buffer has in the next run."""
+        parities = tuple([side.run + 1 & 1 for side in self.sides])
+        if parities not in self._uses:
+            of = dict(zip(map(id, self.sides), parities, strict=True))
+            spaces: Any = self.context.crew.spaces
+            self._uses[parities] = {
+                buffer: Use(of[id(spaces[team].side)], 0)
+                for buffer, team in self.context.plan.takes.items()
+            }
+        return self._uses[parities]
+
+    def synchronize(self) -> None:
+        """Returns when all runs are over; raises what made one fail."""
+        self.watched.finish()
+
+    def settle(self) -> None:
+        """After a failure: ends what is under way."""
+        self.watched.fail(ExecutorError("reset() was called"))
+        self.watched.settle()
+
+    def release(self) -> None:
+        """Lets go of every stream that waits for a peer, again and again if need be."""
+        for side in self.sides:
+            side.release()
+
+    # -- traces ----------------------------------------------------------------------------------
+
+    def timed(self, index: int, lane: Lane, step: Thunk) -> Thunk:
+        """The step between two events of its stream."""
+
+        def run() -> None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            stream = lane.stream or torch.cuda.current_stream(self.device)
+            start.record(stream)
+            step()
+            end.record(stream)
+            self._timed.append((index, start, end))
+
+        return run
+
+    def _begin_trace(self) -> None:
+        self._timed = []
+        self._began = time.perf_counter()
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record(torch.cuda.current_stream(self.device))
+
+    @property
+    def spans(self) -> list[tuple[int, float, float]]:
+        """With the option `trace`: op, start and end of each op of the last run, in seconds."""
+        self.synchronize()
+        began, origin = self._began, self._origin
+        return [
+            (
+                index,
+                began + origin.elapsed_time(start) / 1e3,
+                began + origin.elapsed_time(end) / 1e3,
+            )
+            for index, start, end in self._timed
+        ]
+
+    def close(self) -> None:
+        """Waits for what is under way (bounded), then gives everything back."""
+        watchdog().drop(self.watched)
+        self.watched.settle()
+        self.binding.close()
+        self.driver.destroy_event(self._over)
+        self.driver.free_host(self._hosts)

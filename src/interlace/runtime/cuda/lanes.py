@@ -1,0 +1,85 @@
+"""The streams of a bound Program, and the points of one that others wait for.
+
+The Program's first stream is the one that the caller is on when it calls; the others are streams of
+the engine, with priority, so that a kernel of theirs need not wait for the end of a large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.comm.cuda.driver import Driver
+
+Thunk = Callable[[], None]
+
+
+@dataclass(slots=True)
+class Lane:
+    """A stream of the Program. The caller's changes from run to run."""
+
+    name: str
+    handle: int = 0
+    stream: Any = None
+    """The torch stream; None for the caller's, which is current anyway."""
+
+    @classmethod
+    def own(cls, name: str, device: torch.device) -> Lane:
+        """A stream of the engine's own."""
+        stream: Any = torch.cuda.Stream(device, priority=-1)
+        return cls(name, int(stream.cuda_stream), stream)
+
+    def within(self, run: Thunk) -> Thunk:
+        """`run`, with this stream as torch's current one."""
+        stream = self.stream
+        if stream is None:
+            return run
+        switch: Any = torch._C._cuda_setStream  # pyright: ignore
+        current: Any = torch._C._cuda_getCurrentStream  # pyright: ignore
+        mine = (stream.stream_id, stream.device_index, stream.device_type)
+
+        def inside() -> None:
+            before = current(mine[1])
+            switch(stream_id=mine[0], device_index=mine[1], device_type=mine[2])
+            try:
+                run()
+            finally:
+                switch(stream_id=before[0], device_index=before[1], device_type=before[2])
+
+        return inside
+
+
+@dataclass(frozen=True, slots=True)
+class EventPoint:
+    """A point marked by an event."""
+
+    driver: Driver
+    event: int
+
+    def record(self, lane: Lane) -> Thunk:
+        driver, event = self.driver, self.event
+        return lambda: driver.record(lane.handle, event)
+
+    def wait(self, lane: Lane) -> Thunk:
+        driver, event = self.driver, self.event
+        return lambda: driver.wait_event(lane.handle, event)
+
+
+@dataclass(frozen=True, slots=True)
+class CounterPoint:
+    """A point inside of a kernel, marked by a word that its tiles raise."""
+
+    driver: Driver
+    address: int
+    due: Callable[[], int]
+    """What the word has reached in this run."""
+
+    def wait(self, lane: Lane) -> Thunk:
+        driver, address, due = self.driver, self.address, self.due
+        return lambda: driver.wait(lane.handle, address, due())
+
+
+Point = EventPoint | CounterPoint

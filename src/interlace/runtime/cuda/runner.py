@@ -1,0 +1,94 @@
+"""One run on CUDA, from the caller's tensors to the results, with as little of Python as can be.
+
+run = Runner(engine, inputs, outputs, results, tag)
+if run.ready:
+    (y,) = run([x, w], None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from interlace.errors import ExecutorError
+from interlace.runtime.inputs import Given
+
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.engine import CudaEngine
+
+
+class Runner:
+    """Issues runs of one engine."""
+
+    def __init__(
+        self,
+        engine: CudaEngine,
+        inputs: Given,
+        outputs: Given,
+        results: Sequence[Callable[[], Any]],
+        tag: int,
+    ) -> None:
+        context = engine.context
+        self._engine, self._inputs, self._outputs, self._results = engine, inputs, outputs, results
+        self._values, self._device = context.values, context.device
+        self._teams = list(context.crew.teams.values())
+        self._resets = [team.resets for team in self._teams]
+        ordered = sorted(dict.fromkeys(self._teams), key=lambda team: team.topic)
+        self._locks = [team.lock for team in ordered]
+        self._limit = context.options.time_out_s
+        self._name, self._tag = context.plan.program.name, tag
+        self._text = context.flight.text
+        self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing has happened since this was made that a run must look at first."""
+        if self._engine.watched.failure is not None:
+            return False
+        return all(t.resets == n for t, n in zip(self._teams, self._resets, strict=True))
+
+    def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
+        """Raises `ExecutorError` for tensors that the Program was not made for."""
+        self._inputs.check(inputs, self._device)
+        if out is not None:
+            self._outputs.check(out, self._device)
+
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        """Issues a run and gives its results, which are there once the caller's stream is."""
+        taken: list[Any] = []
+        had_grad = torch.is_grad_enabled()
+        try:
+            for lock in self._locks:
+                if not lock.acquire(timeout=self._limit):
+                    raise ExecutorError(
+                        f"{self._name} waited {self._limit:g} s for another thread's run on the "
+                        "same teams: call Executors from one thread"
+                    )
+                taken.append(lock)
+            if had_grad:
+                self._grad(False)
+            return self._issue(inputs, self._outputs.new(self._device) if out is None else out)
+        finally:
+            if had_grad:
+                self._grad(True)
+            for lock in taken:
+                lock.release()
+
+    def _issue(self, inputs: Sequence[Any], out: Sequence[Any]) -> tuple[Any, ...]:
+        engine, values = self._engine, self._values
+        for team in self._teams:
+            team.control.enter(self._tag, self._name, self._text)
+        if engine.graphs is not None:
+            return engine.graphs.run(inputs, out)
+        given = dict(zip(self._inputs.names, inputs, strict=True))
+        given.update(zip(self._outputs.names, out, strict=True))
+        try:
+            values.begin(given, engine.uses())
+            engine.run()
+            return tuple([result() for result in self._results])
+        finally:
+            values.end()

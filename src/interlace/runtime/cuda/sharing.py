@@ -1,0 +1,93 @@
+"""What a Program needs of its teams on their devices: slots, words, and NCCL.
+
+shared = share(plan, teams, device, backends, time_out_s=60)       # all ranks, together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.comm import TeamComm
+from interlace.comm.cuda.slots import CudaSlot, slot_keys
+from interlace.comm.cuda.space import CudaSpace
+from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
+from interlace.runtime.cuda.exchanges import ensure_area
+from interlace.runtime.plan import Plan
+from interlace.runtime.values import nbytes
+
+GRAPHS = ("even", "odd")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaShared:
+    """Slots by buffer and words by team; with graphs, words for each of the two as well."""
+
+    slots: Mapping[str, CudaSlot]
+    spaces: Mapping[str, CudaSpace]
+    graph_spaces: tuple[Mapping[str, CudaSpace], ...]
+
+    def close(self) -> None:
+        """Gives all words back. Slots stay with their team."""
+        for spaces in (self.spaces, *self.graph_spaces):
+            for space in spaces.values():
+                space.close()
+
+
+def share(
+    plan: Plan,
+    teams: Mapping[str, TeamComm],
+    device: torch.device,
+    graph: bool,
+    time_out_s: float,
+) -> CudaShared:
+    """Sets up, for every team of the Program in an order that all ranks share."""
+    slots: dict[str, CudaSlot] = {}
+    spaces: dict[str, CudaSpace] = {}
+    graphs: tuple[dict[str, CudaSpace], ...] = tuple({} for _ in GRAPHS) if graph else ()
+    keys = slot_keys(plan.takes, plan.buffers)
+    signals, span = _signals(plan.program)
+    for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
+        side = team.cuda(device, time_out_s)
+        topic = f"{team.num_prepared}/{name}"
+        private = f"{topic}/" if graph else ""  # a graph has its slots' addresses in it
+        wanted: dict[str, int] = {}
+        mine = [buffer for buffer, of_team in plan.takes.items() if of_team == name]
+        for buffer in mine:
+            declared = plan.buffers[buffer]
+            wanted[private + keys[buffer]] = declared.offset + nbytes(declared)
+        found: Any = side.slots.ensure(topic, wanted, time_out_s)
+        slots.update({buffer: found[private + keys[buffer]] for buffer in mine})
+        known, uses = signals.get(name, ()), name in signals or bool(mine)
+        rest = (known, span, uses, time_out_s)
+        spaces[name] = CudaSpace(side, topic, *rest)
+        for kind, made in zip(GRAPHS, graphs, strict=False):
+            made[name] = CudaSpace(side, f"{topic}/{kind}", (*known, "ended"), *rest[1:])
+        areas = [
+            plan.specs[index]
+            for index, turn in plan.turns.items()
+            if turn.team == name and turn.backend == "peer"
+        ]
+        ensure_area(side, topic, areas, time_out_s)
+    return CudaShared(slots, spaces, graphs)
+
+
+def _signals(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
+    """The signals that this rank awaits, for every team that it reaches into or that may reach
+    into it, and more than the highest value."""
+    found: dict[str, dict[str, None]] = {}
+    span = 1
+    for op in program.ops:
+        members: tuple[Op, ...] = op.members if isinstance(op, Fused) else (op,)
+        for member in members:
+            if isinstance(member, Notify | Expect):
+                span = max(span, member.value + 1)
+                names = found.setdefault(member.team, {})
+                if isinstance(member, Expect):
+                    names[member.signal] = None
+            elif isinstance(member, Put | Get):
+                found.setdefault(member.team, {})
+    return {team: tuple(names) for team, names in found.items()}, span

@@ -1,0 +1,212 @@
+"""Bounds what streams wait for: a thread that looks at all runs under way, a few times a second.
+
+A stream cannot time out by itself. So every run writes its number into words of the host when it
+begins and when it ends on the device. Where they stand still for longer than the time-out, or a
+peer has failed, the watchdog finds out what is missing, tells the peers, writes the words that
+streams and kernels of this rank wait for (so that they end, with results that nobody may use) and
+keeps the error for the next call.
+
+    watched = Watched(engine, context, words)
+    watchdog().add(watched)
+    watched.finish()        # returns when all runs are over, or raises
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from interlace.comm.board import named
+from interlace.comm.cuda.collectives import abort
+from interlace.comm.cuda.words import reached
+from interlace.errors import CommTimeoutError, InterlaceError
+from interlace.ir import Collective, Expect, Fused, Group, Recv, Send
+from interlace.runtime.engine import Context
+
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.engine import CudaEngine
+
+PERIOD_S = 0.05
+ENDED, STARTED = 0, 1
+GRACE_S = 5.0
+"""How long released streams get to end."""
+
+
+class Watched:
+    """The runs of one engine, as the watchdog sees them."""
+
+    def __init__(self, engine: CudaEngine, context: Context, words: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._context = context
+        self._words = words
+        self._seen = (0, 0)
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+        self.failure: BaseException | None = None
+        self._teams = list(context.crew.teams.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was issued has ended."""
+        engine = self._engine()
+        return engine is None or self._words[ENDED] == engine.issued & 0xFFFFFFFF
+
+    def look(self) -> None:
+        """One look: notes progress, finds failures, lets go what is stuck."""
+        engine, now = self._engine(), time.monotonic()
+        if engine is None:
+            return
+        entered = [team.control.run for team in self._teams]
+        idle = self.idle
+        if idle and self.failure is None:
+            for team, run in zip(self._teams, entered, strict=True):
+                team.control.leave(run)
+        if self.failure is not None:
+            if not idle:
+                engine.release()
+            return
+        seen = (self._words[ENDED], self._words[STARTED])
+        if idle or seen != self._seen or seen[0] == seen[1]:
+            self._seen, self._since = seen, now
+        for team in self._teams:
+            found = team.control.failure() or (None if idle else team.control.disagreement())
+            if found is not None:
+                self.fail(found)
+                return
+        if not idle and now - self._since > self._context.options.time_out_s:
+            self.fail(CommTimeoutError(self._stall(engine)))
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the error, tells the peers, and ends what waits for them."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+        for team in self._teams:
+            team.control.fail(error)
+        engine = self._engine()
+        if engine is None or self.idle:
+            return
+        engine.release()
+        ops = self._context.plan.program.ops
+        if any(isinstance(op, Collective | Send | Recv | Group) for op in ops):
+            for backend in self._context.crew.backends.values():
+                abort(backend)
+
+    def _stall(self, engine: CudaEngine) -> str:
+        """What a run that does not go on is waiting for."""
+        context, limit = self._context, self._context.options.time_out_s
+        behind = (engine.issued - self._words[STARTED]) & 0xFFFFFFFF
+        lines: list[str] = []
+        missing: dict[str, set[int]] = {}
+        for index, op in enumerate(context.plan.program.ops):
+            for item in op.members if isinstance(op, Fused) else (op,):
+                if not isinstance(item, Expect):
+                    continue
+                space: Any = context.crew.spaces[item.team]
+                base = space.base - behind * space.span
+                members = context.plan.members(item.team, item.peer)
+                late = [
+                    member
+                    for member in members
+                    if not reached(space.value(item.signal, member), base + item.value)
+                ]
+                if late:
+                    missing.setdefault(item.team, set()).update(late)
+                    if not lines:
+                        lines.append(
+                            f"no progress in {limit:g} s: {context.flight.describe(index)}"
+                        )
+        for name, late in missing.items():
+            lines.append(context.crew.teams[name].control.where(sorted(late)))
+        for side in engine.sides:
+            late = side.late(behind)
+            if late:
+                ranks = side.team.ranks
+                lines.append(f"{named([ranks[i] for i in late])} did not end the run before last")
+        if not lines:
+            lines.append(
+                f"no progress in {limit:g} s: rank {context.plan.rank} in "
+                f"{context.plan.program.name}, in a collective or a computation"
+            )
+            others = [(t, [i for i in range(t.size) if i != t.me]) for t in self._teams]
+            lines += [team.control.where(members) for team, members in others if members]
+        return "\n".join(lines)
+
+    def finish(self) -> None:
+        """Returns when all that was issued has ended; raises what failed."""
+        pause = 20e-6
+        while not self.idle and self.failure is None:
+            time.sleep(pause)  # the watchdog bounds this loop
+            pause = min(pause * 1.5, 0.002)
+        if self.failure is not None:
+            self.settle()
+            raise self.failure
+
+    def settle(self) -> None:
+        """Gives what was issued some time to end."""
+        deadline = time.monotonic() + GRACE_S
+        while not self.idle and time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.002)
+
+
+class Watchdog:
+    """The thread, and what it looks at."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, watched: Watched) -> None:
+        """From now on this is looked at."""
+        with self._lock:
+            self._watched.add(watched)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._live, name="interlace watchdog", daemon=True
+                )
+                self._thread.start()
+
+    def drop(self, watched: Watched) -> None:
+        """This is looked at no more."""
+        with self._lock:
+            self._watched.discard(watched)
+
+    def all(self) -> list[Watched]:
+        """What is looked at."""
+        with self._lock:
+            return list(self._watched)
+
+    def _live(self) -> None:
+        while True:
+            time.sleep(PERIOD_S)
+            for watched in self.all():
+                try:
+                    watched.look()
+                except InterlaceError as error:
+                    watched.fail(error)
+                except Exception as error:
+                    told = CommTimeoutError(f"the watchdog failed: {error!r}")
+                    told.__cause__ = error
+                    watched.fail(told)
+                del watched
+
+
+@cache
+def watchdog() -> Watchdog:
+    """The watchdog of this process."""
+    return Watchdog()
+
+
+def synchronize() -> None:
+    """Returns when every run of every CUDA Executor of this process has ended; raises what failed.
+
+    Bounded by each Executor's time-out. What runs leave in tensors is known to be right after it.
+    """
+    for watched in watchdog().all():
+        watched.finish()
