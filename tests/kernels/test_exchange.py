@@ -327,6 +327,19 @@ def test_odd_sizes_still_push_whole_vectors() -> None:
     assert found[found.index("acquire") + 1] == "barrier"
 
 
+def test_a_launch_gives_every_parameter_of_the_compiled_kernel() -> None:
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    for size in (2, 4):
+        one = exchange("all_to_all", torch.float16, (32,) * size, size)
+        ptx: str = one.compile(GPUTarget("cuda", 90, 32), True).asm["ptx"]
+        entry = ptx[ptx.index(".entry") :]
+        params = re.findall(r"\.param \.(u\d+)", entry[: entry.index(")")])
+        pointers = ["u64"] * (2 + len(one._pointers))
+        assert params == [*pointers, *["u32"] * len(one._numbers), "u64", "u64"]
+
+
 def test_what_does_not_fit_or_has_no_sum_is_refused() -> None:
     none, cpu = [0, 0], torch.device("cpu")
     with pytest.raises(UnsupportedError, match="bytes of staging"):

@@ -28,7 +28,7 @@ Note [Flags that a call does not use]
 
 Note [A call that cannot end]
     A kernel that waits for a dead peer spins until someone writes 1 to the third of its words. It
-    then ends with wrong results and wrong words; before the next call all ranks zero staging flags
+    then ends with wrong results and wrong words; before the next call all ranks zero flags
     and words between two barriers.
 """
 
@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -226,29 +227,55 @@ class Exchange:
         return triton.compile(source, target=target, options={"num_warps": WARPS, "num_stages": 1})
 
     def _bind(self, aligned: bool) -> _Launch:
-        from triton.runtime import driver
+        from triton.backends.compiler import GPUTarget
 
+        major, minor = torch.cuda.get_device_capability(self.device)
+        compiled = self.compile(GPUTarget("cuda", 10 * major + minor, 32), aligned)
         with torch.cuda.device(self.device):
-            kernel = self.compile(driver.active.get_current_target(), aligned)
-            return _Launch(kernel, self.blocks, self._pointers, self._numbers)
+            place = torch.cuda.current_device()
+            function = _load(compiled.name, compiled.asm["cubin"], place)
+        shared = compiled.metadata.shared
+        return _Launch(function, self.blocks, shared, self._pointers, self._numbers)
+
+
+@cache
+def _load(name: str, cubin: bytes, device: int) -> Any:
+    """The kernel's function on the device that is current; loaded once, whoever asks."""
+    driver = _driver()
+    module = _checked(driver.cuModuleLoadData(cubin))
+    return _checked(driver.cuModuleGetFunction(module, name.encode()))
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _checked(result: Any) -> Any:
+    error, value = result
+    if error:
+        raise BackendError(f"an exchange kernel cannot be loaded: {error.name}")
+    return value
 
 
 class _Launch:
     """A loaded kernel with its arguments in place: a launch writes two addresses and calls once."""
 
     def __init__(
-        self, kernel: Any, blocks: int, pointers: Sequence[int], numbers: Sequence[int]
+        self,
+        function: Any,
+        blocks: int,
+        shared: int,
+        pointers: Sequence[int],
+        numbers: Sequence[int],
     ) -> None:
-        from cuda.bindings import driver
-
-        kernel._init_handles()
         values = [0, 0, *pointers, *numbers, 0, 0]  # Triton adds two scratch addresses, unused
-        self._kernel = kernel
         self._values = (ctypes.c_uint64 * len(values))(*values)
         start = ctypes.addressof(self._values)
         self._table = (ctypes.c_void_p * len(values))(*(start + 8 * i for i in range(len(values))))
-        self._launch = driver.cuLaunchKernel
-        self._shape = (kernel.function, blocks, 1, 1, 32 * WARPS, 1, 1, kernel.metadata.shared)
+        self._launch = _driver().cuLaunchKernel
+        self._shape = (function, blocks, 1, 1, 32 * WARPS, 1, 1, shared)
         self._params = ctypes.addressof(self._table)
 
     def __call__(self, stream: int, src: int, dst: int) -> None:
