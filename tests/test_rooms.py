@@ -28,6 +28,8 @@ WITHOUT_TORCH = (
 MAX_LINES = 350
 
 ENVIRONMENT_READERS: dict[str, str] = {
+    "bench/launch.py": "sees whether torchrun started it (WORLD_SIZE, RANK)",
+    "bench/ranks.py": "keeps multicast off in torch and NCCL; torchrun's LOCAL_RANK",
     "commands/demo.py": "sees whether torchrun started it (WORLD_SIZE)",
     "commands/doctor.py": "shows whether MKL_CBWR is set, which MKL reads",
     "cost/location.py": "finds the user's cache folder (XDG_CACHE_HOME)",

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from interlace.commands.bench import bench
 from interlace.commands.check import check
 from interlace.commands.demo import demo
 from interlace.commands.doctor import doctor
@@ -51,6 +52,7 @@ def options(
 
 for function in (demo, check, opt, show, simulate, explain, doctor):
     app.command(no_args_is_help=False)(function)
+app.add_typer(bench)
 
 
 def main() -> None:

@@ -38,10 +38,14 @@ def launch(
     hear: Callable[[dict[str, Any]], None],
     time_out_s: float,
     arguments: tuple[str, ...] = ("-m", "interlace.demo.rank"),
+    what: str = "the demo",
 ) -> dict[str, Any]:
-    """Rank 0's report. `settings` go to every rank; `hear` gets rank 0's events."""
+    """Rank 0's report. `settings` go to every rank; `hear` gets rank 0's events.
+
+    `what` the ranks do is named in errors.
+    """
     with contextlib.ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="interlace-demo-")))
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="interlace-")))
         events: queue.Queue[dict[str, Any]] = queue.Queue()
         ranks: list[subprocess.Popen[str]] = []
         stack.callback(_end, ranks)
@@ -60,7 +64,7 @@ def launch(
                 target=_read, args=(rank, process.stdout, events), daemon=True
             )
             reader.start()
-        return _watch(ranks, events, hear, logs, time.monotonic() + time_out_s, time_out_s)
+        return _watch(ranks, events, hear, logs, time.monotonic() + time_out_s, time_out_s, what)
 
 
 def _watch(
@@ -70,6 +74,7 @@ def _watch(
     logs: Path,
     deadline: float,
     time_out_s: float,
+    what: str,
 ) -> dict[str, Any]:
     report: dict[str, Any] | None = None
     ended = 0
@@ -84,12 +89,12 @@ def _watch(
             case "report":
                 report = event["report"]
             case "error":
-                raise _first_error(event, events)
+                raise _first_error(event, events, what)
             case "end":
                 ended += 1
                 code = ranks[event["rank"]].wait()
                 if code != 0:
-                    raise PeerError(_death(event["rank"], code, logs))
+                    raise PeerError(_death(event["rank"], code, logs, what))
                 if ended == len(ranks):
                     break
             case _:
@@ -97,7 +102,7 @@ def _watch(
     if ended < len(ranks) or report is None:
         late = [rank for rank, process in enumerate(ranks) if process.poll() is None]
         raise CommTimeoutError(
-            f"the demo did not end in {time_out_s:g} s (ranks {late} are still at it): give it "
+            f"{what} did not end in {time_out_s:g} s (ranks {late} are still at it): give it "
             f"fewer steps or more time{_tail(logs / str(late[0] if late else 0))}"
         )
     return report
@@ -111,7 +116,9 @@ def _until(events: queue.Queue[dict[str, Any]], deadline: float) -> Iterator[dic
             return
 
 
-def _first_error(event: dict[str, Any], events: queue.Queue[dict[str, Any]]) -> InterlaceError:
+def _first_error(
+    event: dict[str, Any], events: queue.Queue[dict[str, Any]], what: str
+) -> InterlaceError:
     """The error of a rank as it raised it; one that only repeats a peer's gives way to that."""
     found = [event]
     for other in _until(events, time.monotonic() + 1.0):
@@ -123,12 +130,12 @@ def _first_error(event: dict[str, Any], events: queue.Queue[dict[str, Any]]) -> 
     cls = getattr(errors, kind, None) if first["ours"] else None
     if isinstance(cls, type) and issubclass(cls, InterlaceError):
         return cls(f"rank {rank}: {message}")
-    return PeerError(f"rank {rank} of the demo raised {kind}: {message}")
+    return PeerError(f"rank {rank} of {what} raised {kind}: {message}")
 
 
-def _death(rank: int, code: int, logs: Path) -> str:
+def _death(rank: int, code: int, logs: Path, what: str) -> str:
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return f"rank {rank} of the demo {how}{_tail(logs / str(rank))}"
+    return f"rank {rank} of {what} {how}{_tail(logs / str(rank))}"
 
 
 def _tail(log: Path) -> str:

@@ -24,11 +24,18 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 Tell = Callable[[dict[str, Any]], None]
+Connect = Callable[[timedelta], "TCPStore"]
+Work = Callable[[dict[str, Any], Connect, Tell], dict[str, Any] | None]
 FAILED, ORPHANED = 3, 4
 
 
 def main() -> None:
-    """Works as one rank, by the settings on the command line."""
+    """Works as one rank of the demo, by the settings on the command line."""
+    serve(_work)
+
+
+def serve(work: Work) -> None:
+    """Does `work` as one rank that `launch` started, and tells the parent how it went."""
     settings = json.loads(sys.argv[1])
     rank = settings["rank"]
     heard: queue.Queue[str] = queue.Queue()
@@ -43,7 +50,7 @@ def main() -> None:
 
         try:
             tell({"event": "started"})
-            report = _work(settings, heard, tell)
+            report = work(settings, lambda limit: _store(rank, heard, tell, limit), tell)
             if report is not None:
                 tell({"event": "report", "report": report})
         except BaseException as error:
@@ -54,7 +61,7 @@ def main() -> None:
             os._exit(FAILED)  # threads of a broken run may not end by themselves
 
 
-def _work(settings: dict[str, Any], heard: queue.Queue[str], tell: Tell) -> dict[str, Any] | None:
+def _work(settings: dict[str, Any], connect: Connect, tell: Tell) -> dict[str, Any] | None:
     import torch
     import torch.distributed as dist
 
@@ -64,7 +71,7 @@ def _work(settings: dict[str, Any], heard: queue.Queue[str], tell: Tell) -> dict
     rank, world = settings["rank"], settings["world"]
     lesson = Lesson.from_json(settings["lesson"])
     limit = timedelta(seconds=lesson.time_out_s)
-    store = _store(rank, heard, tell, limit)
+    store = connect(limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     try:
         return work(lesson, Path(settings["out"]), tell)

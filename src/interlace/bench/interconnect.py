@@ -1,0 +1,129 @@
+"""`interlace bench interconnect`: copies, collectives and the device, and the calibration of both.
+
+    report = work(settings, ranks, tell)       # on every rank; rank 0 gets the report
+
+Rank 0 fits a Machine to what was measured (`interlace.cost.fit`) and saves it where `auto` looks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.bench.collectives import KINDS, backends, measure_collectives
+from interlace.bench.device import device_samples
+from interlace.bench.facts import facts
+from interlace.bench.links import Figure, engines, measure_links, patterns, sizes_between
+from interlace.bench.ranks import Ranks
+from interlace.bench.rows import Row
+from interlace.cost import Sample, default_machine, default_path, fit
+from interlace.errors import OptionError
+
+LONG = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured. Plain data."""
+
+    least: int = 1 << 10
+    most: int = 1 << 30
+    collectives_most: int = 1 << 28
+    dtypes: tuple[str, ...] = ("bf16",)
+    links: bool = True
+    collectives: bool = True
+    device: bool = True
+    calibration: str | None = None
+    """Where the calibration file goes; None: where `auto` looks, empty: nowhere."""
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.least <= self.most:
+            raise OptionError(f"sizes from {self.least} to {self.most} bytes: give 8 <= least")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Settings:
+        """From what `to_json` gave."""
+        return cls(**{**data, "dtypes": tuple(data["dtypes"])})
+
+
+def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None]) -> Row | None:
+    """Measures all of it; rank 0 fits, saves and gets the report."""
+    begun = time.monotonic()
+    there, absent = backends(ranks)
+    links = len(patterns(ranks)) * 2 * len(engines(ranks)) + 1 if settings.links else 0
+    collectives = len(there) * len(KINDS) if settings.collectives else 0
+    device = len(settings.dtypes) + 1 if settings.device else 0
+    tell({"event": "total", "total": links + collectives + device, "doing": "starting"})
+
+    def step(doing: str) -> None:
+        tell({"event": "step", "doing": doing})
+
+    common = facts(ranks.device.type)
+    if settings.commit:
+        common["commit"] = settings.commit
+    figures: list[Figure] = []
+    if settings.links:
+        sizes = sizes_between(settings.least, settings.most)
+        figures += measure_links(ranks, sizes, step)
+    if settings.collectives:
+        most = min(settings.most, settings.collectives_most)
+        sizes = sizes_between(settings.least, max(settings.least, most))
+        figures += measure_collectives(ranks, sizes, step)
+    alone = device_samples(ranks, settings.dtypes, step) if settings.device else []
+    samples = [*alone, *(figure.sample for figure in figures if not figure.error)]
+    if ranks.me:
+        return None
+    rows = [row(figure, ranks, common) for figure in figures]
+    tell({"event": "rows", "rows": rows})
+    return {
+        "rows": rows,
+        "absent": absent,
+        "facts": common,
+        "world": ranks.size,
+        "device": [asdict(sample) for sample in alone],
+        "calibration": calibrate(samples, settings, ranks),
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
+    """A figure as a row."""
+    return {
+        **{"kind": figure.kind, "backend": figure.backend, "protocol": figure.protocol},
+        **{"pattern": figure.pattern, "nbytes": figure.nbytes, "world": ranks.size},
+        "us": figure.seconds * 1e6,
+        "gbs": figure.bandwidth / 1e9,
+        "error": figure.error,
+        **common,
+    }
+
+
+def gpus(ranks: Ranks) -> str:
+    """The GPUs as calibration files name them; empty on a CPU."""
+    if not ranks.cuda:
+        return ""
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+def calibrate(samples: list[Sample], settings: Settings, ranks: Ranks) -> str:
+    """Fits a machine and saves it; the path, or empty where none was wanted."""
+    from interlace.cost import fingerprint
+
+    if settings.calibration == "" or not samples:
+        return ""
+    where = gpus(ranks)
+    path = Path(settings.calibration) if settings.calibration else default_path(where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    base = default_machine(ranks.device.type)
+    fit(samples, base, name=path.stem, host=fingerprint(where)).save(path)
+    return str(path)

@@ -1,0 +1,301 @@
+"""`interlace bench layer`: a whole transformer layer, compiled by Interlace and by Inductor.
+
+    report = work(Settings(), ranks, tell)       # on every rank; rank 0 gets the report
+
+A layer of an 8B-sized model under tensor parallelism, without gradients. `prefill` is sequence
+parallel (gathers before, scatters after the matmuls); `decode` is one token of each of 16 sequences
+against a cache, with an all-reduce after attention and after the feed-forward. The ways run
+interleaved on the same weights, each checked against eager DTensor before it is timed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from interlace.bench.facts import facts
+from interlace.bench.ranks import Ranks
+from interlace.bench.rows import Row
+from interlace.bench.sites import DTYPES
+from interlace.bench.timing import describe, race
+from interlace.demo.lesson import Config
+from interlace.demo.model import Block, RMSNorm, rotary_table
+from interlace.demo.train import registered
+from interlace.errors import OptionError
+
+WAYS = ("eager", "inductor", "inductor-graph", "interlace", "interlace-graph")
+NUM_INPUTS = 4
+CLOSE = 2.0**-5
+"""How far a result may be from eager DTensor's, of its root mean square: roundings of 16 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is run. Plain data; the sizes are those of an 8B-sized Llama."""
+
+    dim: int = 4096
+    heads: int = 32
+    hidden: int = 14336
+    prefill: int = 2048
+    decode: int = 16
+    cached: int = 2048
+    """Tokens in the cache of each sequence of a decode step."""
+    dtype: str = "bf16"
+    only: tuple[str, ...] = WAYS
+    seconds: float = 60.0
+    strategy: str = "auto"
+    calibration: str | None = None
+    commit: str = ""
+
+    def __post_init__(self) -> None:
+        for way in self.only:
+            if way not in WAYS:
+                raise OptionError(f"--only {way}: choose from {', '.join(WAYS)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Settings:
+        """From what `to_json` gave."""
+        return cls(**{**data, "only": tuple(data["only"])})
+
+
+class CachedAttention(nn.Module):
+    """One new token of each sequence against those in a cache; each rank holds some heads."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, settings: Settings, world: int) -> None:
+        super().__init__()
+        dim = settings.dim
+        self.head_dim = dim // settings.heads
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, dim, bias=False)
+        self.wv = nn.Linear(dim, dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+        shape = (settings.decode, settings.heads // world, settings.cached, self.head_dim)
+        self.register_buffer("keys", torch.randn(shape), persistent=False)
+        self.register_buffer("values", torch.randn(shape), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention of (sequences, dim) over the cached tokens and the new one."""
+        rows = x.shape[0]
+
+        def heads(y: Tensor) -> Tensor:
+            return y.view(rows, -1, 1, self.head_dim)
+
+        q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
+        keys = torch.cat((self.keys[:, :, 1:], k), dim=2)
+        values = torch.cat((self.values[:, :, 1:], v), dim=2)
+        y = F.scaled_dot_product_attention(q, keys, values)
+        return self.wo(y.reshape(rows, -1))
+
+
+class DecodeBlock(nn.Module):
+    """A layer of a decode step."""
+
+    def __init__(self, settings: Settings, config: Config, world: int) -> None:
+        super().__init__()
+        block = Block(config)
+        self.attention_norm = RMSNorm(config.dim)
+        self.attention = CachedAttention(settings, world)
+        self.feed_forward_norm = RMSNorm(config.dim)
+        self.feed_forward = block.feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer for one token of each sequence."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class PrefillBlock(Block):
+    """A layer of a prefill step, with the table of positions inside."""
+
+    table: Tensor
+
+    def __init__(self, settings: Settings, config: Config) -> None:
+        super().__init__(config)
+        table = rotary_table(settings.prefill, config.head_dim)
+        self.register_buffer("table", table, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """One layer on this rank's rows."""
+        return super().forward(x, self.table)
+
+
+def make(step: str, settings: Settings, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:
+    """The layer of a step, sharded, with the same weights on every call."""
+    torch.manual_seed(0)
+    config = Config(
+        layers=1,
+        **{"dim": settings.dim, "heads": settings.heads, "hidden": settings.hidden},
+        sequence=settings.prefill,
+    )
+    with torch.device(ranks.device):
+        module = (
+            PrefillBlock(settings, config)
+            if step == "prefill"
+            else DecodeBlock(settings, config, ranks.size)
+        )
+    module = module.to(DTYPES[settings.dtype])
+    rows = Shard(1) if step == "prefill" else Replicate()
+    plan: dict[str, Any] = {
+        **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+        **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
+        "attention.wo": RowwiseParallel(output_layouts=rows),
+        "feed_forward.down": RowwiseParallel(output_layouts=rows),
+    }
+    if step == "prefill":
+        one = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
+        plan |= {
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(
+                input_layouts=(rows, None), desired_input_layouts=(Replicate(), None)
+            ),
+            "feed_forward_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(**one),
+        }
+    parallelize_module(module, mesh, plan)
+    return module.requires_grad_(False)
+
+
+def inputs(step: str, settings: Settings, ranks: Ranks) -> list[tuple[Tensor]]:
+    """Inputs in turn: this rank's rows of a prefill, all rows of a decode step."""
+    generator = torch.Generator(ranks.device).manual_seed(ranks.me if step == "prefill" else 0)
+    shape = (
+        (1, settings.prefill // ranks.size, settings.dim)
+        if step == "prefill"
+        else (settings.decode, settings.dim)
+    )
+    kind = DTYPES[settings.dtype]
+    return [
+        (torch.randn(shape, generator=generator, device=ranks.device).to(kind),)
+        for _ in range(NUM_INPUTS)
+    ]
+
+
+def compiled(way: str, module: nn.Module, settings: Settings) -> Callable[..., Any]:
+    """The layer compiled one way."""
+    match way:
+        case "eager":
+            return module
+        case "inductor":
+            return torch.compile(module, fullgraph=True)
+        case "inductor-graph":
+            return torch.compile(module, fullgraph=True, mode="reduce-overhead")
+        case _:
+            options: dict[str, Any] = {"strategy": settings.strategy, "time_out_s": 60.0}
+            if settings.calibration is not None:
+                options["calibration"] = settings.calibration
+            if way == "interlace-graph":
+                options["graph"] = True
+            return torch.compile(module, fullgraph=True, backend=registered(), options=options)
+
+
+def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None]) -> Row | None:
+    """Measures both steps; rank 0 gets the report."""
+    if settings.heads % ranks.size or settings.hidden % ranks.size:
+        raise OptionError(f"{settings.heads} heads do not divide over {ranks.size} ranks")
+    mesh = DeviceMesh(ranks.device.type, list(range(ranks.size)), mesh_dim_names=("tp",))
+    common = facts(ranks.device.type)
+    if settings.commit:
+        common["commit"] = settings.commit
+    rows: list[Row] = []
+    ways = [way for way in settings.only if ranks.cuda or not way.endswith("-graph")]
+    tell({"event": "total", "total": 2 * len(ways), "doing": "starting"})
+    begun = time.monotonic()
+    for number, step in enumerate(("prefill", "decode")):
+        left = settings.seconds - max(ranks.maximum([time.monotonic() - begun]))
+        with torch.no_grad():
+            found = _step(step, settings, mesh, ranks, ways, left / (2 - number), tell)
+        for row in found:
+            row |= {"world": ranks.size, **common}
+        tell({"event": "rows", "rows": found})
+        rows += found
+    return None if ranks.me else {"rows": rows, "facts": common}
+
+
+def _step(
+    step: str,
+    settings: Settings,
+    mesh: DeviceMesh,
+    ranks: Ranks,
+    ways: list[str],
+    seconds: float,
+    tell: Callable[[dict[str, Any]], None],
+) -> list[Row]:
+    module = make(step, settings, mesh, ranks)
+    given = inputs(step, settings, ranks)
+    wanted = [_local(module(*each)) for each in given[:2]]
+    runs: dict[str, Callable[..., Any]] = {}
+    problems: dict[str, str] = {}
+    for way in ways:
+        tell({"event": "step", "doing": f"{step}: {way}"})
+        problem: str | None = None
+        try:
+            torch.compiler.reset() if way == ways[0] else None
+            run = compiled(way, module, settings)
+            for each, want in [*zip(given[:2], wanted, strict=True)] * 2:
+                off = _apart(_local(run(*each)), want)
+                if not off <= CLOSE:
+                    raise ArithmeticError(f"wrong: {off:.3g} of the root mean square off")
+            runs[way] = run
+        except Exception as error:
+            problem = describe(error, ranks)
+        told = ranks.agree(problem)
+        if told is not None:
+            problems[way] = told
+            runs.pop(way, None)
+    timed = race(ranks, runs, {way: given for way in runs}, seconds=max(1.0, seconds / 4))
+    hosts = ranks.maximum([timed[way].host_median for way in runs])
+    base = [timed[w].median for w in runs if w.startswith("inductor") and timed[w].rounds]
+    found: list[Row] = []
+    for way in ways:
+        one = timed.get(way)
+        median = one.median if one is not None and one.problem is None else math.nan
+        found.append(
+            {
+                **{"step": step, "way": way, "dtype": settings.dtype},
+                **{"dim": settings.dim, "hidden": settings.hidden, "heads": settings.heads},
+                "rows": settings.prefill if step == "prefill" else settings.decode,
+                "median_us": median * 1e6,
+                "p90_us": one.p90 * 1e6 if one is not None else math.nan,
+                "host_us": dict(zip(runs, hosts, strict=True)).get(way, math.nan) * 1e6,
+                "speedup": min(base, default=math.nan) / median,
+                "sm_mhz": one.clock if one is not None else math.nan,
+                "error": problems.get(way) or (one.problem if one is not None else "") or "",
+            }
+        )
+    return found
+
+
+def _local(value: Any) -> Tensor:
+    local = value.to_local() if hasattr(value, "to_local") else value
+    return local.clone()  # a graph writes its results into the same place again
+
+
+def _apart(found: Tensor, want: Tensor) -> float:
+    """The largest difference, of the root mean square."""
+    if found.shape != want.shape:
+        return math.inf
+    off = (found.double() - want.double()).abs().max()
+    return (off / want.double().square().mean().sqrt()).item()

@@ -1,0 +1,273 @@
+"""`interlace bench overlap`: sites computed by our strategies and by others, against the roof.
+
+    report = work(settings, ranks, tell)       # on every rank; rank 0 gets the report
+
+Of every case: inputs, candidates opened and checked against wide arithmetic, then all of them timed
+in turn; so are whole matmuls, which with the best copy make the roof max(gemm, bytes / bandwidth).
+A candidate that raises or is wrong becomes a row with its error and no time.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from interlace.bench.candidates import OURS, Candidate, Launch, ours
+from interlace.bench.facts import facts
+from interlace.bench.links import ROOF_SIZES, Roof, best_copy
+from interlace.bench.ranks import Ranks
+from interlace.bench.rivals import rivals, whole_gemms
+from interlace.bench.rows import Row
+from interlace.bench.sites import Case, Inputs, deviation, make_inputs
+from interlace.bench.timing import Timed, describe, race
+from interlace.comm.teams import reset_teams
+from interlace.errors import InterlaceError, OptionError
+
+RIVALS = ("sequential", "async-tp", "jax")
+HOST_RUNS = 1000
+HOST_BATCH = 20
+"""Calls between which the host waits for the device, so that it never waits in a call."""
+MARGIN_S = 0.25
+"""Of a case's share of the time, what setting up is taken to need at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is run. Plain data."""
+
+    cases: tuple[tuple[str, int, int, int, str], ...]
+    only: tuple[str, ...] = (*OURS, *RIVALS)
+    graphs: bool = True
+    seconds: float = 120.0
+    """All of it, set-up included; what does not fit is left out and said."""
+    host_runs: int = HOST_RUNS
+    calibration: str | None = None
+    commit: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.only:
+            if name not in OURS and name not in RIVALS:
+                known = ", ".join((*OURS, *RIVALS))
+                raise OptionError(f"--only {name}: choose from {known}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Settings:
+        """From what `to_json` gave."""
+        cases = tuple(tuple(case) for case in data["cases"])
+        return cls(**{**data, "cases": cases, "only": tuple(data["only"])})
+
+
+@dataclass(slots=True)
+class Entry:
+    """A candidate under way."""
+
+    candidate: Candidate
+    launch: Launch | None = None
+    deviation: float = math.nan
+    problem: str | None = None
+    timed: Timed = field(default_factory=Timed)
+    host_s: float = math.nan
+    host_runs: int = 0
+
+
+Step = Callable[[str], None]
+
+
+def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None]) -> Row | None:
+    """Measures every case; rank 0 gets the report."""
+    begun = time.monotonic()
+    cases = [Case(*case) for case in settings.cases]
+    for case in cases:
+        case.check(ranks.size)
+    tell({"event": "total", "total": len(cases), "doing": "links"})
+    common = facts(ranks.device.type)
+    if settings.commit:
+        common["commit"] = settings.commit
+    roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
+    smallest = {case.op: min(c.m * c.k * c.n for c in cases if c.op == case.op) for case in cases}
+    rows: list[Row] = []
+    skipped: list[str] = []
+    for index, case in enumerate(cases):
+        tell({"event": "step", "doing": str(case)})
+        left = settings.seconds - max(ranks.maximum([time.monotonic() - begun]))
+        share = left / (len(cases) - index)
+        if left <= 0:
+            skipped.append(str(case))
+            continue
+        small = case.m * case.k * case.n == smallest[case.op]
+        entries, gemm_s = _case(case, settings, ranks, share, small, tell)
+        found = _rows(case, entries, gemm_s, roof, ranks, common)
+        rows += found
+        tell({"event": "rows", "rows": found})
+    if ranks.me:
+        return None
+    return {"rows": rows, "skipped": skipped, "roof": asdict(roof), "facts": common}
+
+
+def _case(
+    case: Case, settings: Settings, ranks: Ranks, share: float, small: bool, tell: Any
+) -> tuple[list[Entry], float]:
+    begun = time.monotonic()
+    inputs = make_inputs(case, ranks, settings.seed)
+    gemms = [Entry(item) for item in whole_gemms(case, ranks)]
+    entries = [
+        Entry(item)
+        for item in (
+            *rivals(case, ranks, settings.only, inputs.sets),
+            *ours(case, ranks, settings.only, settings.calibration, settings.graphs),
+        )
+    ]
+    for entry in gemms:
+        _open(entry, [], ranks, tell, case)
+    for entry in entries:
+        _open(entry, _checks(inputs, entry.candidate), ranks, tell, case)
+    running = {_key(e): e for e in (*gemms, *entries) if e.problem is None and e.launch is not None}
+    spent = max(ranks.maximum([time.monotonic() - begun]))
+    sets = {key: inputs.whole if e in gemms else inputs.sets for key, e in running.items()}
+    runs = {key: e.launch for key, e in running.items() if e.launch is not None}
+    for key, timed in race(ranks, runs, sets, max(share - spent, MARGIN_S * share)).items():
+        entry = running[key]
+        entry.timed, entry.problem = timed, timed.problem
+        entry.host_s, entry.host_runs = timed.host_median, len(timed.host)
+    if small:
+        for entry in entries:
+            _host(entry, inputs, ranks, settings.host_runs)
+    for entry in (*gemms, *entries):
+        entry.launch = None
+        entry.candidate.close()
+    best = min((e.timed.median for e in gemms if e.timed.rounds), default=math.nan)
+    del inputs, runs, sets, running
+    gc.collect()
+    if ranks.cuda:
+        torch.cuda.empty_cache()
+    return [*gemms, *entries], best
+
+
+def _key(entry: Entry) -> str:
+    return f"{entry.candidate.name}/{entry.candidate.mode}"
+
+
+def _checks(inputs: Inputs, candidate: Candidate) -> list[tuple[Any, Any]]:
+    """Sets with what they must give; twice, since slots and graphs take turns."""
+    pairs = list(zip(inputs.sets, inputs.expected, strict=False))
+    return [*pairs, *pairs]
+
+
+def _open(
+    entry: Entry, checks: Sequence[tuple[Any, Any]], ranks: Ranks, tell: Any, case: Case
+) -> None:
+    """Opens a candidate on all ranks, and lets it compute what is known."""
+    tell({"event": "doing", "doing": f"{case}: {_key(entry)}"})
+    problem: str | None = None
+    try:
+        entry.launch = entry.candidate.open()
+    except Exception as error:
+        problem = describe(error, ranks)
+    entry.problem = ranks.agree(problem)
+    if entry.problem is None:
+        assert entry.launch is not None
+        try:
+            entry.deviation = 0.0
+            for (x, w), expected in checks:
+                off = deviation(entry.launch(x, w), expected)
+                entry.deviation = max(entry.deviation, off) if off == off else math.inf
+            if entry.deviation > entry.candidate.loose:
+                problem = f"wrong: off by {entry.deviation:.3g} times what rounding may change"
+        except Exception as error:
+            problem = describe(error, ranks)
+        entry.problem = ranks.agree(problem)
+    if entry.problem is not None:
+        _recover(entry, ranks)
+
+
+def _recover(entry: Entry, ranks: Ranks) -> None:
+    """Leaves a failed candidate behind, so that the next one can run."""
+    entry.launch = None
+    try:
+        entry.candidate.close()
+        reset_teams()
+    except InterlaceError as error:
+        entry.problem = f"{entry.problem} (and then {describe(error, ranks)})"
+    ranks.agree(None)
+
+
+def _host(entry: Entry, inputs: Inputs, ranks: Ranks, runs: int) -> None:
+    """The median time of many calls, of this rank's host."""
+    if ranks.agree(entry.problem) is not None or entry.launch is None:
+        return
+    problem: str | None = None
+    spent: list[float] = []
+    try:
+        ranks.align()
+        for number in range(runs):
+            given = inputs.sets[number % len(inputs.sets)]
+            before = time.perf_counter()
+            entry.launch(*given)
+            spent.append(time.perf_counter() - before)
+            if number % HOST_BATCH == HOST_BATCH - 1:
+                ranks.synchronize()
+        ranks.synchronize()
+    except Exception as error:
+        problem = describe(error, ranks)
+    if ranks.agree(problem) is None:
+        entry.host_s, entry.host_runs = sorted(spent)[len(spent) // 2], len(spent)
+
+
+def _rows(
+    case: Case,
+    entries: Sequence[Entry],
+    gemm_s: float,
+    roof: Roof,
+    ranks: Ranks,
+    common: dict[str, str],
+) -> list[Row]:
+    """The rows of a case; times in microseconds. Slowest host of all ranks."""
+    hosts = ranks.maximum([entry.host_s for entry in entries])
+    offs = ranks.maximum([entry.deviation for entry in entries])
+    link_s = case.link_bytes(ranks.size) / roof.bandwidth
+    limit = max(gemm_s, link_s)
+    base = {
+        e.candidate.mode: e.timed.median
+        for e in entries
+        if e.candidate.name == "sequential" and e.timed.rounds
+    }
+    rows: list[Row] = []
+    for entry, host_s, off in zip(entries, hosts, offs, strict=True):
+        candidate, median = entry.candidate, entry.timed.median
+        if entry.problem is not None:
+            median = math.nan
+        rows.append(
+            {
+                **{"op": case.op, "m": case.m, "k": case.k, "n": case.n, "dtype": case.dtype},
+                **{"world": ranks.size, "strategy": candidate.name, "mode": candidate.mode},
+                "chosen": candidate.chosen if candidate.name == "auto" else "",
+                "median_us": median * 1e6,
+                "p90_us": entry.timed.p90 * 1e6 if median == median else math.nan,
+                "host_us": host_s * 1e6,
+                "host_runs": entry.host_runs,
+                "speedup_eager": base.get("eager", math.nan) / median,
+                "speedup_graph": base.get("graph", math.nan) / median,
+                "r": median / limit,
+                "gemm_us": gemm_s * 1e6,
+                "link_us": link_s * 1e6,
+                "bandwidth_gbs": roof.bandwidth / 1e9,
+                "predicted_us": candidate.predicted_s * 1e6,
+                "deviation": off,
+                "rounds": len(entry.timed.rounds),
+                "sm_mhz": entry.timed.clock,
+                "error": entry.problem or "",
+                **common,
+            }
+        )
+    return rows

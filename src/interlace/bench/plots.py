@@ -1,0 +1,106 @@
+"""Pictures of benchmark rows, by matplotlib (`pip install interlace[bench]`).
+
+draw_interconnect(read(Path("benchmarks/results/interconnect.csv")), Path("interconnect.png"))
+draw_overlap(read(Path("benchmarks/results/overlap.csv")), Path("overlap.png"))
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.bench.rows import Row, number
+from interlace.errors import BackendError
+
+Series = dict[str, list[tuple[float, float, float]]]
+
+
+def _pyplot() -> Any:
+    try:
+        importlib.import_module("matplotlib").use("agg")
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise BackendError(
+            "no plot: matplotlib is not there (pip install 'interlace[bench]', or --no-plot)"
+        ) from error
+
+
+def draw_interconnect(rows: Sequence[Row], path: Path) -> None:
+    """Bandwidth and time over size: copies between ranks, and collectives."""
+    pyplot = _pyplot()
+    good = [row for row in rows if not row["error"] and number(row["nbytes"]) > 0]
+    copies, teams = Series(), Series()
+    for row in good:
+        point = number(row["nbytes"]), number(row["us"]), number(row["gbs"])
+        if row["pattern"] == "team":
+            name, place = f"{row['backend']} {row['kind']}", teams
+        elif ">" in row["pattern"] and row["pattern"] != "0>1":
+            continue  # one pair stands for all
+        else:
+            name, place = f"{row['kind']} {row['protocol']} {row['pattern']}", copies
+        place.setdefault(name, []).append(point)
+    figure, axes = pyplot.subplots(2, 2, figsize=(14, 10), layout="constrained")
+    for column, (title, series) in enumerate((("copies", copies), ("collectives", teams))):
+        for name, points in sorted(series.items()):
+            sizes, times, rates = zip(*sorted(points), strict=True)
+            axes[0][column].plot(sizes, rates, marker=".", label=name)
+            axes[1][column].plot(sizes, times, marker=".", label=name)
+        axes[0][column].set(title=title, xscale="log", ylabel="GB/s of a rank")
+        axes[1][column].set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
+        if series:
+            axes[0][column].legend(fontsize=7)
+    _save(pyplot, figure, path)
+
+
+def draw_overlap(rows: Sequence[Row], path: Path) -> None:
+    """Time over the roof, R, by site and strategy: a panel for eager runs, one for graphs."""
+    pyplot = _pyplot()
+    latest: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        if not row["error"] and not math.isnan(number(row["r"])):
+            if row["strategy"].startswith("gemm"):
+                continue
+            site = f"{row['op']} {row['m']},{row['k']},{row['n']}"
+            latest[site, row["strategy"], row["mode"]] = number(row["r"])
+    sites = list(dict.fromkeys(site for site, _, _ in latest))
+    figure, axes = pyplot.subplots(
+        2, 1, figsize=(max(8.0, 0.9 * len(sites)), 10), layout="constrained", squeeze=False
+    )
+    for panel, mode in enumerate(("eager", "graph")):
+        names = list(dict.fromkeys(name for _, name, m in latest if m == mode))
+        width = 0.8 / max(1, len(names))
+        for place, name in enumerate(names):
+            heights = [latest.get((site, name, mode), math.nan) for site in sites]
+            offsets = [i + place * width for i in range(len(sites))]
+            axes[panel][0].bar(offsets, heights, width, label=name)
+        axes[panel][0].axhline(1.0, color="black", linewidth=0.8)
+        axes[panel][0].set(title=mode, ylabel="R: time over the roof", ylim=(0, 3))
+        axes[panel][0].set_xticks([i + 0.4 for i in range(len(sites))])
+        axes[panel][0].set_xticklabels(sites, rotation=60, ha="right", fontsize=7)
+        if names:
+            axes[panel][0].legend(fontsize=7, ncols=4)
+    _save(pyplot, figure, path)
+
+
+def draw_layer(rows: Sequence[Row], path: Path) -> None:
+    """The median time of each way, by step."""
+    pyplot = _pyplot()
+    good = {(r["step"], r["way"]): number(r["median_us"]) for r in rows if not r["error"]}
+    steps = list(dict.fromkeys(step for step, _ in good))
+    figure, axes = pyplot.subplots(
+        1, max(1, len(steps)), figsize=(5 * max(1, len(steps)), 4), layout="constrained"
+    )
+    for axis, step in zip([axes] if len(steps) < 2 else axes, steps, strict=False):
+        ways = {way: time for (s, way), time in good.items() if s == step}
+        axis.barh(list(ways), list(ways.values()))
+        axis.set(title=step, xlabel="us")
+    _save(pyplot, figure, path)
+
+
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,172 @@
+"""What our strategies are compared with: a collective and a matmul, and torch's async-TP.
+
+    launch = Sequential(case, ranks, graph=True, sets=inputs.sets).open()
+
+`sequential` is what a model without overlap does: NCCL, cuBLAS, one after the other on one stream.
+Its graph reads each set of inputs where it lies and hands out its own result: no copy in, none out,
+which is the most that a graph of it can do. `gemm` is the matmul alone: half of the roof.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.bench.candidates import Candidate, Launch
+from interlace.bench.peer_memory import assert_no_multicast
+from interlace.bench.ranks import Ranks
+from interlace.bench.sites import Case
+from interlace.errors import UnsupportedError
+
+Sets = Sequence[tuple[torch.Tensor, torch.Tensor]]
+WARM_UPS = 3
+
+
+class _Rival:
+    """What candidates have in common that are not ours."""
+
+    chosen = ""
+    predicted_s = math.nan
+    mode = "eager"
+
+    def __init__(self, case: Case, ranks: Ranks) -> None:
+        self.case = case
+        self.ranks = ranks
+        self.loose = ranks.size  # a backend's sum rounds at every rank
+
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+class Sequential(_Rival):
+    """The collective of torch.distributed and torch.mm, eager or in a CUDA graph."""
+
+    name = "sequential"
+
+    def __init__(self, case: Case, ranks: Ranks, graph: bool, sets: Sets) -> None:
+        super().__init__(case, ranks)
+        self.mode = "graph" if graph else "eager"
+        self._sets = sets
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def open(self) -> Launch:
+        """The function, or its captures: one for each set of inputs."""
+        launch = self._launch()
+        if self.mode == "eager":
+            return launch
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                launch(*self._sets[0])
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        pool: Any = None
+        for x, w in self._sets:
+            graph = torch.cuda.CUDAGraph()
+            # NCCL's watchdog asks about events meanwhile, which only this mode allows it.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                result = launch(x, w)
+            pool = graph.pool()
+            self._graphs[x.data_ptr()] = graph, result
+        graphs = self._graphs
+
+        def replay(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            graph, result = graphs[x.data_ptr()]
+            graph.replay()
+            return result
+
+        return replay
+
+    def _launch(self) -> Launch:
+        size, rows = self.ranks.size, self.case.m
+
+        def ag_gemm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            full = x.new_empty(rows, x.shape[1])
+            dist.all_gather_into_tensor(full, x)
+            return torch.mm(full, w)
+
+        def gemm_rs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = torch.mm(x, w)
+            out = y.new_empty(rows // size, y.shape[1])
+            dist.reduce_scatter_tensor(out, y)
+            return out
+
+        def gemm_ar(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = torch.mm(x, w)
+            dist.all_reduce(y)
+            return y
+
+        return {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "gemm_ar": gemm_ar}[self.case.op]
+
+    def close(self) -> None:
+        """Frees the graphs."""
+        self._graphs.clear()
+
+
+class AsyncTP(_Rival):
+    """torch's async tensor parallelism: its fused operators on symmetric memory."""
+
+    name = "async-tp"
+
+    def open(self) -> Launch:
+        """The operator for this site; there is none for GEMM+AR."""
+        assert_no_multicast(self.ranks.device)
+        symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
+        name = self.ranks.group.group_name
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is deprecated, and 2.11 looks for it still
+            symm_mem.enable_symm_mem_for_group(name)
+        ops: Any = torch.ops.symm_mem
+        match self.case.op:
+            case "ag_gemm":
+                gather = ops.fused_all_gather_matmul
+                return lambda x, w: gather(x, [w], 0, name, return_A=False)[1][0]
+            case "gemm_rs":
+                scatter = ops.fused_matmul_reduce_scatter
+                return lambda x, w: scatter(x, w, "sum", 0, name)
+            case _:
+                raise UnsupportedError("torch's async-TP has no operator for GEMM + all-reduce")
+
+
+class WholeGemm(_Rival):
+    """The matmul alone, all rows at once, by cuBLAS or by our Triton kernel."""
+
+    def __init__(self, case: Case, ranks: Ranks, by: str) -> None:
+        super().__init__(case, ranks)
+        self.name = f"gemm {by}"
+        self._by = by
+
+    def open(self) -> Launch:
+        """The function."""
+        if self._by == "torch":
+            return torch.mm
+        kernels: Any = importlib.import_module("interlace.kernels")
+        found = getattr(kernels, "matmul", None)
+        if found is None:
+            raise UnsupportedError("this build has no Triton matmul (interlace.kernels.matmul)")
+        return found
+
+
+def rivals(case: Case, ranks: Ranks, names: Sequence[str], sets: Sets) -> list[Candidate]:
+    """The rivals for a case."""
+    found: list[Candidate] = []
+    if "sequential" in names:
+        found.append(Sequential(case, ranks, False, sets))
+        if ranks.cuda:
+            found.append(Sequential(case, ranks, True, sets))
+    if "async-tp" in names and ranks.cuda and case.op != "gemm_ar":
+        found.append(AsyncTP(case, ranks))
+    return found
+
+
+def whole_gemms(case: Case, ranks: Ranks) -> list[Candidate]:
+    """The matmuls of which the faster is half of the roof."""
+    by = ("torch", "triton") if ranks.cuda else ("torch",)
+    return [WholeGemm(case, ranks, name) for name in by]

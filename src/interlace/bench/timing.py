@@ -1,0 +1,219 @@
+"""How things are timed: bursts of back-to-back launches, interleaved round robin.
+
+    found = race(ranks, {"ours": run, "theirs": other}, inputs, seconds=2.0)
+    found["ours"].median, found["ours"].p90          # seconds: of each round the slowest rank
+
+A burst is a few launches one after another, with inputs in turn so that none lies in the cache,
+between two events of the current stream; before it ranks meet. A round gives every candidate a
+burst, and each round starts with another candidate: what drifts (clocks, heat) falls on all alike.
+Of a burst the slowest rank counts, and over the rounds the median and the 90th percentile.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from interlace.bench.facts import SMClock
+from interlace.bench.ranks import Ranks
+from interlace.errors import ExecutorError
+
+Run = Callable[..., Any]
+"""Launches once, with the inputs of one set."""
+
+BURST_S = 2e-3
+"""A burst holds launches for about that long,"""
+LAUNCHES = (5, 50)
+"""but at least and at most so many."""
+ROUNDS = (3, 10)
+"""At least and at most so many rounds."""
+
+
+@dataclass(slots=True)
+class Timed:
+    """What was measured of one candidate, in seconds."""
+
+    rounds: list[float] = field(default_factory=list)
+    """Of each round one launch: the mean of its burst; the slowest rank's, once gathered."""
+    host: list[float] = field(default_factory=list)
+    """How long this rank's host was in each call."""
+    clocks: list[float] = field(default_factory=list)
+    """SM clock in MHz, read while the device was at it."""
+    problem: str | None = None
+
+    @property
+    def median(self) -> float:
+        """The median over the rounds."""
+        return statistics.median(self.rounds) if self.rounds else math.nan
+
+    @property
+    def p90(self) -> float:
+        """The 90th percentile over the rounds."""
+        return percentile(self.rounds, 0.9)
+
+    @property
+    def host_median(self) -> float:
+        """The median time that the host takes for a call."""
+        return statistics.median(self.host) if self.host else math.nan
+
+    @property
+    def clock(self) -> float:
+        """The median SM clock; NaN where nobody could read it."""
+        return statistics.median(self.clocks) if self.clocks else math.nan
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The smallest value that at least `part` of all do not exceed."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
+
+
+def burst(
+    ranks: Ranks,
+    run: Run | None,
+    inputs: Sequence[Sequence[Any]],
+    launches: int,
+    first: int = 0,
+    clock: SMClock | None = None,
+) -> tuple[float, list[float], float]:
+    """Seconds for each launch, host seconds of each call, and the SM clock meanwhile.
+
+    All ranks call it; one without `run` meets the others and does nothing.
+    """
+    if run is None:
+        ranks.align()
+        return 0.0, [], math.nan
+    try:
+        run(*inputs[first % len(inputs)])  # warm: the candidate before left its own traces
+    finally:
+        ranks.align()
+    host: list[float] = []
+    sets = [inputs[(first + 1 + i) % len(inputs)] for i in range(launches)]
+    start, end = _marks(ranks)
+    begun = time.perf_counter()
+    start.record()
+    before = time.perf_counter()
+    for given in sets:
+        run(*given)
+        now = time.perf_counter()
+        host.append(now - before)
+        before = now
+    end.record()
+    mhz = clock.read() if clock is not None else math.nan
+    if ranks.cuda:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / launches, host, mhz
+    return (before - begun) / launches, host, mhz
+
+
+def _marks(ranks: Ranks) -> tuple[Any, Any]:
+    if ranks.cuda:
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    return _NoEvent(), _NoEvent()
+
+
+class _NoEvent:
+    """The CPU needs no events: a call that returns is done."""
+
+    def record(self) -> None:
+        """Nothing."""
+
+
+def race(
+    ranks: Ranks,
+    runs: Mapping[str, Run],
+    inputs: Mapping[str, Sequence[Sequence[Any]]],
+    seconds: float,
+    rounds: tuple[int, int] = ROUNDS,
+) -> dict[str, Timed]:
+    """Times the candidates against one another for about `seconds`.
+
+    `inputs` has sets of inputs for each. A candidate that raises is out on all ranks, with the
+    reason; a fault of the device ends it all.
+    """
+    found = {name: Timed() for name in runs}
+    clock = SMClock(ranks.device)
+    launches = _launches(ranks, runs, inputs, found)
+    names = [name for name in runs if found[name].problem is None]
+    number, least, most = 0, *rounds
+    begun = time.perf_counter()
+    while names and number < most:
+        turn = number % len(names)
+        failed: dict[str, str] = {}
+        for name in names[turn:] + names[:turn]:
+            first = number * (launches[name] + 1)
+            try:
+                each, host, mhz = burst(
+                    *(ranks, runs[name], inputs[name], launches[name], first), clock
+                )
+            except Exception as error:
+                failed[name] = describe(error, ranks)
+                continue
+            found[name].rounds.append(each)
+            found[name].host += host
+            if not math.isnan(mhz):
+                found[name].clocks.append(mhz)
+        number += 1
+        spent = time.perf_counter() - begun
+        notes = ranks.exchange({"failed": failed, "spent": spent})
+        for rank, note in enumerate(notes):
+            for name, problem in note["failed"].items():
+                found[name].problem = found[name].problem or f"rank {rank}: {problem}"
+        names = [name for name in names if found[name].problem is None]
+        if number >= least and max(note["spent"] for note in notes) * (1 + 1 / number) > seconds:
+            break
+    return _slowest(ranks, found, names)
+
+
+def _launches(
+    ranks: Ranks,
+    runs: Mapping[str, Run],
+    inputs: Mapping[str, Sequence[Sequence[Any]]],
+    found: Mapping[str, Timed],
+) -> dict[str, int]:
+    """Launches of a burst, by candidate, from a first short one that is not counted."""
+    quick: dict[str, float] = {}
+    problems: dict[str, str] = {}
+    for name, run in runs.items():
+        try:
+            quick[name] = burst(ranks, run, inputs[name], 2)[0]
+        except Exception as error:
+            problems[name] = describe(error, ranks)
+            quick[name] = 1.0
+    names = list(runs)
+    for rank, note in enumerate(ranks.exchange({"problems": problems})):
+        for name, problem in note["problems"].items():
+            found[name].problem = found[name].problem or f"rank {rank}: {problem}"
+    slowest = ranks.maximum([quick[name] for name in names])
+    low, high = LAUNCHES
+    return {
+        name: min(high, max(low, round(BURST_S / max(seconds, 1e-9))))
+        for name, seconds in zip(names, slowest, strict=True)
+    }
+
+
+def _slowest(ranks: Ranks, found: dict[str, Timed], names: Sequence[str]) -> dict[str, Timed]:
+    """Of each round and candidate the slowest rank; of host times this rank's."""
+    flat = ranks.maximum([each for name in names for each in found[name].rounds])
+    for name in names:
+        count = len(found[name].rounds)
+        found[name].rounds, flat = flat[:count], flat[count:]
+    return found
+
+
+def describe(error: BaseException, ranks: Ranks) -> str:
+    """One line of an error; raises where the device itself is broken, since nothing works then."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    try:
+        ranks.synchronize()
+    except RuntimeError as fault:
+        raise ExecutorError(f"the GPU of rank {ranks.me} is in error, after {text}") from fault
+    return text
