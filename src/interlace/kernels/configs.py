@@ -1,0 +1,51 @@
+"""The tile shapes of the GEMM kernels, and which one a shape gets.
+
+    >>> choose(rows=2048, columns=14336, parts=4, processors=132).bn
+    256
+
+Tiles of 128 x 256 keep the tensor cores busiest; smaller ones cost more per element and pay where
+large ones would leave most processors without work in the last wave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How one GEMM kernel is cut: tile, k-step, warps, depth of the pipeline, rows per group."""
+
+    bm: int
+    bn: int
+    bk: int = 64
+    warps: int = 8
+    stages: int = 3
+    group_m: int = 8
+    halves: bool = False
+    flatten: bool = True
+
+
+CONFIGS: tuple[tuple[Config, float], ...] = (
+    (Config(bm=128, bn=256, stages=3), 1.0),
+    (Config(bm=128, bn=128, stages=4, warps=8), 0.56),
+    (Config(bm=64, bn=256, stages=4, warps=4), 0.58),
+    (Config(bm=64, bn=128, stages=4, warps=4), 0.34),
+    (Config(bm=64, bn=64, stages=4, warps=4), 0.24),
+)
+"""Candidates and the time of one of their tiles, in times of a 128 x 256 one."""
+
+
+def tiles(config: Config, rows: int, columns: int, parts: int) -> int:
+    """How many tiles `parts` chunks of `rows` rows have."""
+    return parts * -(-rows // config.bm) * -(-columns // config.bn)
+
+
+def choose(*, rows: int, columns: int, parts: int, processors: int) -> Config:
+    """The candidate whose waves take the least time; the larger tile where two are equal."""
+
+    def cost(candidate: tuple[Config, float]) -> float:
+        config, time = candidate
+        return -(-tiles(config, rows, columns, parts) // processors) * time
+
+    return min(CONFIGS, key=cost)[0]

@@ -1,0 +1,133 @@
+"""All-gather + GEMM in one kernel, and the plain GEMM that it is measured against.
+
+    kernel = GatherMatmul(rows=2048, inner=8192, columns=14336, size=4, rank=0,
+                          dtype=torch.bfloat16, device=device)
+    kernel.launch(stream, x, w, slots, y, None, gates, expected)    # y: [4 * 2048, 14336]
+
+`gates` is the address of `size` words of 32 bits, one for each chunk (the own one is not read).
+The kernel spins on the SMs it has: whatever raises the words must need none of this device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.kernels.configs import Config, choose, tiles
+from interlace.kernels.gather_kernel import gather_kernel
+from interlace.kernels.launch import TYPES, Descriptors, Program, Source, block_type
+
+
+def gather_source(
+    config: Config,
+    *,
+    size: int,
+    dtype: torch.dtype,
+    transposed: bool = False,
+    bias: bool = False,
+    gated: bool = True,
+    by_tma: bool = True,
+) -> Source:
+    """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
+    element = TYPES[dtype]
+    halves = config.halves and by_tma
+    a = block_type(dtype, config.bm, config.bk)
+    weight = (config.bn, config.bk) if transposed else (config.bk, config.bn)
+    types = {
+        "x_desc": a,
+        "slots_desc": a,
+        "w_desc": block_type(dtype, *weight),
+        "y_desc": block_type(dtype, config.bm, config.bn // (2 if halves else 1)),
+        "y": f"*{element}",
+        "bias": f"*{element}",
+        "gates": "*u32",
+        "expected": "u32",
+        **dict.fromkeys(("rows", "columns", "inner", "rank"), "i32"),
+    }
+    constants = {
+        "SIZE": size,
+        "BM": config.bm,
+        "BN": config.bn,
+        "BK": config.bk,
+        "GROUP_M": config.group_m,
+        "TRANSPOSED": transposed,
+        "BIAS": bias,
+        "GATED": gated and size > 1,
+        "STORE_TMA": by_tma,
+        "HALVES": halves,
+        "FLATTEN": config.flatten,
+    }
+    return Source(
+        kernel=gather_kernel,
+        types=types,
+        constants=constants,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        divisible={"columns": 8, "inner": 8},
+    )
+
+
+class GatherMatmul:
+    """y[c] = (x if c == rank else slots[c]) @ w, for each chunk c as it comes, own chunk first."""
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        inner: int,
+        columns: int,
+        size: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        transposed: bool = False,
+        bias: bool = False,
+        gated: bool = True,
+        config: Config | None = None,
+    ) -> None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        config = config or choose(rows=rows, columns=columns, parts=size, processors=processors)
+        self.config = config
+        source = gather_source(
+            config,
+            size=size,
+            dtype=dtype,
+            transposed=transposed,
+            bias=bias,
+            gated=gated,
+            by_tma=size == 1 or rows % config.bm == 0,
+        )
+        self._program = Program(source, device)
+        self._grid = min(processors, tiles(config, rows, columns, size))
+        self._x = Descriptors(self._program, 0, (rows, inner))
+        self._slots = Descriptors(self._program, 1, (size * rows, inner))
+        weight = (columns, inner) if transposed else (inner, columns)
+        self._w = Descriptors(self._program, 2, weight)
+        self._y = Descriptors(self._program, 3, (size * rows, columns))
+        self._numbers = (rows, columns, inner, rank)
+
+    def launch(
+        self,
+        stream: int,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        slots: torch.Tensor | None,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        gates: int,
+        expected: int,
+    ) -> None:
+        """Issues the GEMM on that stream (its handle); waits for nothing."""
+        x_at, y_at = x.data_ptr(), y.data_ptr()
+        slots_args = self._slots.find(x_at if slots is None else slots.data_ptr())
+        args = (
+            *self._x.find(x_at),
+            *slots_args,
+            *self._w.find(w.data_ptr()),
+            *self._y.find(y_at),
+            y_at,
+            0 if bias is None else bias.data_ptr(),
+            gates or 0,
+            expected & 0xFFFFFFFF,
+            *self._numbers,
+        )
+        self._program.launch(stream, self._grid, args)

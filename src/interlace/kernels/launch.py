@@ -1,0 +1,158 @@
+"""Compiling a Triton kernel once and launching it with little host work.
+
+Triton's own launch path looks arguments up, hashes them and builds tensor descriptors at every
+call (20 us and more). Here a kernel is compiled when it is bound, its arguments are addresses and
+numbers, and the call goes straight to the C launcher that Triton made for it:
+
+    program = Program(Source(kernel=..., types=..., constants=..., num_warps=8), device)
+    program.launch(stream, grid, (x.data_ptr(), y.data_ptr(), x.numel()))
+
+Tensor-map descriptors depend on an address alone once the shape is bound: `Descriptors` keeps the
+last few.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import compile as compile_source
+
+from interlace.errors import BackendError
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+TYPES: Mapping[torch.dtype, str] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+"""Triton's names of the element types that the kernels take."""
+
+
+def block_type(dtype: torch.dtype, rows: int, columns: int) -> str:
+    """The signature of a tensor descriptor whose tiles have that shape."""
+    return f"tensordesc<{TYPES[dtype]}[{rows}, {columns}]>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A kernel with the types of its arguments, its constants and how it is compiled.
+
+    Pointers are 16-byte aligned; `divisible` says by what a number can be divided, which is what
+    wide loads and stores need. Compiling needs no GPU.
+    """
+
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int = 1
+    divisible: Mapping[str, int] = field(default_factory=dict)
+
+    def compile(self, target: GPUTarget = HOPPER) -> CompiledKernel:
+        """The compiled kernel: its PTX and cubin are in `.asm`."""
+        names = self.kernel.arg_names
+        signature = {n: "constexpr" if n in self.constants else self.types[n] for n in names}
+        known = dict.fromkeys((n for n in names if signature[n][0] == "*"), 16)
+        known.update(self.divisible)
+        attributes = {
+            (index,): [["tt.divisibility", known[name]]]
+            for index, name in enumerate(names)
+            if name in known
+        }
+        source = ASTSource(self.kernel, signature, dict(self.constants), attributes)
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return compile_source(source, target=target, options=options)
+
+
+class Program:
+    """A kernel compiled and loaded on one device, with its C launcher."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        with torch.cuda.device(device):
+            self.compiled = source.compile(GPUTarget("cuda", 10 * major + minor, 32))
+            launcher = self.compiled.run  # loads the module on the current device
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            raise BackendError(f"{self.compiled.name} wants scratch memory, which nobody gives it")
+        self._call = _c_launcher(launcher.launch)
+        self._function = self.compiled.function
+        self._packed = self.compiled.packed_metadata
+        self._rest = (None,) * len(source.constants)
+
+    def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
+        """Launches `grid` blocks; `args` are the kernel's, in order, without its constants."""
+        self._call(
+            grid, 1, 1, stream, self._function, False, False, None, None,
+            self._packed, None, None, None, *args, *self._rest,
+        )  # fmt: skip
+
+
+def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
+    """The C function behind Triton's wrapper for tensor descriptors, which encodes at every call.
+
+    The wrapper is a closure whose only function is the C launcher; without descriptors there is
+    no wrapper.
+    """
+    cells = getattr(launch, "__closure__", None) or ()
+    for cell in cells:
+        if type(cell.cell_contents).__name__ == "builtin_function_or_method":
+            return cell.cell_contents
+    if cells:
+        raise BackendError(
+            "this Triton launches kernels in another way than 3.6 does; install triton==3.6.0"
+        )
+    return launch
+
+
+class Descriptors:
+    """The tensor maps of one operand: one shape and tile, and whatever addresses come.
+
+    `find(address)` gives the arguments that stand for the descriptor in a launch. The least
+    recently used address goes when there are more than `CAPACITY`.
+    """
+
+    CAPACITY = 64
+
+    def __init__(self, program: Program, index: int, shape: tuple[int, int]) -> None:
+        from triton.runtime import driver
+
+        self._fill = driver.active.utils.fill_tma_descriptor
+        self._meta = program.compiled.metadata.tensordesc_meta[index]
+        self._shape = shape
+        self._kept: OrderedDict[int, tuple[Any, ...]] = OrderedDict()
+
+    def find(self, address: int) -> tuple[Any, ...]:
+        """The descriptor of the matrix at that address, with its shape and strides."""
+        kept = self._kept.get(address)
+        if kept is None:
+            return self._make(address)
+        self._kept.move_to_end(address)
+        return kept
+
+    def _make(self, address: int) -> tuple[Any, ...]:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        meta = self._meta
+        shape, strides = list(self._shape), [self._shape[1], 1]
+        described = self._fill(
+            address,
+            meta["swizzle"],
+            meta["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+            meta["block_size"],
+            shape,
+            strides,
+            0,
+        )
+        made = (described, *shape, *strides)
+        self._kept[address] = made
+        if len(self._kept) > self.CAPACITY:
+            self._kept.popitem(last=False)
+        return made

@@ -1,0 +1,163 @@
+"""GEMM + reduce-scatter in one kernel: other ranks' rows first, each tile says when it is made.
+
+    kernel = ScatterMatmul(rows=1024, inner=3584, columns=4096, size=4, rank=0,
+                           dtype=torch.bfloat16, device=device, subs=2)
+    kernel.launch(stream, x, w, stage, slots, y, None, None, gates, expected, counters)
+
+`counters` is the address of size * subs words. Each call adds `tiles_per_part(s)` to word
+c * subs + s, tile by tile, for every chunk c but the own one; a copy of the rows `sub_rows(s)` of
+stage[c] may start once the sum is reached. `gates[s]` says that rank s's part of the own rows is
+in slots[s]; slots[rank] is neither read nor written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.kernels.configs import Config, choose, tiles
+from interlace.kernels.launch import TYPES, Descriptors, Program, Source, block_type
+from interlace.kernels.scatter_kernel import scatter_kernel
+
+
+def scatter_source(
+    config: Config,
+    *,
+    size: int,
+    dtype: torch.dtype,
+    transposed: bool = False,
+    bias: bool = False,
+    subs: int = 1,
+    second: bool = False,
+    raise_own: bool = False,
+    gated: bool = True,
+    by_tma: bool = True,
+) -> Source:
+    """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
+    element = TYPES[dtype]
+    halves = config.halves and by_tma
+    weight = (config.bn, config.bk) if transposed else (config.bk, config.bn)
+    types = {
+        "x_desc": block_type(dtype, config.bm, config.bk),
+        "w_desc": block_type(dtype, *weight),
+        "stage_desc": block_type(dtype, config.bm, config.bn // (2 if halves else 1)),
+        **dict.fromkeys(("stage", "slots", "y", "y2", "bias"), f"*{element}"),
+        "gates": "*u32",
+        "expected": "u32",
+        "counters": "*u32",
+        "slot_stride": "i64",
+        **dict.fromkeys(("rows", "columns", "inner", "rank"), "i32"),
+    }
+    constants = {
+        "SIZE": size,
+        "SUBS": subs,
+        "BM": config.bm,
+        "BN": config.bn,
+        "BK": config.bk,
+        "GROUP_M": config.group_m,
+        "TRANSPOSED": transposed,
+        "BIAS": bias,
+        "GATED": gated and size > 1,
+        "SECOND": second,
+        "RAISE_OWN": raise_own,
+        "STORE_TMA": by_tma,
+        "HALVES": halves,
+        "FLATTEN": config.flatten,
+    }
+    return Source(
+        kernel=scatter_kernel,
+        types=types,
+        constants=constants,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        divisible={"columns": 8, "inner": 8, "slot_stride": 8},
+    )
+
+
+class ScatterMatmul:
+    """y = the sum over the ranks, in order, of their x[rank] @ w; see the module for the rest."""
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        inner: int,
+        columns: int,
+        size: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        transposed: bool = False,
+        bias: bool = False,
+        subs: int = 1,
+        second: bool = False,
+        raise_own: bool = False,
+        gated: bool = True,
+        config: Config | None = None,
+    ) -> None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        config = config or choose(rows=rows, columns=columns, parts=size, processors=processors)
+        self.config = config
+        m_tiles = -(-rows // config.bm)
+        self.subs = max(s for s in range(1, subs + 1) if m_tiles % s == 0)
+        self._rows, self._sub = rows, m_tiles // self.subs * config.bm
+        self._raised = m_tiles // self.subs * -(-columns // config.bn)
+        source = scatter_source(
+            config,
+            size=size,
+            dtype=dtype,
+            transposed=transposed,
+            bias=bias,
+            subs=self.subs,
+            second=second,
+            raise_own=raise_own,
+            gated=gated,
+            by_tma=rows % config.bm == 0,
+        )
+        self._program = Program(source, device)
+        self._grid = min(processors, tiles(config, rows, columns, size))
+        self._x = Descriptors(self._program, 0, (size * rows, inner))
+        weight = (columns, inner) if transposed else (inner, columns)
+        self._w = Descriptors(self._program, 1, weight)
+        self._stage = Descriptors(self._program, 2, (size * rows, columns))
+        self._numbers = (rows * columns, rows, columns, inner, rank)
+
+    def tiles_per_part(self, sub: int = 0) -> int:
+        """How far one call raises the counter of that range of each other chunk."""
+        assert 0 <= sub < self.subs
+        return self._raised
+
+    def sub_rows(self, sub: int) -> range:
+        """The rows of a chunk that the counter of that range speaks of."""
+        return range(sub * self._sub, min((sub + 1) * self._sub, self._rows))
+
+    def launch(
+        self,
+        stream: int,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        stage: torch.Tensor,
+        slots: torch.Tensor,
+        y: torch.Tensor,
+        y2: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        gates: int,
+        expected: int,
+        counters: int,
+    ) -> None:
+        """Issues the GEMM on that stream (its handle); waits for nothing."""
+        stage_at = stage.data_ptr()
+        args = (
+            *self._x.find(x.data_ptr()),
+            *self._w.find(w.data_ptr()),
+            *self._stage.find(stage_at),
+            stage_at,
+            slots.data_ptr(),
+            y.data_ptr(),
+            0 if y2 is None else y2.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            gates or 0,
+            expected & 0xFFFFFFFF,
+            counters,
+            *self._numbers,
+        )
+        self._program.launch(stream, self._grid, args)

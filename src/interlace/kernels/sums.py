@@ -1,0 +1,110 @@
+"""`interlace.sum_slots` on the GPU: the twin is in reduce.py, and the bits are the same.
+
+total = sum_slots_cuda(slots)                  # slots: [W, ...], any stride between them
+kernel = SumSlots(size=4, dtype=torch.bfloat16, device=device)
+kernel.launch(stream, slots, stride, out, None, out.numel())       # pre-bound: by address
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from interlace.kernels.launch import TYPES, Program, Source
+
+BLOCK = 2048
+"""Elements a block sums: 16 bytes a thread and load, for 16-bit types."""
+
+
+@triton.jit
+def sum_kernel(
+    slots,
+    out,
+    out2,
+    stride,
+    count,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.load(slots + at, mask=inside).to(tl.float32)
+    for _ in tl.static_range(1, SIZE):
+        slots += stride
+        total += tl.load(slots + at, mask=inside).to(tl.float32)
+    total = total.to(out.dtype.element_ty)
+    tl.store(out + at, total, mask=inside)
+    if SECOND:
+        tl.store(out2 + at, total, mask=inside)
+
+
+def sum_source(*, size: int, dtype: torch.dtype, second: bool, aligned: bool) -> Source:
+    """What is compiled; `aligned`: addresses, stride and count are multiples of 16 bytes."""
+    element = f"*{TYPES[dtype]}"
+    elements = 16 // dtype.itemsize
+    known = (16, elements) if aligned else (dtype.itemsize, 1)
+    return Source(
+        kernel=sum_kernel,
+        types={"slots": element, "out": element, "out2": element, "stride": "i64", "count": "i64"},
+        constants={"SIZE": size, "BLOCK": BLOCK, "SECOND": second},
+        num_warps=4 if dtype.itemsize == 4 else 8,
+        divisible={
+            **dict.fromkeys(("slots", "out", "out2"), known[0]),
+            **dict.fromkeys(("stride", "count"), known[1]),
+        },
+    )
+
+
+class SumSlots:
+    """The sum of `size` slots, pre-bound: fp32, in index order, rounded once."""
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        second: bool = False,
+        aligned: bool = True,
+    ) -> None:
+        source = sum_source(size=size, dtype=dtype, second=second, aligned=aligned)
+        self._program = Program(source, device)
+
+    def launch(
+        self, stream: int, slots: int, stride: int, out: int, out2: int | None, count: int
+    ) -> None:
+        """Sums `count` elements of the slots, `stride` elements apart, on that stream."""
+        grid = -(-count // BLOCK)
+        self._program.launch(stream, grid, (slots, out, out2 or 0, stride, count))
+
+
+def serves(slots: torch.Tensor, out: torch.Tensor | None) -> bool:
+    """Whether the kernel takes these: contiguous but for dim 0, of a floating type it knows."""
+    if slots.dtype not in TYPES or not slots.shape[0] or slots.numel() == 0:
+        return False
+    fits = slots[0].is_contiguous()
+    return fits and (out is None or (out.is_contiguous() and out.dtype == slots.dtype))
+
+
+def sum_slots_cuda(slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum over dimension 0 of a tensor that `serves` approves of."""
+    out = torch.empty_like(slots[0]) if out is None else out
+    count = out.numel()
+    kernel: Any = sum_kernel
+    with torch.cuda.device(slots.device):
+        kernel[(-(-count // BLOCK),)](
+            slots,
+            out,
+            out,
+            slots.stride(0),
+            count,
+            SIZE=slots.shape[0],
+            BLOCK=BLOCK,
+            SECOND=False,
+            num_warps=4 if slots.dtype.itemsize == 4 else 8,
+        )
+    return out
