@@ -139,6 +139,8 @@ class Chooser:
     ) -> int:
         if row.cut == "slices":
             return slices(values, site, chunks)
+        if row.cut == "whole":
+            return 0
         return values.program.team(collective_of(values, site).team).size
 
     @property

@@ -1,0 +1,95 @@
+"""What every strategy is expected to take for the sites of a serial Program; for `explain`.
+
+    found = candidates(program, Options(), machine)
+    [(e.label, e.predicted_ms, e.measured_ms) for e in found[1]]
+    [('serial', 2.94, 2.95), ('peer/get', 2.61, None), ...]
+
+Sites are numbered as lowering numbers them, since the same passes find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from interlace.cost import Machine, SiteKey, SiteTime
+from interlace.ir import Program, parse
+from interlace.options import Options
+from interlace.passes.analysis import analyse
+from interlace.passes.choose import Chooser
+from interlace.passes.estimate import Estimate
+from interlace.passes.overlaps import representatives
+from interlace.passes.pipeline import run_pipeline
+from interlace.passes.values import Values
+
+
+def candidates(
+    program: Program, options: Options, machine: Machine
+) -> dict[int, tuple[Estimate, ...]]:
+    """The estimates of each site that can be overlapped, serial first."""
+    place = f"place_resharding{{position={options.resharding}}}"
+    marked = run_pipeline(program, f"find_sites,{place}" if options.overlap else "find_sites")
+    values = Values(marked, representatives(marked)[0])
+    chooser = Chooser(machine, options.protocol, options.chunks)
+    found: dict[int, tuple[Estimate, ...]] = {}
+    for item in analyse(marked, []):
+        number = marked.ops[item.collective].site
+        if number is not None and item.site is not None:
+            found[number] = chooser.candidates(values, item.site)
+    return found
+
+
+def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
+    """The machine with these measured sites, beside what it predicts for them.
+
+    Of several times of one site and strategy the last counts; those that the machine has already
+    stay, with new predictions.
+    """
+    found = {(time.site, time.strategy): time for time in (*machine.sites, *times)}
+    bare = machine.replace(sites=())
+    known: dict[SiteKey, dict[str, float]] = {}
+    made: list[SiteTime] = []
+    for time in found.values():
+        if time.site not in known:
+            known[time.site] = predictions(bare, time.site)
+        told = known[time.site].get(time.strategy, 0.0)
+        made.append(
+            SiteTime(site=time.site, strategy=time.strategy, seconds=time.seconds, predicted_s=told)
+        )
+    return machine.replace(sites=tuple(made))
+
+
+def predictions(machine: Machine, site: SiteKey) -> dict[str, float]:
+    """What the machine predicts for a site in its plain form, by strategy, in seconds."""
+    model = machine.replayed if site.graph else machine
+    found = candidates(plain_program(site), Options(resharding="after"), model)
+    return {e.label: e.predicted_ms / 1e3 for estimates in found.values() for e in estimates}
+
+
+def plain_program(site: SiteKey) -> Program:
+    """A serial Program that is this site alone."""
+    m, k, n, t, world = site.m, site.k, site.n, site.dtype, site.world
+    part = -(-m // world)
+    sizes = ", ".join(str(max(0, min(part, m - i * part))) for i in range(world))
+    even = m % world == 0
+    mine, table = (f"{part}", "") if even else ("rows[tp.rank]", f"    rows = table(tp, {sizes})\n")
+    splits = "" if even else ", splits=rows"
+    head = f"def site(tp: Team[{world}], x: {t}[{{}}, {k}], w: {t}[{k}, {n}]):\n{table}"
+    matmul = f'    main: call("aten.mm.default", {{}}, w, out=(y := {t}[{m}, {n}]))\n'
+    match site.kind:
+        case "all_gather_matmul":
+            text = (
+                f"{head.format(mine)}    full = empty({t}[{m}, {k}])\n"
+                f"    main: all_gather(x, full, team=tp{splits})\n{matmul.format('full')}"
+                "    return y\n"
+            )
+        case "matmul_reduce_scatter":
+            text = (
+                f"{head.format(m)}{matmul.format('x')}    out = empty({t}[{mine}, {n}])\n"
+                f'    main: reduce_scatter(y, out, reduce="sum", team=tp{splits})\n    return out\n'
+            )
+        case _:
+            text = (
+                f"{head.format(m)}{matmul.format('x')}    out = empty({t}[{m}, {n}])\n"
+                '    main: all_reduce(y, out, reduce="sum", team=tp)\n    return out\n'
+            )
+    return parse(text)

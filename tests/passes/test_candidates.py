@@ -1,0 +1,92 @@
+"""Candidates of a Program's sites, and tables of measured sites with what is predicted for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.passes.samples import KINDS
+from tests.passes.test_choose import SIZES, key_of
+
+from interlace.cost import SiteKey, SiteTime, default_machine
+from interlace.ir import parse, validate
+from interlace.options import Options
+from interlace.passes import lower
+from interlace.passes.candidates import candidates, plain_program, predictions, with_sites
+
+H200 = default_machine("cuda")
+
+
+@pytest.mark.parametrize("rows", [8192, 8191, 2])
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_key_makes_the_program_that_has_it(kind: str, rows: int) -> None:
+    key = SiteKey(kind=kind, dtype="f32", m=rows, k=48, n=80, world=4)
+    program = plain_program(key)
+    validate(program)
+    assert key_of(program) == key
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_candidates_are_those_of_lowering(kind: str) -> None:
+    program, options = parse(SIZES[kind]), Options()
+    (site,) = lower(program, options, H200).sites
+    (found,) = candidates(program, options, H200).values()
+    assert set(candidates(program, options, H200)) == {site.id}
+    assert found[0].label == "serial"
+    assert site.serial_ms == found[0].expected_ms
+    assert site.predicted_ms in [e.expected_ms for e in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_site_has_candidates(kind: str, seed: int) -> None:
+    program = KINDS[kind](3, "even", "f32", seed).program
+    cpu = default_machine("cpu")
+    options = Options(strategy="ring")
+    lowered = lower(program, options, cpu)
+    found = candidates(program, options, cpu)
+    assert set(found) == {site.id for site in lowered.sites if site.strategy == "ring"}
+    for estimates in found.values():
+        assert all(e.expected_ms > 0 for e in estimates)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_table_knows_what_is_predicted(kind: str) -> None:
+    key = key_of(parse(SIZES[kind]))
+    told = predictions(H200, key)
+    times = [SiteTime(site=key, strategy=s, seconds=2 * t) for s, t in told.items()]
+    machine = with_sites(H200, [*times, SiteTime(site=key, strategy="magic", seconds=1.0)])
+    assert {t.strategy: t.predicted_s for t in machine.sites} == {**told, "magic": 0.0}
+    (found,) = candidates(parse(SIZES[kind]), Options(), machine).values()
+    for estimate in found:
+        assert estimate.measured_ms == pytest.approx(2e3 * told[estimate.label])
+        assert estimate.predicted_ms == pytest.approx(1e3 * told[estimate.label])
+
+
+def test_later_times_replace_and_others_stay() -> None:
+    key = key_of(parse(SIZES["all_gather_matmul"]))
+    graph = dataclasses.replace(key, graph=True)
+    first = with_sites(
+        H200,
+        [
+            SiteTime(site=key, strategy="serial", seconds=1.0),
+            SiteTime(site=key, strategy="serial", seconds=2.0),
+            SiteTime(site=key, strategy="peer/put", seconds=3.0),
+        ],
+    )
+    faster = first.replace(launch_s=0.0, event_s=0.0)
+    second = with_sites(faster, [SiteTime(site=graph, strategy="serial", seconds=4.0)])
+    found = {(t.site.graph, t.strategy): t for t in second.sites}
+    assert {key: t.seconds for key, t in found.items()} == {
+        (False, "serial"): 2.0,
+        (False, "peer/put"): 3.0,
+        (True, "serial"): 4.0,
+    }
+    before = {(t.site.graph, t.strategy): t for t in first.sites}
+    assert found[False, "serial"].predicted_s < before[False, "serial"].predicted_s
+
+
+def test_what_a_graph_saves_is_the_hosts_time() -> None:
+    key = SiteKey(kind="all_gather_matmul", dtype="bf16", m=64, k=64, n=64, world=4)
+    eager, graph = (predictions(H200, dataclasses.replace(key, graph=g)) for g in (False, True))
+    assert all(graph[label] <= eager[label] for label in eager)
+    assert graph["peer/put"] < eager["peer/put"]
