@@ -1,0 +1,116 @@
+"""Regions through Inductor: compiled once for all layers, and never two names for one tensor."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.frontend import backend
+from interlace.ir import parse
+from interlace.options import Options
+from interlace.runtime import Executor, regions
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler here"),
+    pytest.mark.timeout(300),
+]
+
+LAYERS = """
+def layers(x: f32[4, 8], y: f32[4, 8]):
+    @region
+    def activation(a, b):
+        t0 = aten.mul.Tensor(a, {factor})
+        t1 = aten.add.Tensor(t0, b)
+        return t1
+    main: call("activation", x, y, out=(h := f32[4, 8]))
+    main: call("activation", h, y, out=(z := f32[4, 8]))
+    return z
+"""
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The layouts of each compilation."""
+    found: list[Any] = []
+    original = regions._compile
+
+    def counting(module: Any, layouts: Any, device: torch.device) -> Any:
+        found.append(layouts)
+        return original(module, layouts, device)
+
+    monkeypatch.setattr(regions, "_compile", counting)
+    regions.forget()
+    yield found
+    regions.forget()
+
+
+def run(text: str, *inputs: torch.Tensor) -> tuple[Any, ...]:
+    with Executor(parse(text), options=Options(regions="inductor")).prepare() as executor:
+        return executor.run(inputs)
+
+
+def test_layers_and_programs_share_one_compilation(compiled: list[Any]) -> None:
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    text = LAYERS.format(factor=3.0)
+    for name in ("layers", "other"):
+        (z,) = run(text.replace("def layers", f"def {name}"), x, y)
+        torch.testing.assert_close(z, (x * 3 + y) * 3 + y)
+    assert len(compiled) == 1
+    run(text.replace("[4, 8]", "[2, 8]"), x[:2], y[:2])
+    assert len(compiled) == 2, "other sizes are another task"
+    run(LAYERS.format(factor=3), x, y)
+    assert len(compiled) == 3, "3 and 3.0 are equal, but no two of a kind"
+
+
+TWINS = """
+def twins(x: f32[4, 8]):
+    @region
+    def both(a):
+        t0 = aten.mul.Tensor(a, 2.0)
+        t1 = aten.mul.Tensor(a, 2.0)
+        t2 = aten.mul.Tensor(a, 1)
+        t3 = aten.clone.default(a)
+        return t0, t1, t2, t3
+    main: call("both", x, out=(p := f32[4, 8], q := f32[4, 8], r := f32[4, 8], s := f32[4, 8]))
+    return p, q, r, s
+"""
+
+
+def test_equal_outputs_are_tensors_of_their_own(compiled: list[Any]) -> None:
+    x = torch.randn(4, 8)
+    results = run(TWINS, x)
+    for result, wanted in zip(results, (x * 2, x * 2, x, x), strict=True):
+        assert torch.equal(result, wanted)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (x, *results)}
+    assert len(storages) == 5
+
+
+def test_arguments_with_strides_of_all_kinds(compiled: list[Any]) -> None:
+    text = """
+def strides(x: f32[8, 4], w: f32[4], n: i64[3]):
+    @region
+    def body(a, b, c):
+        t0 = aten.mul.Tensor(a, b)
+        t1 = aten.floor_divide.default(c, c)
+        return t0, t1
+    main: call("body", x.permute(1, 0), w.view(4, 1).expand(4, 8), n, out=(
+        y := f32[4, 8], m := i64[3]))
+    return y, m
+"""
+    x, w, n = torch.randn(8, 4), torch.randn(4), torch.tensor([3, 5, 7])
+    y, m = run(text, x, w, n)
+    torch.testing.assert_close(y, x.t() * w.view(4, 1))
+    assert m.tolist() == [1, 1, 1]
+
+
+def test_forget_frees_what_was_compiled(compiled: list[Any]) -> None:
+    x = torch.randn(4, 8)
+    for count in (1, 2):
+        run(LAYERS.format(factor=0.5), x, x)
+        run(LAYERS.format(factor=0.5), x, x)
+        assert len(compiled) == count
+        backend.reset()
