@@ -165,6 +165,8 @@ class Executor:
             tag = self._agreement.tag if self._agreement is not None else 0
             rest = self._inputs, self._outputs, self._results, tag
             self._runner = Runner(cast("Any", self._engine), *rest)
+            if self.options.graph:
+                self._runner.warm_up(self._ordered())
 
     def _result(self, arg: Arg, values: Values) -> Callable[[], Any]:
         """How a run reads one of its results."""

@@ -78,7 +78,7 @@ def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | No
 
 
 def _gather(binder: Binder, lane: Lane, op: Fused) -> Thunk | None:
-    from interlace.kernels import matmuls  # Triton
+    from interlace.kernels.gather_matmul import GatherMatmul  # Triton
 
     box = binder.plan.box
     own, *others = op.parts
@@ -129,7 +129,7 @@ def _gather(binder: Binder, lane: Lane, op: Fused) -> Thunk | None:
     if transposed is None:
         return None
     bias = None if first.bias is None else binder.values.own(first.bias)
-    kernel = matmuls.gather(
+    kernel = GatherMatmul(
         rows=rows,
         inner=inner,
         columns=out[1],
@@ -140,8 +140,6 @@ def _gather(binder: Binder, lane: Lane, op: Fused) -> Thunk | None:
         bias=bias is not None,
         device=binder.context.device,
     )
-    if kernel is None:
-        return None
     values, space = binder.values, binder.links.spaces[signal[0]]
     items, value = values.items, signal[2]
     places = values.own(first.a), values.own(first.b), values.at(slots, spread)
@@ -160,7 +158,7 @@ def _gather(binder: Binder, lane: Lane, op: Fused) -> Thunk | None:
 
 
 def _scatter(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | None:
-    from interlace.kernels import matmuls  # Triton
+    from interlace.kernels.scatter_matmul import ScatterMatmul  # Triton
 
     box = binder.plan.box
     *others, own = op.parts
@@ -235,7 +233,7 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | None:
     if transposed is None:
         return None
     bias = None if last.bias is None else binder.values.own(last.bias)
-    kernel = matmuls.scatter(
+    kernel = ScatterMatmul(
         rows=rows,
         inner=inner,
         columns=columns,
@@ -247,7 +245,8 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | None:
         subs=subs,
         device=binder.context.device,
     )
-    if kernel is None:
+    ranges = [range(sub * part_rows, (sub + 1) * part_rows) for sub in range(subs)]
+    if kernel.subs != subs or [kernel.sub_rows(sub) for sub in range(subs)] != ranges:
         return None
     counters, runs = binder.links.words(team_name, size * subs), binder.links.runs
     for nth, spot in enumerate(spots):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace.comm import TeamComm
 from interlace.errors import ExecutorError
 from interlace.runtime.inputs import Given
 
@@ -40,7 +41,22 @@ class Runner:
         self._limit = context.options.time_out_s
         self._name, self._tag = context.plan.program.name, tag
         self._text = context.flight.text
+        self._both = self._inputs.names, self._outputs.names
+        self.warm = False
+        """Whether a run has been issued op by op, as graphs need before they are captured."""
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
+
+    def warm_up(self, teams: Sequence[TeamComm]) -> None:
+        """With graphs: one run op by op, with zeros, which sets up what cannot be in a capture.
+
+        None goes on before all ranks have ended it.
+        """
+        self([tensor.zero_() for tensor in self._inputs.new(self._device)], None)
+        self._engine.synchronize()
+        for team in teams:
+            topic = f"{team.topic}/warm/{team.num_prepared}/{team.resets}"
+            team.board.exchange(topic, team.ranks, team.rank, {}, self._limit)
+        self.warm = True
 
     @property
     def ready(self) -> bool:
@@ -71,21 +87,26 @@ class Runner:
                 taken.append(lock)
             if had_grad:
                 self._grad(False)
-            return self._issue(inputs, self._outputs.new(self._device) if out is None else out)
+            return self._issue(inputs, out)
         finally:
             if had_grad:
                 self._grad(True)
             for lock in taken:
                 lock.release()
 
-    def _issue(self, inputs: Sequence[Any], out: Sequence[Any]) -> tuple[Any, ...]:
-        engine, values = self._engine, self._values
+    def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
+        engine = self._engine
         for team in self._teams:
             team.control.enter(self._tag, self._name, self._text)
-        if engine.graphs is not None:
-            return engine.graphs.run(inputs, out)
+        if engine.graphs is not None and self.warm:
+            return engine.graphs.run(
+                *(self._both, inputs, out, lambda: self._outputs.new(self._device)),
+                lambda: tuple([result() for result in self._results]),
+            )
+        out = self._outputs.new(self._device) if out is None else out
         given = dict(zip(self._inputs.names, inputs, strict=True))
         given.update(zip(self._outputs.names, out, strict=True))
+        values = self._values
         try:
             values.begin(given, engine.uses())
             engine.run()

@@ -1,0 +1,103 @@
+"""The ops of a Program bound to streams and words, with what stands before and after them in a run.
+
+binding = Binding(context, driver, spaces, engine)
+binding.main.handle = stream         # the caller's
+binding.issue()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from interlace.comm.cuda.driver import Driver
+from interlace.runtime.cuda.binder import Binder, Links
+from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.engine import Context
+from interlace.runtime.releases import releases
+
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.engine import CudaEngine
+
+
+class Binding:
+    """The ops of a Program, bound to streams and words, with what stands before and after them."""
+
+    def __init__(
+        self, context: Context, driver: Driver, spaces: Mapping[str, Any], engine: CudaEngine
+    ) -> None:
+        self.context, self.driver, self.engine = context, driver, engine
+        self.spaces = spaces
+        self.runs = 0
+        names = context.plan.program.streams() or ("main",)
+        self.main = Lane(names[0])
+        alone = context.options.in_order
+        self.lanes = {
+            name: self.main if alone or name == names[0] else Lane.own(name, context.device)
+            for name in names
+        }
+        self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
+        links = Links(spaces, driver, self.take, lambda: self.runs, self.words)
+        self.binder = Binder(context, self.lanes, links)
+        self.steps = self._bind()
+        self._entry, self._ends = driver.event(), [driver.event() for _ in self.sides]
+
+    def words(self, team: str, count: int) -> int:
+        """Words of this rank's own."""
+        return self.spaces[team].local(count)
+
+    def take(self, team: str, lane: Lane) -> Thunk | None:
+        """Makes a stream wait until all ranks have ended the run before the last."""
+        side = self.spaces[team].side
+        batch = self.driver.batch(side.heard, [])
+        return lambda: batch.run(lane.handle, side.run - 2, 0)
+
+    def _bind(self) -> list[Thunk]:
+        plan, watched = self.context.plan, self._watched
+        leaving = releases(plan.program)
+        steps: list[Thunk] = []
+        for index, op in enumerate(plan.program.ops):
+            step = self.binder.bind(index, op)
+            if step is not None:
+                steps.append(watched(index, step))
+            steps += [self.binder.drop(name) for name in leaving.get(index, ())]
+        return steps
+
+    def _watched(self, index: int, step: Thunk) -> Thunk:
+        """The step with what tests and traces want around it."""
+        context, op = self.context, self.context.plan.program.ops[index]
+        before_op, rank, lane = context.before_op, context.plan.rank, self.lanes[op.stream]
+        if before_op is not None:
+            delay = lane.within(lambda: before_op(rank, index, op))
+            plain = step
+
+            def delayed() -> None:
+                delay()
+                plain()
+
+            step = delayed
+        if context.options.trace and not context.options.graph:
+            return self.engine.timed(index, lane, step)
+        return step
+
+    def issue(self) -> None:
+        """Issues all ops between the fork of the streams and their join."""
+        driver, main = self.driver, self.main
+        self.runs += 1
+        for space in self.spaces.values():
+            space.begin()
+        if self.sides:
+            driver.record(main.handle, self._entry)
+            for lane in self.sides:
+                driver.wait_event(lane.handle, self._entry)
+        for step in self.steps:
+            step()
+        for lane, event in zip(self.sides, self._ends, strict=True):
+            driver.record(lane.handle, event)
+            driver.wait_event(main.handle, event)
+
+    def close(self) -> None:
+        """Gives events back."""
+        self.binder.close()
+        for event in (self._entry, *self._ends):
+            self.driver.destroy_event(event)

@@ -1,0 +1,202 @@
+"""A Program captured in two CUDA graphs, for even and odd runs, which are replayed in turn.
+
+A graph has its addresses and the values of its words in it, so each of the two has its own words
+and copies of the slots, and takes back at its end what was raised.
+
+Note [Words in graphs]
+    Words of a graph are 0 before its run. The run waits until they reach the value that the Program
+    says, and writes 0 again before it tells its peers that it has ended. A peer writes them for the
+    run after next only once it has heard that (`ended`: a word like the others, which stands at 1
+    before the first run), so no word is written while its last value is still awaited.
+
+Note [Addresses in graphs]
+    A graph reads and writes what lay at the addresses that it was captured with: those of the first
+    run. A tensor that comes at another address later gets a place of its own that it is copied
+    through from then on, and the graphs are captured anew, at most once for each tensor. Parameters
+    stay where they are and are never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from interlace.comm import Use
+from interlace.comm.cuda.space import CudaSpace
+from interlace.runtime.cuda.binding import Binding
+from interlace.runtime.cuda.lanes import Lane, Thunk
+
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.engine import CudaEngine
+
+AT_ONCE = 128
+"""Memory operations in one batch."""
+
+
+class GraphWords:
+    """The words of one graph on one team: a `CudaSpace` whose base never moves."""
+
+    def __init__(self, space: CudaSpace, signals: Sequence[str]) -> None:
+        self.side, self.uses, self.span, self.base = space.side, space.uses, space.span, 0
+        self.own, self.theirs, self.value = space.own, space.theirs, space.value
+        self._space = space
+        size, me = self.side.size, self.side.me
+        others = [member for member in range(size) if member != me]
+        self.heard = [space.own("ended", member) for member in others] if self.uses else []
+        self.told = space.theirs("ended", others) if self.uses else []
+        self.raised = [space.own(name, member) for name in signals for member in range(size)]
+        for word in self.heard:
+            self.side.driver.fill(word, 1, 1)
+
+    def begin(self) -> int:
+        """Values count from 0 in every run."""
+        return 0
+
+    def local(self, count: int) -> int:
+        """Words of this rank's own, which a run raises."""
+        address = self._space.local(count)
+        self.raised += [address + 4 * i for i in range(count)]
+        return address
+
+
+class GraphBinding(Binding):
+    """The ops of a Program as one graph issues them."""
+
+    words: Mapping[str, GraphWords]
+
+    def take(self, team: str, lane: Lane) -> Thunk | None:
+        """Nothing: the run has waited for its peers before its streams forked."""
+        return None
+
+    def issue(self) -> None:
+        """The hand-over from the run before last, all ops, and the hand-over to the next."""
+        main, self.runs = self.main.handle, 0
+        for words in self.spaces.values():
+            for step in self._batches(words.heard, [], 1, 0), self._batches([], words.heard, 0, 0):
+                step(main)
+        super().issue()
+        for words in self.spaces.values():
+            for step in self._batches([], words.raised, 0, 0), self._batches([], words.told, 0, 1):
+                step(main)
+
+    def _batches(
+        self, waits: list[int], writes: list[int], awaited: int, written: int
+    ) -> Callable[[int], None]:
+        def step(stream: int) -> None:
+            for first in range(0, max(len(waits), len(writes)), AT_ONCE):
+                part = slice(first, first + AT_ONCE)
+                self.driver.batch(waits[part], writes[part]).run(stream, awaited, written)
+
+        return step
+
+
+class Graphs:
+    """The two graphs of an engine."""
+
+    def __init__(self, engine: CudaEngine) -> None:
+        self._engine, self._context = engine, engine.context
+        demands = self._context.plan.demands
+        self._bindings: list[Any] = []
+        for spaces in self._context.crew.graph_spaces:
+            words = {t: GraphWords(space, demands[t].signals) for t, space in spaces.items()}
+            self._bindings.append(GraphBinding(self._context, engine.driver, words, engine))
+        self._stream: Any = torch.cuda.Stream(self._context.device)
+        self._baked: list[torch.Tensor] = []
+        self._copied: set[int] = set()
+        self._own_outs = False
+        self._graphs: list[Any] = []
+        self._results: list[tuple[Any, ...]] = []
+        self._runs = 0
+
+    def run(
+        self,
+        names: tuple[Sequence[str], Sequence[str]],
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        make: Callable[[], Sequence[torch.Tensor]],
+        results: Callable[[], tuple[Any, ...]],
+    ) -> tuple[Any, ...]:
+        """Replays the graph whose turn it is; captures both first, where need be.
+
+        `names` of the inputs and outputs; `make` gives outputs where the caller gives none.
+        """
+        given = [*inputs, *(out or ())]
+        baked, num_inputs = self._baked, len(inputs)
+        if self._graphs and self._own_outs == (out is None):
+            moved = [
+                index
+                for index, tensor in enumerate(given)
+                if index not in self._copied and tensor.data_ptr() != baked[index].data_ptr()
+            ]
+        else:
+            moved, self._baked, self._copied = [], list(given), set()
+            self._graphs, self._own_outs = [], out is None
+        if moved or not self._graphs:
+            for index in moved:
+                self._copied.add(index)
+                like = given[index]
+                self._baked[index] = torch.empty_strided(
+                    like.shape, like.stride(), dtype=like.dtype, device=like.device
+                )
+            self._capture(names, num_inputs, make, results)
+        for index in self._copied:
+            if index < num_inputs:
+                self._baked[index].copy_(given[index])
+        turn, self._runs = self._runs & 1, self._runs + 1
+        self._engine.replay(self._graphs[turn])
+        for index in self._copied:
+            if index >= num_inputs:
+                given[index].copy_(self._baked[index])
+        if self._context.options.static_outputs:
+            return self._results[turn]
+        callers = {
+            self._baked[index].data_ptr(): given[index] for index in range(num_inputs, len(given))
+        }
+        return tuple([_lasting(item, callers) for item in self._results[turn]])
+
+    def _capture(
+        self,
+        names: tuple[Sequence[str], Sequence[str]],
+        num_inputs: int,
+        make: Callable[[], Sequence[torch.Tensor]],
+        results: Callable[[], tuple[Any, ...]],
+    ) -> None:
+        """Captures both graphs: nothing runs, so no peer need do the same now."""
+        values, device = self._context.values, self._context.device
+        torch.cuda.current_stream(device).synchronize()
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs, self._results = [], []
+        for turn, binding in enumerate(self._bindings):
+            graph: Any = torch.cuda.CUDAGraph()
+            uses = dict.fromkeys(self._context.plan.takes, Use(turn, 0))
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                outs = make() if self._own_outs else self._baked[num_inputs:]
+                given = dict(zip(names[0], self._baked, strict=False))
+                given.update(zip(names[1], outs, strict=True))
+                binding.main.handle = int(self._stream.cuda_stream)
+                try:
+                    values.begin(given, uses)
+                    binding.issue()
+                    self._results.append(results())
+                finally:
+                    values.end()
+            self._graphs.append(graph)
+
+    def close(self) -> None:
+        """Lets go of the graphs."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs, self._results, self._baked = [], [], []
+        for binding in self._bindings:
+            binding.close()
+
+
+def _lasting(item: Any, callers: Mapping[int, torch.Tensor]) -> Any:
+    """A result in memory that no replay writes again: the caller's own, or a copy."""
+    if isinstance(item, torch.Tensor):
+        given = callers.get(item.data_ptr())
+        return item.clone() if given is None or given.shape != item.shape else given
+    return tuple(_lasting(part, callers) for part in item) if isinstance(item, tuple) else item
