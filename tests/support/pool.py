@@ -12,6 +12,8 @@ rank of a default process group of the asked size, and each rank's result comes 
     def test_total(pool):
         assert pool(3).run(total) == [3.0, 3.0, 3.0]
 
+`Pool("cuda")` gives each rank a GPU of its own, and NCCL beside gloo in its default group.
+
 Each task is bounded by a time-out. A rank that raises, dies or does not come back becomes a
 `RankFailure` that names it, with its traceback; the processes are then replaced, as they are after
 a task that says that it leaves them unusable (`replace=True`).
@@ -67,6 +69,7 @@ class Task:
     prefix: str
     dump: str
     dump_after_s: float
+    device: str
 
 
 class Ranks:
@@ -91,7 +94,8 @@ class Ranks:
 class Pool:
     """Up to four worker processes, started when first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed"])
         self._workers: list[tuple[Any, Connection]] = []
@@ -126,6 +130,7 @@ class Pool:
                     *(function.__module__, getattr(module, "__file__", None)),
                     *(function.__qualname__, args, (str(ROOT), *sys.path), rank, world),
                     *(str(self._generation), f"{folder}/{rank}", 0.9 * time_out_s),
+                    self._device,
                 )
                 connection.send_bytes(pickle.dumps(task))
             answers = self._collect(world, time_out_s)
@@ -247,8 +252,14 @@ def _join(task: Task, port: int) -> None:
         dist.destroy_process_group()
     limit = timedelta(seconds=60)
     store = dist.PrefixStore(task.prefix, dist.TCPStore("127.0.0.1", port, timeout=limit))
+    backend, own = "gloo", None
+    if task.device == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast objects
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        backend, own = "cpu:gloo,cuda:nccl", torch.device("cuda", task.rank)
+        torch.cuda.set_device(own)
     dist.init_process_group(
-        "gloo", store=store, rank=task.rank, world_size=task.world, timeout=limit
+        backend, store=store, rank=task.rank, world_size=task.world, timeout=limit, device_id=own
     )
 
 
