@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,30 @@ import pytest
 ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:  # so that `tests.support` can be imported, here and in worker processes
     sys.path.insert(0, ROOT)
+if importlib.util.find_spec("interlace") is None:  # not installed: as on a machine lent for a while
+    sys.path.insert(0, f"{ROOT}/src")
 
 from tests.support.pool import Pool  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where pytest-timeout is not there, its setting is allowed all the same, and does nothing."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds that a test may take")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """And so is its mark."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        config.addinivalue_line("markers", "timeout(seconds): how long the test may take")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty cache folder: what was calibrated on this machine is no part of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import InterlaceError, OptionError
 from interlace.frontend.artefact import Artefact, Setting
-from interlace.frontend.binding import machine_for
 from interlace.frontend.capture import notice
 from interlace.frontend.devices import device_of
 from interlace.frontend.locs import argument, is_state, label
+from interlace.frontend.machine import shared_machine
 from interlace.frontend.partition import Partition
 from interlace.frontend.waiting import without_waiting
 from interlace.options import Options
@@ -46,7 +46,7 @@ class Compilation:
     def compilers(self) -> dict[str, Any]:
         """The keyword arguments that AOTAutograd takes."""
         options, device = self.setting.options, self.setting.device
-        machine = machine_for(options, device)
+        machine = shared_machine(options, device)
         return {
             "fw_compiler": self._compiler("forward"),
             "bw_compiler": self._compiler("backward"),

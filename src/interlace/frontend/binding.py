@@ -4,7 +4,8 @@
     outputs = bound.run(args)
 
 Where the ranks hold uneven shards their Programs differ; then the Executor proves the set of them.
-A set whose overlapped Programs do not fit together runs serially, and a remark says so.
+A set whose overlapped Programs do not fit together is chosen anew by the built-in model, which is
+the same everywhere, or else runs serially; a remark says so.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from interlace.cost import Machine, default_machine
+from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.imported import Imported
+from interlace.frontend.machine import built_in, machine_for
 from interlace.ir import Program, Remark
 from interlace.options import Options
 from interlace.passes import add_remarks, lower
@@ -36,6 +38,8 @@ class Bound:
     """`forward`, `backward` or `inference`."""
     imported: Imported
     executor: Executor
+    machine: Machine
+    """The model that its strategies were chosen by."""
 
     @property
     def serial(self) -> Program:
@@ -69,13 +73,6 @@ class Bound:
         return self.imported.scatter(self.executor.run(self.imported.gather(args)), args)
 
 
-def machine_for(options: Options, device: str) -> Machine:
-    """The machine model that the options name, or the built-in one of the device."""
-    if options.calibration is not None:
-        return Machine.load(options.calibration)
-    return default_machine(device)
-
-
 def bind(
     kind: str,
     imported: Imported,
@@ -88,8 +85,9 @@ def bind(
     machine = machine_for(options, place.type)
     options, noted = _with_regions(options, place)
 
-    def prepared(options: Options, remarks: Sequence[Remark] = ()) -> Executor:
-        program = add_remarks(lower(imported.program, options, machine), [*noted, *remarks])
+    def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
+        remarks = [*noted, *([Remark("frontend", why)] if why else [])]
+        program = add_remarks(lower(imported.program, options, machine), remarks)
         executor = Executor(
             program,
             groups=groups,
@@ -99,18 +97,30 @@ def bind(
             static_inputs=imported.static,
         )
         executor.prepare()
-        return executor
+        return Bound(kind, imported, executor, machine)
 
     try:
-        return Bound(kind, imported, prepared(options))
+        return prepared(options, machine)
     except AgreementError as error:
-        if not (options.overlap and isinstance(error.__cause__, SoundnessError | ProgramError)):
+        if not _differs(error, options):
             raise
-        why = (
-            "the ranks' Programs differ, and overlapped they do not fit together: it runs serially"
-        )
-        serially = dataclasses.replace(options, overlap=False)
-        return Bound(kind, imported, prepared(serially, [Remark("frontend", why)]))
+    if options.strategy == "auto":  # ranks may have chosen by different calibrations
+        try:
+            anew = f"{DIFFER}: the built-in model chose anew"
+            return prepared(options, built_in(options, place.type), anew)
+        except AgreementError as error:
+            if not _differs(error, options):
+                raise
+    serially = dataclasses.replace(options, overlap=False)
+    return prepared(serially, machine, f"{DIFFER}: it runs serially")
+
+
+DIFFER = "the ranks' Programs differ, and overlapped they do not fit together"
+
+
+def _differs(error: AgreementError, options: Options) -> bool:
+    """Whether all ranks came, with overlapped Programs that do not go together."""
+    return options.overlap and isinstance(error.__cause__, SoundnessError | ProgramError)
 
 
 def placed(device: str) -> torch.device:

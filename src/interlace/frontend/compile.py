@@ -30,7 +30,7 @@ from interlace.cost import Timeline, simulate
 from interlace.errors import ExecutorError, UnsupportedError
 from interlace.frontend.artefact import Setting
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
-from interlace.frontend.binding import Bound, machine_for
+from interlace.frontend.binding import Bound
 from interlace.frontend.checkpoints import checkpoints_marked
 from interlace.frontend.devices import device_of
 from interlace.frontend.explain import explain
@@ -120,7 +120,7 @@ class Compiled:
     def simulate(self, kind: str | None = None) -> Timeline:
         """The predicted timeline of all ranks; `kind` asks for `backward`."""
         bound = self._of_kind(kind)
-        return simulate(bound.program, machine_for(self.options, device_of(self._tensors())))
+        return simulate(bound.program, bound.machine)
 
     def profile(
         self, *args: Any, kind: str | None = None, runs: int = 3, **kwargs: Any

@@ -1,0 +1,60 @@
+"""The machine that `auto` asks: the calibration named, the one of this host, or the built-in model.
+
+    machine = machine_for(Options(), "cuda")        # what `interlace calibrate` wrote, if it did
+
+Every rank of a host finds the same file, so they choose alike. Where hosts differ and what they
+chose does not fit together, binding goes back to the built-in model, which is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from interlace.cost import Machine, default_machine, default_path
+from interlace.errors import CalibrationError
+from interlace.options import Options
+
+
+def gpus_of(device: str) -> str:
+    """The GPUs of this host as calibration files name them; empty for the CPU."""
+    if torch.device(device).type != "cuda":
+        return ""
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+def machine_for(options: Options, device: str) -> Machine:
+    """The machine to choose by. With `graph=True` it is one whose host issues nothing."""
+    gpus = gpus_of(device)
+    if options.calibration is not None:
+        machine = Machine.load(options.calibration, gpus=gpus)
+    else:
+        machine = calibrated(device, gpus) or default_machine(device)
+    return machine.replayed if options.graph else machine
+
+
+def built_in(options: Options, device: str) -> Machine:
+    """The built-in model, the same everywhere."""
+    machine = default_machine(device)
+    return machine.replayed if options.graph else machine
+
+
+def calibrated(device: str, gpus: str) -> Machine | None:
+    """What `interlace calibrate` found out about this host; None where it did not run."""
+    path = default_path(gpus)
+    if not path.exists():
+        return None
+    try:
+        machine = Machine.load(path, gpus=gpus)
+    except CalibrationError as error:
+        warnings.warn(f"the built-in model chooses strategies: {error}", stacklevel=2)
+        return None
+    return machine if machine.device == torch.device(device).type else None
+
+
+def shared_machine(options: Options, device: str) -> Machine:
+    """The machine that is the same on all hosts unless the options name a file."""
+    if options.calibration is not None:
+        return machine_for(options, device)
+    return built_in(options, device)

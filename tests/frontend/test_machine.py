@@ -1,0 +1,100 @@
+"""Which machine chooses: the file named, the one of this host, or the built-in model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+
+import interlace
+from interlace.cost import Link, Machine, default_machine, default_path
+from interlace.errors import CalibrationError
+from interlace.frontend.machine import machine_for, shared_machine
+from interlace.options import Options
+
+CPU = default_machine("cpu")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this host's file is looked for, in a cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = default_path()
+    path.parent.mkdir()
+    return path
+
+
+def test_the_file_of_this_host_is_found(here: Path) -> None:
+    assert machine_for(Options(), "cpu") == CPU
+    CPU.replace(name="mine").save(here)
+    assert machine_for(Options(), "cpu").name == "mine"
+    assert shared_machine(Options(), "cpu").name == "cpu", "other hosts may have none"
+    other = here.parent / "other.json"
+    CPU.replace(name="other").save(other)
+    for find in (machine_for, shared_machine):
+        assert find(Options(calibration=str(other)), "cpu").name == "other"
+
+
+def test_a_file_that_cannot_be_read_is_told_of(here: Path) -> None:
+    here.write_text("{}")
+    with pytest.warns(UserWarning, match="the built-in model chooses strategies.*schema"):
+        assert machine_for(Options(), "cpu") == CPU
+    with pytest.raises(CalibrationError, match="schema"):
+        machine_for(Options(calibration=str(here)), "cpu")
+
+
+def test_a_graph_costs_the_host_nothing(here: Path) -> None:
+    model = Machine.load  # a file of GPUs, read where there are none
+    default_machine("cuda").save(here)
+    assert model(here).replayed.captured
+    assert default_machine("cuda").replayed.issue_s == 0
+
+
+def calls(seconds: float) -> tuple[list[str], list[str], str]:
+    """Strategies, remarks and explanation where this rank's links have that latency."""
+    import torch.distributed._functional_collectives as funcol
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    links = tuple((name, Link(latency_s=seconds, bandwidth=1e8)) for name, _ in CPU.links)
+    path = default_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        CPU.replace(name="mine", links=links).save(path)
+    dist.barrier()
+    own = Path(f"{path}.{rank}")
+    slow = tuple((name, Link(latency_s=1.0, bandwidth=1e8)) for name, _ in CPU.links)
+    (CPU.replace(name="mine", links=links) if rank == 0 else CPU.replace(links=slow)).save(own)
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return funcol.all_gather_tensor(x, 0, group) @ w  # pyright: ignore[reportArgumentType]
+
+    x, w = torch.randn(512, 64), torch.randn(64, 2048)
+    told: list[Any] = []
+    for calibration in (None, str(own)):
+        compiled = interlace.compile(fn, x, w, options=Options(calibration=calibration))
+        torch.testing.assert_close(compiled(x, w), fn(x, w), rtol=1e-4, atol=1e-4)
+        site, program = compiled.program.sites[0], compiled.program
+        told += [site.strategy, [r.text for r in program.remarks if r.pass_name == "frontend"]]
+        told += [compiled.explain()]
+    dist.barrier()
+    if rank == 0:
+        path.unlink()
+    return tuple(told)  # pyright: ignore[reportReturnType]
+
+
+def test_ranks_choose_by_one_file_and_anew_where_files_differ(pool: Pool) -> None:
+    first: Any
+    for first in pool(2).run(calls, 1e-9):
+        strategy, remarks, text, again, remarks_2, text_2 = first
+        assert strategy != "serial"
+        assert not remarks
+        assert "fastest (mine)" in text
+        assert "serial " in text.splitlines()[2]
+        assert "peer/get " in text.splitlines()[2]
+        assert remarks_2, "one rank's file lets it overlap, the other's does not"
+        assert "the built-in model chose anew" in remarks_2[0]
+        assert again == "serial" or "fastest (cpu)" in text_2
