@@ -86,6 +86,7 @@ class Ours:
         options = Options(
             **OURS[self.name],
             graph=self.mode == "graph",
+            static_outputs=self.mode == "graph",
             time_out_s=TIME_OUT_S,
             calibration=given,
         )

@@ -133,7 +133,7 @@ def join(
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=where, **how)
         else:
             dist.init_process_group("gloo", **how)
-        yield _ranks(where)
+        yield here(where)
     finally:
         with contextlib.suppress(InterlaceError, RuntimeError):
             release_teams()
@@ -142,7 +142,8 @@ def join(
         faulthandler.cancel_dump_traceback_later()
 
 
-def _ranks(device: torch.device) -> Ranks:
+def here(device: torch.device) -> Ranks:
+    """The ranks of the default process group, which is there. All of them call it."""
     if dist.get_world_size() < 2:
         raise TeamError(
             "a benchmark of overlap needs two ranks at least: --world 2 --device cpu runs anywhere"
@@ -150,9 +151,11 @@ def _ranks(device: torch.device) -> Ranks:
     store = dist.distributed_c10d._get_default_store()
     world = dist.group.WORLD
     assert world is not None
+    board = Board(store, "interlace/bench")
+    generation = board.count(f"joined/{dist.get_rank()}")
     ranks = Ranks(
         *(dist.get_rank(), dist.get_world_size(), device, world),
-        Board(store, "interlace/bench"),
+        Board(store, f"interlace/bench/{generation}"),
         _device_tick=torch.zeros(1, device=device),
     )
     ranks.align()

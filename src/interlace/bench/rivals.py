@@ -3,8 +3,8 @@
     launch = Sequential(case, ranks, graph=True, sets=inputs.sets).open()
 
 `sequential` is what a model without overlap does: NCCL, cuBLAS, one after the other on one stream.
-Its graph reads each set of inputs where it lies and hands out its own result: no copy in, none out,
-which is the most that a graph of it can do. `gemm` is the matmul alone: half of the roof.
+Its graph, like ours, has x copied in, reads the weight where it lies, and hands out its own result.
+`gemm` is the matmul alone: half of the roof.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from interlace.bench.candidates import Candidate, Launch
 from interlace.bench.peer_memory import assert_no_multicast
 from interlace.bench.ranks import Ranks
-from interlace.bench.sites import Case
+from interlace.bench.sites import DTYPES, Case
 from interlace.errors import UnsupportedError
 
 Sets = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -52,33 +52,30 @@ class Sequential(_Rival):
     def __init__(self, case: Case, ranks: Ranks, graph: bool, sets: Sets) -> None:
         super().__init__(case, ranks)
         self.mode = "graph" if graph else "eager"
-        self._sets = sets
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._given = sets[0]
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def open(self) -> Launch:
-        """The function, or its captures: one for each set of inputs."""
+        """The function, or its capture."""
         launch = self._launch()
         if self.mode == "eager":
             return launch
+        first, weight = self._given
+        place = first.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                launch(*self._sets[0])
+                launch(place, weight)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        pool: Any = None
-        for x, w in self._sets:
-            graph = torch.cuda.CUDAGraph()
-            # NCCL's watchdog asks about events meanwhile, which only this mode allows it.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                result = launch(x, w)
-            pool = graph.pool()
-            self._graphs[x.data_ptr()] = graph, result
-        graphs = self._graphs
+        graph = self._graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog asks about events meanwhile, which only this mode allows it.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            result = launch(place, weight)
 
         def replay(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            graph, result = graphs[x.data_ptr()]
+            place.copy_(x)
             graph.replay()
             return result
 
@@ -106,8 +103,8 @@ class Sequential(_Rival):
         return {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "gemm_ar": gemm_ar}[self.case.op]
 
     def close(self) -> None:
-        """Frees the graphs."""
-        self._graphs.clear()
+        """Frees the graph."""
+        self._graph = None
 
 
 class AsyncTP(_Rival):
@@ -147,11 +144,22 @@ class WholeGemm(_Rival):
         """The function."""
         if self._by == "torch":
             return torch.mm
-        kernels: Any = importlib.import_module("interlace.kernels")
-        found = getattr(kernels, "matmul", None)
-        if found is None:
-            raise UnsupportedError("this build has no Triton matmul (interlace.kernels.matmul)")
-        return found
+        case, device = self.case, self.ranks.device
+        try:
+            kernels: Any = importlib.import_module("interlace.kernels.gather_matmul")
+        except ImportError as error:
+            raise UnsupportedError(f"no Triton matmul: {error}") from error
+        sizes = {"rows": case.m, "inner": case.k, "columns": case.n}
+        kernel = kernels.GatherMatmul(
+            **sizes, size=1, rank=0, dtype=DTYPES[case.dtype], device=device, gated=False
+        )
+
+        def launch(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = x.new_empty(case.m, case.n)
+            kernel.launch(torch.cuda.current_stream().cuda_stream, x, w, None, y, None, 0, 0)
+            return y
+
+        return launch
 
 
 def rivals(case: Case, ranks: Ranks, names: Sequence[str], sets: Sets) -> list[Candidate]:

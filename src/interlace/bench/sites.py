@@ -22,6 +22,7 @@ from interlace.errors import OptionError
 from interlace.ir import Program, parse
 
 OPS = ("ag_gemm", "gemm_rs", "gemm_ar")
+Pair = tuple[torch.Tensor, torch.Tensor]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64}
 
 CACHE = 60 << 20
@@ -96,13 +97,21 @@ def gemm_ar(tp: Team[{world}], x: {t}[{m}, {k}], w: {t}[{k}, {n}]):
 
 @dataclass(slots=True)
 class Inputs:
-    """Sets of inputs on this rank, what a whole matmul takes, and what the first sets must give."""
+    """Sets of inputs on this rank, what a whole matmul takes, and what the first sets must give.
 
-    sets: list[tuple[torch.Tensor, torch.Tensor]]
-    whole: list[tuple[torch.Tensor, torch.Tensor]]
+    Eager candidates get another x and w each time. Those that replay a graph get another x (which
+    is copied in, and counts) and one w, which is a parameter: the graph reads it where it lies.
+    """
+
+    sets: list[Pair]
+    whole: list[Pair]
     """The same for the matmul alone: AG+GEMM's rows gathered."""
-    expected: list[tuple[torch.Tensor, torch.Tensor]]
-    """Of the first two sets: the result, and what it may be off by."""
+    checks: dict[str, list[tuple[Pair, Pair]]]
+    """By mode, some inputs with the result and what it may be off by."""
+
+    def of(self, mode: str) -> list[Pair]:
+        """The sets that a candidate of that mode gets."""
+        return self.sets if mode == "eager" else [(x, self.sets[0][1]) for x, _ in self.sets]
 
 
 def make_inputs(case: Case, ranks: Ranks, seed: int = 0) -> Inputs:
@@ -120,8 +129,15 @@ def make_inputs(case: Case, ranks: Ranks, seed: int = 0) -> Inputs:
         (random(rows, case.k), random(case.k, case.n, scale=case.k**-0.5)) for _ in range(count)
     ]
     whole = [(gathered(case, x, ranks), w) for x, w in sets]
-    expected = [reference(case, x, w, ranks) for x, w in whole[:2]]
-    return Inputs(sets, whole, expected)
+    known = {
+        (i, j): reference(case, whole[i][0], whole[j][1], ranks)
+        for i, j in ((0, 0), (1, 1), (1, 0) if ranks.cuda else (0, 0))
+    }
+    checks = {
+        mode: [((sets[i][0], sets[j][1]), known[i, j]) for i, j in places if (i, j) in known]
+        for mode, places in (("eager", ((0, 0), (1, 1))), ("graph", ((0, 0), (1, 0))))
+    }
+    return Inputs(sets, whole, checks)
 
 
 def gathered(case: Case, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:

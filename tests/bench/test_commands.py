@@ -1,0 +1,156 @@
+"""The commands end to end on two ranks of a CPU: rows, tables, files, errors; and torchrun."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.schedules import ROOT, command
+
+from interlace.bench.rows import read
+from interlace.commands.bench_interconnect import nbytes, size
+from interlace.cost import Machine
+
+pytestmark = pytest.mark.timeout(300)
+TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32", "--host-runs", "5")
+
+
+def bench(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = command("bench", *args, time_out_s=250)
+    assert done.returncode == code, done.stderr + done.stdout
+    return done
+
+
+def test_overlap(tmp_path: Path) -> None:
+    only = "serial,put,auto,sequential"
+    done = bench("overlap", *TINY, "--only", only, "--out", str(tmp_path), "--seconds", "20")
+    assert done.stderr == "", "there is no progress bar off a terminal"
+    rows = read(tmp_path / "overlap.csv")
+    assert {row["op"] for row in rows} == {"ag_gemm", "gemm_rs", "gemm_ar"}
+    timed = {(row["op"], row["strategy"]): row for row in rows}
+    assert set(only.split(",")) | {"gemm torch"} == {strategy for _, strategy in timed}
+    for row in rows:
+        assert row["error"] == ""
+        assert 0 < float(row["median_us"]) <= float(row["p90_us"])
+        assert float(row["r"]) > 0
+        assert row["commit"] and row["torch"] and row["date"]  # noqa: PT018
+        if not row["strategy"].startswith("gemm"):
+            assert row["host_runs"] == "5"
+            assert float(row["deviation"]) <= 2
+    assert float(timed["ag_gemm", "sequential"]["speedup_eager"]) == pytest.approx(1.0)
+    assert f"wrote {tmp_path}/overlap.csv" in done.stdout
+
+
+def test_overlap_judges_bars_as_json_and_leaves_out_what_has_no_time(tmp_path: Path) -> None:
+    given = ("--only", "auto,sequential", "--out", str(tmp_path), "--check", "--json")
+    done = bench("overlap", *TINY, *given, "--seconds", "0.001", code=0)
+    report = json.loads(done.stdout)
+    assert len(report["skipped"]) == 3
+    assert report["rows"] == report["bars"] == []
+
+
+def test_overlap_under_torchrun(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    given = ("--only", "put,sequential", "--out", str(tmp_path), "--check", "--verbose")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "interlace", "bench", "overlap", *TINY, *given),
+        ],
+        **{"env": environment, "cwd": ROOT, "timeout": 250},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count("wrote ") == 1, "rank 0 alone prints"
+    assert "gemm_ar 64,48,32 f32: put/eager" in done.stderr
+    assert "bar" in done.stdout
+
+
+def test_interconnect(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    done = bench(
+        *("interconnect", "--device", "cpu", "--most", "4KiB", "--no-plot", "--json"),
+        *("--out", str(tmp_path), "--calibration", str(file)),
+    )
+    report = json.loads(done.stdout)
+    kinds = {(row["kind"], row["backend"]) for row in report["rows"]}
+    assert {("get", "peer"), ("put", "peer"), ("send", "gloo")} <= kinds
+    for backend in ("gloo", "peer"):
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+            assert (kind, backend) in kinds
+    assert {row["pattern"] for row in report["rows"]} == {"0>1", "1>0", "ring", "team"}
+    assert not [row["error"] for row in report["rows"] if row["error"]]
+    assert all(row["us"] > 0 for row in report["rows"])
+    assert {"nccl", "ucc"} >= set(report["absent"])
+    assert {sample["kind"] for sample in report["device"]} == {"gemm", "copy", "launch"}
+    machine = Machine.load(file)
+    assert machine.link("peer").times("put", 4096, 2)[0] > 0
+    assert report["files"] == [str(tmp_path / "interconnect.csv"), str(file)]
+    assert len(read(tmp_path / "interconnect.csv")) == len(report["rows"])
+
+
+def test_layer(tmp_path: Path) -> None:
+    sizes = ("--dim", "32", "--hidden", "64", "--heads", "2", "--prefill", "32", "--cached", "8")
+    done = bench(
+        *("layer", "--device", "cpu", "--dtype", "f32", "--only", "eager,interlace", *sizes),
+        *("--out", str(tmp_path), "--seconds", "4", "--json"),
+    )
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    assert [(row["step"], row["way"]) for row in rows] == [
+        *(("prefill", "eager"), ("prefill", "interlace")),
+        *(("decode", "eager"), ("decode", "interlace")),
+    ]
+    for row in rows:
+        assert row["error"] == ""
+        assert row["median_us"] > 0
+        assert math.isnan(row["speedup"]), "Inductor did not run"
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("overlap", "--device", "cpu", "--preset", "none"), "--preset none: choose from bars"),
+        (("overlap", "--device", "cpu", "--shapes", "ag_gemm:1"), "ag_gemm:M,K,N"),
+        (("overlap", "--device", "cpu", "--only", "magic"), "--only magic"),
+        (("overlap", "--device", "cpu", "--world", "1"), "needs two"),
+        (("overlap", "--device", "tpu"), "choose auto, cpu or cuda"),
+        (("interconnect", "--device", "cpu", "--most", "4XB"), "'4XB' is no size"),
+        (("layer", "--device", "cpu", "--only", "magic"), "--only magic"),
+    ],
+)
+def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:
+    done = bench(*args, code=2)
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_that_cannot_do_it_end_with_one_error(tmp_path: Path) -> None:
+    given = ("--device", "cpu", "--shapes", "ag_gemm:7,4,4", "--out", str(tmp_path))
+    done = bench("overlap", *given, code=2)
+    assert "M does not divide over 2 ranks" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    done = bench("overlap", *TINY, "--time-out", "2", "--out", str(tmp_path), code=2)
+    assert "2 s" in done.stderr or "ended with code" in done.stderr
+
+
+def test_sizes_as_text() -> None:
+    assert [nbytes(text) for text in ("4096", "1KiB", "64MiB", "1G")] == [
+        *(4096, 1024, 64 << 20, 1 << 30),
+    ]
+    assert [size(n) for n in (512, 1536, 1 << 20, 1 << 30)] == [
+        "512 B",
+        "1.5 KiB",
+        "1 MiB",
+        "1 GiB",
+    ]

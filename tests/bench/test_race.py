@@ -1,0 +1,128 @@
+"""Candidates against one another: interleaved, the slowest rank counts, failures stay alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Pool
+
+from interlace.bench import overlap
+from interlace.bench.ranks import here
+from interlace.bench.timing import Timed, percentile, race
+
+CPU = torch.device("cpu")
+
+
+def test_percentiles() -> None:
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([float(i) for i in range(1, 11)], 0.9) == 9.0
+    assert Timed(rounds=[4.0, 1.0]).median == 2.5
+
+
+def raced() -> dict[str, Any]:
+    """A race on one rank: rank 1 is slow in one candidate, and fails in another."""
+    ranks = here(CPU)
+    order: list[str] = []
+    seen: list[int] = []
+
+    def quick(number: int) -> None:
+        order.append("quick")
+        seen.append(number)
+
+    def uneven(number: int) -> None:
+        order.append("uneven")
+        time.sleep(0.002 if ranks.me == 1 else 0)
+
+    def broken(number: int) -> None:
+        if ranks.me == 1:
+            raise ValueError("this rank alone")
+
+    runs = {"quick": quick, "uneven": uneven, "broken": broken}
+    sets = {name: [(0,), (1,), (2,)] for name in runs}
+    timed = race(ranks, runs, sets, seconds=0.1, rounds=(3, 3))
+    firsts = [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+    return {
+        "rounds": {name: one.rounds for name, one in timed.items()},
+        "problems": {name: one.problem for name, one in timed.items()},
+        "turns": firsts,
+        "seen": sorted(set(seen)),
+    }
+
+
+def test_a_race(pool: Pool) -> None:
+    first, second = pool(2).run(raced)
+    assert first["rounds"] == second["rounds"], "of all ranks the slowest"
+    assert min(first["rounds"]["uneven"]) >= 0.002
+    assert len(first["rounds"]["quick"]) == 3
+    assert first["problems"] == {
+        "quick": None,
+        "uneven": None,
+        "broken": "rank 1: ValueError: this rank alone",
+    }
+    # Before the race a short burst each; then each round begins with another candidate.
+    assert first["turns"] == ["quick", "uneven", "quick", "uneven", "quick", "uneven"]
+    assert first["seen"] == [0, 1, 2]
+
+
+class Odd:
+    """A candidate that computes what it is told to."""
+
+    mode = "eager"
+    loose = 1
+    chosen = ""
+    predicted_s = float("nan")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.closed = 0
+
+    def open(self) -> Any:
+        """A function that is right, wrong, or raises; or nothing at all."""
+        if self.name == "unfit":
+            raise RuntimeError("cannot serve this")
+
+        def launch(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            y = x @ w
+            dist.all_reduce(y)
+            if self.name == "wrong" and dist.get_rank() == 1:
+                y[3, 2] += 100
+            if self.name == "raises":
+                raise RuntimeError("in the middle")
+            return y
+
+        return launch
+
+    def close(self) -> None:
+        """Counts."""
+        self.closed += 1
+
+
+def measured(names: list[str]) -> Any:
+    """The report of a run with odd candidates, and how often each was closed."""
+    odd = [Odd(name) for name in names]
+    overlap.ours = lambda *args: odd  # type: ignore[assignment]
+    settings = overlap.Settings(
+        cases=(("gemm_ar", 8, 4, 6, "f32"),), only=("sequential",), seconds=5, host_runs=10
+    )
+    report = overlap.work(settings, here(CPU), lambda event: None)
+    return report, [one.closed for one in odd]
+
+
+def test_what_is_wrong_or_raises_is_a_row_without_a_time(pool: Pool) -> None:
+    names = ["right", "wrong", "raises", "unfit"]
+    (report, closed), (nothing, _) = pool(2).run(measured, names, replace=True)
+    assert nothing is None
+    rows = {row["strategy"]: row for row in report["rows"]}
+    assert rows["right"]["median_us"] > 0
+    assert rows["right"]["error"] == ""
+    assert rows["right"]["host_runs"] == 10
+    assert "off by" in rows["wrong"]["error"]
+    assert "in the middle" in rows["raises"]["error"]
+    assert "cannot serve this" in rows["unfit"]["error"]
+    assert all(rows[name]["median_us"] != rows[name]["median_us"] for name in names[1:])
+    assert min(closed) >= 1
+    assert rows["gemm torch"]["r"] == pytest.approx(1.0, abs=1.0)

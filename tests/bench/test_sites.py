@@ -1,0 +1,100 @@
+"""The sites that are timed: their Programs, what must move, and when a result counts as right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.pool import Pool
+
+from interlace.bench.links import sizes_between
+from interlace.bench.ranks import here
+from interlace.bench.sites import (
+    CACHE,
+    OPS,
+    PRESETS,
+    Case,
+    deviation,
+    make_inputs,
+    parse_shapes,
+    preset,
+)
+from interlace.errors import OptionError
+from interlace.verify import check
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_programs_are_sound(op: str, world: int) -> None:
+    assert check(Case(op, 16, 8, 4).program(world)).sound
+
+
+def test_the_bytes_that_must_move() -> None:
+    assert Case("ag_gemm", 8192, 4096, 100).link_bytes(4) == 3 * 2048 * 4096 * 2
+    assert Case("gemm_rs", 8192, 100, 4096).link_bytes(4) == 3 * 2048 * 4096 * 2
+    assert Case("gemm_ar", 8192, 100, 4096, "f32").link_bytes(2) == 2 * 4096 * 4096 * 4
+
+
+def test_inputs_take_turns_past_the_cache() -> None:
+    for case in preset("bars", ["bf16"]):
+        rows = case.m // 4 if case.op == "ag_gemm" else case.m
+        nbytes = 2 * (rows * case.k + case.k * case.n)
+        assert case.num_sets(4) >= 2
+        assert case.num_sets(4) * nbytes > 2 * CACHE
+
+
+def test_every_preset_fits_two_and_four_ranks() -> None:
+    for name in PRESETS:
+        for case in preset(name, ["bf16", "f32"]):
+            for world in (2, 4):
+                case.check(world)
+
+
+def test_shapes_are_read_from_text() -> None:
+    cases = parse_shapes("ag_gemm:64,32,16  gemm_ar:8,4,2", ["bf16", "f32"])
+    assert cases[1] == Case("ag_gemm", 64, 32, 16, "f32")
+    assert len(cases) == 4
+    for wrong in ("64,32,16", "ag_gemm:64,32", "ag_gemm:a,b,c"):
+        with pytest.raises(OptionError, match="ag_gemm:M,K,N"):
+            parse_shapes(wrong, ["bf16"])
+    with pytest.raises(OptionError, match="does not divide over 4 ranks"):
+        Case("ag_gemm", 6, 4, 4).check(4)
+    with pytest.raises(OptionError, match="no site"):
+        Case("gemm", 8, 4, 4).check(4)
+
+
+def test_sizes_grow_to_the_last() -> None:
+    assert sizes_between(1024, 1 << 20) == [1 << power for power in (10, 12, 14, 16, 18, 20)]
+    assert sizes_between(1000, 5000) == [1000, 4000, 5000]
+    assert sizes_between(8, 8) == [8]
+
+
+def deviations(op: str, dtype: str, seed: int) -> dict[str, float]:
+    """How far off some results are, on one rank."""
+    ranks = here(CPU)
+    case = Case(op, 64, 32, 24, dtype)
+    inputs = make_inputs(case, ranks, seed)
+    (_, (want, allowed)), *_ = inputs.checks["eager"]
+    right = want.to(inputs.sets[0][0].dtype)
+    broken, hollow = right.clone(), right.clone()
+    broken[-1, -1] += 0.25 * right.abs().max() + 1
+    hollow[0, 0] = torch.nan
+    assert (allowed > 0).all()
+    assert inputs.of("graph")[1][1] is inputs.sets[0][1]
+    return {
+        "right": deviation(right, (want, allowed)),
+        "broken": deviation(broken, (want, allowed)),
+        "nan": deviation(hollow, (want, allowed)),
+        "cut": deviation(right[1:], (want, allowed)),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("op", OPS)
+def test_what_is_wrong_deviates(pool: Pool, op: str, dtype: str, seed: int) -> None:
+    for found in pool(2).run(deviations, op, dtype, seed):
+        assert found["right"] <= 1
+        assert found["broken"] > 1
+        assert not found["nan"] <= 1
+        assert not found["cut"] <= 1
