@@ -1,7 +1,9 @@
 """`interlace demo`: a small tensor-parallel model trains through a verified, overlapped schedule.
 
-$ interlace demo --world 4 --steps 50 --out /tmp/demo
-$ torchrun --nproc-per-node 2 -m interlace demo
+$ interlace demo --world 4 --steps 50 --out demo
+$ torchrun --nproc-per-node 4 -m interlace demo
+
+Where there are two GPUs or more the ranks have one each, and the model is larger.
 """
 
 from __future__ import annotations
@@ -16,15 +18,22 @@ import typer
 
 from interlace.commands.files import read_machine
 from interlace.commands.output import command, print_json, say, table
-from interlace.errors import OptionError, TeamError
+from interlace.errors import BackendError, OptionError, TeamError
 
 if TYPE_CHECKING:
     from interlace.demo.lesson import Lesson
 
 
+DEVICES = ("auto", "cpu", "cuda")
+
+
 @command
 def demo(
-    world: Annotated[int, typer.Option(help="Ranks: processes on this machine.")] = 2,
+    world: Annotated[
+        int | None,
+        typer.Option(help="Ranks: processes on this machine. 2, or one for each GPU up to 4."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda (a GPU for each rank) or auto.")] = "auto",
     steps: Annotated[int, typer.Option(help="Training steps.")] = 20,
     layers: Annotated[int, typer.Option(help="Blocks of the model.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder for schedules, trace and page.")] = Path(
@@ -43,27 +52,31 @@ def demo(
     """Train a small tensor-parallel model three ways, and show what was overlapped.
 
     The model learns the source of Python's standard library, byte by byte: as eager DTensor, as the
-    serial program, and overlapped. Losses are shown side by side.
+    serial program, and overlapped; on GPUs a fourth way, the overlapped ops one by one. Losses are
+    shown side by side.
     """
-    from interlace.demo.lesson import Config, Lesson
+    from interlace.demo.lesson import Lesson
     from interlace.options import Options
 
     if steps < 1:
         raise OptionError(f"--steps {steps}: give at least one step")
     if layers < 1:
         raise OptionError(f"--layers {layers}: give at least one block")
-    if world < 1:
+    if world is not None and world < 1:
         raise TeamError(f"--world {world}: give at least one rank")
+    if device not in DEVICES:
+        raise OptionError(f"--device {device}: choose one of {', '.join(DEVICES)}")
     Options(strategy=strategy)  # raises for a strategy that there is not
     if calibration is not None:
         read_machine(calibration)
     place = str(calibration.resolve()) if calibration is not None else None
-    model = Config(layers=layers)
-    lesson = Lesson(
-        steps=steps, strategy=strategy, calibration=place, in_order=in_order, model=model
-    )
-    if "WORLD_SIZE" in os.environ:
-        report = _rank_of_torchrun(lesson, out)
+    given = {"steps": steps, "strategy": strategy, "calibration": place}
+    started = "WORLD_SIZE" in os.environ  # by torchrun: this process is one of the ranks already
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else world
+    device, world = _place(device, ranks)
+    lesson = Lesson.on(device, layers=layers, in_order=in_order, **given)
+    if started:
+        report = _rank_of_torchrun(lesson, out, time_out)
     else:
         from interlace.demo.launch import launch
 
@@ -79,17 +92,52 @@ def demo(
         show(report)
 
 
-def _rank_of_torchrun(lesson: Lesson, out: Path) -> dict[str, Any] | None:
-    """This process is one of the ranks already."""
-    import torch.distributed as dist
+def _place(device: str, ranks: int | None) -> tuple[str, int]:
+    """The device, and how many ranks there are on this machine, where that is left open."""
+    gpus = _gpus() if device != "cpu" else 0
+    if device == "auto":
+        device = "cuda" if gpus >= max(2, ranks or 0) else "cpu"
+    if device == "cpu":
+        return device, 2 if ranks is None else ranks
+    if gpus < (ranks or 1):
+        raise BackendError(
+            f"--device cuda: torch sees {gpus} GPUs here, and each of {ranks or 'the'} ranks needs "
+            "one; take --device cpu (`interlace doctor` says what is missing)"
+        )
+    return device, next(n for n in (4, 2, 1) if n <= gpus) if ranks is None else ranks
 
+
+def _gpus() -> int:
+    """GPUs that torch sees; torch, slow to import, is asked only where there may be one."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _rank_of_torchrun(lesson: Lesson, out: Path, time_out_s: float) -> dict[str, Any] | None:
+    """Works as one of the ranks that torchrun started; ends by itself if it hangs."""
+    import faulthandler
+    import sys
+    from datetime import timedelta
+
+    from interlace.demo.launch import prepare_for_gpus
+
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if lesson.device == "cuda":
+        prepare_for_gpus(os.environ, one_host=alone)  # before torch reads it
+    from interlace.demo.group import joined
     from interlace.demo.worker import work
 
-    dist.init_process_group("gloo")
+    lesson.model.check(int(os.environ["WORLD_SIZE"]))
+    local, limit = int(os.environ.get("LOCAL_RANK", "0")), timedelta(seconds=lesson.time_out_s)
+    faulthandler.dump_traceback_later(time_out_s, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
-        return work(lesson, out, lambda event: None)
+        with joined(lesson.device, limit, local=local) as device:
+            return work(lesson, out, lambda event: None, device)
     finally:
-        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
@@ -129,10 +177,12 @@ def show(report: dict[str, Any]) -> None:
     from interlace.demo.lesson import WAYS
 
     lesson, model = report["lesson"], report["lesson"]["model"]
+    where = "" if report["device"] == "cpu" else f" on {report['device']}"
     say(
         f"{lesson['steps']} steps of a Llama-style model ({model['layers']} layers, dim "
-        f"{model['dim']}, sequence {model['sequence']}, batch {model['batch']}) on the source of "
-        f"Python's standard library: {report['world']} ranks, torch {report['torch']}\n"
+        f"{model['dim']}, sequence {model['sequence']}, batch {model['batch']}, {model['dtype']}) "
+        f"on the source of Python's standard library: {report['world']} ranks{where}, torch "
+        f"{report['torch']}\n"
     )
     losses, ways = report["losses"], {way: WAYS[way] for way in report["losses"]}
     rows = [
@@ -190,10 +240,18 @@ def _equality(report: dict[str, Any]) -> None:
             what = f"{steps} losses, first gradients, last parameters"
             say(f"overlapped = {WAYS[way]}, bit for bit: {what}")
         else:
-            difference = equal["largest_loss_difference"]
+            apart = (
+                f"{equal['largest_loss_difference']:.2g} apart in a loss, "
+                f"{equal['first_loss_difference']:.2g} in the first; the norms of the first "
+                f"gradients differ by {abs(equal['gradient_norm_ratio'] - 1):.2g} of one"
+            )
             what = f"; bit for bit equal: {', '.join(same)}" if same else ""
-            say(f"overlapped and {WAYS[way]}: at most {difference:.2g} apart in a loss{what}")
-    if report["world"] > 2:
+            wrong = ", WHICH MUST NOT BE" if way == "in_order" else ""
+            say(f"overlapped and {WAYS[way]}: at most {apart}{what}{wrong}")
+    if report["lesson"]["device"] == "cuda":
+        say("(in order are the same ops one after another: equal bit for bit. The others sum over")
+        say("ranks and within kernels in another order, and bf16 keeps 8 bits of each number)")
+    elif report["world"] > 2:
         say("(beyond two ranks, sums over ranks are taken in another order than gloo's)")
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,7 +55,7 @@ def launch(
                 process = subprocess.Popen(
                     [sys.executable, *arguments, json.dumps(own)],
                     **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log},
-                    env=_environment(world),
+                    env=_environment(world, own.get("lesson")),
                     text=True,
                 )
             ranks.append(process)
@@ -168,9 +168,26 @@ def _threads(world: int) -> int:
     return max(1, (os.cpu_count() or 1) // (2 * world))
 
 
-def _environment(world: int) -> dict[str, str]:
+def prepare_for_gpus(environment: MutableMapping[str, str], one_host: bool) -> None:
+    """What NCCL and cuBLAS read when they start; what is set already stays.
+
+    No multicast: it needs more of the machine than peer access, and nothing here uses it. One
+    workspace for each stream of cuBLAS, so that equal calls give equal bits. Ranks of one host meet
+    on its loopback interface, whatever its name resolves to.
+    """
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if one_host:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _environment(world: int, lesson: Any) -> dict[str, str]:
     """This process's environment, with the same package and bit-equal chunks where they can be."""
     environment = dict(os.environ)
+    if isinstance(lesson, dict) and lesson.get("device") == "cuda":
+        prepare_for_gpus(environment, one_host=True)
     source = str(Path(interlace.__file__).resolve().parents[1])
     path = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = f"{source}{os.pathsep}{path}" if path else source

@@ -6,7 +6,7 @@ Lesson.from_json(lesson.to_json()) == lesson
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from interlace.errors import TeamError
@@ -33,6 +33,8 @@ class Config:
     vocabulary: int = 256
     sequence: int = 1024
     batch: int = 1
+    dtype: str = "f32"
+    """Element type of parameters and activations: f32 or bf16."""
 
     @property
     def head_dim(self) -> int:
@@ -49,6 +51,10 @@ class Config:
                 )
 
 
+LARGE = Config(dim=4096, heads=32, hidden=14336, sequence=4096, dtype="bf16")
+"""What GPUs train: the blocks of an 8B model, so that a matmul is worth hiding something under."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lesson:
     """What is trained and for how long."""
@@ -61,6 +67,8 @@ class Lesson:
     time_out_s: float = 60.0
     in_order: bool = False
     """Whether to train `in_order` as well."""
+    device: str = "cpu"
+    """`cpu`, or `cuda`: a GPU for each rank."""
     model: Config = field(default_factory=Config)
 
     @property
@@ -78,6 +86,17 @@ class Lesson:
             time_out_s=self.time_out_s,
             trace=True,
         )
+
+    @classmethod
+    def on(cls, device: str, *, layers: int, in_order: bool, **given: Any) -> Lesson:
+        """The lesson for a device: small and exact on the CPU, large and in bf16 on GPUs.
+
+        On GPUs the Program is also run in order: in bf16 only that has the bits of the overlapped.
+        """
+        if device == "cpu":
+            return cls(model=Config(layers=layers), in_order=in_order, **given)
+        model = replace(LARGE, layers=layers)
+        return cls(device=device, model=model, in_order=True, learning_rate=3e-4, **given)
 
     def to_json(self) -> dict[str, Any]:
         """The lesson as plain data."""

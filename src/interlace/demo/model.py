@@ -35,8 +35,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised rows."""
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        """The normalised rows, computed in fp32."""
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return scaled.to(x.dtype) * self.weight
 
 
 def rotary_table(length: int, head_dim: int, base: float = 10_000.0) -> Tensor:
@@ -50,7 +52,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotary position embedding of (batch, heads, length, head_dim), halves as pairs."""
     cos, sin = table[0], table[1]
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return turned.to(x.dtype)
 
 
 class Attention(nn.Module):

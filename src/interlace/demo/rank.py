@@ -63,20 +63,17 @@ def serve(work: Work) -> None:
 
 def _work(settings: dict[str, Any], connect: Connect, tell: Tell) -> dict[str, Any] | None:
     import torch
-    import torch.distributed as dist
 
+    from interlace.demo.group import joined
     from interlace.demo.worker import work
 
     torch.set_num_threads(settings["threads"])
     rank, world = settings["rank"], settings["world"]
     lesson = Lesson.from_json(settings["lesson"])
     limit = timedelta(seconds=lesson.time_out_s)
-    store = connect(limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    try:
-        return work(lesson, Path(settings["out"]), tell)
-    finally:
-        dist.destroy_process_group()
+    how = {"store": connect(limit), "rank": rank, "world_size": world}
+    with joined(lesson.device, limit, local=rank, **how) as device:
+        return work(lesson, Path(settings["out"]), tell, device)
 
 
 def _store(rank: int, heard: queue.Queue[str], tell: Tell, limit: timedelta) -> TCPStore:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from interlace.commands.explain import explanation
-from interlace.cost import Machine, Timeline, default_machine, simulate
+from interlace.cost import Machine, Timeline, simulate
 from interlace.demo.lesson import Lesson
 from interlace.errors import BackendError
+from interlace.frontend.binding import machine_for
 from interlace.ir import Program
 from interlace.trace import Run, write_page, write_perfetto
 from interlace.trace.runs import write_whole
@@ -46,6 +47,8 @@ class Outcome:
     """The step of median time, whose timelines stand in `graphs`."""
     gradients: list[str]
     parameters: list[str]
+    gradient_norm: float = 0.0
+    """Of the first step's gradients, over all ranks' shards."""
     graphs: list[Graph] = field(default_factory=list)
 
 
@@ -55,9 +58,7 @@ def make_report(
     """Compares the ways, writes the files and says all of it as plain data."""
     by_way = {outcome.way: outcome for outcome in outcomes}
     eager, serial, overlapped = (by_way[way] for way in ("eager", "serial", "overlapped"))
-    machine = (
-        default_machine("cpu") if lesson.calibration is None else Machine.load(lesson.calibration)
-    )
+    machine = machine_for(lesson.options("overlapped"), lesson.device)
     graphs = [
         {
             "kind": graph.kind,
@@ -77,6 +78,8 @@ def make_report(
             "gradients": outcome.gradients == overlapped.gradients,
             "parameters": outcome.parameters == overlapped.parameters,
             "largest_loss_difference": _difference(outcome, overlapped),
+            "first_loss_difference": abs(outcome.losses[0] - overlapped.losses[0]),
+            "gradient_norm_ratio": _ratio(outcome.gradient_norm, overlapped.gradient_norm),
         }
         for outcome in outcomes
         if outcome is not overlapped
@@ -85,6 +88,7 @@ def make_report(
         "schema": 1,
         "world": world,
         "torch": torch.__version__,
+        "device": _device(lesson.device),
         "machine": machine.name,
         "lesson": lesson.to_json(),
         "losses": {outcome.way: outcome.losses for outcome in outcomes},
@@ -100,6 +104,14 @@ def make_report(
 
 def _difference(one: Outcome, other: Outcome) -> float:
     return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else float(one == other)
+
+
+def _device(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else device
 
 
 def _step_ms(outcome: Outcome) -> float:

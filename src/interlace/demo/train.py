@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from interlace.demo.lesson import Lesson
 from interlace.demo.model import Transformer, parallelize
 from interlace.frontend import Captured, backend, capture
 
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
 
 @dataclass(slots=True)
 class Trained:
@@ -38,6 +40,8 @@ class Trained:
     """Wall time of each step; the first one compiles."""
     gradients: str = ""
     """Digest of this rank's gradients in the first step."""
+    gradient_squares: float = 0.0
+    """The sum of their squares."""
     parameters: str = ""
     """Digest of this rank's parameters after the last step."""
     captured: Captured = field(default_factory=Captured)
@@ -51,6 +55,7 @@ def train(
     mesh: DeviceMesh,
     text: bytes,
     tell: Callable[[dict[str, Any]], None],
+    device: torch.device,
 ) -> Trained:
     """Trains from the lesson's seed; `tell` hears of every step."""
     doing = "training" if way == "eager" else "compiling"
@@ -58,7 +63,9 @@ def train(
     torch.compiler.reset()
     torch.manual_seed(lesson.seed)
     config = lesson.model
-    model = parallelize(Transformer(config), mesh)
+    with device:
+        model = Transformer(config).to(DTYPES[config.dtype])
+    parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.learning_rate)
     batches = Batches(text, config.sequence, config.batch, lesson.seed)
     forward: Callable[[Tensor], Tensor] = model
@@ -70,11 +77,13 @@ def train(
     with capture() as captured:
         for step in range(lesson.steps):
             began = time.perf_counter()
-            tokens, targets = batches[step]
-            loss = F.cross_entropy(forward(tokens).flatten(0, 1), targets.flatten())
+            tokens, targets = (tensor.to(device) for tensor in batches[step])
+            loss = F.cross_entropy(forward(tokens).flatten(0, 1).float(), targets.flatten())
             loss.backward()
             if step == 0:
-                trained.gradients = digest(p.grad for p in model.parameters())
+                gradients = [p.grad for p in model.parameters()]
+                trained.gradients = digest(gradients)
+                trained.gradient_squares = squares(gradients)
             optimizer.step()
             optimizer.zero_grad()
             trained.losses.append(loss.item())
@@ -95,8 +104,18 @@ def registered() -> Any:
 def digest(tensors: Iterable[Tensor | None]) -> str:
     """A digest of the bytes that this rank holds of some tensors."""
     found = hashlib.sha256()
+    for tensor in local(tensors):
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
+
+
+def squares(tensors: Iterable[Tensor | None]) -> float:
+    """The sum of the squares of what this rank holds of some tensors."""
+    return sum(float(tensor.float().square().sum()) for tensor in local(tensors))
+
+
+def local(tensors: Iterable[Tensor | None]) -> Iterator[Tensor]:
+    """What this rank holds of tensors that are there."""
     for tensor in tensors:
         if tensor is not None:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            found.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+            yield (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

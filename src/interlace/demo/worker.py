@@ -6,6 +6,7 @@ report = work(lesson, out=Path("interlace-demo"), tell=print)   # under torchrun
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,19 @@ from interlace.demo.train import Trained, train
 Tell = Callable[[dict[str, Any]], None]
 
 
-def work(lesson: Lesson, out: Path, tell: Tell) -> dict[str, Any] | None:
+def work(
+    lesson: Lesson, out: Path, tell: Tell, device: torch.device | None = None
+) -> dict[str, Any] | None:
     """Trains all ways on this rank of the default process group; rank 0 writes and reports."""
+    device = device or torch.device("cpu")
     rank, world = dist.get_rank(), dist.get_world_size()
     lesson.model.check(world)
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))
     text = read_text()
     store = dist.distributed_c10d._get_default_store()
     outcomes: list[Outcome] = []
     for way in lesson.ways:
-        trained = train(way, lesson, mesh, text, tell)
+        trained = train(way, lesson, mesh, text, tell, device)
         if rank == 0:
             store.set(f"demo/{way}/step", str(middle(trained.step_s)))
         step = int(store.get(f"demo/{way}/step"))
@@ -58,6 +62,7 @@ def _seen(trained: Trained, step: int) -> dict[str, Any]:
     return {
         "gradients": trained.gradients,
         "parameters": trained.parameters,
+        "gradient_squares": trained.gradient_squares,
         "timelines": [timeline.to_json() for timeline in trained.timelines[step]],
     }
 
@@ -77,5 +82,6 @@ def _together(trained: Trained, step: int, seen: list[dict[str, Any]]) -> Outcom
         measured_step=step,
         gradients=[rank["gradients"] for rank in seen],
         parameters=[rank["parameters"] for rank in seen],
+        gradient_norm=math.sqrt(sum(rank["gradient_squares"] for rank in seen)),
         graphs=graphs,
     )

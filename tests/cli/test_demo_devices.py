@@ -1,0 +1,132 @@
+"""Where the demo runs: which device and how many ranks, and what its ranks are given for it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cli.schedules import command
+
+from interlace.commands import demo
+from interlace.demo.group import joined
+from interlace.demo.launch import prepare_for_gpus
+from interlace.demo.lesson import Lesson
+from interlace.errors import BackendError, TeamError
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "ranks", "found"),
+    [
+        (0, "auto", None, ("cpu", 2)),
+        (0, "auto", 4, ("cpu", 4)),
+        (1, "auto", None, ("cpu", 2)),
+        (2, "auto", None, ("cuda", 2)),
+        (3, "auto", None, ("cuda", 2)),
+        (8, "auto", None, ("cuda", 4)),
+        (8, "auto", 8, ("cuda", 8)),
+        (4, "auto", 8, ("cpu", 8)),
+        (8, "cpu", None, ("cpu", 2)),
+        (1, "cuda", None, ("cuda", 1)),
+        (4, "cuda", 2, ("cuda", 2)),
+    ],
+)
+def test_device_and_ranks(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, ranks: int | None, found: Any
+) -> None:
+    monkeypatch.setattr(demo, "_gpus", lambda: gpus)
+    assert demo._place(device, ranks) == found
+
+
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_gpus", lambda: 2)
+    with pytest.raises(BackendError, match="torch sees 2 GPUs here, and each of 4 ranks"):
+        demo._place("cuda", 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    done = command("demo", "--device", "cuda")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: BackendError: --device cuda: torch sees 0 GPUs here")
+    with pytest.raises(BackendError, match="torch sees no GPU here"), joined("cuda", timedelta(1)):
+        pass
+
+
+def test_an_unknown_device() -> None:
+    done = command("demo", "--device", "tpu")
+    assert done.returncode == 2
+    assert "OptionError: --device tpu: choose one of auto, cpu, cuda" in done.stderr
+
+
+def test_a_rank_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(TeamError, match="rank 2 of this host has no GPU, there are 2"):
+        with joined("cuda", timedelta(1), local=2):
+            pass
+
+
+def test_the_lesson_of_a_device() -> None:
+    given: dict[str, Any] = {"layers": 3, "in_order": False, "steps": 5}
+    small, large = Lesson.on("cpu", **given), Lesson.on("cuda", **given)
+    assert (small.model.dtype, large.model.dtype) == ("f32", "bf16")
+    assert small.ways == ("eager", "serial", "overlapped")
+    assert large.ways == ("eager", "serial", "in_order", "overlapped")
+    assert {small.model.layers, large.model.layers} == {3}
+    for world in (1, 2, 4, 8):
+        large.model.check(world)
+    assert Lesson.from_json(large.to_json()) == large
+
+
+def test_what_nccl_and_cublas_read() -> None:
+    environment = {"NCCL_SOCKET_IFNAME": "eth7"}
+    prepare_for_gpus(environment, one_host=True)
+    assert environment["NCCL_NVLS_ENABLE"] == "0"
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert environment["NCCL_SOCKET_IFNAME"] == "eth7", "what is set stays"
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    several: dict[str, str] = {}
+    prepare_for_gpus(several, one_host=False)
+    assert not any("SOCKET" in name for name in several)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_the_group_is_gone_whatever_happens(fails: bool) -> None:
+    how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+
+    def inside() -> None:
+        with joined("cpu", timedelta(seconds=20), **how) as device:
+            assert device == torch.device("cpu")
+            assert dist.is_initialized()
+            if fails:
+                raise ValueError("inside")
+
+    if fails:
+        with pytest.raises(ValueError, match="inside"):
+            inside()
+    else:
+        inside()
+    assert not dist.is_initialized()
+
+
+def test_in_bf16_the_report_says_what_is_compared_with_what(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    apart = {"losses": False, "gradients": False, "parameters": False}
+    apart |= {"largest_loss_difference": 0.01, "first_loss_difference": 0.001}  # pyright: ignore
+    apart |= {"gradient_norm_ratio": 1.002}  # pyright: ignore
+    same = {**apart, "losses": True, "gradients": True, "parameters": True}
+    lesson = Lesson.on("cuda", layers=2, in_order=False).to_json()
+    report = {"lesson": lesson, "world": 4, "equal": {"serial": apart, "in_order": same}}
+    demo._equality(report)
+    report["equal"]["in_order"] = apart
+    demo._equality(report)
+    text = capsys.readouterr().out
+    assert "overlapped and serial: at most 0.01 apart in a loss, 0.001 in the first;" in text
+    assert "gradients differ by 0.002 of one" in text
+    assert "overlapped = in order, bit for bit: 20 losses" in text
+    assert text.count("WHICH MUST NOT BE") == 1
+    assert "bf16 keeps 8 bits" in text
