@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from interlace.comm.control import DONE
 from interlace.errors import ExecutorError, InterlaceError, PeerError
-from interlace.ir import Call, Collective, Fused, Group, Op, Recv, Send
+from interlace.ir import Call, Collective, Fused, Group, Op, Recv, Send, in_order
 from interlace.runtime.calls import Thunk, bind_call
 from interlace.runtime.engine import Context
 from interlace.runtime.host_ops import HostBinder, StreamOrder
@@ -74,7 +74,7 @@ class CpuEngine:
         streams: dict[str, list[Step]] = {}
         leaving = releases(plan.program)
         lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
-        for index, op in enumerate(plan.program.ops):
+        for index, op, members, last in _listed(plan.program.ops, context.options.in_order):
             steps = streams.setdefault("" if context.options.in_order else op.stream, [])
             for point in plan.syncs.get(index, ()):
                 steps.append(
@@ -83,7 +83,7 @@ class CpuEngine:
                     )
                 )
             runs: list[Thunk] = []
-            for number, member in enumerate(op.members if isinstance(op, Fused) else (op,)):
+            for number, member in members:
                 if isinstance(member, Call):
                     run = bind_call(member, context.values, regions, context.device, compiled)
                 else:
@@ -93,7 +93,7 @@ class CpuEngine:
             if runs:
                 run = runs[0] if len(runs) == 1 else _in_turn(runs)
                 steps.append(Step(index, op, run, lanes[op.stream]))
-            for name in leaving.get(index, ()):
+            for name in leaving.get(index, ()) if last else ():
                 release = binder.free(name)
                 assert release is not None
                 steps.append(Step(index, op, release, lanes[op.stream], proper=False))
@@ -247,6 +247,23 @@ class CpuEngine:
         workers, self._workers = list(self._workers.values()), {}
         for worker in workers:
             worker.stop()
+
+
+Listed = tuple[int, Op, list[tuple[int, Op]], bool]
+
+
+def _listed(ops: Sequence[Op], one_by_one: bool) -> Iterator[Listed]:
+    """The ops, each with what it is made of, and whether that is the last of it.
+
+    One by one, the members of a Fused stand for themselves.
+    """
+    for index, number in (
+        in_order(ops) if one_by_one else [(index, -1) for index in range(len(ops))]
+    ):
+        op = ops[index]
+        members = list(enumerate(op.members if isinstance(op, Fused) else (op,)))
+        last = number in (-1, len(members) - 1)
+        yield index, op, members if number < 0 else [members[number]], last
 
 
 def _in_turn(runs: Sequence[Thunk]) -> Thunk:

@@ -41,8 +41,8 @@ from interlace.ir import (
 )
 from interlace.runtime.calls import bind_call
 from interlace.runtime.cuda.exchanges import bind_exchange
-from interlace.runtime.cuda.fused import bind_kernel
-from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk
+from interlace.runtime.cuda.fused import bind_kernel, bind_member
+from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, TakenPoint, Thunk
 from interlace.runtime.engine import Context
 
 POLL_S = 0.0002
@@ -117,6 +117,9 @@ class Binder:
                 return self.notify(lane, op)
             case Expect():
                 return self.expect(lane, op)
+            case Record() if (teams := self._only_taken(index, op)) is not None:
+                self.points[index, member] = TakenPoint(teams, lambda team, on: self.take(on, team))
+                return None
             case Record():
                 point = self.points[index, member] = EventPoint(self.driver, self._event())
                 return point.record(lane)
@@ -182,6 +185,18 @@ class Binder:
             return None
         self._taken.add(key)
         return self.links.takes(team, lane)
+
+    def _only_taken(self, index: int, op: Record) -> tuple[str, ...] | None:
+        """The teams whose slots an op's stream has taken before it, if it has done nothing else."""
+        before = [o for o in self.plan.program.ops[:index] if o.stream == op.stream]
+        teams: list[str] = []
+        for other in before:
+            if isinstance(other, Alloc):
+                if other.buffer.kind == "symmetric" and other.buffer.team is not None:
+                    teams.append(other.buffer.team)
+            elif not isinstance(other, Record):
+                return None
+        return tuple(dict.fromkeys(teams))
 
     def drop(self, name: str) -> Thunk:
         """Lets go of a tensor of this run."""
@@ -278,6 +293,15 @@ class Binder:
         return lane.within(_in_turn(by_backend))
 
     # -- kernels of several parts ----------------------------------------------------------------
+
+    def member(self, index: int, op: Fused, number: int) -> Thunk | None:
+        """One member of a Fused, for itself."""
+        item, lane = op.members[number], self.lanes[op.stream]
+        if isinstance(item, Call):
+            bound = bind_member(self, lane, index, op, item)
+            if bound is not None:
+                return bound
+        return self.bind(index, item, number)
 
     def fused(self, lane: Lane, index: int, op: Fused) -> Thunk | None:
         """One kernel where there is one for these parts, else their members in turn."""

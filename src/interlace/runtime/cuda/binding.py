@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from interlace.comm.cuda.driver import Driver
+from interlace.ir import Fused, in_order
 from interlace.runtime.cuda.binder import Binder, Links
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.engine import Context
@@ -30,10 +31,11 @@ class Binding:
         self.spaces = spaces
         self.runs = 0
         names = context.plan.program.streams() or ("main",)
-        self.main = Lane(names[0])
+        mine = "main" if "main" in names else names[0]
+        self.main = Lane(mine)
         alone = context.options.in_order
         self.lanes = {
-            name: self.main if alone or name == names[0] else Lane.own(name, context.device)
+            name: self.main if alone or name == mine else Lane.own(name, context.device)
             for name in names
         }
         self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
@@ -56,11 +58,19 @@ class Binding:
         plan, watched = self.context.plan, self._watched
         leaving = releases(plan.program)
         steps: list[Thunk] = []
-        for index, op in enumerate(plan.program.ops):
-            step = self.binder.bind(index, op)
+        ops, binder = plan.program.ops, self.binder
+        one_by_one = self.context.options.in_order
+        for index, number in in_order(ops) if one_by_one else ((i, -1) for i in range(len(ops))):
+            op = ops[index]
+            last = True
+            if number >= 0 and isinstance(op, Fused):
+                step, last = binder.member(index, op, number), number == len(op.members) - 1
+            else:
+                step = binder.bind(index, op)
             if step is not None:
                 steps.append(watched(index, step))
-            steps += [self.binder.drop(name) for name in leaving.get(index, ())]
+            if last:
+                steps += [binder.drop(name) for name in leaving.get(index, ())]
         return steps
 
     def _watched(self, index: int, step: Thunk) -> Thunk:

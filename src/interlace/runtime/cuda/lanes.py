@@ -1,7 +1,8 @@
 """The streams of a bound Program, and the points of one that others wait for.
 
-The Program's first stream is the one that the caller is on when it calls; the others are streams of
-the engine, with priority, so that a kernel of theirs need not wait for the end of a large one.
+The Program's stream `main` (its first, if none is called so) is the one that the caller is on when
+it calls; the others are streams of the engine, with priority, so that a kernel of theirs need not
+wait for the end of a large one.
 """
 
 from __future__ import annotations
@@ -82,4 +83,26 @@ class CounterPoint:
         return lambda: driver.wait(lane.handle, address, due())
 
 
-Point = EventPoint | CounterPoint
+@dataclass(frozen=True, slots=True)
+class TakenPoint:
+    """A point before which its stream has done nothing but take slots.
+
+    Whoever waits for it takes them itself, which is quicker than hearing of it from another stream.
+    """
+
+    teams: tuple[str, ...]
+    take: Callable[[str, Lane], Thunk | None]
+
+    def wait(self, lane: Lane) -> Thunk | None:
+        steps = [step for team in self.teams if (step := self.take(team, lane)) is not None]
+        if not steps:
+            return None
+
+        def run() -> None:
+            for step in steps:
+                step()
+
+        return run
+
+
+Point = EventPoint | CounterPoint | TakenPoint

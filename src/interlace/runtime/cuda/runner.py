@@ -41,6 +41,7 @@ class Runner:
         self._limit = context.options.time_out_s
         self._name, self._tag = context.plan.program.name, tag
         self._text = context.flight.text
+        self._start = self._values.starter((*inputs.names, *outputs.names))
         self._both = self._inputs.names, self._outputs.names
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
@@ -104,11 +105,9 @@ class Runner:
                 lambda: tuple([result() for result in self._results]),
             )
         out = self._outputs.new(self._device) if out is None else out
-        given = dict(zip(self._inputs.names, inputs, strict=True))
-        given.update(zip(self._outputs.names, out, strict=True))
         values = self._values
         try:
-            values.begin(given, engine.uses())
+            self._start((*inputs, *out), engine.uses())
             engine.run()
             return tuple([result() for result in self._results])
         finally:

@@ -49,7 +49,7 @@ def share(
     spaces: dict[str, CudaSpace] = {}
     graphs: tuple[dict[str, CudaSpace], ...] = tuple({} for _ in GRAPHS) if graph else ()
     keys = slot_keys(plan.takes, plan.buffers)
-    signals, span = _signals(plan.program)
+    signals, span = signals_of(plan.program)
     for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
         side = team.cuda(device, time_out_s)
         topic = f"{team.num_prepared}/{name}"
@@ -75,7 +75,7 @@ def share(
     return CudaShared(slots, spaces, graphs)
 
 
-def _signals(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
+def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
     """The signals that this rank awaits, for every team that it reaches into or that may reach
     into it, and more than the highest value."""
     found: dict[str, dict[str, None]] = {}

@@ -1,0 +1,231 @@
+"""What the parts of a Fused op do, where they are one of the two forms that have a kernel.
+
+With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
+
+    gather    the own chunk's matmul, then for each other chunk: expect its arrival, its matmul
+    scatter   the others' chunks (each in `subs` ranges): matmul into the stage, record; last the
+              own chunk: matmul into its slot, expects, the sum of all slots
+
+`gather_of` and `scatter_of` give None for whatever is not exactly that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from interlace.ir import Arg, Box, Call, DType, Expect, Fused, Record, Spot, View
+from interlace.runtime.plan import Plan
+
+MATMULS = ("aten.mm.out", "aten.addmm.out")
+SUM = "interlace.sum_slots"
+
+Place = tuple[str, Box]
+"""A box of a buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """The matrices of one Call."""
+
+    a: View
+    b: View
+    out: View
+    bias: View | None
+
+    @classmethod
+    def of(cls, op: object) -> Matmul | None:
+        """What a Call multiplies; None for another op."""
+        if not (isinstance(op, Call) and op.fn in MATMULS and len(op.outs) == 1):
+            return None
+        args: tuple[Arg, ...] = op.args
+        bias: Arg = None
+        if op.fn == "aten.addmm.out":
+            if op.kwargs:
+                return None
+            bias, args = args[0], args[1:]
+        a, b = args[:2]
+        if not (isinstance(a, View) and isinstance(b, View) and isinstance(bias, View | None)):
+            return None
+        return cls(a, b, op.outs[0], bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of the whole matmul."""
+
+    rows: int
+    inner: int
+    columns: int
+    size: int
+    rank: int
+    dtype: DType
+    transposed: bool
+    """Whether the weight is the transpose of a matrix whose rows lie in a row."""
+    team: str
+    signal: str
+    value: int
+    """What says that a chunk has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParts:
+    """A matmul of chunks that arrive."""
+
+    shape: Shape
+    x: Place
+    weight: View
+    slots: Place
+    y: Place
+    bias: View | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterParts:
+    """A matmul whose chunks leave as they are made."""
+
+    shape: Shape
+    subs: int
+    x: Place
+    weight: View
+    stage: Place
+    slots: Place
+    y: Place
+    bias: View | None
+    records: tuple[tuple[Spot, int, int], ...]
+    """Where each range is recorded: the spot, its chunk and its number in it."""
+
+
+def gather_of(plan: Plan, op: Fused) -> GatherParts | None:
+    """What a Fused gathers."""
+    box = plan.box
+    own, *others = op.parts
+    first, told = (Matmul.of(own[0]) if len(own) == 1 else None), _signal(op)
+    if first is None or told is None or not others:
+        return None
+    shape = _shape(plan, first, told, len(others) + 1)
+    if shape is None:
+        return None
+    rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
+    y = box(first.out)
+    slots: str | None = None
+    for k, part in enumerate(others, start=1):
+        chunk = (rank + k) % shape.size
+        product = Matmul.of(part[-1])
+        if product is None or len(part) != 2 or not isinstance(part[0], Expect):
+            return None
+        slots = slots or product.a.buffer
+        alike = (product.b, product.bias, product.out.buffer) == (
+            *(first.b, first.bias),
+            first.out.buffer,
+        )
+        if not (
+            alike
+            and plan.members(part[0].team, part[0].peer) == (chunk,)
+            and product.a.buffer == slots
+            and _is(box(product.a), chunk * rows * inner, rows, inner)
+            and _is(box(product.out), y.offset + (chunk - rank) * rows * columns, rows, columns)
+        ):
+            return None
+    assert slots is not None
+    whole = _matrix(y.offset - rank * rows * columns, shape.size * rows, columns, shape.dtype)
+    return GatherParts(
+        shape,
+        (first.a.buffer, box(first.a)),
+        first.b,
+        (slots, _matrix(0, shape.size * rows, inner, shape.dtype)),
+        (first.out.buffer, whole),
+        first.bias,
+    )
+
+
+def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
+    """What a Fused, the op of that index, scatters."""
+    box = plan.box
+    *others, own = op.parts
+    last, total, told = Matmul.of(own[0]), own[-1], _signal(op)
+    if last is None or told is None or not (isinstance(total, Call) and total.fn == SUM):
+        return None
+    size = len(plan.where.member(told[0]).ranks)
+    shape = _shape(plan, last, told, size)
+    subs, rest = divmod(len(others), size - 1) if size > 1 else (0, 1)
+    if shape is None or rest or shape.rows % subs:
+        return None
+    rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
+    expects = [item for item in own[1:-1] if isinstance(item, Expect)]
+    sources = [m for item in expects for m in plan.members(item.team, item.peer)]
+    (slots_view,) = total.views()
+    slots, mine, y = box(slots_view), box(last.out), box(total.outs[0])
+    wanted = Box(slots.offset, (size, rows, columns), (rows * columns, columns, 1), shape.dtype)
+    if not (
+        len(expects) == len(own) - 2
+        and sorted(sources) == [member for member in range(size) if member != rank]
+        and slots == wanted
+        and last.out.buffer == slots_view.buffer
+        and mine.offset == slots.offset + rank * rows * columns
+        and _is(y, y.offset, rows, columns)
+        and y.dtype == shape.dtype
+    ):
+        return None
+    x, part_rows = box(last.a), rows // subs
+    first_x = x.offset - rank * rows * inner
+    stage: tuple[str, int] | None = None
+    records: list[tuple[Spot, int, int]] = []
+    for nth, part in enumerate(others):
+        chunk, sub = (rank + 1 + nth // subs) % size, nth % subs
+        product = Matmul.of(part[0])
+        if product is None or len(part) != 2 or not isinstance(part[1], Record):
+            return None
+        at, out = chunk * rows + sub * part_rows, box(product.out)
+        stage = stage or (product.out.buffer, out.offset - at * columns)
+        if not (
+            (product.b, product.bias, product.a.buffer) == (last.b, last.bias, last.a.buffer)
+            and product.out.buffer == stage[0]
+            and _is(box(product.a), first_x + at * inner, part_rows, inner)
+            and _is(out, stage[1] + at * columns, part_rows, columns)
+        ):
+            return None
+        records.append(((index, 2 * nth + 1), chunk, sub))
+    assert stage is not None
+    return ScatterParts(
+        shape,
+        subs,
+        (last.a.buffer, _matrix(first_x, size * rows, inner, shape.dtype)),
+        last.b,
+        (stage[0], _matrix(stage[1], size * rows, columns, shape.dtype)),
+        (slots_view.buffer, slots),
+        (total.outs[0].buffer, y),
+        last.bias,
+        tuple(records),
+    )
+
+
+def _signal(op: Fused) -> tuple[str, str, int] | None:
+    """The one signal that a Fused awaits."""
+    told = {(m.team, m.signal, m.value) for m in op.members if isinstance(m, Expect)}
+    return next(iter(told)) if len(told) == 1 else None
+
+
+def _shape(plan: Plan, one: Matmul, told: tuple[str, str, int], size: int) -> Shape | None:
+    """The whole matmul, from that of the own chunk."""
+    box: Callable[[View], Box] = plan.box
+    a, b, out = box(one.a), box(one.b), box(one.out)
+    team = plan.where.member(told[0])
+    if len(team.ranks) != size or not len(a.sizes) == len(b.sizes) == len(out.sizes) == 2:
+        return None
+    (rows, inner), columns = a.sizes, out.sizes[1]
+    if b.strides not in ((columns, 1), (1, inner)) or not a.dtype == b.dtype == out.dtype:
+        return None
+    if not (_is(a, a.offset, rows, inner) and _is(out, out.offset, rows, columns)):
+        return None
+    transposed = b.strides != (columns, 1)
+    return Shape(rows, inner, columns, size, team.index, a.dtype, transposed, *told)
+
+
+def _matrix(offset: int, rows: int, columns: int, dtype: DType) -> Box:
+    return Box(offset, (rows, columns), (columns, 1), dtype)
+
+
+def _is(box: Box, offset: int, rows: int, columns: int) -> bool:
+    """Whether a box is a matrix whose rows lie one after another from there."""
+    return box.offset == offset and box.sizes == (rows, columns) and box.strides == (columns, 1)

@@ -1,0 +1,207 @@
+"""A CUDA driver that writes down what it is asked to do, so that the engine's issue order is tested
+without a GPU: tensors are the CPU's, streams are numbers, peers' memory is memory of this process.
+
+    with fake_engine(program, rank=0) as fake:
+        fake.run([x, w])
+        fake.log                     # [("wait", "comm", ...), ("copy", "comm", ...), ...]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from interlace.comm.control import NBYTES, Control
+from interlace.comm.liveness import Life, identity
+from interlace.comm.shared_memory import Segment
+from interlace.ir import Program
+from interlace.options import Options
+from interlace.runtime.cuda import engine as engine_file
+from interlace.runtime.cuda.engine import CudaEngine
+from interlace.runtime.cuda.lanes import Lane
+from interlace.runtime.cuda.runner import Runner
+from interlace.runtime.cuda.sharing import signals_of
+from interlace.runtime.engine import Context, Crew
+from interlace.runtime.flight import Flight
+from interlace.runtime.inputs import Given
+from interlace.runtime.plan import make_plan
+from interlace.runtime.values import Values, nbytes
+
+MAIN = 1
+"""The handle of the caller's stream; the others count on from there."""
+WORD = 1 << 40
+
+
+class FakeDriver:
+    """Every call that reaches a stream, as a tuple in `log`: what, stream, and its numbers."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self._events = 0
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        self.log.append(("write", stream, address, value))
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        self.log.append(("wait", stream, address, value))
+
+    def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None:
+        self.log.append(("copy", stream, dst, src, nbytes))
+
+    def record(self, stream: int, event: int) -> None:
+        self.log.append(("record", stream, event))
+
+    def wait_event(self, stream: int, event: int) -> None:
+        self.log.append(("wait_event", stream, event))
+
+    def batch(self, waits: list[int], writes: list[int]) -> Any:
+        def run(stream: int, awaited: int, written: int) -> None:
+            self.log.extend(("wait", stream, word, awaited) for word in waits)
+            self.log.extend(("write", stream, word, written) for word in writes)
+
+        return types.SimpleNamespace(run=run)
+
+    def event(self) -> int:
+        self._events += 1
+        return self._events
+
+    def destroy_event(self, event: int) -> None:
+        pass
+
+    def fill(self, address: int, value: int, count: int) -> None:
+        self.log.append(("fill", None, address, value, count))
+
+    def read(self, address: int, count: int) -> list[int]:
+        return [0] * count
+
+    def host_words(self, count: int) -> tuple[Any, int]:
+        return (ctypes.c_uint32 * count)(), 1 << 50
+
+    def free_host(self, words: Any) -> None:
+        pass
+
+
+class FakeSide:
+    """The device side of a team of which only this rank is there."""
+
+    def __init__(self, driver: FakeDriver, size: int, me: int) -> None:
+        self.driver, self.size, self.me, self.run = driver, size, me, 0
+        others = [member for member in range(size) if member != me]
+        self.told = [word("ended", member, me) for member in others]
+        self.heard = [word("ended", me, member) for member in others]
+        self.device = torch.device("cpu")
+
+    def enter(self) -> int:
+        self.run += 1
+        return self.run
+
+    def release(self) -> None:
+        self.driver.log.append(("release",))
+
+    def late(self, behind: int) -> list[int]:
+        return []
+
+
+def word(signal: str, reader: int, writer: int) -> int:
+    """The address of the word of a signal on a rank, raised by another."""
+    return WORD + (sum(signal.encode()) * 1000 + reader * 10 + writer) * 4
+
+
+class FakeSpace:
+    """The words of a Program."""
+
+    def __init__(self, side: FakeSide, span: int) -> None:
+        self.side, self.span, self.base, self.uses = side, span, 0, True
+        self._next = WORD // 2
+
+    def begin(self) -> int:
+        self.base += self.span
+        return self.base
+
+    def own(self, signal: str, member: int) -> int:
+        return word(signal, self.side.me, member)
+
+    def theirs(self, signal: str, members: Sequence[int]) -> list[int]:
+        return [word(signal, member, self.side.me) for member in members]
+
+    def local(self, count: int) -> int:
+        self._next += 4 * count
+        return self._next - 4 * count
+
+    def value(self, signal: str, member: int) -> int:
+        return 0
+
+
+class Fake:
+    """A bound engine, and what it asked of the driver."""
+
+    def __init__(self, engine: CudaEngine, runner: Runner, driver: FakeDriver, values: Values):
+        self.engine, self.runner, self.driver, self.values = engine, runner, driver, values
+
+    @property
+    def log(self) -> list[tuple[Any, ...]]:
+        """What the last run asked of the driver."""
+        return self.driver.log
+
+    def run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None) -> Any:
+        """One run."""
+        self.driver.log.clear()
+        return self.runner(inputs, out)
+
+
+@contextlib.contextmanager
+def fake_engine(program: Program, rank: int, options: Options | None = None) -> Iterator[Fake]:
+    """The engine of one rank of a Program with one team."""
+    driver, device = FakeDriver(), torch.device("cpu")
+    plan = make_plan(program, rank, lambda team, asked: asked or "nccl")
+    (name,) = plan.where.members
+    member = plan.where.member(name)
+    size, me = len(member.ranks), member.index
+    signals, span = signals_of(plan.program)
+    side = FakeSide(driver, size, me)
+    segments = [Segment.create(NBYTES) for _ in range(size)]
+    lives = [Life.of(*identity()) for _ in range(size)]
+    control = Control(name, range(size), me, segments, lives)
+    team: Any = mock.Mock(
+        control=control, resets=0, topic=name, lock=threading.RLock(), size=size, me=me
+    )
+    slots: Any = {}
+    for buffer in plan.takes:
+        size_of = plan.buffers[buffer].offset + nbytes(plan.buffers[buffer])
+        copies = [
+            tuple(torch.zeros(size_of, dtype=torch.uint8) for _ in (0, 1)) for _ in range(size)
+        ]
+        slots[buffer] = types.SimpleNamespace(me=me, copies=copies)
+    spaces: Any = {name: FakeSpace(side, span)}
+    values = Values(plan.program, plan.box, slots, device)
+    crew = Crew({name: team}, slots, spaces, {}, {})
+    context = Context(
+        *(plan, values, crew, options or Options(), device, Flight(plan.program, rank), None)
+    )
+    handles = iter(range(MAIN + 1, 1000))
+    with contextlib.ExitStack() as stack:
+        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+        stack.enter_context(
+            mock.patch.object(
+                torch._C, "_cuda_getCurrentRawStream", lambda index: MAIN, create=True
+            )
+        )
+        patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch(Lane, "own", lambda lane, device: Lane(lane, next(handles)))
+        patch(engine_file, "watchdog", lambda: mock.MagicMock())
+        engine = CudaEngine(context)
+        given = [
+            Given(program.name, kind, [b for b in plan.program.params if b.kind == kind])
+            for kind in ("input", "output")
+        ]
+        results = [lambda: None]
+        yield Fake(engine, Runner(engine, *given, results, tag=7), driver, values)
+    for segment in segments:
+        segment.unlink()
