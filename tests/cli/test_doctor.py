@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from typer.testing import CliRunner
 
 from interlace.cli import app
 from interlace.commands import doctor
+from interlace.commands.doctor_cuda import look_at_gpus
 from interlace.cost import default_machine
+from interlace.errors import BackendError
 
 
 def findings(calibration: Path | None = None) -> dict[str, doctor.Finding]:
@@ -63,6 +67,19 @@ def test_a_torch_that_does_not_import_is_broken(monkeypatch: pytest.MonkeyPatch)
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
 
 
+def test_it_looks_for_this_machine_s_calibration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = findings()["calibration"]
+    assert found.state == "absent"
+    assert "interlace calibrate" in found.mend
+    path = Path(found.found.removeprefix("none at ").split(": ")[0])
+    path.parent.mkdir(parents=True)
+    default_machine("cpu").save(path)
+    assert findings()["calibration"].state == "ok"
+
+
 @pytest.mark.parametrize("good", [True, False], ids=["good", "malformed"])
 def test_it_looks_at_a_calibration_file(tmp_path: Path, good: bool) -> None:
     path = tmp_path / "machine.json"
@@ -71,3 +88,68 @@ def test_it_looks_at_a_calibration_file(tmp_path: Path, good: bool) -> None:
         path.write_text("{}")
     found = findings(path)["calibration"]
     assert found.state == ("ok" if good else "broken")
+
+
+class FakeDriver:
+    """A CUDA driver that does what it is told, or cannot share memory."""
+
+    def __init__(self, shares: bool) -> None:
+        self.shares = shares
+        self.freed: list[int] = []
+
+    def alloc(self, nbytes: int) -> int:
+        return 4096
+
+    def free(self, base: int) -> None:
+        self.freed.append(base)
+
+    def handle(self, base: int) -> str:
+        if not self.shares:
+            raise BackendError("cuIpcGetMemHandle of the CUDA driver failed: CUDA_ERROR_NOT_MAPPED")
+        return "00"
+
+    def private_stream(self) -> int:
+        return 1
+
+    def write(self, stream: int, address: int, value: int) -> None: ...
+    def wait(self, stream: int, address: int, value: int) -> None: ...
+    def finish(self, stream: int) -> None: ...
+
+
+def fake_torch(count: int, reach: bool) -> Any:
+    """A torch that is built for CUDA and sees so many GPUs."""
+    cuda = SimpleNamespace(
+        device_count=lambda: count,
+        get_device_name=lambda index: "NVIDIA H200",
+        can_device_access_peer=lambda i, j: reach or {i, j} != {0, 1},
+        nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
+        set_device=lambda index: None,
+        synchronize=lambda: None,
+    )
+    return SimpleNamespace(cuda=cuda)
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["works", "does-not"])
+def test_gpus(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    driver = FakeDriver(works)
+    monkeypatch.setattr("interlace.comm.cuda.driver.Driver", lambda: driver)
+    found = {item.name: item for item in look_at_gpus(fake_torch(4, works))}
+    assert found["GPUs"].found == "4 NVIDIA H200"
+    assert found["NCCL version"].found == "2.28.9"
+    assert found["stream memory operations"].state == "ok"
+    peers, shared = found["peer access"], found["memory shared by processes"]
+    if works:
+        assert (peers.state, peers.found) == ("ok", "all 12 ordered pairs")
+        assert shared.state == "ok"
+    else:
+        assert (peers.state, shared.state) == ("absent", "absent")
+        assert peers.found == "10 of 12 ordered pairs; none 0 > 1, 1 > 0"
+        assert "NCCL does without" in peers.mend
+        assert "--ipc=host" in shared.mend
+    assert driver.freed == [4096]
+
+
+def test_a_cuda_build_without_a_gpu() -> None:
+    found = {item.name: item for item in look_at_gpus(fake_torch(0, True))}
+    assert set(found) == {"GPUs", "cuda-bindings"}
+    assert "nvidia-smi" in found["GPUs"].mend

@@ -16,29 +16,20 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from interlace.commands.doctor_cuda import look_at_gpus
 from interlace.commands.files import read_machine
+from interlace.commands.finding import Finding
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.errors import CalibrationError
 
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_MEMORY = 1 << 30
 STRICT = "AVX512,STRICT"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at. `state`: ok, absent (something does without) or broken."""
-
-    name: str
-    state: str
-    found: str
-    mend: str = ""
 
 
 @command
@@ -83,12 +74,13 @@ def look(calibration: Path | None = None) -> Iterator[Finding]:
     yield _shared_memory()
     yield _compiler()
     yield _package("triton", "kernels on GPUs and Inductor there", "it comes with a CUDA torch")
+    yield _package("matplotlib", "plots of benchmarks", "pip install 'interlace[bench]'")
     yield _package(
         "perfetto", "Perfetto traces; .json traces do without", "pip install -U perfetto protobuf"
     )
     yield _cores(torch)
     yield _arithmetic(torch)
-    yield _calibration(calibration)
+    yield _calibration(calibration, torch)
 
 
 def _import(name: str) -> Any:
@@ -112,10 +104,7 @@ def _torch(torch: Any) -> Iterator[Finding]:
     else:
         yield Finding("torch", "ok", f"{torch.__version__}, {build}")
     if torch.version.cuda:
-        count = torch.cuda.device_count()
-        names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
-        mend = "" if count else "no device is visible: look at the driver (nvidia-smi)"
-        yield Finding("GPUs", "ok" if count else "absent", f"{count} {names}".strip(), mend)
+        yield from look_at_gpus(torch)
     dist = torch.distributed
     if not dist.is_available():
         mend = "take a torch built with USE_DISTRIBUTED=1"
@@ -202,11 +191,26 @@ def _arithmetic(torch: Any) -> Finding:
     return Finding(name, "absent", f"{capability}, MKL_CBWR={given or 'not set'}", mend)
 
 
-def _calibration(path: Path | None) -> Finding:
+def _calibration(path: Path | None, torch: Any) -> Finding:
+    """The file that was named, or the one of this machine."""
     if path is None:
-        return Finding("calibration", "ok", "the built-in model; --calibration FILE looks at one")
+        path = _own_calibration(torch)
+        if not path.exists():
+            mend = "interlace calibrate measures this machine, for `auto` to choose by"
+            return Finding("calibration", "absent", f"none at {path}: the built-in model", mend)
     try:
         machine = read_machine(path)
     except CalibrationError as error:
         return Finding("calibration", "broken", str(error), "calibrate again on this machine")
     return Finding("calibration", "ok", f"{machine.name} ({path})")
+
+
+def _own_calibration(torch: Any) -> Path:
+    """Where the calibration file of this machine is, if there is one."""
+    from interlace.cost import default_path
+
+    if isinstance(torch, Exception) or not (torch.version.cuda and torch.cuda.is_available()):
+        return default_path()
+    from interlace.frontend.machine import gpus_of
+
+    return default_path(gpus_of("cuda"))
