@@ -1,0 +1,255 @@
+"""The sites that the GPU tests run: Programs, inputs of all ranks, and what must come of them.
+
+    case = Case("matmul_reduce_scatter", dist.get_world_size(), "bf16", "odd")
+    executor = prepared(case, "fused")
+    y = case.output()
+    executor.run(case.inputs(seed), out=[y])
+
+Every rank draws the inputs of all ranks, so each computes its reference alone, in fp64 on its GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import world_group
+
+from interlace.errors import InterlaceError
+from interlace.ir import Program, parse
+from interlace.options import Options
+from interlace.passes import lower
+from interlace.runtime import Executor
+from interlace.runtime.engine import BeforeOp
+
+KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+EPS = {"bf16": 2.0**-8, "f16": 2.0**-10, "f32": 2.0**-20}
+SHAPES = {"even": (64, 256, 192), "odd": (37, 120, 72), "uneven": (48, 128, 40)}
+"""Rows of a rank, K and N; `uneven` gives the last rank fewer rows."""
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "serial": {"strategy": "serial"},
+    "pipeline": {"strategy": "pipeline", "chunks": 2},
+    "shift": {"strategy": "shift"},
+    "ring": {"strategy": "ring"},
+    "broadcast": {"strategy": "broadcast"},
+    "peer-get": {"strategy": "peer", "protocol": "get"},
+    "peer-put": {"strategy": "peer", "protocol": "put"},
+    "fused": {"strategy": "fused"},
+    "exchange": {"strategy": "exchange"},
+}
+"""Options of each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One site on `world` ranks."""
+
+    kind: str
+    world: int
+    dtype: str = "bf16"
+    shape: str = "even"
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each rank's part."""
+        each = SHAPES[self.shape][0]
+        if self.shape == "uneven":
+            return (*(each,) * (self.world - 1), each - 11)
+        return (each,) * self.world
+
+    @property
+    def type(self) -> torch.dtype:
+        """The element type, for torch."""
+        return DTYPES[self.dtype]
+
+    @property
+    def text(self) -> str:
+        """The serial Program."""
+        rows, total = self.rows, sum(self.rows)
+        _, k, n = SHAPES[self.shape]
+        even, t = len(set(rows)) == 1, self.dtype
+        mine = rows[0] if even else "rows[tp.rank]"
+        table = "" if even else f"    rows = table(tp, {', '.join(map(str, rows))})"
+        splits = "" if even else ", splits=rows"
+        head = f"def {self.kind}_{self.shape}_{t}(tp: Team[{self.world}]"
+        match self.kind:
+            case "all_gather_matmul":
+                lines = [
+                    f"{head}, x: {t}[{mine}, {k}], w: {t}[{k}, {n}], y: out[{t}[{total}, {n}]]):",
+                    table,
+                    f"    full = empty({t}[{total}, {k}])",
+                    f"    main: all_gather(x, full, team=tp{splits})",
+                    '    main: call("aten.mm.out", full, w, out=y)',
+                ]
+            case "matmul_reduce_scatter":
+                lines = [
+                    f"{head}, x: {t}[{total}, {k}], w: {t}[{k}, {n}], y: out[{t}[{mine}, {n}]]):",
+                    table,
+                    f'    main: call("aten.mm.default", x, w, out=(p := {t}[{total}, {n}]))',
+                    f'    main: reduce_scatter(p, y, reduce="sum", team=tp{splits})',
+                ]
+            case _:
+                lines = [
+                    f"{head}, x: {t}[{total}, {k}], w: {t}[{k}, {n}], y: out[{t}[{total}, {n}]]):",
+                    f'    main: call("aten.mm.default", x, w, out=(p := {t}[{total}, {n}]))',
+                    '    main: all_reduce(p, y, reduce="sum", team=tp)',
+                ]
+        return "\n".join(line for line in lines if line) + "\n"
+
+    def program(self, strategy: str) -> Program:
+        """The Program lowered by a strategy, which must have been able to serve it."""
+        program = lower(parse(self.text), Options(**STRATEGIES[strategy]))
+        taken = [site.strategy for site in program.sites]
+        assert taken == [strategy.split("-")[0]], f"{strategy} was not taken: {program.remarks}"
+        return program
+
+    def output(self, rank: int | None = None) -> torch.Tensor:
+        """A result of this rank, full of NaN."""
+        rank = dist.get_rank() if rank is None else rank
+        tall = self.rows[rank] if self.kind == "matmul_reduce_scatter" else sum(self.rows)
+        shape = tall, SHAPES[self.shape][2]
+        return torch.full(shape, torch.nan, dtype=self.type, device="cuda")
+
+    @lru_cache(maxsize=16)  # noqa: B019: cases are few and small
+    def all_inputs(self, seed: int, exact: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """x and w of every rank; `exact` ones are so small that every sum is exact."""
+        _, k, n = SHAPES[self.shape]
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            if exact:
+                found = torch.randint(-1, 2, shape, generator=generator).float()
+            else:
+                found = torch.randn(shape, generator=generator)
+            return found.to(self.type)
+
+        tall = self.rows if self.kind == "all_gather_matmul" else (sum(self.rows),) * self.world
+        return [(draw(rows, k), draw(k, n)) for rows in tall]
+
+    def inputs(self, seed: int, exact: bool = False) -> list[torch.Tensor]:
+        """This rank's inputs, on its GPU."""
+        return [x.cuda() for x in self.all_inputs(seed, exact)[dist.get_rank()]]
+
+    def reference(self, seed: int, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's result in fp64, and how much it may be off, element by element."""
+        rank, everyone = dist.get_rank(), self.all_inputs(seed, exact)
+        pairs = [(x.cuda().double(), w.cuda().double()) for x, w in everyone]
+        if self.kind == "all_gather_matmul":
+            pairs = [(torch.cat([x for x, _ in pairs]), pairs[rank][1])]
+        partials = [x @ w for x, w in pairs]
+        result = torch.stack(partials).sum(0)
+        size = torch.stack([p.abs() for p in partials]).sum(0) + result.abs()
+        inner = torch.stack([x.abs() @ w.abs() for x, w in pairs]).sum(0)
+        allowed = EPS[self.dtype] * size + 2.0**-20 * inner
+        if self.kind == "matmul_reduce_scatter":
+            parts = list(self.rows)
+            return result.split(parts)[rank], allowed.split(parts)[rank]
+        return result, allowed
+
+    def by_nccl(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """The same by torch alone: NCCL's collective and the whole matmul. Parts go padded."""
+        rows, rank = self.rows, dist.get_rank()
+        tall, even = max(rows), len(set(rows)) == 1
+        if self.kind == "matmul_all_reduce":
+            y = x @ w
+            dist.all_reduce(y)
+            return y
+        if self.kind == "all_gather_matmul":
+            padded = x.new_zeros(tall, x.shape[1])
+            padded[: x.shape[0]] = x
+            full = x.new_empty(tall * self.world, x.shape[1])
+            dist.all_gather_into_tensor(full, padded)
+            if not even:
+                full = torch.cat([f[:n] for f, n in zip(full.split(tall), rows, strict=True)])
+            return full @ w
+        y = x @ w
+        if not even:
+            pieces = [y.new_zeros(tall, y.shape[1]) for _ in rows]
+            for piece, part in zip(pieces, y.split(list(rows)), strict=True):
+                piece[: part.shape[0]] = part
+            y = torch.cat(pieces)
+        mine = y.new_empty(tall, y.shape[1])
+        dist.reduce_scatter_tensor(mine, y)
+        return mine[: rows[rank]]
+
+
+def prepared(
+    case: Case, strategy: str, before_op: BeforeOp | None = None, **options: Any
+) -> Executor:
+    """An Executor of a case on this rank's GPU."""
+    given = Options.from_dict({"time_out_s": 20.0, **STRATEGIES[strategy], **options})
+    return Executor(
+        program_of(case, strategy),
+        groups={"tp": world_group()},
+        device="cuda",
+        options=given,
+        before_op=before_op,
+    ).prepare()
+
+
+@cache
+def program_of(case: Case, strategy: str) -> Program:
+    """The lowered Program, made once in a process."""
+    return case.program(strategy)
+
+
+def run(executor: Executor, case: Case, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One run into a new tensor full of NaN."""
+    y = case.output()
+    executor.run(inputs, out=[y])
+    return y
+
+
+def poison(executor: Executor) -> None:
+    """Fills whatever memory of its own a run may read with NaN; collective, nothing may be running.
+
+    The arena, this rank's slots and the staging memory of exchanges: 0xFF in every byte.
+    """
+    executor.synchronize()
+    torch.cuda.synchronize()
+    meet()
+    context: Any = executor._context
+    whole: list[torch.Tensor] = []
+    arena = context.values._arena
+    if arena.nbytes():
+        whole.append(torch.empty(0, dtype=torch.uint8, device="cuda").set_(arena))
+    for slot in executor._shared.slots.values():
+        whole += slot.copies[slot.me]
+    for space in executor._shared.spaces.values():
+        whole += [_staging(space.side, area) for area in space.side.areas]
+    for memory in whole:
+        memory.fill_(0xFF)
+    torch.cuda.synchronize()
+    meet()
+
+
+def _staging(side: Any, area: Any) -> torch.Tensor:
+    from interlace.comm.cuda.memory import tensor_at
+
+    return tensor_at(area.stages[side.me], area.stage_nbytes, side.device)
+
+
+def meet() -> None:
+    """A barrier of the hosts, through gloo, which leaves the GPUs alone."""
+    dist.all_reduce(torch.zeros(1))
+
+
+Outcome = tuple[str, str, float]
+"""The type of the error (or "result"), its text, and the seconds it took."""
+
+
+def attempt(action: Callable[[], object]) -> Outcome:
+    """Does something that may raise an error of ours."""
+    start = time.monotonic()
+    try:
+        value = action()
+    except InterlaceError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "result", str(value), time.monotonic() - start

@@ -1,0 +1,89 @@
+"""torch.compile of a DTensor model on GPUs: forward and backward equal eager to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from interlace.frontend import capture
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+
+ROWS, WIDTH = 64, 256
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    """A sequence-parallel MLP on the mesh of all ranks, the same on every call."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    return parallelize_module(mlp.to("cuda", dtype), mesh, plan)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def train(call: Any, mlp: nn.Module, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The result of forward and all gradients of one step."""
+    torch.manual_seed(seed + dist.get_rank())
+    x = torch.randn(ROWS, WIDTH, device="cuda", dtype=dtype, requires_grad=True)
+    mlp.zero_grad()
+    y = local(call(x))
+    (y.float() ** 2).mean().backward()
+    assert x.grad is not None
+    grads = [local(p.grad) for p in mlp.parameters() if p.grad is not None]
+    return [y.detach(), x.grad, *(grad.clone() for grad in grads)]
+
+
+def compare(strategy: str, dtype: str, seed: int) -> tuple[list[float], list[str]]:
+    """How far compiled steps are from eager ones, relative to the largest value; strategies."""
+    torch.compiler.reset()
+    kind = getattr(torch, dtype)
+    mlp = model(kind)
+    options = {"strategy": strategy, "time_out_s": 30.0}
+    with capture() as captured:
+        compiled = torch.compile(mlp, backend="interlace", options=options)
+        steps = [train(compiled, mlp, seed + number, kind) for number in range(3)]
+        torch.cuda.synchronize()
+        taken = sorted({s.strategy for b in captured.bound for s in b.program.sites})
+    apart: list[float] = []
+    for number, found in enumerate(steps):
+        wanted = train(mlp, mlp, seed + number, kind)
+        assert len(found) == len(wanted)
+        for mine, right in zip(found, wanted, strict=True):
+            assert mine.shape == right.shape
+            scale = right.float().abs().max().clamp(min=1e-6)
+            apart.append(((mine.float() - right.float()).abs().max() / scale).item())
+    torch.compiler.reset()
+    return apart, taken
+
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("strategy", ["peer", "fused", "exchange", "auto"])
+def test_a_compiled_model_trains_as_eager_does(
+    gpus: Ranks, strategy: str, dtype: str, seed: int
+) -> None:
+    for apart, taken in gpus.run(compare, strategy, dtype, seed, time_out_s=150):
+        assert max(apart) < TOLERANCE[dtype]
+        assert strategy in taken or strategy == "auto", taken

@@ -1,0 +1,211 @@
+"""What goes wrong on one GPU is a bounded, typed error on all other ranks, and `reset` mends it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.gpu.cases import Case, Outcome, attempt, meet, prepared, run
+from tests.support.pool import Died, Ranks
+
+from interlace.ir import Op
+from interlace.runtime import Executor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+TIME_OUT_S = 2.0
+LATE_S = 3.0
+"""How long after the time-out the error may come."""
+STRATEGIES = ("peer-get", "peer-put", "fused", "exchange", "pipeline", "shift")
+CYCLES_PER_S = 1.9e9
+
+
+class Fault:
+    """Does something on one rank before one op of one run."""
+
+    def __init__(self, rank: int, action: Callable[[], None]) -> None:
+        self.rank, self.action = rank, action
+        self.index = 0
+        self.armed = self.fired = False
+
+    def __call__(self, rank: int, index: int, op: Op) -> None:
+        if self.armed and rank == self.rank and index >= self.index and not self.fired:
+            self.fired = True
+            self.action()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stall_host() -> None:
+    time.sleep(TIME_OUT_S * 2)
+
+
+def stall_device() -> None:
+    torch.cuda._sleep(int(CYCLES_PER_S * TIME_OUT_S * 2))
+
+
+def raise_it() -> None:
+    raise ValueError("the planted fault")
+
+
+ACTIONS = {"dies": die, "host": stall_host, "device": stall_device, "raises": raise_it}
+
+
+def finish(executor: Executor, case: Case, inputs: list[torch.Tensor]) -> Outcome:
+    """A run and its end."""
+
+    def both() -> float:
+        y = run(executor, case, inputs)
+        executor.synchronize()
+        return y.double().sum().item()
+
+    return attempt(both)
+
+
+def suffer(strategy: str, what: str, victim: int, seed: int) -> list[Outcome]:
+    """The run with the fault, one more, and two after a reset."""
+    case = Case("matmul_all_reduce", dist.get_world_size())
+    fault = Fault(victim, ACTIONS[what])
+    executor = prepared(case, strategy, fault, time_out_s=TIME_OUT_S)
+    inputs = case.inputs(seed, exact=True)
+    first = finish(executor, case, inputs)
+    assert first[0] == "result", first
+    meet()
+    fault.index = random.Random(seed).randrange(3)
+    fault.armed = True
+    found = [finish(executor, case, inputs)]
+    if found[0][0] == "result":  # a rank may be done before it hears of the others
+        found = [finish(executor, case, inputs)]
+    assert fault.fired == (dist.get_rank() == victim)
+    found.append(finish(executor, case, inputs))
+    executor.reset()
+    found += [finish(executor, case, inputs) for _ in range(2)]
+    assert [outcome[1] for outcome in found[2:]] == [first[1]] * 2, found
+    executor.close()
+    return found
+
+
+@pytest.mark.parametrize("what", ["host", "device"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stalled_rank_is_a_time_out_on_the_others(
+    gpus: Ranks, strategy: str, what: str, seed: int
+) -> None:
+    victim = seed % gpus.world
+    results = gpus.run(suffer, strategy, what, victim, seed, time_out_s=45)
+    others = [found for rank, found in enumerate(results) if rank != victim]
+    assert any(found[0][0] == "CommTimeoutError" for found in results)
+    for found in others:
+        error, text, seconds = found[0]
+        assert error in ("CommTimeoutError", "PeerError"), text
+        assert seconds < TIME_OUT_S + LATE_S
+        assert "matmul_all_reduce" in text
+        assert f"rank {victim}" in text
+        assert found[1][0] in ("ExecutorError", "CommTimeoutError", "PeerError")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_exception_on_one_rank_is_heard_by_all(gpus: Ranks, strategy: str, seed: int) -> None:
+    victim = seed % gpus.world
+    case = gpus.run(hear, strategy, victim, seed, time_out_s=45)
+    for rank, (error, text, seconds) in enumerate(case):
+        assert error == ("ValueError" if rank == victim else "PeerError"), text
+        assert "the planted fault" in text
+        assert seconds < TIME_OUT_S + LATE_S
+
+
+def hear(strategy: str, victim: int, seed: int) -> Outcome:
+    """What each rank hears of an exception on one, in this run or the next; then all is well."""
+    case = Case("all_gather_matmul", dist.get_world_size())
+    fault = Fault(victim, raise_it)
+    executor = prepared(case, strategy, fault, time_out_s=10.0)
+    inputs = case.inputs(seed, exact=True)
+    first = finish(executor, case, inputs)
+    meet()
+    fault.armed = True
+    heard = ("", "", 0.0)
+    for _ in range(3):
+        try:
+            heard = finish(executor, case, inputs)
+        except ValueError as error:
+            heard = ("ValueError", str(error), 0.0)
+        if heard[0] != "result":
+            break
+    executor.reset()
+    after = finish(executor, case, inputs)
+    assert after[:2] == first[:2], after
+    executor.close()
+    return heard
+
+
+@pytest.mark.parametrize("strategy", ["peer-put", "fused", "exchange", "pipeline"])
+def test_a_killed_rank_is_named_on_all_others(gpus: Ranks, strategy: str, seed: int) -> None:
+    victim = seed % gpus.world
+    results = gpus.run(bury, strategy, victim, seed, time_out_s=45, may_die=[victim])
+    for rank, found in enumerate(results):
+        if rank == victim:
+            assert found == Died(-signal.SIGKILL)
+        else:
+            error, text, seconds = found
+            assert error in ("PeerError", "CommTimeoutError"), text
+            assert str(victim) in text
+            assert seconds < 10 + LATE_S
+
+
+def bury(strategy: str, victim: int, seed: int) -> Outcome:
+    """What a rank hears when another is killed in the middle of issuing a run."""
+    case = Case("matmul_reduce_scatter", dist.get_world_size())
+    fault = Fault(victim, die)
+    executor = prepared(case, strategy, fault, time_out_s=10.0)
+    inputs = case.inputs(seed)
+    finish(executor, case, inputs)
+    meet()
+    fault.armed = True
+    heard = ("", "", 0.0)
+    for _ in range(3):
+        heard = finish(executor, case, inputs)
+        if heard[0] != "result":
+            return heard
+    return heard
+
+
+def call_in_different_order(pair: tuple[str, str], seed: int) -> list[Outcome]:
+    """Rank 0 calls the second Program first; afterwards all reset and call in order."""
+    world = dist.get_world_size()
+    cases = [Case("all_gather_matmul", world), Case("matmul_reduce_scatter", world)]
+    made = [prepared(c, s, time_out_s=5.0) for c, s in zip(cases, pair, strict=True)]
+    inputs = [case.inputs(seed, exact=True) for case in cases]
+    for index in (0, 1):
+        assert finish(made[index], cases[index], inputs[index])[0] == "result"
+    meet()
+    order = (1, 0) if dist.get_rank() == 0 else (0, 1)
+    found = [("result", "", 0.0)]
+    for index in order:
+        found = [finish(made[index], cases[index], inputs[index])]
+        if found[0][0] != "result":
+            break
+    made[0].reset()
+    found += [finish(made[index], cases[index], inputs[index]) for index in (0, 1)]
+    for executor in made:
+        executor.close()
+    return found
+
+
+@pytest.mark.parametrize("pair", [("peer-get", "peer-put"), ("fused", "exchange")], ids="-".join)
+def test_ranks_that_call_in_different_order_hear_both_names(
+    gpus: Ranks, pair: tuple[str, str], seed: int
+) -> None:
+    for first, *after in gpus.run(call_in_different_order, pair, seed, time_out_s=45):
+        error, text, seconds = first
+        assert error in ("AgreementError", "CommTimeoutError", "PeerError"), text
+        assert "all_gather_matmul_even_bf16" in text
+        assert "matmul_reduce_scatter_even_bf16" in text
+        assert seconds < 5 + LATE_S
+        assert [outcome[0] for outcome in after] == ["result"] * 2, after

@@ -1,0 +1,83 @@
+"""Programs captured in CUDA graphs: the bits of eager runs, whatever inputs come from where."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.gpu.cases import KINDS, STRATEGIES, Case, prepared, run
+from tests.support.pool import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+REPLAYS = 14
+
+
+def replay(strategy: str, seed: int) -> list[str]:
+    """Replays of all three sites: inputs changed in place, and inputs at new addresses."""
+    wrong: list[str] = []
+    own = random.Random(seed + dist.get_rank())
+    for kind in KINDS:
+        case = Case(kind, dist.get_world_size(), "bf16", "odd")
+        with (
+            prepared(case, strategy, graph=True) as graphed,
+            prepared(case, strategy, in_order=True) as twin,
+        ):
+            sets = [case.inputs(seed + number) for number in range(REPLAYS)]
+            wanted = [run(twin, case, given) for given in sets]
+            twin.synchronize()
+            torch.cuda.synchronize()
+            fixed, y = [x.clone() for x in sets[0]], case.output()
+            found: list[torch.Tensor] = []
+            for number, given in enumerate(sets):
+                if own.random() < 0.3:
+                    torch.cuda._sleep(own.randrange(400_000))
+                if number < REPLAYS // 2:  # the same tensors with other contents
+                    for mine, new in zip(fixed, given, strict=True):
+                        mine.copy_(new)
+                    y.fill_(torch.nan)
+                    graphed.run(fixed, out=[y])
+                    found.append(y.clone())
+                else:  # other tensors, for the inputs and for the result
+                    found.append(run(graphed, case, given))
+            graphed.synchronize()
+            torch.cuda.synchronize()
+            wrong += [
+                f"{kind} {strategy}, replay {number}"
+                for number, (mine, right) in enumerate(zip(found, wanted, strict=True))
+                if not torch.equal(mine, right)
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_replays_give_the_bits_of_eager_runs(gpus: Ranks, strategy: str, seed: int) -> None:
+    for wrong in gpus.run(replay, strategy, seed, time_out_s=90):
+        assert not wrong
+
+
+def mixed(seed: int) -> list[str]:
+    """Graphs and eager runs of several Programs on one team, in turn."""
+    case = Case("matmul_reduce_scatter", dist.get_world_size())
+    rng, names = random.Random(seed), ("peer-put", "fused", "exchange")
+    made = [prepared(case, name, graph=graph) for name in names for graph in (True, False)]
+    inputs = [case.inputs(seed + number, exact=True) for number in range(3)]
+    wanted = [case.by_nccl(given[0], given[1]) for given in inputs]
+    found: list[tuple[int, torch.Tensor]] = []
+    for _ in range(60):
+        which = rng.randrange(3)
+        found.append((which, run(rng.choice(made), case, inputs[which])))
+    for executor in made:
+        executor.synchronize()
+    torch.cuda.synchronize()
+    wrong = [f"call {i}" for i, (n, y) in enumerate(found) if not torch.equal(y, wanted[n])]
+    for executor in made:
+        executor.close()
+    return wrong
+
+
+def test_graphs_and_eager_runs_take_turns(gpus: Ranks, seed: int) -> None:
+    for wrong in gpus.run(mixed, seed, time_out_s=60):
+        assert not wrong

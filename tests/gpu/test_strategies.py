@@ -1,0 +1,105 @@
+"""Every strategy on real GPUs gives the bits of its own Program in order, and the right numbers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.gpu.cases import DTYPES, KINDS, SHAPES, STRATEGIES, Case, poison, prepared, run
+from tests.support.pool import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+SLACK = {"bf16": 1.05, "f16": 1.05, "f32": 2.0}
+"""How much larger the mean error may be than NCCL's. Chunks of an fp32 matmul may take another
+kernel, whose own rounding is all the error there is."""
+RING = 1.5
+"""The same for `ring`, which rounds after each step, as NCCL's ring does in another order."""
+TINY = 1e-9
+
+
+def shapes_of(strategy: str) -> tuple[str, ...]:
+    """The shapes that a strategy serves."""
+    return tuple(shape for shape in SHAPES if strategy != "fused" or shape != "uneven")
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The absolute error; infinite where there is NaN."""
+    return (found.double() - wanted).abs().nan_to_num(nan=torch.inf)
+
+
+def verify(case: Case, strategy: str, seed: int) -> list[str]:
+    """What is wrong with one case on this rank."""
+    wrong: list[str] = []
+    with ExitStack() as stack:
+        executor = stack.enter_context(prepared(case, strategy))
+        twin = stack.enter_context(prepared(case, strategy, in_order=True))
+        for number in range(3):  # the slots are used in turn
+            exact, drawn = number == 0, seed + number
+            inputs = case.inputs(drawn, exact)
+            found, ordered = run(executor, case, inputs), run(twin, case, inputs)
+            executor.synchronize()
+            twin.synchronize()
+            torch.cuda.synchronize()
+            by_nccl = case.by_nccl(inputs[0], inputs[1])
+            wanted, allowed = case.reference(drawn, exact)
+            if found.isnan().any():
+                wrong.append(f"{case} run {number}: NaN remains")
+            if not torch.equal(found, ordered):
+                wrong.append(f"{case} run {number}: not the bits of the Program in order")
+            error, theirs = off(found, wanted), off(by_nccl, wanted)
+            if exact and not torch.equal(found, by_nccl):
+                wrong.append(f"{case}: exact sums differ by {error.max():g}")
+            if (error > allowed).any():
+                worst = (error / allowed).max()
+                wrong.append(f"{case} run {number}: {worst:.2f} times what is allowed")
+            slack = max(SLACK[case.dtype], RING if strategy == "ring" else 0.0)
+            if error.mean() > slack * theirs.mean() + TINY:
+                wrong.append(f"{case}: mean error {error.mean():g}, NCCL's {theirs.mean():g}")
+            if error.max() > (slack + 0.25) * theirs.max() + TINY:
+                wrong.append(f"{case}: largest error {error.max():g}, NCCL's {theirs.max():g}")
+    return wrong
+
+
+def verify_all(kind: str, strategy: str, seed: int) -> list[str]:
+    """All shapes and element types of a site and a strategy."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    wrong: list[str] = []
+    for dtype in DTYPES:
+        for shape in shapes_of(strategy):
+            wrong += verify(Case(kind, dist.get_world_size(), dtype, shape), strategy, seed)
+    return wrong
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_right_and_equal_to_in_order(gpus: Ranks, kind: str, strategy: str, seed: int) -> None:
+    for wrong in gpus.run(verify_all, kind, strategy, seed, time_out_s=120):
+        assert not wrong, "\n".join(wrong)
+
+
+def read_nothing_stale(seed: int) -> list[str]:
+    """Strategies whose arena, slots and staging are full of NaN before each run."""
+    wrong: list[str] = []
+    for kind in KINDS:
+        case = Case(kind, dist.get_world_size(), "bf16", "odd")
+        for strategy in STRATEGIES:
+            with prepared(case, strategy) as executor, prepared(case, "serial") as serial:
+                for number in range(3):
+                    inputs = case.inputs(seed + number, exact=True)
+                    poison(executor)
+                    found, wanted = run(executor, case, inputs), run(serial, case, inputs)
+                    executor.synchronize()
+                    serial.synchronize()
+                    torch.cuda.synchronize()
+                    if not torch.equal(found, wanted):
+                        wrong.append(f"{case} {strategy} run {number} differs from serial")
+    return wrong
+
+
+def test_nothing_is_read_that_was_not_written(gpus: Ranks, seed: int) -> None:
+    for wrong in gpus.run(read_nothing_stale, seed, time_out_s=120):
+        assert not wrong, "\n".join(wrong)
