@@ -13,7 +13,17 @@ from typing import Any
 
 from interlace.errors import OptionError
 
-STRATEGIES = ("auto", "serial", "pipeline", "shift", "ring", "broadcast", "peer", "fused")
+STRATEGIES = (
+    "auto",
+    "serial",
+    "pipeline",
+    "shift",
+    "ring",
+    "broadcast",
+    "peer",
+    "fused",
+    "exchange",
+)
 
 LONGEST_S = 30 * 86_400.0
 """The longest time-out, in seconds: every wait is bounded."""
@@ -41,7 +51,8 @@ class Options:
     protocol: str = "get"
     """One-sided protocol of the `peer` strategy: `get` (pull) or `put` (push)."""
     chunks: int = 0
-    """Chunks a site is cut into by `pipeline`; 0 lets the strategy choose."""
+    """Chunks a site is cut into by `pipeline`, and by `fused` before a reduction; 0 lets the
+    strategy choose."""
     resharding: str = "auto"
     """Where a gather or scatter stands that can stand on either side of a computation."""
     regions: str = "auto"
@@ -55,7 +66,8 @@ class Options:
     static_outputs: bool = False
     """With `graph`, hand out the graph's own output buffers instead of copies."""
     calibration: str | None = None
-    """Path of a calibration file; None takes the built-in model of the device."""
+    """Path of a calibration file; None takes what `interlace calibrate` wrote for this host, or else
+    the built-in model of the device."""
     time_out_s: float = 60.0
     """Every wait is bounded by this many seconds."""
     cache_size: int = 64

@@ -59,7 +59,7 @@ def test_every_row_names_each_other_rank_once(key: tuple[str, str | None]) -> No
     row = ROWS[key]
     for path in (row.gather, row.scatter):
         if path is None:
-            assert row.cut in ("slices", "roots")
+            assert row.cut in ("slices", "roots", "whole")
             continue
         for world in (2, 3, 4, 7):
             steps = range(1, world)
@@ -79,11 +79,13 @@ def test_a_maximum_is_no_sum() -> None:
             assert "the collective takes the max" in made.remarks[0].text
 
 
-def test_fused_is_left_to_cuda(seed: int) -> None:
+def test_what_cannot_be_fused_is_copied_and_says_so(seed: int) -> None:
     program = KINDS["all_gather_matmul"](2, "even", "f32", seed).program
     made = run_pipeline(program, "find_sites,decompose{strategy=fused}")
-    assert made.sites[0].strategy == "serial"
-    assert "fused cannot serve this site: it needs a CUDA kernel" in made.remarks[0].text
+    (site,) = made.sites
+    assert (site.strategy, site.protocol) == ("peer", "put")
+    text = "fused cannot serve this site: its element type is f32, and the kernel takes bf16 or f16"
+    assert made.remarks[0].text == site.reason == f"{text}; peer copies instead"
 
 
 @pytest.mark.parametrize("machine", [None, default_machine("cuda")], ids=["no-machine", "machine"])

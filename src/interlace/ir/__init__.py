@@ -8,6 +8,7 @@
     printer.py   Program to text (printer_ops.py, layout.py)
     parser.py    text to Program, its inverse (parser_*.py; spelling.py holds what both share)
     validate.py  structural rules, with the offending line (check_*.py)
+    in_order.py  the order of a Program that runs one op after another
     builder.py   Programs written by hand in Python (builder_*.py, handle.py)
 
 Nothing here imports torch.
@@ -16,6 +17,7 @@ Nothing here imports torch.
 from interlace.ir.box import Box
 from interlace.ir.builder import Builder
 from interlace.ir.handle import Handle
+from interlace.ir.in_order import bindings, in_order
 from interlace.ir.ops import (
     KINDS,
     REDUCTIONS,
@@ -143,7 +145,9 @@ __all__ = [
     "View",
     "Wait",
     "Where",
+    "bindings",
     "contiguous_strides",
+    "in_order",
     "map_members",
     "map_views",
     "parse",

@@ -43,13 +43,17 @@ class Pick:
     counts: tuple[int, ...]
     """Rows in all stacks, for each `index`."""
     index: Index
+    within: Slice | None = None
+    """Only some of them; where there is one stack."""
 
     @classmethod
-    def ranks(cls, emitter: Emitter, layout: Layout, index: Index) -> Pick:
-        """The rows of one rank."""
+    def ranks(
+        cls, emitter: Emitter, layout: Layout, index: Index, within: Slice | None = None
+    ) -> Pick:
+        """The rows of one rank, or some `within` them."""
         step = emitter.chunk(index, layout.rows)
         counts = tuple(layout.batch * rows for rows in layout.rows)
-        return cls(layout.batch, sum(layout.rows), step, counts, index)
+        return cls(layout.batch, sum(layout.rows), step, counts, index, within)
 
     @classmethod
     def slice(cls, emitter: Emitter, stacks: int, height: int, start: int, stop: int) -> Pick:
@@ -66,6 +70,7 @@ class Pick:
         """These rows of a full matrix, given with two dimensions."""
         if self.stacks == 1:
             view = matrix.then(self.step)
+            view = view if self.within is None else view.then(self.within)
             return Place(view, view)
         stacked = matrix.view(self.stacks, self.height, width)
         return Place(None, stacked.then(dataclasses.replace(self.step, dim=1)))

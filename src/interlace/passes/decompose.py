@@ -31,7 +31,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.recognise import GatherSite, ScatterSite
 from interlace.passes.strategies import strategy
 from interlace.passes.values import Values
-from interlace.passes.write import refusal, write
+from interlace.passes.write import pieces, refusal, write
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Decompose:
     strategy: str = "auto"
     protocol: str = "get"
     chunks: int = 0
-    """Slices of `pipeline`; 0 lets the strategy choose."""
+    """Slices of `pipeline`, pieces of `fused`; 0 lets the strategy choose."""
     sites: tuple[int, ...] | None = None
     """The sites to work on; None: all."""
     machine: Machine | None = field(default=None, metadata={"text": False})
@@ -81,10 +81,18 @@ class Decompose:
                 changed[number] = dataclasses.replace(site, reason=found.reason or site.reason)
                 continue
             choice = self._choose(choose, values, found)
+            if choice.row is not None and choice.row.name == "fused":
+                parts = pieces(values, found.site, self.chunks) * len(found.site.layout.rows)
+                choice = dataclasses.replace(choice, chunks=parts)
             changed[number] = choice.on(site)
             if choice.remark:
                 remarks.append(Remark(self.name, choice.remark, number))
-            if choice.row is not None:
+            if choice.row is not None and choice.row.cut == "whole":
+                serial = program.ops[found.collective]
+                assert isinstance(serial, Collective)
+                changed[number] = dataclasses.replace(changed[number], chunks=None)
+                written[found.collective] = [dataclasses.replace(serial, backend="peer")]
+            elif choice.row is not None:
                 anchors[len(blocks)] = found.collective
                 blocks.append(list(found.site.ops))
                 overlapped.append(found.site)
@@ -104,11 +112,15 @@ class Decompose:
         if self.strategy == "serial":
             return Choice(reason="asked for")
         row = strategy(self.strategy, self.protocol)
-        why = refusal(values, found.site, row) if row else "it needs a CUDA kernel"
-        if row is None or why:
-            text = f"{self.strategy} cannot serve this site: {why}"
-            return Choice(reason=text, remark=text)
-        return choose.asked(values, found.site, row)
+        assert row is not None, self.strategy
+        why = refusal(values, found.site, row)
+        text = f"{self.strategy} cannot serve this site: {why}"
+        copies = strategy("peer", "put")
+        if why and row.name == "fused" and copies and not refusal(values, found.site, copies):
+            text = f"{text}; peer copies instead"
+            choice = choose.asked(values, found.site, copies)
+            return dataclasses.replace(choice, reason=text, remark=text)
+        return Choice(reason=text, remark=text) if why else choose.asked(values, found.site, row)
 
 
 def _rebuilt(

@@ -28,6 +28,7 @@ PASSES = (
     "schedule",
     "plan_memory",
     "insert_sync",
+    "fuse",
 )
 """The passes by name, in the order in which they make sense."""
 
@@ -83,10 +84,11 @@ def lowering(options: Options, machine: object = None) -> tuple[Pass, ...]:
     """The passes that lower a serial Program with these options."""
     given = f"strategy={options.strategy},protocol={options.protocol},chunks={options.chunks}"
     regions = "form_regions," if options.regions == "inductor" else ""  # eager ones gain nothing
+    fuse = ",fuse" if options.strategy in ("auto", "fused") else ""
     if options.overlap:
         text = (
             f"find_sites,place_resharding{{position={options.resharding}}},"
-            f"decompose{{{given}}},{regions}schedule,plan_memory,insert_sync"
+            f"decompose{{{given}}},{regions}schedule,plan_memory,insert_sync{fuse}"
         )
     else:
         text = f"find_sites,decompose{{strategy=serial}},{regions}plan_memory,insert_sync"

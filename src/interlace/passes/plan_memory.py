@@ -28,6 +28,7 @@ from interlace.errors import PassError
 from interlace.ir import Alloc, Buffer, Call, Free, Op, Program, Remark, View, views_in
 from interlace.passes.base import add_remarks
 from interlace.passes.dependencies import dependencies
+from interlace.passes.groups import groups, used_by
 from interlace.passes.insert_sync import Order, clocks, strip_events
 from interlace.passes.overlaps import Overlaps
 
@@ -92,9 +93,14 @@ def _localise(program: Program) -> Program:
     return program.replace(ops=tuple(ops))
 
 
-def buffers_of(op: Op) -> set[str]:
-    """The buffers that an op reads or writes, a peer's copies included."""
-    return {access.view.buffer for access in (*op.reads(), *op.writes())}
+def _uses(program: Program) -> list[set[str]]:
+    """The buffers that each op uses; those of a kernel are in use from its first op to its last."""
+    used = [used_by((op,)) for op in program.ops]
+    for group in groups(program):
+        every = used_by(program.ops[i] for i in group)
+        used[group[0]] |= every
+        used[group[-1]] |= every
+    return used
 
 
 def _place_allocs(program: Program) -> Program:
@@ -106,10 +112,11 @@ def _place_allocs(program: Program) -> Program:
                 f"plan_memory: {op.buffer.name!r} is allocated twice; give the second a new name"
             )
     ops: list[Op] = []
-    for op in program.ops:
+    used = _uses(program)
+    for index, op in enumerate(program.ops):
         if isinstance(op, Alloc | Free):
             continue
-        for name in sorted(buffers_of(op)):
+        for name in sorted(used[index]):
             alloc = pending.pop(name, None)
             if alloc is not None:
                 ops.append(dataclasses.replace(alloc, stream=op.stream))
@@ -129,6 +136,8 @@ class Lives:
     uses: dict[str, list[int]]
     """By buffer in order of first use: the ops that use it, and for a fresh one the declaration."""
     escaping: set[str]
+    inside: set[int]
+    """Ops that another one of the same kernel follows."""
 
     @classmethod
     def of(cls, program: Program) -> Lives:
@@ -136,12 +145,13 @@ class Lives:
         buffers = program.buffers()
         params = {buffer.name for buffer in program.params}
         uses: dict[str, list[int]] = {}
-        for index, op in enumerate(program.ops):
-            for name in sorted(buffers_of(op)):
+        for index, used in enumerate(_uses(program)):
+            for name in sorted(used):
                 if name in buffers and name not in params:
                     uses.setdefault(name, []).append(index)
         order = clocks(program.ops, dependencies(program, listed=False))
-        return cls(program.ops, order, buffers, uses, _escaping(program))
+        inside = {i for group in groups(program) for i in group[:-1]}
+        return cls(program.ops, order, buffers, uses, _escaping(program), inside)
 
     def last(self, name: str) -> list[int]:
         """How far each stream must have come for every use of the buffer to be done."""
@@ -222,7 +232,7 @@ def _place_frees(lives: Lives, count: int) -> dict[int, list[Free]]:
     for index in range(count):
         pending.update((name, lives.last(name)) for name in ending.get(index, ()))
         clock = lives.order.clock[index]
-        for name, last in list(pending.items()):
+        for name, last in () if index in lives.inside else list(pending.items()):
             if all(need <= has for need, has in zip(last, clock, strict=True)):
                 del pending[name]
                 free = Free(buffer=name, stream=lives.ops[index].stream)

@@ -1,8 +1,8 @@
 """How the partial results of a scatter travel and are summed, chunk by chunk.
 
-`compute(rank, matrix)` emits the rows of that rank into a matrix; each transport has it compute the
-others' rows first, its own last, and leaves the sum of all ranks' parts of its rows in `out`. The
-order in which they are summed is the strategy's (`strategies.py`).
+`compute(rank, matrix, within)` emits the rows of that rank (or some of them) into a matrix; each
+transport has it compute the others' rows first, its own last, and leaves the sum of all ranks'
+parts of its rows in `out`. The order in which they are summed is the strategy's (`strategies.py`).
 
     Scatter(emitter, strategy, stage, out, sizes, width, dtype).run(compute)
 """
@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
-from interlace.ir import Call, DType, Get, Group, Index, Put, Recv, Send, View
+from interlace.ir import Call, DType, Get, Group, Index, Put, Recv, Send, Slice, View
 from interlace.passes.emitter import Emitter
 from interlace.passes.strategies import Path, Strategy
 
-ComputeRows = Callable[[Index, View], None]
+
+class ComputeRows(Protocol):
+    """Emits the rows of a rank, or only those `within` them, into a matrix."""
+
+    def __call__(self, index: Index, shard: View, within: Slice | None = None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Scatter:
     sizes: tuple[int, ...]
     width: int
     dtype: DType
+    parts: int = 1
+    """Put: pieces that a rank's rows are computed and travel in."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
@@ -55,6 +63,14 @@ class Scatter:
         """Where the rows of each rank are computed."""
         stage = self.stage or self._alloc("parts", sum(self.sizes))
         return lambda index: self.emitter.part(stage, index, self.sizes)
+
+    def _pieces(self) -> list[Slice | None]:
+        """Which of a rank's rows are computed and put together."""
+        if self.parts == 1:
+            return [None]
+        rows = self.sizes[0]  # all are equal
+        bounds = [rows * i // self.parts for i in range(self.parts + 1)]
+        return [Slice(0, start, stop) for start, stop in pairwise(bounds)]
 
     def _rows(self, matrices: View, index: Index, owner: Index) -> View:
         """Matrix `index` of several, as far as `owner` has rows."""
@@ -138,9 +154,11 @@ class Scatter:
         arrived = e.names.new(f"{slots.buffer}_arrived")
         for k in e.others:
             chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
-            compute(chunk, staged(chunk))
             into = self._rows(slots, e.rank, chunk)
-            e.emit(Put(src=staged(chunk), dst=into, peer=to, team=e.team.name))
+            for within in self._pieces():
+                src, dst = (v if within is None else v.then(within) for v in (staged(chunk), into))
+                compute(chunk, src, within)
+                e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
             e.notify(arrived, to)
         compute(e.rank, self._rows(slots, e.rank, e.rank))
         for k in e.others:

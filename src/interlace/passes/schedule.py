@@ -47,6 +47,7 @@ from interlace.ir import (
     Send,
 )
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
+from interlace.passes.groups import groups
 from interlace.passes.insert_sync import strip_events
 
 HEAVY = frozenset(
@@ -140,6 +141,8 @@ class _Player:
         self.placed = [False] * len(self.ops)
         self.stream = [""] * len(self.ops)
         self.listed: list[int] = []
+        self.group = {i: group for group in groups(program) for i in group}
+        self.kernel: list[int] = []  # what the kernel that was begun has still to do
         self.free = {"main": 0, "comm": 0}
 
     def play(self) -> list[Op]:
@@ -160,12 +163,19 @@ class _Player:
                 while heap and (heap[0][0] < horizon or heap[0][0] == FAR):
                     index = heapq.heappop(heap)[1]
                     near[lane][index] = max((self.finish[i] for i in self.needs[index]), default=0)
-            choices = [self._choose(lane, ready) for lane, ready in near.items() if ready]
+            choices = self._choices(near)
+            if not choices and self.kernel:
+                self.kernel = []  # it needs something else first: it falls apart
+                choices = self._choices(near)
             if not choices:
                 break
             start, lane, index = min(choices)
             del near[lane][index]
             self._place(index, lane)
+            if self.kernel and lane == "main":
+                self.kernel = self.kernel[1:]
+            elif index in self.group and self.group[index][0] == index:
+                self.kernel = list(self.group[index][1:])
             self.finish[index] = self.free[lane] = start + self.weights[index]
             woken = self._wake(index)
         for index in range(len(self.ops)):
@@ -173,6 +183,14 @@ class _Player:
                 assert self.roles[index] == "late", "only what nobody needs is left"
                 self._place(index, "main")
         return [_on(self.ops[index], self.stream[index]) for index in self.listed]
+
+    def _choices(self, near: dict[str, dict[int, int]]) -> list[tuple[int, str, int]]:
+        """What each lane could go on with; a kernel that was begun goes on with its own."""
+        main = near["main"]
+        if self.kernel:
+            main = {index: main[index] for index in self.kernel[:1] if index in main}
+        lanes = {"main": main, "comm": near["comm"]}
+        return [self._choose(lane, ready) for lane, ready in lanes.items() if ready]
 
     def _choose(self, lane: str, ready: dict[int, int]) -> tuple[int, str, int]:
         """When the lane goes on, and with which op; at the same time communication goes first."""

@@ -141,14 +141,14 @@ def _match(
             if before:
                 edges[index].add(before[-1][1])
             before.append((op.value, index))
-    awaited: dict[int, int] = {}
+    awaited: dict[int, list[tuple[int, int]]] = {}  # by distance: (value, op)
     for index in team.expects.get(signal, ()):
         op = program.ops[index]
         assert isinstance(op, Expect)
         for distance in _distances(op, name, team.size):
-            if distance in awaited:
-                listed[index].add(awaited[distance])
-            awaited[distance] = index
+            before = awaited.setdefault(distance, [])
+            listed[index].update(other for value, other in before if value != op.value)
+            before.append((op.value, index))
             early = [item for item in raised.get(-distance % team.size, ()) if item[1] < index]
             enough = [other for value, other in early if value >= op.value]
             if isinstance(op.peer, int):  # some rank's own, at any distance: the last of all

@@ -1,9 +1,9 @@
 """The strategies, as rows of data that one decomposer reads.
 
 A row says how a site is cut (`ranks`: one chunk for each rank's rows; `roots`: the same, but all
-ranks take the chunks in one order; `slices`: a slice of every rank's rows), what moves the bytes,
-and, for chunks of ranks, which chunk a rank handles at step k and with whom. A `Line` gives an
-offset from the rank, counted modulo the team:
+ranks take the chunks in one order; `slices`: a slice of every rank's rows; `whole`: not at all),
+what moves the bytes, and, for chunks of ranks, which chunk a rank handles at step k and with whom.
+A `Line` gives an offset from the rank, counted modulo the team:
 
     >>> STRATEGIES["shift", None].gather.chunk.at(2)      # at step 2, the rows of rank + 2
     2
@@ -46,7 +46,11 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a site is overlapped."""
+    """How a site is overlapped.
+
+    `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
+    `exchange` is serial, but its collective is the backend `peer`.
+    """
 
     name: str
     cut: str
@@ -82,6 +86,8 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
         ),
         Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS),
         Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS),
+        Strategy("fused", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS),
+        Strategy("exchange", "whole", "collectives", _RANK_ORDER),
     )
 }
 """By name and, for `peer`, protocol."""

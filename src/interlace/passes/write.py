@@ -5,11 +5,14 @@ ops = write(values, names, site, STRATEGIES["ring", None], chunks=0, number=1)
 
 from __future__ import annotations
 
-from interlace.ir import Buffer, Call, Collective, Index, Op, View
+from dataclasses import replace
+
+from interlace.ir import Buffer, Call, Collective, DType, Index, Op, Slice, View
 from interlace.passes.chunks import Compute, Pick, Place, in_shard, matrix, zero_padding
 from interlace.passes.cone import result_of
 from interlace.passes.emitter import Emitter, Names
-from interlace.passes.gathers import Gather
+from interlace.passes.fusable import unfit
+from interlace.passes.gathers import Gather, Take
 from interlace.passes.recognise import GatherSite, ScatterSite
 from interlace.passes.scatters import Scatter
 from interlace.passes.slices import Slices
@@ -17,6 +20,11 @@ from interlace.passes.strategies import Strategy
 from interlace.passes.values import Values
 
 DEFAULT_SLICES = 4
+PIECE_BYTES = 4 << 20
+"""What a put should move at least: below it a copy engine does not reach its speed."""
+MOST_PIECES = 4
+PIECE_ROWS = 128
+"""Pieces are multiples of so many rows, the tiles of a kernel, unless asked for."""
 
 
 def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> str:
@@ -26,6 +34,8 @@ def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> st
         return "it has no rows"
     if row.cut == "slices" and slices(values, site, 0) < 2:
         return "each rank has a single row"
+    if row.name == "fused":
+        return unfit(values, site)
     if op.reduce not in (None, "sum") and row.transport != "collectives":
         return f"it adds up, and the collective takes the {op.reduce}"
     return ""
@@ -36,6 +46,22 @@ def slices(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
     whole = _collective(values, site).kind == "all_reduce"
     rows = site.layout.total if whole else max(site.layout.shard)
     return min(chunks or DEFAULT_SLICES, rows)
+
+
+def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
+    """In how many pieces `fused` puts what a rank computes for another: `chunks` are of all ranks.
+
+    Pieces let the first bytes leave sooner; a gather's rows are there from the start.
+    """
+    if isinstance(site, GatherSite):
+        return 1
+    rows = site.layout.rows[0]
+    if chunks:
+        most = min(chunks // len(site.layout.rows), rows)
+        return next((n for n in range(most, 1, -1) if rows % n == 0), 1)
+    nbytes = rows * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
+    most = min(MOST_PIECES, nbytes // PIECE_BYTES, rows // PIECE_ROWS)
+    return next((n for n in range(most, 1, -1) if rows % (n * PIECE_ROWS) == 0), 1)
 
 
 def _collective(values: Values, site: GatherSite | ScatterSite) -> Collective:
@@ -54,6 +80,9 @@ def write(
 ) -> list[Op]:
     """The ops of a site, overlapped by the strategy of this row."""
     op = _collective(values, site)
+    if row.cut == "whole":
+        serial = (values.program.ops[i] for i in site.ops)
+        return [replace(one, backend="peer") if one is op else one for one in serial]
     emitter = Emitter(names, values.program.team(op.team), op, number)
     writer = _Writer(values, emitter, row, chunks)
     if isinstance(site, GatherSite):
@@ -109,23 +138,31 @@ class _Writer:
             count = slices(self.values, site, self.chunks)
             cut = Slices(e, f"{name}_slice", layout, width, dtype, count)
             whole = full if site.whole else None
-            cut.gather(shard, whole, lambda pick, place: self.matmuls(site, pick, place))
+
+            def all_matmuls(pick: Pick, place: Place) -> None:
+                for i in site.matmuls:
+                    self.matmul(i, pick, place)
+
+            cut.gather(shard, whole, all_matmuls)
             return
 
-        def take(index: Index, rows: View) -> None:
-            place = in_shard(e, rows, layout, index, width)
-            self.matmuls(site, Pick.ranks(e, layout, index), place)
+        def taking(i: int) -> Take:
+            def take(index: Index, rows: View) -> None:
+                place = in_shard(e, rows, layout, index, width)
+                self.matmul(i, Pick.ranks(e, layout, index), place)
 
-        Gather(e, self.row, shard, full, layout.shard, width, dtype, site.whole).run(take)
+            return take
 
-    def matmuls(self, site: GatherSite, pick: Pick, rows: Place) -> None:
-        """What the matmuls make of some rows."""
-        for i in site.matmuls:
-            op = self.values.program.ops[i]
-            result = result_of(op)
-            assert isinstance(op, Call) and result is not None  # noqa: PT018
-            out = pick.of(result, self.values.box(result).sizes[1])
-            self.compute.matmul(op, rows, out, pick)
+        gather = Gather(e, self.row, shard, full, layout.shard, width, dtype, site.whole)
+        gather.run(*map(taking, site.matmuls))
+
+    def matmul(self, i: int, pick: Pick, rows: Place) -> None:
+        """What a matmul makes of some rows."""
+        op = self.values.program.ops[i]
+        result = result_of(op)
+        assert isinstance(op, Call) and result is not None  # noqa: PT018
+        out = pick.of(result, self.values.box(result).sizes[1])
+        self.compute.matmul(op, rows, out, pick)
 
     # reductions
 
@@ -159,15 +196,23 @@ class _Writer:
         local = self.row.transport != "get"
         stage = self.stage(site, local and layout.batch == 1 and not layout.padded)
 
-        def rows(index: Index, shard: View) -> None:
+        def rows(index: Index, shard: View, within: Slice | None = None) -> None:
             zero_padding(e, shard, layout, cone.width)
             place = in_shard(e, shard, layout, index, cone.width)
-            self.compute.cone(cone, Pick.ranks(e, layout, index), place)
+            self.compute.cone(cone, Pick.ranks(e, layout, index, within), place)
 
-        scatter = Scatter(
-            *(e, self.row, cone.value, stage, out, layout.shard, cone.width, dtype),
+        self.scatter(site, stage, out, layout.shard, dtype).run(rows)
+
+    def scatter(
+        self, site: ScatterSite, stage: View | None, out: View, sizes: tuple[int, ...], dtype: DType
+    ) -> Scatter:
+        """The reduction of a site into `out`."""
+        fused = self.row.name == "fused"
+        count = pieces(self.values, site, self.chunks) if fused else 1
+        cone = site.cone
+        return Scatter(
+            *(self.emitter, self.row, cone.value, stage, out, sizes, cone.width, dtype, count)
         )
-        scatter.run(rows)
 
     def all_reduce(self, site: ScatterSite, op: Collective) -> None:
         """Matmuls and the all-reduce of what they make: a reduce-scatter, then a gather."""
@@ -190,8 +235,9 @@ class _Writer:
                 e.collective("all_reduce", part, dst, reduce=op.reduce)
             return
 
-        def rows(index: Index, part: View) -> None:
-            self.compute.cone(cone, Pick.ranks(e, layout, index), Place(part, part))
+        def rows(index: Index, shard: View, within: Slice | None = None) -> None:
+            pick = Pick.ranks(e, layout, index, within)
+            self.compute.cone(cone, pick, Place(shard, shard))
 
         sizes = layout.rows
         if self.row.cut == "roots":
@@ -204,11 +250,13 @@ class _Writer:
                 e.collective("broadcast", total, e.part(full, root, sizes), root=root)
             return
         mine = e.part(full, e.rank, sizes)
-        Scatter(e, self.row, cone.value, stage, mine, sizes, cone.width, dtype).run(rows)
         gather = Gather(
             *(e, self.row, mine, full, sizes, cone.width, dtype),
             in_place=True,
         )
+        if self.row.transport in ("get", "put"):  # peers fetch the sum from where it is made
+            gather, mine = gather.show()
+        self.scatter(site, stage, mine, sizes, dtype).run(rows)
         gather.run(lambda index, view: None)
 
     def redeclare(self, name: str) -> None:

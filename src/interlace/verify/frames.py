@@ -38,7 +38,7 @@ class FrameBuilder:
 
     def run(self) -> None:
         self.graph.frames.append(self.frame)
-        for item in self.place.source.items:
+        for item in self.place.source.sequence:
             if item.code is Code.GROUP:
                 self.group(item)
             elif item.code is Code.FUSED:

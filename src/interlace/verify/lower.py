@@ -10,6 +10,7 @@ name means, which Record a Wait sees), and what is wrong in that order alone is 
 from __future__ import annotations
 
 from interlace.errors import ProgramError
+from interlace.ir.in_order import in_order
 from interlace.ir.ops import (
     KINDS,
     RNG,
@@ -71,9 +72,16 @@ class _Lowering:
                 self.leak(items, version)
         ranks = program.world if program.rank is None else (program.rank,)
         streams = tuple(f"{name}, part {k + 1}" if k else name for name, k in self.streams)
+        sequence = self.in_sequence(items) if self.in_order else items
         return Source(
-            *(program, ranks, streams, items, leave, self.versions, self.flaws, self.num_places)
+            *(program, ranks, streams, items, leave, self.versions, self.flaws, sequence),
+            self.num_places,
         )
+
+    def in_sequence(self, items: list[Item]) -> list[Item]:
+        """The items, and the members of Fuseds, one after another."""
+        found = in_order(self.program.ops)
+        return [items[i].members[k] if items[i].code is Code.FUSED else items[i] for i, k in found]
 
     def item(self, index: int, op: Op) -> Item:
         item = Item(index, op, CODES.get(type(op), Code.PLAIN), self.stream(op), place=index)

@@ -151,5 +151,7 @@ class Source:
     exit: Item
     versions: list[Version]
     flaws: list[Flaw] = field(default_factory=list[Flaw])
+    sequence: list[Item] = field(default_factory=list[Item])
+    """The items in the order of issue; checked in order, with members of Fuseds on their own."""
     num_places: int = 0
     """Items, the return and the members of Fuseds."""

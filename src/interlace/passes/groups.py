@@ -1,0 +1,34 @@
+"""The calls that one kernel is to do: what `schedule` and `plan_memory` keep together for `fuse`.
+
+A group is a matmul of a site whose strategy is `fused`, chunk by chunk; before a reduction with the
+sum that ends it.
+
+    >>> groups(program)
+    [(4, 6, 8, 10)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from interlace.ir import Call, Op, Program
+from interlace.passes.fusable import FUSABLE
+
+SUM = "interlace.sum_slots"
+FUSED = "fused"
+
+
+def groups(program: Program) -> list[tuple[int, ...]]:
+    """The calls of each group as list indices, in order."""
+    kinds = {site.id: site.kind for site in program.sites if site.strategy == FUSED}
+    found: dict[object, list[int]] = {}
+    for index, op in enumerate(program.ops if kinds else ()):
+        if isinstance(op, Call) and op.site in kinds and op.fn in (*FUSABLE, SUM):
+            gathers = kinds[op.site] == "all_gather_matmul"
+            found.setdefault((op.site, op.outs[0].buffer if gathers else ""), []).append(index)
+    return [tuple(members) for members in found.values() if len(members) > 1]
+
+
+def used_by(ops: Iterable[Op]) -> set[str]:
+    """The buffers that ops read or write, a peer's copies included."""
+    return {access.view.buffer for op in ops for access in (*op.reads(), *op.writes())}
