@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interlace.frontend.compile import compile
     from interlace.ir.builder import program
     from interlace.ir.parser import parse, parse_set
+    from interlace.runtime import synchronize
 
 __all__ = [
     "InterlaceError",
@@ -24,6 +25,7 @@ __all__ = [
     "parse_set",
     "program",
     "reset",
+    "synchronize",
 ]
 __version__ = "0.1.0"
 
@@ -33,6 +35,7 @@ _LAZY = {
     "parse_set": ("interlace.ir.parser", "parse_set"),
     "program": ("interlace.ir.builder", "program"),
     "reset": ("interlace.comm.teams", "reset_teams"),
+    "synchronize": ("interlace.runtime", "synchronize"),
 }
 """Names that are imported when they are first asked for: from where, and what they are there."""
 

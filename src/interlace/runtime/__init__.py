@@ -12,7 +12,8 @@ flight.py      what every stream was doing, for errors
 inputs.py, ranks.py: checks of what a caller gives
 """
 
+from interlace.runtime.cuda.watchdog import synchronize
 from interlace.runtime.engine import Context, Engine, executor_for
 from interlace.runtime.executor import Executor
 
-__all__ = ["Context", "Engine", "Executor", "executor_for"]
+__all__ = ["Context", "Engine", "Executor", "executor_for", "synchronize"]
