@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from interlace.kernels.configs import Config, choose, tiles
+from interlace.kernels.configs import Config, choose, short_tail, tiles
 from interlace.kernels.gather_kernel import gather_kernel
 from interlace.kernels.launch import TYPES, Descriptors, Program, Source, block_type
 
@@ -26,17 +26,22 @@ def gather_source(
     bias: bool = False,
     gated: bool = True,
     by_tma: bool = True,
+    tail: bool = False,
 ) -> Source:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
     element = TYPES[dtype]
-    halves = config.halves and by_tma
     a = block_type(dtype, config.bm, config.bk)
-    weight = (config.bn, config.bk) if transposed else (config.bk, config.bn)
+
+    def weight(bn: int) -> str:
+        return block_type(dtype, *((bn, config.bk) if transposed else (config.bk, bn)))
+
     types = {
         "x_desc": a,
         "slots_desc": a,
-        "w_desc": block_type(dtype, *weight),
-        "y_desc": block_type(dtype, config.bm, config.bn // (2 if halves else 1)),
+        "w_desc": weight(config.bn),
+        "y_desc": block_type(dtype, config.bm, config.bn),
+        "w_half_desc": weight(config.bn // 2),
+        "y_half_desc": block_type(dtype, config.bm, config.bn // 2),
         "y": f"*{element}",
         "bias": f"*{element}",
         "gates": "*u32",
@@ -53,8 +58,9 @@ def gather_source(
         "BIAS": bias,
         "GATED": gated and size > 1,
         "STORE_TMA": by_tma,
-        "HALVES": halves,
+        "HALVES": config.halves,
         "FLATTEN": config.flatten,
+        "TAIL": tail,
     }
     return Source(
         kernel=gather_kernel,
@@ -82,11 +88,13 @@ class GatherMatmul:
         transposed: bool = False,
         bias: bool = False,
         gated: bool = True,
+        tail: bool | None = None,
         config: Config | None = None,
     ) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         config = config or choose(rows=rows, columns=columns, parts=size, processors=processors)
         self.config = config
+        total = tiles(config, rows, columns, size)
         source = gather_source(
             config,
             size=size,
@@ -95,14 +103,17 @@ class GatherMatmul:
             bias=bias,
             gated=gated,
             by_tma=size == 1 or rows % config.bm == 0,
+            tail=config.halves and short_tail(total, processors) if tail is None else tail,
         )
         self._program = Program(source, device)
-        self._grid = min(processors, tiles(config, rows, columns, size))
+        self._grid = min(processors, total)
         self._x = Descriptors(self._program, 0, (rows, inner))
         self._slots = Descriptors(self._program, 1, (size * rows, inner))
         weight = (columns, inner) if transposed else (inner, columns)
         self._w = Descriptors(self._program, 2, weight)
         self._y = Descriptors(self._program, 3, (size * rows, columns))
+        self._w_half = Descriptors(self._program, 4, weight)
+        self._y_half = Descriptors(self._program, 5, (size * rows, columns))
         self._numbers = (rows, columns, inner, rank)
 
     def launch(
@@ -117,13 +128,15 @@ class GatherMatmul:
         expected: int,
     ) -> None:
         """Issues the GEMM on that stream (its handle); waits for nothing."""
-        x_at, y_at = x.data_ptr(), y.data_ptr()
+        x_at, w_at, y_at = x.data_ptr(), w.data_ptr(), y.data_ptr()
         slots_args = self._slots.find(x_at if slots is None else slots.data_ptr())
         args = (
             *self._x.find(x_at),
             *slots_args,
-            *self._w.find(w.data_ptr()),
+            *self._w.find(w_at),
             *self._y.find(y_at),
+            *self._w_half.find(w_at),
+            *self._y_half.find(y_at),
             y_at,
             0 if bias is None else bias.data_ptr(),
             gates or 0,

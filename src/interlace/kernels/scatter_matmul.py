@@ -18,6 +18,9 @@ from interlace.kernels.configs import Config, choose, tiles
 from interlace.kernels.launch import TYPES, Descriptors, Program, Source, block_type
 from interlace.kernels.scatter_kernel import scatter_kernel
 
+LATE = 6
+"""The k-step of the next tile at which a tile's counter is raised, where there are many tiles."""
+
 
 def scatter_source(
     config: Config,
@@ -31,6 +34,7 @@ def scatter_source(
     raise_own: bool = False,
     gated: bool = True,
     by_tma: bool = True,
+    late: int = 0,
 ) -> Source:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
     element = TYPES[dtype]
@@ -59,6 +63,7 @@ def scatter_source(
         "GATED": gated and size > 1,
         "SECOND": second,
         "RAISE_OWN": raise_own,
+        "LATE": late,
         "STORE_TMA": by_tma,
         "HALVES": halves,
         "FLATTEN": config.flatten,
@@ -92,15 +97,23 @@ class ScatterMatmul:
         second: bool = False,
         raise_own: bool = False,
         gated: bool = True,
+        late: int | None = None,
         config: Config | None = None,
     ) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        config = config or choose(rows=rows, columns=columns, parts=size, processors=processors)
+        config = config or choose(
+            rows=rows, columns=columns, parts=size, processors=processors, may_halve=False
+        )
         self.config = config
         m_tiles = -(-rows // config.bm)
         self.subs = max(s for s in range(1, subs + 1) if m_tiles % s == 0)
         self._rows, self._sub = rows, m_tiles // self.subs * config.bm
         self._raised = m_tiles // self.subs * -(-columns // config.bn)
+        total = tiles(config, rows, columns, size)
+        if late is None:
+            late = LATE if total >= 8 * processors else 0
+        if inner <= late * config.bk:
+            late = 0
         source = scatter_source(
             config,
             size=size,
@@ -112,9 +125,10 @@ class ScatterMatmul:
             raise_own=raise_own,
             gated=gated,
             by_tma=rows % config.bm == 0,
+            late=late,
         )
         self._program = Program(source, device)
-        self._grid = min(processors, tiles(config, rows, columns, size))
+        self._grid = min(processors, total)
         self._x = Descriptors(self._program, 0, (size * rows, inner))
         weight = (columns, inner) if transposed else (inner, columns)
         self._w = Descriptors(self._program, 1, weight)
