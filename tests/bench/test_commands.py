@@ -148,9 +148,4 @@ def test_sizes_as_text() -> None:
     assert [nbytes(text) for text in ("4096", "1KiB", "64MiB", "1G")] == [
         *(4096, 1024, 64 << 20, 1 << 30),
     ]
-    assert [size(n) for n in (512, 1536, 1 << 20, 1 << 30)] == [
-        "512 B",
-        "1.5 KiB",
-        "1 MiB",
-        "1 GiB",
-    ]
+    assert [size(n) for n in (512, 1536, 1 << 30)] == ["512 B", "1.5 KiB", "1 GiB"]

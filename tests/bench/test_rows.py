@@ -62,7 +62,7 @@ def test_bars_are_judged_by_geometric_mean_and_worst() -> None:
 
 @pytest.mark.parametrize(("us", "passes"), [(50.9, True), (51.1, False)])
 def test_small_cases_may_be_a_microsecond_slower(us: float, passes: bool) -> None:
-    small = {"k": 4096, "n": 4096}
+    small: dict[str, Any] = {"k": 4096, "n": 4096}
     rows = [
         row("gemm_rs", 64, "auto", us, **small),
         row("gemm_rs", 64, "sequential", 50.0, **small),

@@ -18,8 +18,8 @@ import torch
 
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import Case
-from interlace.cost import Machine, default_machine
 from interlace.errors import UnsupportedError
+from interlace.frontend.machine import machine_for
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor
@@ -90,7 +90,7 @@ class Ours:
             time_out_s=TIME_OUT_S,
             calibration=given,
         )
-        machine = Machine.load(given) if given else default_machine(device.type)
+        machine = machine_for(options, device.type)
         program = lower(self._case.program(self._ranks.size), options, machine)
         for site in program.sites:
             protocol = f" {site.protocol}" if site.strategy == "peer" else ""

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from interlace.bench.collectives import KINDS, backends, measure_collectives
 from interlace.bench.device import device_samples
 from interlace.bench.facts import facts
@@ -23,6 +21,7 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row
 from interlace.cost import Sample, default_machine, default_path, fit
 from interlace.errors import OptionError
+from interlace.frontend.machine import gpus_of
 
 LONG = 64 << 20
 
@@ -108,20 +107,13 @@ def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
     }
 
 
-def gpus(ranks: Ranks) -> str:
-    """The GPUs as calibration files name them; empty on a CPU."""
-    if not ranks.cuda:
-        return ""
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-
-
 def calibrate(samples: list[Sample], settings: Settings, ranks: Ranks) -> str:
     """Fits a machine and saves it; the path, or empty where none was wanted."""
     from interlace.cost import fingerprint
 
     if settings.calibration == "" or not samples:
         return ""
-    where = gpus(ranks)
+    where = gpus_of(ranks.device.type)
     path = Path(settings.calibration) if settings.calibration else default_path(where)
     path.parent.mkdir(parents=True, exist_ok=True)
     base = default_machine(ranks.device.type)

@@ -104,9 +104,9 @@ class CachedAttention(nn.Module):
             return y.view(rows, -1, 1, self.head_dim)
 
         q, k, v = heads(self.wq(x)), heads(self.wk(x)), heads(self.wv(x))
-        keys = torch.cat((self.keys[:, :, 1:], k), dim=2)
-        values = torch.cat((self.values[:, :, 1:], v), dim=2)
-        y = F.scaled_dot_product_attention(q, keys, values)
+        self.keys[:, :, -1:] = k
+        self.values[:, :, -1:] = v
+        y = F.scaled_dot_product_attention(q, self.keys, self.values)
         return self.wo(y.reshape(rows, -1))
 
 
@@ -147,7 +147,9 @@ def make(step: str, settings: Settings, mesh: DeviceMesh, ranks: Ranks) -> nn.Mo
     torch.manual_seed(0)
     config = Config(
         layers=1,
-        **{"dim": settings.dim, "heads": settings.heads, "hidden": settings.hidden},
+        dim=settings.dim,
+        heads=settings.heads,
+        hidden=settings.hidden,
         sequence=settings.prefill,
     )
     with torch.device(ranks.device):

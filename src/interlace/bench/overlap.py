@@ -84,6 +84,7 @@ class Entry:
 Step = Callable[[str], None]
 
 
+@torch.no_grad()
 def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None]) -> Row | None:
     """Measures every case; rank 0 gets the report."""
     begun = time.monotonic()

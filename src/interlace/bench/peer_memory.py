@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import torch
@@ -29,6 +30,16 @@ def assert_no_multicast(device: torch.device) -> None:
             "torch's symmetric memory would use NVLink multicast, which this benchmark must not: "
             "set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 before python starts"
         )
+
+
+def enable_symmetric_memory(ranks: Ranks) -> str:
+    """Lets torch's symmetric memory serve the ranks' group; the group's name."""
+    symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    name = ranks.group.group_name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and 2.11 looks for it in places
+        symm_mem.enable_symm_mem_for_group(name)
+    return name
 
 
 class PeerMemory:
@@ -54,11 +65,13 @@ class PeerMemory:
         self._driver = _driver() if ranks.cuda else None
 
     def _on_gpus(self, ranks: Ranks) -> None:
-        import torch.distributed._symmetric_memory as symm_mem
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         assert_no_multicast(ranks.device)
-        buffer = symm_mem.empty(self.nbytes, dtype=torch.uint8, device=ranks.device)
-        handle: Any = symm_mem.rendezvous(buffer, ranks.group.group_name)
+        name = enable_symmetric_memory(ranks)
+        shape = (self.nbytes,), (1,), torch.uint8, ranks.device, name
+        buffer: torch.Tensor = _SymmetricMemory.empty_strided_p2p(*shape)
+        handle: Any = _SymmetricMemory.rendezvous(buffer)
         self._held = buffer, handle
         self.theirs = [
             buffer if rank == ranks.me else handle.get_buffer(rank, (self.nbytes,), torch.uint8)

@@ -15,6 +15,7 @@ from typing import Any
 from interlace.bench.rows import Row, number
 from interlace.errors import BackendError
 
+STYLES = {"peer": "--", "gloo": ":", "put": "--", "send": ":"}
 Series = dict[str, list[tuple[float, float, float]]]
 
 
@@ -46,8 +47,9 @@ def draw_interconnect(rows: Sequence[Row], path: Path) -> None:
     for column, (title, series) in enumerate((("copies", copies), ("collectives", teams))):
         for name, points in sorted(series.items()):
             sizes, times, rates = zip(*sorted(points), strict=True)
-            axes[0][column].plot(sizes, rates, marker=".", label=name)
-            axes[1][column].plot(sizes, times, marker=".", label=name)
+            style = {"marker": ".", "label": name, "linestyle": STYLES.get(name.split()[0], "-")}
+            axes[0][column].plot(sizes, rates, **style)
+            axes[1][column].plot(sizes, times, **style)
         axes[0][column].set(title=title, xscale="log", ylabel="GB/s of a rank")
         axes[1][column].set(xscale="log", yscale="log", xlabel="bytes", ylabel="us")
         if series:
@@ -66,10 +68,10 @@ def draw_overlap(rows: Sequence[Row], path: Path) -> None:
             site = f"{row['op']} {row['m']},{row['k']},{row['n']}"
             latest[site, row["strategy"], row["mode"]] = number(row["r"])
     sites = list(dict.fromkeys(site for site, _, _ in latest))
-    figure, axes = pyplot.subplots(
-        2, 1, figsize=(max(8.0, 0.9 * len(sites)), 10), layout="constrained", squeeze=False
-    )
-    for panel, mode in enumerate(("eager", "graph")):
+    modes = [mode for mode in ("eager", "graph") if any(m == mode for _, _, m in latest)]
+    shape = {"figsize": (max(8.0, 0.9 * len(sites)), 5 * max(1, len(modes))), "squeeze": False}
+    figure, axes = pyplot.subplots(max(1, len(modes)), 1, layout="constrained", **shape)
+    for panel, mode in enumerate(modes):
         names = list(dict.fromkeys(name for _, name, m in latest if m == mode))
         width = 0.8 / max(1, len(names))
         for place, name in enumerate(names):

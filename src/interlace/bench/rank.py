@@ -37,6 +37,10 @@ def measure(bench: str, given: dict[str, Any], ranks: Ranks, tell: Tell) -> dict
             from interlace.bench import interconnect
 
             return interconnect.work(interconnect.Settings.from_json(given), ranks, tell)
+        case "calibrate":
+            from interlace.bench import calibrate
+
+            return calibrate.work(given, ranks, tell)
         case _:
             from interlace.bench import layer
 

@@ -111,9 +111,7 @@ def join(
     connect: Callable[[timedelta], Any] | None = None,
 ) -> Iterator[Ranks]:
     """Joins the default process group: as torchrun says, or by a store that `connect` opens."""
-    # Multicast must stay off: torch and NCCL read these when they start, before the group does.
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    _environment(one_host=connect is not None)
     faulthandler.dump_traceback_later(time_out_s, exit=True, file=sys.__stderr__ or sys.stderr)
     limit = timedelta(seconds=2 * WAIT_S)
     how: dict[str, Any] = {"timeout": limit}
@@ -134,12 +132,34 @@ def join(
         else:
             dist.init_process_group("gloo", **how)
         yield here(where)
+    except BaseException:
+        _leave(failed=where.type == "cuda")
+        raise
+    else:
+        _leave(failed=False)
     finally:
-        with contextlib.suppress(InterlaceError, RuntimeError):
-            release_teams()
-        if dist.is_initialized():
-            dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _environment(one_host: bool) -> None:
+    """What torch, NCCL and gloo read when they start."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    if one_host or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _leave(failed: bool) -> None:
+    """Ends the process group; after a failure without waiting for what may never come."""
+    with contextlib.suppress(InterlaceError, RuntimeError):
+        release_teams()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            if failed:
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
 
 
 def here(device: torch.device) -> Ranks:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.candidates import Candidate, Launch
-from interlace.bench.peer_memory import assert_no_multicast
+from interlace.bench.peer_memory import assert_no_multicast, enable_symmetric_memory
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import DTYPES, Case
 from interlace.errors import UnsupportedError
@@ -115,11 +114,7 @@ class AsyncTP(_Rival):
     def open(self) -> Launch:
         """The operator for this site; there is none for GEMM+AR."""
         assert_no_multicast(self.ranks.device)
-        symm_mem: Any = importlib.import_module("torch.distributed._symmetric_memory")
-        name = self.ranks.group.group_name
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is deprecated, and 2.11 looks for it still
-            symm_mem.enable_symm_mem_for_group(name)
+        name = enable_symmetric_memory(self.ranks)
         ops: Any = torch.ops.symm_mem
         match self.case.op:
             case "ag_gemm":
