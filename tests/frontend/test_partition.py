@@ -85,7 +85,33 @@ def test_auto_asks_the_machine(pool: Pool, bandwidth: float, wanted: int) -> Non
     assert pool(2).run(marked_by_auto, bandwidth) == [wanted] * 2
 
 
-def marked_by_auto(bandwidth: float) -> int:
+def test_ranks_with_uneven_weights_decide_alike(pool: Pool) -> None:
+    """On rank 0 alone the matmul is long enough to hide the gather."""
+    assert pool(2).run(marked_by_auto, 5e8, (16_000, 16_000)) == [1, 1]
+    assert pool(2).run(marked_by_auto, 5e8, (16_000, 1)) == [0, 0]
+
+
+def test_a_rank_that_compiles_alone_says_who_did_not_come(pool: Pool) -> None:
+    first, second = pool(2).run(alone)
+    assert "rank 1 did not come to 'what backward gathers again' within 0.5 s" in first
+    assert second == ""
+
+
+def alone() -> str:
+    from interlace.errors import AgreementError
+    from interlace.frontend.consent import consent_of_ranks
+
+    consent = consent_of_ranks(["mlp"], 0.5)
+    assert consent is not None
+    try:
+        if dist.get_rank() == 0:
+            consent([(dist.group.WORLD, True)])
+    except AgreementError as error:
+        return str(error)
+    return ""
+
+
+def marked_by_auto(bandwidth: float, columns: tuple[int, ...] = (DIM, DIM)) -> int:
     """How many gathers `auto` marks on a machine with such links."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     machine = _with_links(default_machine("cpu"), bandwidth)
@@ -100,7 +126,7 @@ def marked_by_auto(bandwidth: float) -> int:
     import torch.distributed._functional_collectives as funcol
     from torch._functorch.aot_autograd import aot_function
 
-    w = torch.randn(DIM, DIM).requires_grad_()
+    w = torch.randn(DIM, columns[dist.get_rank()]).requires_grad_()
 
     def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return funcol.all_gather_tensor_autograd(x, 0, mesh["tp"]) @ w

@@ -51,7 +51,7 @@ class Compilation:
             "fw_compiler": self._compiler("forward"),
             "bw_compiler": self._compiler("backward"),
             "inference_compiler": self._compiler("inference"),
-            "partition_fn": Partition(options.regather, machine),
+            "partition_fn": Partition(options.regather, machine, options.time_out_s),
             "keep_inference_input_mutations": True,
         }
 

@@ -25,6 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
 from interlace.frontend.checkpoints import mark_checkpoints
+from interlace.frontend.consent import consent_of_ranks
+from interlace.frontend.locs import location
 from interlace.frontend.types import dtype_of
 
 GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
@@ -49,6 +51,8 @@ class Partition:
     regather: bool | str = "auto"
     """True, False, or `auto`: where the gather is hidden by the matmuls it feeds, by `machine`."""
     machine: Machine | None = None
+    time_out_s: float = 60.0
+    """How long ranks wait for one another to decide alike."""
 
     def __call__(
         self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
@@ -63,18 +67,24 @@ class Partition:
 
     def mark(self, graph: fx.Graph) -> list[fx.Node]:
         """Marks what backward shall do again; gives the gathers among it."""
-        marked: list[fx.Node] = []
+        found: list[tuple[fx.Node, list[fx.Node]]] = []
         for node in graph.nodes:
-            if str(node.target) not in GATHERS or not _forward(node) or "recompute" in node.meta:
-                continue
-            moved = _moved(node)
-            if any("recompute" in other.meta for other in moved) or not self._wanted(node, moved):
-                continue
+            if str(node.target) in GATHERS and _forward(node) and "recompute" not in node.meta:
+                moved = _moved(node)
+                if not any("recompute" in other.meta for other in moved):
+                    found.append((node, moved))
+        wanted = [self._wanted(node, moved) for node, moved in found]
+        if self.regather == "auto" and found:
+            places = [location(node).module for node, _ in found]
+            consent = consent_of_ranks(places, self.time_out_s)
+            groups = [_group(node) for node, _ in found]
+            wanted = consent(list(zip(groups, wanted, strict=True))) if consent else wanted
+        marked = [item for item, wish in zip(found, wanted, strict=True) if wish]
+        for node, moved in marked:
             for other in (node, *moved):
                 other.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 other.meta["ac_graph_id"] = GATHER_REGION
-            marked.append(node)
-        return marked
+        return [node for node, _ in marked]
 
     def _wanted(self, gather: fx.Node, moved: list[fx.Node]) -> bool:
         matmuls = [user for node in moved for user in node.users if str(user.target) in MATMULS]
@@ -138,6 +148,13 @@ def _opaque(node: fx.Node) -> Any:
 
 def _forward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def _group(gather: fx.Node) -> Any:
+    """The process group of a gather, or its name."""
+    group = gather.args[2]
+    value = group.meta.get("val") if isinstance(group, fx.Node) else group
+    return getattr(value, "real_obj", value)
 
 
 def _moved(gather: fx.Node) -> list[fx.Node]:

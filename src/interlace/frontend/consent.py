@@ -1,0 +1,73 @@
+"""Ranks decide alike on what each would decide by its own sizes.
+
+With uneven shards the ranks' matmuls take different times, so near a threshold one rank would
+gather again in backward and another not. They tell each other through the store, in bounded time,
+and do what all want:
+
+    consent = consent_of_ranks(["layers.0.mlp", "layers.1.mlp"], time_out_s=60)
+    wanted = consent([(group, True), (group, False)])
+
+A rank that compiles alone waits for the others and then says who did not come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.comm import Board
+from interlace.errors import AgreementError
+
+Wish = tuple[Any, bool]
+"""A process group (or its name), and whether this rank wants something that it all must do."""
+Consent = Callable[[Sequence[Wish]], list[bool]]
+
+
+def consent_of_ranks(places: Sequence[str], time_out_s: float) -> Consent | None:
+    """How the ranks of this process' groups agree about a graph; None where there are none.
+
+    `places` tells the graph from others: what is the same on all ranks, unlike sizes and padding.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    board = Board(dist.distributed_c10d._get_default_store(), "interlace/consent")
+    digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
+
+    def consent(wishes: Sequence[Wish]) -> list[bool]:
+        ranks = [_ranks(group) for group, _ in wishes]
+        agreed = [wish for _, wish in wishes]
+        for members in sorted(set(ranks)):  # in an order that all ranks share
+            mine = [i for i, own in enumerate(ranks) if own == members]
+            told = [agreed[i] for i in mine]
+            found = _exchange(board, f"{members}/{digest}", members, told, time_out_s)
+            for place, i in enumerate(mine):
+                agreed[i] = all(wish[place] for wish in found)
+        return agreed
+
+    return consent
+
+
+def _exchange(
+    board: Board, topic: str, members: tuple[int, ...], told: list[bool], time_out_s: float
+) -> list[list[bool]]:
+    me = dist.get_rank()
+    number = board.count(f"{topic}/count/{me}")
+    topic = f"{topic}/{number}/what backward gathers again"
+    notes = board.exchange(topic, members, me, {"wishes": told}, time_out_s)
+    found = [note["wishes"] for note in notes]
+    for rank, wishes in zip(members, found, strict=True):
+        if len(wishes) != len(told):
+            raise AgreementError(
+                f"rank {rank} compiles a graph with {len(wishes)} gathers and rank {me} one with "
+                f"{len(told)}: compile the same model on every rank of a process group"
+            )
+    return found
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    if isinstance(group, str):
+        group = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
+    return tuple(dist.get_process_group_ranks(group))
