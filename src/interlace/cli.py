@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from interlace.commands.bench import bench
+from interlace.commands.calibrate import calibrate
 from interlace.commands.check import check
 from interlace.commands.demo import demo
 from interlace.commands.doctor import doctor
@@ -50,7 +51,7 @@ def options(
     """Hide communication under computation, by schedules that can be read and are proved sound."""
 
 
-for function in (demo, check, opt, show, simulate, explain, doctor):
+for function in (demo, check, opt, show, simulate, explain, calibrate, doctor):
     app.command(no_args_is_help=False)(function)
 app.add_typer(bench)
 

@@ -155,7 +155,7 @@ def test_opt_lowers_by_default(serial: str, tmp_path: Path) -> None:
     out = tmp_path / "lowered.ilc"
     steps = json.loads(run("opt", serial, "--json", "--check", "-o", str(out)))["steps"]
     assert steps[1]["pass"] == "find_sites"
-    assert steps[-1]["pass"] == "insert_sync"
+    assert steps[-1]["pass"] == "fuse"
     (site,) = parse(out.read_text()).sites
     assert (site.kind, site.strategy != "serial") == ("all_gather_matmul", True)
     assert run("check", str(out)).startswith("sound (2 ranks")

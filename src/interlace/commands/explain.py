@@ -1,11 +1,12 @@
 """`interlace explain FILE`: every site with its strategy, the reason and the predicted gain.
 
 $ interlace explain mlp.ilc
+$ interlace explain serial.ilc --device cuda --calibration h200.json     # and all candidates
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,48 +16,68 @@ from interlace.commands.files import read_machine, read_programs
 from interlace.commands.output import command, print_json, say, table
 
 if TYPE_CHECKING:
+    from interlace.cost import Machine
     from interlace.ir import Program, Site
+    from interlace.passes.estimate import Estimate
 
 HEADINGS = ("site", "module", "kind", "strategy", "serial", "predicted", "gain", "reason")
+CANDIDATES = ("site", "strategy", "predicted", "measured", "expected")
 
 
 @command
 def explain(
     file: Annotated[Path, typer.Argument(help="A schedule, or - for standard input.")],
     calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
+        Path | None, typer.Option(help="Calibration file; without it, this host's, if it has one.")
     ] = None,
+    device: Annotated[str, typer.Option(help="Without --calibration: cpu or cuda.")] = "cpu",
+    strategy: Annotated[str, typer.Option(help="How sites are overlapped.")] = "auto",
+    graph: Annotated[bool, typer.Option("--graph", help="As a replayed CUDA graph.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
 ) -> None:
     """Say how each communication is overlapped, why, and what that is predicted to gain.
 
-    A serial program (communication on its one stream, and no sites yet) is lowered first.
+    A serial program (communication on its one stream, and no sites yet) is lowered first, and all
+    strategies that could serve its sites are shown with what they are predicted to take and, where
+    the calibration has it, what they took.
     """
     from interlace.options import Options
     from interlace.passes import lower
+    from interlace.passes.candidates import candidates
     from interlace.verify import check
 
-    machine = read_machine(calibration)
+    machine = _machine(calibration, device)
+    machine = machine.replayed if graph else machine
+    options = Options(strategy=strategy)
     given = read_programs(file)
     programs = [
-        lower(program, Options(), machine) if _serial(program) else program for program in given
+        lower(program, options, machine) if _serial(program) else program for program in given
     ]
+    found = [candidates(program, options, machine) if _serial(program) else {} for program in given]
     report = check(programs)
     verdict = "sound" if report.sound else "unsound"
     if json:
         listed = [
-            {"name": program.name, "lowered": program is not before, **explanation(program)}
-            for before, program in zip(given, programs, strict=True)
+            {
+                "name": program.name,
+                "lowered": program is not before,
+                **explanation(program),
+                "candidates": {str(site): list(map(_plain, known)) for site, known in all_.items()},
+            }
+            for before, program, all_ in zip(given, programs, found, strict=True)
         ]
         print_json({"schema": 1, "programs": listed, "verdict": verdict})
         return
-    for before, program in zip(given, programs, strict=True):
+    for before, program, all_ in zip(given, programs, found, strict=True):
         if program is not before:
             say(f"{program.name} is serial; this is what lowering makes of it\n")
         if program.sites:
             table(HEADINGS, site_rows(program.sites), title=program.name)
         else:
             say(f"{program.name}: the text states no sites")
+        if all_:
+            say("")
+            table(CANDIDATES, candidate_rows(all_), title=f"candidates, by {machine.name}")
         for remark in program.remarks:
             place = "" if remark.site is None else f" (site {remark.site})"
             say(f"{remark.pass_name}{place}: {remark.text}")
@@ -69,6 +90,46 @@ def _serial(program: Program) -> bool:
 
     communicates = any(isinstance(op, Collective) for op in program.ops)
     return not program.sites and communicates and program.streams() == ("main",)
+
+
+def _machine(calibration: Path | None, device: str) -> Machine:
+    """The machine that a run here would choose by; for GPUs that are not here, the built-in one."""
+    from interlace.cost import default_path
+
+    if calibration is not None or device not in ("cpu", "cuda"):
+        return read_machine(calibration, device)
+    gpus = ""
+    if device == "cuda":
+        import torch
+
+        from interlace.frontend.machine import gpus_of
+
+        if not torch.cuda.is_available():
+            return read_machine(None, device)
+        gpus = gpus_of(device)
+    path = default_path(gpus)
+    return read_machine(path if path.exists() else None, device)
+
+
+def candidate_rows(found: Mapping[int, Sequence[Estimate]]) -> list[tuple[str, ...]]:
+    """A row for each candidate of each site: what `CANDIDATES` names."""
+    return [
+        (
+            *(str(site), estimate.label, _ms(estimate.predicted_ms)),
+            *(_ms(estimate.measured_ms), _ms(estimate.expected_ms)),
+        )
+        for site, estimates in found.items()
+        for estimate in estimates
+    ]
+
+
+def _plain(estimate: Estimate) -> dict[str, object]:
+    return {
+        "strategy": estimate.label,
+        "predicted_ms": estimate.predicted_ms,
+        "measured_ms": estimate.measured_ms,
+        "expected_ms": estimate.expected_ms,
+    }
 
 
 def site_rows(sites: Sequence[Site]) -> list[tuple[str, ...]]:

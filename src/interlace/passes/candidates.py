@@ -61,8 +61,13 @@ def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
 def predictions(machine: Machine, site: SiteKey) -> dict[str, float]:
     """What the machine predicts for a site in its plain form, by strategy, in seconds."""
     model = machine.replayed if site.graph else machine
-    found = candidates(plain_program(site), Options(resharding="after"), model)
-    return {e.label: e.predicted_ms / 1e3 for estimates in found.values() for e in estimates}
+    program = plain_program(site)
+    told: dict[str, float] = {}
+    for protocol in ("get", "put"):
+        found = candidates(program, Options(resharding="after", protocol=protocol), model)
+        for estimate in (e for estimates in found.values() for e in estimates):
+            told.setdefault(estimate.label, estimate.predicted_ms / 1e3)
+    return told
 
 
 def plain_program(site: SiteKey) -> Program:

@@ -105,13 +105,10 @@ class Chooser:
         best, sure = pick(found, self._machine.doubt_s * 1e3)
         if best.row is None:
             fastest = min(found[1:], key=lambda e: e.expected_ms)
-            if sure and fastest.measured_ms is not None:
-                gain = (
-                    f"{fastest.label}, the fastest, was measured to gain less than {1 - SURE:.0%}"
-                )
-            else:
-                title = fastest.row.name
-                gain = f"{title}, the fastest, is predicted to gain less than {1 - MARGIN:.0%}"
+            told = sure and fastest.measured_ms is not None
+            gain = f"was measured to gain less than {1 - SURE:.0%}"
+            if not told:
+                gain = f"is predicted to gain less than {1 - MARGIN:.0%}"
             took = serial.expected_ms
             reason = f"{fastest.label}, the fastest, {gain} ({name})"
             return Choice(None, 0, reason, "", took, took, found)

@@ -12,16 +12,18 @@ predicted nearby.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.cost import Machine, SiteKey, run_issue_seconds, simulate
 from interlace.cost.op_times import matmul_shape
 from interlace.cost.site_times import correction, measured
-from interlace.ir import Call, Collective, Op, Program
+from interlace.ir import Call, Collective, Op, Program, Site
 from interlace.passes.alone import isolated
 from interlace.passes.cone import result_of
 from interlace.passes.emitter import Names
+from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.recognise import SITE_KINDS, GatherSite, ScatterSite
 from interlace.passes.schedule import Schedule
@@ -30,6 +32,8 @@ from interlace.passes.values import Values
 from interlace.passes.write import write
 
 SERIAL = "serial"
+ALONE = 1
+"""The number of a site in the Program that holds it alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +82,22 @@ class Estimator:
         row: Strategy | None,
         chunks: int,
     ) -> float:
-        names = None if row is None else Names(values.program)
-        if row is None or names is None:
-            ops: Sequence[Op] = [values.program.ops[i] for i in site.ops]
+        names, op = Names(values.program), collective_of(values, site)
+        if row is None or row.cut == "whole":
+            backend = op.backend if row is None else "peer"
+            serial = [values.program.ops[i] for i in site.ops]
+            ops: Sequence[Op] = [
+                dataclasses.replace(item, backend=backend) if item is op else item
+                for item in serial
+            ]
         else:
-            ops = write(values, names, site, row, chunks, None)
-        return seconds_alone(
-            isolated(values, collective_of(values, site), ops, names), self.machine
-        )
+            ops = write(values, names, site, row, chunks, ALONE)
+        alone = isolated(values, op, ops, names)
+        if row is not None:
+            alone = alone.replace(
+                sites=(Site(id=ALONE, kind=SITE_KINDS[op.kind], strategy=row.name),)
+            )
+        return seconds_alone(alone, self.machine)
 
 
 def seconds_alone(program: Program, machine: Machine) -> float:
@@ -93,7 +105,7 @@ def seconds_alone(program: Program, machine: Machine) -> float:
 
     A machine that does not tell what issuing costs is taken from idle.
     """
-    timed = InsertSync().run(Schedule().run(program))
+    timed = Fuse().run(InsertSync().run(Schedule().run(program)))
     if not machine.issue:
         return simulate(timed, machine).makespan_s
     device = simulate(timed, machine.replayed).makespan_s

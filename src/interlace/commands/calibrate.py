@@ -1,0 +1,224 @@
+"""`interlace calibrate`: measure this machine once, so that later runs choose without measuring.
+
+$ interlace calibrate                                   # links, matmuls and sites; a few minutes
+$ torchrun --nproc-per-node 4 -m interlace calibrate --shapes "ag_gemm:8192,4096,7168"
+$ interlace calibrate --from benchmarks/results/overlap.csv      # what was measured before
+
+The file goes where `auto` looks, or to --out. What is not measured again stays in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from interlace.commands.output import command, print_json, say, table
+from interlace.errors import CalibrationError, OptionError
+
+if TYPE_CHECKING:
+    from interlace.cost import Machine
+
+PARTS = ("interconnect", "overlap")
+
+
+@command
+def calibrate(
+    measure: Annotated[
+        str, typer.Option(help="What to measure, with commas: interconnect, overlap (sites).")
+    ] = "",
+    given: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="CSV of `bench overlap`, or of samples; measures nothing."),
+    ] = None,
+    preset: Annotated[str, typer.Option(help="Sites: bars, others, tiny, cpu; or several.")] = "",
+    shapes: Annotated[
+        str, typer.Option(help="Sites instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="Element types; default: bf16, on CPUs f32.")] = "",
+    most: Annotated[int, typer.Option(help="Largest message in bytes; 0: by device.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Time for the sites; the rest is left out.")] = 240,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; default: where auto looks.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    world: Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")] = None,
+    time_out: Annotated[float, typer.Option(help="Seconds after which all ranks end.")] = 580,
+    verbose: Annotated[bool, typer.Option(help="Say on stderr what is under way.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
+) -> None:
+    """Measure links, matmuls and whole sites of this machine, for `auto` to choose by."""
+    parts = [word.strip() for word in measure.split(",") if word.strip()]
+    if not parts and not given:
+        parts = list(PARTS)
+    for part in parts:
+        if part not in PARTS:
+            raise OptionError(f"--measure {part}: choose from {', '.join(PARTS)}")
+    texts = [(path, _read(path)) for path in given or ()]
+    place = _Place(device, [row for _, rows in texts for row in rows], out)
+    path = place.path
+    machine = _from_samples(place.start(), texts, place.host)
+    rows: list[Mapping[str, Any]] = [row for _, rows in texts for row in rows if "op" in row]
+    skipped: list[str] = []
+    if parts:
+        wanted = preset or ("" if shapes else "bars" if place.cuda else "cpu")
+        settings = {
+            "dtypes": [w.strip() for w in (dtype or place.dtype).split(",")],
+            "most": most or (1 << 28 if place.cuda else 1 << 22),
+            "seconds": seconds,
+        }
+        options = {"device": place.device, "world": world, "time_out_s": time_out}
+        with tempfile.TemporaryDirectory() as folder:
+            new = Path(folder) / "machine.json"
+            report = _measured(parts, new, wanted, shapes, settings, options, verbose)
+            if report is None:
+                return  # another rank than 0, of torchrun
+            if report["calibration"]:
+                from interlace.cost import Machine
+
+                found = Machine.load(report["calibration"], any_host=True)
+                machine = found.replace(sites=machine.sites)
+        rows += report["rows"]
+        skipped = report["skipped"]
+    saved = _save(machine, rows, path, place.host)
+    if json:
+        print_json({"schema": 1, "file": str(path), "host": saved.host, **_facts(saved)})
+        return
+    table(("of", "what"), [(key, str(value)) for key, value in _facts(saved).items()])
+    if skipped:
+        say(f"no time left for: {'; '.join(skipped)}")
+    say(f"wrote {path}")
+
+
+class _Place:
+    """Which machine is calibrated: this one, or for rows alone the one that they come from."""
+
+    def __init__(self, device: str, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
+        from interlace.bench.ranks import pick_device
+        from interlace.cost import Machine, default_path, fingerprint
+        from interlace.frontend.machine import gpus_of
+        from interlace.passes.site_rows import gpu_of
+
+        gpu, world = gpu_of(rows)
+        elsewhere = device == "cuda" and rows and not _has_gpu()
+        self.device = "cuda" if elsewhere else pick_device(device)
+        self.cuda = self.device == "cuda"
+        self.dtype = "bf16" if self.cuda else "f32"
+        if elsewhere and not gpu:
+            if out is None or not out.exists():
+                raise CalibrationError(
+                    "the rows do not say which GPU they come from: calibrate where it is, or give "
+                    "its file as --out"
+                )
+            self.path, self.host = out, Machine.load(out, any_host=True).host
+            return
+        gpus = f"{world} x {gpu}" if elsewhere else gpus_of(self.device)
+        if self.cuda and gpu and gpu not in gpus:
+            raise CalibrationError(f"the rows were measured on {gpu!r}, and this is {gpus!r}")
+        self.path, self.host = out or default_path(gpus), fingerprint(gpus)
+
+    def start(self) -> Machine:
+        """What the file says already, or the built-in model."""
+        from interlace.cost import Machine, default_machine
+
+        if self.path.exists():
+            try:
+                found = Machine.load(self.path, any_host=True)
+            except CalibrationError as error:
+                say(f"starting anew: {error}")
+            else:
+                if (found.device, found.host) == (self.device, self.host):
+                    return found
+        return default_machine(self.device)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="") as file:
+            return [dict(row) for row in csv.DictReader(file)]
+    except OSError as error:
+        raise CalibrationError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _from_samples(
+    machine: Machine, texts: Sequence[tuple[Path, Sequence[Mapping[str, str]]]], host: str
+) -> Machine:
+    """The machine with what files of samples tell."""
+    from interlace.cost import fit
+    from interlace.cost.samples import sample_of
+
+    samples = [
+        sample_of(row, f"{path}, line {i}")
+        for path, rows in texts
+        for i, row in enumerate(rows, start=2)
+        if "op" not in row
+    ]
+    if not samples:
+        return machine
+    return fit(samples, machine, host=host).replace(sites=machine.sites)
+
+
+def _measured(
+    parts: Sequence[str],
+    new: Path,
+    preset: str,
+    shapes: str,
+    settings: Mapping[str, Any],
+    options: Mapping[str, Any],
+    verbose: bool,
+) -> dict[str, Any] | None:
+    from interlace.bench.calibrate import CPU_CASES
+    from interlace.bench.calibrate import settings as settings_of
+    from interlace.bench.launch import run
+    from interlace.bench.sites import Case, parse_shapes
+    from interlace.bench.sites import preset as shapes_of
+
+    names = [word.strip() for word in preset.split(",") if word.strip()]
+    dtypes = settings["dtypes"]
+    cases = parse_shapes(shapes, dtypes) if shapes else []
+    for name in names:
+        of_cpu = [Case(*case, dtype) for case in CPU_CASES for dtype in dtypes]
+        cases += of_cpu if name == "cpu" else shapes_of(name, dtypes)
+    told = settings_of(
+        calibration=str(new) if "interconnect" in parts else "",
+        cases=cases if "overlap" in parts else (),
+        **settings,
+    )
+    return run("calibrate", told, **options, verbose=verbose)
+
+
+def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], path: Path, host: str) -> Machine:
+    """Writes the machine with the sites of these rows."""
+    from interlace.passes.candidates import with_sites
+    from interlace.passes.site_rows import site_times
+
+    named = machine.replace(name=path.stem, host=host)
+    saved = with_sites(named, site_times(rows))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalibrationError(f"cannot make folder {path.parent}: {error}") from error
+    saved.save(path)
+    return saved
+
+
+def _facts(machine: Machine) -> dict[str, object]:
+    """How much of a machine was measured."""
+    sites = {time.site for time in machine.sites}
+    return {
+        "host": machine.host,
+        "transfers": sum(len(link.curves) for _, link in machine.links),
+        "matmuls": len(machine.gemms),
+        "sites": len(sites),
+        "site times": len(machine.sites),
+    }

@@ -1,0 +1,146 @@
+"""`interlace calibrate`: files from measuring and from rows, and what `explain` makes of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.test_texts import run
+
+from interlace.cost import Machine, Sample, default_path, fingerprint, write_samples
+from interlace.cost.gemm import gemm_seconds
+from interlace.ir import DType
+
+SITE = """def f(tp: Team[4], x: bf16[{part}, 512], w: bf16[512, 1024]):
+    full = empty(bf16[{rows}, 512])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(y := bf16[{rows}, 1024]))
+    return y
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of GPUs are read here as where there are none."""
+    monkeypatch.setattr("interlace.commands.calibrate._has_gpu", lambda: False)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Rows of sites that were measured on GPUs; `exchange` is quickest, eager and as a graph."""
+    times = {"serial": 100, "get": 90, "put": 80, "fused": 60, "exchange": 50, "auto": 10}
+    path = tmp_path / "overlap.csv"
+    with path.open("w", newline="") as file:
+        base = {"op": "ag_gemm", "m": 4096, "k": 512, "n": 1024, "dtype": "bf16", "world": 4}
+        writer = csv.DictWriter(file, [*base, "strategy", "mode", "median_us", "error", "gpu"])
+        writer.writeheader()
+        for mode in ("eager", "graph"):
+            for name, us in times.items():
+                done = {"strategy": name, "mode": mode, "median_us": us}
+                writer.writerow({**base, **done, "error": "", "gpu": "NVIDIA H200"})
+    return path
+
+
+def test_rows_make_a_file_where_auto_looks(cache: Path, rows: Path) -> None:
+    text = run("calibrate", "--from", str(rows), "--device", "cuda")
+    path = default_path("4 x NVIDIA H200")
+    assert path.parent == cache / "interlace"
+    assert text.endswith(f"wrote {path}\n")
+    machine = Machine.load(path)
+    assert machine.host == fingerprint("4 x NVIDIA H200")
+    assert len(machine.sites) == 10
+    assert all(time.predicted_s > 0 for time in machine.sites)
+    again = json.loads(run("calibrate", "--from", str(rows), "--device", "cuda", "--json"))
+    assert (again["sites"], again["site times"]) == (2, 10)
+
+
+def test_explain_gives_predicted_and_measured(rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    run("calibrate", "--from", str(rows), "--device", "cuda", "--out", str(out))
+    path = tmp_path / "site.ilc"
+    path.write_text(SITE.format(part=1024, rows=4096))
+    for graph in ([], ["--graph"]):
+        data = json.loads(run("explain", str(path), "--calibration", str(out), "--json", *graph))
+        (program,) = data["programs"]
+        assert program["sites"][0]["strategy"] == "exchange"
+        assert program["sites"][0]["reason"] == "measured fastest (mine)"
+        known: dict[str, dict[str, Any]] = {c["strategy"]: c for c in program["candidates"]["1"]}
+        measured = {name: c["measured_ms"] for name, c in known.items()}
+        assert measured["serial"] == pytest.approx(0.1)
+        assert measured["peer/put"] == pytest.approx(0.08)
+        assert measured["pipeline x2"] is None
+        assert all(c["predicted_ms"] > 0 for c in known.values())
+    text = run("explain", str(path), "--calibration", str(out))
+    assert "candidates, by mine:" in text
+    (line,) = [line for line in text.splitlines() if line.split()[1:2] == ["fused"]]
+    assert line.split()[4:] == ["0.060", "ms", "0.060", "ms"]
+
+
+def test_another_size_goes_by_its_neighbour(rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    run("calibrate", "--from", str(rows), "--device", "cuda", "--out", str(out))
+    path = tmp_path / "site.ilc"
+    path.write_text(SITE.format(part=1280, rows=5120))
+    data = json.loads(run("explain", str(path), "--calibration", str(out), "--json"))
+    known = {c["strategy"]: c for c in data["programs"][0]["candidates"]["1"]}
+    for name, us in {"serial": 100, "fused": 60, "exchange": 50}.items():
+        assert known[name]["measured_ms"] is None
+        assert known[name]["expected_ms"] == pytest.approx(us / 1e3, rel=0.4)
+
+
+def test_samples_are_fitted_and_sites_stay(rows: Path, tmp_path: Path) -> None:
+    out, samples = tmp_path / "mine.json", tmp_path / "samples.csv"
+    run("calibrate", "--from", str(rows), "--device", "cuda", "--out", str(out))
+    before = Machine.load(out)
+    slow = Sample(kind="gemm", dtype="bf16", shape=(4096, 512, 1024), seconds=1e-3)
+    write_samples(samples, [slow, Sample(kind="launch", seconds=1e-6)])
+    run("calibrate", "--from", str(samples), "--device", "cuda", "--out", str(out))
+    after = Machine.load(out)
+    assert gemm_seconds(after, DType.bf16, 4096, 512, 1024) == pytest.approx(0.999e-3)
+    assert [t.seconds for t in after.sites] == [t.seconds for t in before.sites]
+    assert after.sites[0].predicted_s > before.sites[0].predicted_s
+    nowhere = ["--device", "cuda", "--out", str(tmp_path / "new.json")]
+    text = run("calibrate", "--from", str(samples), *nowhere, code=2)
+    assert "do not say which GPU" in text
+
+
+def test_errors(rows: Path, tmp_path: Path) -> None:
+    assert "choose from" in run("calibrate", "--measure", "moon", code=2)
+    assert "cannot read" in run("calibrate", "--from", str(tmp_path / "none.csv"), code=2)
+    path = tmp_path / "file"
+    path.write_text("")
+    out = str(path / "x.json")
+    text = run("calibrate", "--from", str(rows), "--device", "cuda", "--out", out, code=2)
+    assert "CalibrationError" in text
+
+
+@pytest.mark.timeout(200)
+def test_measuring_on_a_cpu(cache: Path, tmp_path: Path) -> None:
+    sizes = ["--most", "65536", "--seconds", "5"]
+    shapes = ["--shapes", "ag_gemm:128,64,64 gemm_rs:128,64,64"]
+    text = run("calibrate", "--device", "cpu", "--world", "2", *sizes, *shapes)
+    path = default_path()
+    assert f"wrote {path}" in text
+    machine = Machine.load(path)
+    assert {time.site.kind for time in machine.sites} == {
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+    }
+    assert {time.strategy for time in machine.sites} >= {"serial", "peer/get", "peer/put"}
+    assert "all_gather@2" in dict(machine.link("gloo").curves)
+    site = tmp_path / "site.ilc"
+    text = SITE.replace("512", "64").replace("1024", "64").replace("bf16", "f32")
+    site.write_text(text.format(part=64, rows=128).replace("Team[4]", "Team[2]"))
+    data = json.loads(run("explain", str(site), "--json"))
+    known = {c["strategy"]: c for c in data["programs"][0]["candidates"]["1"]}
+    assert known["serial"]["measured_ms"] > 0
