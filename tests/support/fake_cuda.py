@@ -19,9 +19,10 @@ from unittest import mock
 import torch
 
 from interlace.comm.control import NBYTES, Control
+from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.liveness import Life, identity
 from interlace.comm.shared_memory import Segment
-from interlace.ir import Program
+from interlace.ir import Get, Program
 from interlace.options import Options
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.engine import CudaEngine
@@ -117,8 +118,9 @@ def word(signal: str, reader: int, writer: int) -> int:
 class FakeSpace:
     """The words of a Program."""
 
-    def __init__(self, side: FakeSide, span: int) -> None:
+    def __init__(self, side: FakeSide, span: int, gotten: frozenset[str]) -> None:
         self.side, self.span, self.base, self.uses = side, span, 0, True
+        self.gotten = gotten
         self._next = WORD // 2
 
     def begin(self) -> int:
@@ -164,7 +166,7 @@ def fake_engine(program: Program, rank: int, options: Options | None = None) -> 
     (name,) = plan.where.members
     member = plan.where.member(name)
     size, me = len(member.ranks), member.index
-    signals, span = signals_of(plan.program)
+    _, span = signals_of(plan.program)
     side = FakeSide(driver, size, me)
     segments = [Segment.create(NBYTES) for _ in range(size)]
     lives = [Life.of(*identity()) for _ in range(size)]
@@ -179,7 +181,9 @@ def fake_engine(program: Program, rank: int, options: Options | None = None) -> 
             tuple(torch.zeros(size_of, dtype=torch.uint8) for _ in (0, 1)) for _ in range(size)
         ]
         slots[buffer] = types.SimpleNamespace(me=me, copies=copies)
-    spaces: Any = {name: FakeSpace(side, span)}
+    keys = slot_keys(plan.takes, plan.buffers)
+    gotten = frozenset(keys[op.src.buffer] for op in plan.program.ops if isinstance(op, Get))
+    spaces: Any = {name: FakeSpace(side, span, gotten)}
     values = Values(plan.program, plan.box, slots, device)
     crew = Crew({name: team}, slots, spaces, {}, {})
     context = Context(
@@ -188,11 +192,8 @@ def fake_engine(program: Program, rank: int, options: Options | None = None) -> 
     handles = iter(range(MAIN + 1, 1000))
     with contextlib.ExitStack() as stack:
         patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
-        stack.enter_context(
-            mock.patch.object(
-                torch._C, "_cuda_getCurrentRawStream", lambda index: MAIN, create=True
-            )
-        )
+        raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True)
+        stack.enter_context(raw).return_value = MAIN
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch(Lane, "own", lambda lane, device: Lane(lane, next(handles)))
         patch(engine_file, "watchdog", lambda: mock.MagicMock())

@@ -1,6 +1,6 @@
 """What one Executor needs of a team's device side: words for its signals, and of its own.
 
-    space = CudaSpace(side, "3/tp", signals=("ready",), span=2, uses=True, time_out_s=60)
+    space = CudaSpace(side, "3/tp", ("ready",), span=2, uses=True, gets=(), time_out_s=60)
     space.theirs("ready", 1)       # the word that this rank raises on member 1
     space.own("ready", 1)          # the word that member 1 raises here
     space.begin()                  # a run: values count from `space.base` on
@@ -28,13 +28,14 @@ class CudaSpace:
         signals: Sequence[str],
         span: int,
         uses: bool,
+        gets: Sequence[str],
         time_out_s: float,
     ) -> None:
         self.side = side
         self.num_words = len(signals) * side.size
         self._first = side.heap.take(self.num_words) if self.num_words else 0
         mine = {name: self._first + i * side.size for i, name in enumerate(signals)}
-        note: Note = {"signals": mine, "span": span, "uses": uses}
+        note: Note = {"signals": mine, "span": span, "uses": uses, "gets": list(gets)}
         team = side.team
         self._notes = team.board.exchange(
             f"{team.topic}/device space/{topic}", team.ranks, team.ranks[side.me], note, time_out_s
@@ -42,6 +43,8 @@ class CudaSpace:
         self.span = max(int(note["span"]) for note in self._notes)
         self.uses = any(note["uses"] for note in self._notes)
         """Whether any rank's Program reaches into peers' memory or is reached into."""
+        self.gotten = frozenset(slot for note in self._notes for slot in note["gets"])
+        """The slots that any rank reads from its peers' memory."""
         self.base = 0
         self._local: list[tuple[int, int]] = []
         side.spaces.add(self)

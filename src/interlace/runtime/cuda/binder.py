@@ -5,6 +5,13 @@
 
 Bytes that lie in a row go by copy engines; what does not, by torch's copy kernel. Torch's own ops
 run with the op's stream as the current one.
+
+Note [When slots are taken]
+    A stream must wait until all ranks have ended the run before last only where it writes what a
+    peer may still be reading: a peer's memory, or a slot of its own that peers read by Get. Its own
+    reads of what came by Put are behind the signal of that Put, whose writer has waited. So the
+    stream that computes seldom waits, and an event that says no more than that slots are taken is
+    neither recorded nor awaited.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from typing import Any
 
 from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
 from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import CommTimeoutError, UnsupportedError
 from interlace.ir import (
@@ -42,7 +50,7 @@ from interlace.ir import (
 from interlace.runtime.calls import bind_call
 from interlace.runtime.cuda.exchanges import bind_exchange
 from interlace.runtime.cuda.fused import bind_kernel, bind_member
-from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, TakenPoint, Thunk
+from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk
 from interlace.runtime.engine import Context
 
 POLL_S = 0.0002
@@ -87,7 +95,16 @@ class Binder:
         self.events: list[int] = []
         self.kernels: list[int] = []
         """The Fused ops that one kernel runs."""
+        self.slots = slot_keys(self.plan.takes, self.plan.buffers)
         self._taken: set[tuple[int, str]] = set()
+
+    def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
+        """What issues an op (or one member of a Fused), with the slots that it needs."""
+        if number >= 0 and isinstance(op, Fused):
+            item, step = op.members[number], self.member(index, op, number)
+        else:
+            item, step = op, self.bind(index, op)
+        return [*self.takes(item), *((step,) if step is not None else ())]
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
         """The function that issues an op; `member` is its number in the Fused at `index`."""
@@ -117,17 +134,14 @@ class Binder:
                 return self.notify(lane, op)
             case Expect():
                 return self.expect(lane, op)
-            case Record() if (teams := self._only_taken(index, op)) is not None:
-                self.points[index, member] = TakenPoint(teams, lambda team, on: self.take(on, team))
+            case Record() if not member and self._only_allocs(index, op.stream):
                 return None
             case Record():
                 point = self.points[index, member] = EventPoint(self.driver, self._event())
                 return point.record(lane)
             case Wait():
-                return self.points[self.plan.waits[index, member]].wait(lane)
-            case Alloc(buffer=buffer) if buffer.kind == "symmetric":
-                assert buffer.team is not None
-                return self.take(lane, buffer.team)
+                point = self.points.get(self.plan.waits[index, member])
+                return None if point is None else point.wait(lane)
             case Free(buffer=name) if self.plan.buffers[name].kind == "fresh":
                 return self.drop(name)
             case HostSync():
@@ -178,25 +192,27 @@ class Binder:
 
         return lane.within(run)
 
-    def take(self, lane: Lane, team: str) -> Thunk | None:
-        """Once a run and stream: until all ranks have ended the run before the last."""
-        key = id(lane), team
-        if key in self._taken:
-            return None
-        self._taken.add(key)
-        return self.links.takes(team, lane)
+    def takes(self, op: Op) -> list[Thunk]:
+        """What stands before an op for the slots it writes: Note [When slots are taken]."""
+        lane, found = self.lanes[op.stream], list[Thunk]()
+        for access in op.writes():
+            buffer = self.plan.buffers.get(access.view.buffer)
+            if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
+                continue
+            shown = self.slots[buffer.name] in self.links.spaces[buffer.team].gotten
+            if access.peer is None and not shown:
+                continue
+            key = id(lane), buffer.team
+            take = None if key in self._taken else self.links.takes(buffer.team, lane)
+            self._taken.add(key)
+            if take is not None:
+                found.append(take)
+        return found
 
-    def _only_taken(self, index: int, op: Record) -> tuple[str, ...] | None:
-        """The teams whose slots an op's stream has taken before it, if it has done nothing else."""
-        before = [o for o in self.plan.program.ops[:index] if o.stream == op.stream]
-        teams: list[str] = []
-        for other in before:
-            if isinstance(other, Alloc):
-                if other.buffer.kind == "symmetric" and other.buffer.team is not None:
-                    teams.append(other.buffer.team)
-            elif not isinstance(other, Record):
-                return None
-        return tuple(dict.fromkeys(teams))
+    def _only_allocs(self, index: int, stream: str) -> bool:
+        """Whether a stream has done nothing at all before an op."""
+        before = (op for op in self.plan.program.ops[:index] if op.stream == stream)
+        return all(isinstance(op, Alloc | Record) for op in before)
 
     def drop(self, name: str) -> Thunk:
         """Lets go of a tensor of this run."""

@@ -42,7 +42,10 @@ class Binding:
         links = Links(spaces, driver, self.take, lambda: self.runs, self.words)
         self.binder = Binder(context, self.lanes, links)
         self.steps = self._bind()
-        self._entry, self._ends = driver.event(), [driver.event() for _ in self.sides]
+        self._ends = [(lane, driver.event()) for lane in self.sides]
+        self._counted = [space for space in spaces.values() if space.uses]
+        self.aside = self.sides[0] if self.sides else self.main
+        """Where the hand-over between runs is issued: off the stream that computes, if possible."""
 
     def words(self, team: str, count: int) -> int:
         """Words of this rank's own."""
@@ -62,14 +65,8 @@ class Binding:
         one_by_one = self.context.options.in_order
         for index, number in in_order(ops) if one_by_one else ((i, -1) for i in range(len(ops))):
             op = ops[index]
-            last = True
-            if number >= 0 and isinstance(op, Fused):
-                step, last = binder.member(index, op, number), number == len(op.members) - 1
-            else:
-                step = binder.bind(index, op)
-            if step is not None:
-                steps.append(watched(index, step))
-            if last:
+            steps += [watched(index, step) for step in binder.steps(index, op, number)]
+            if number < 0 or not isinstance(op, Fused) or number == len(op.members) - 1:
                 steps += [binder.drop(name) for name in leaving.get(index, ())]
         return steps
 
@@ -90,24 +87,27 @@ class Binding:
             return self.engine.timed(index, lane, step)
         return step
 
-    def issue(self) -> None:
-        """Issues all ops between the fork of the streams and their join."""
+    def issue(self, entry: int) -> None:
+        """Issues all ops between the fork of the streams and their join; `entry` is an event."""
         driver, main = self.driver, self.main
         self.runs += 1
-        for space in self.spaces.values():
+        for space in self._counted:
             space.begin()
-        if self.sides:
-            driver.record(main.handle, self._entry)
-            for lane in self.sides:
-                driver.wait_event(lane.handle, self._entry)
+        driver.record(main.handle, entry)
+        for lane in self.sides:
+            driver.wait_event(lane.handle, entry)
+        self.begin()
         for step in self.steps:
             step()
-        for lane, event in zip(self.sides, self._ends, strict=True):
+        for lane, event in self._ends:
             driver.record(lane.handle, event)
             driver.wait_event(main.handle, event)
+
+    def begin(self) -> None:
+        """What stands before the ops, on whatever stream."""
 
     def close(self) -> None:
         """Gives events back."""
         self.binder.close()
-        for event in (self._entry, *self._ends):
+        for _, event in self._ends:
             self.driver.destroy_event(event)

@@ -6,9 +6,11 @@ The watchdog bounds what the streams wait for: `failure` holds what it found.
 Note [A run on the streams]
     entry   the other streams wait for the caller's, and the caller's for the end of the last run if
             it is another stream than last time: the arena and the slots are one run's at a time
-    slots   a stream that takes slots waits until all ranks have ended the run before the last
-    exit    the caller's stream waits for the others, then tells the peers (and the host, which the
-            watchdog reads) that this run has ended
+    slots   see Note [When slots are taken]
+    exit    the caller's stream waits for the others
+    after   another stream tells the peers that this run has ended
+    The stream that computes has nothing on it but its own ops and a few events: writes and waits
+    for words each keep a stream for a microsecond or more.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.watchdog import Watched, watchdog
 from interlace.runtime.engine import Context
 
+MARKS = 32
+"""Runs whose begin and end on the device can be told apart."""
+
 
 class CudaEngine:
     """Runs a bound Program on one CUDA device."""
@@ -45,15 +50,14 @@ class CudaEngine:
         self._index = context.device.index or 0
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
-            self._hosts, self._host_address = self.driver.host_words(8)
-            self._over = self.driver.event()
+            self._marks = [(self.driver.event(), self.driver.event()) for _ in range(MARKS)]
         self._used = [s.side for s in spaces.values() if s.uses]
-        self._tells = [self.driver.batch([], side.told) for side in self._used]
-        self._caller: int | None = None
+        self._tells = [(side, self.driver.batch([], side.told)) for side in self._used]
+        self._caller = 0
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
         self.graphs: Graphs | None = None
-        self.issued = 0
-        self.watched = Watched(self, context, self._hosts)
+        self.issued, self.marks = 0, MARKS
+        self.watched = Watched(self, context)
         watchdog().add(self.watched)
         if context.options.graph:
             with torch.cuda.device(self.device):
@@ -66,23 +70,46 @@ class CudaEngine:
 
     def run(self) -> None:
         """Issues one run on the stream that the caller is on."""
-        stream = self._raw_stream(self._index)
         binding, driver = self.binding, self.driver
-        if stream != self._caller:
-            if self._caller is not None:
-                driver.wait_event(stream, self._over)
-            self._caller = binding.main.handle = stream
+        entry, over = self._enter()
         if self.context.options.trace:
             self._begin_trace()
-        self.issued += 1
-        driver.write(stream, self._host_address + 4, self.issued)
         for side in self._used:
             side.enter()
-        binding.issue()
-        for side, tells in zip(self._used, self._tells, strict=True):
-            tells.run(stream, 0, side.run)
-        driver.write(stream, self._host_address, self.issued)
-        driver.record(stream, self._over)
+        binding.main.handle = stream = self._caller
+        binding.issue(entry)
+        driver.record(stream, over)
+        if self._used:
+            aside = binding.aside
+            if aside.handle != stream:
+                driver.wait_event(aside.handle, over)
+            for side, tells in self._tells:
+                tells.run(aside.handle, 0, side.run)
+
+    def replay(self, graph: Any) -> None:
+        """Issues one run that was captured."""
+        entry, over = self._enter()
+        self.driver.record(self._caller, entry)
+        graph.replay()
+        self.driver.record(self._caller, over)
+
+    def _enter(self) -> tuple[int, int]:
+        """One more run, on the caller's stream: the events of its begin and its end."""
+        stream = self._raw_stream(self._index)
+        if stream != self._caller:
+            if self.issued:
+                self.driver.wait_event(stream, self._marks[self.issued % MARKS][1])
+            self._caller = stream
+        self.issued += 1
+        return self._marks[self.issued % MARKS]
+
+    def begun(self, run: int) -> bool:
+        """Whether a run has begun on the device, of the last few."""
+        return self.driver.done(self._marks[run % MARKS][0])
+
+    def ended(self, run: int) -> bool:
+        """Whether a run has ended, of the last few; a later one in its place counts as not."""
+        return self.driver.done(self._marks[run % MARKS][1])
 
     def uses(self) -> Mapping[str, Use]:
         """Which copy of its slot each symmetric buffer has in the next run."""
@@ -104,19 +131,6 @@ class CudaEngine:
         """After a failure: ends what is under way."""
         self.watched.fail(ExecutorError("reset() was called"))
         self.watched.settle()
-
-    def replay(self, graph: Any) -> None:
-        """Issues one run that was captured."""
-        stream, driver = self._raw_stream(self._index), self.driver
-        if stream != self._caller:
-            if self._caller is not None:
-                driver.wait_event(stream, self._over)
-            self._caller = stream
-        self.issued += 1
-        driver.write(stream, self._host_address + 4, self.issued)
-        graph.replay()
-        driver.write(stream, self._host_address, self.issued)
-        driver.record(stream, self._over)
 
     def release(self) -> None:
         """Lets go of every stream that waits for a peer, again and again if need be."""
@@ -165,5 +179,5 @@ class CudaEngine:
         if self.graphs is not None:
             self.graphs.close()
         self.binding.close()
-        self.driver.destroy_event(self._over)
-        self.driver.free_host(self._hosts)
+        for event in (event for pair in self._marks for event in pair):
+            self.driver.destroy_event(event)

@@ -4,10 +4,12 @@ A graph has its addresses and the values of its words in it, so each of the two 
 and copies of the slots, and takes back at its end what was raised.
 
 Note [Words in graphs]
-    Words of a graph are 0 before its run. The run waits until they reach the value that the Program
-    says, and writes 0 again before it tells its peers that it has ended. A peer writes them for the
-    run after next only once it has heard that (`ended`: a word like the others, which stands at 1
-    before the first run), so no word is written while its last value is still awaited.
+    Words of a graph are 0 before its run, which waits until they reach the values that the Program
+    says. The next run, of the other graph, begins by writing 0 to them again, and then tells the
+    peers that the run has ended. A peer writes them for the run after next only once it has heard
+    that (in its words `ended`, which it clears), so no word is written while its last value is
+    still awaited. All of this stands on a stream aside, under the computation. Before the first
+    run, of the even graph, its words `ended` say 1; those of the odd one are told by the first run.
 
 Note [Addresses in graphs]
     A graph reads and writes what lay at the addresses that it was captured with: those of the first
@@ -24,9 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm import Use
+from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.engine import Context
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -38,7 +42,7 @@ AT_ONCE = 128
 class GraphWords:
     """The words of one graph on one team: a `CudaSpace` whose base never moves."""
 
-    def __init__(self, space: CudaSpace, signals: Sequence[str]) -> None:
+    def __init__(self, space: CudaSpace, signals: Sequence[str], first: bool) -> None:
         self.side, self.uses, self.span, self.base = space.side, space.uses, space.span, 0
         self.own, self.theirs, self.value = space.own, space.theirs, space.value
         self._space = space
@@ -47,8 +51,9 @@ class GraphWords:
         self.heard = [space.own("ended", member) for member in others] if self.uses else []
         self.told = space.theirs("ended", others) if self.uses else []
         self.raised = [space.own(name, member) for name in signals for member in range(size)]
+        self.gotten = space.gotten
         for word in self.heard:
-            self.side.driver.fill(word, 1, 1)
+            self.side.driver.fill(word, int(first), 1)
 
     def begin(self) -> int:
         """Values count from 0 in every run."""
@@ -64,32 +69,47 @@ class GraphWords:
 class GraphBinding(Binding):
     """The ops of a Program as one graph issues them."""
 
-    words: Mapping[str, GraphWords]
+    other: Mapping[str, GraphWords]
+    """The words of the other graph, whose run was the last."""
+
+    def __init__(
+        self,
+        context: Context,
+        driver: Driver,
+        spaces: Mapping[str, GraphWords],
+        engine: CudaEngine,
+    ) -> None:
+        self._taken = driver.event()
+        super().__init__(context, driver, spaces, engine)
 
     def take(self, team: str, lane: Lane) -> Thunk | None:
-        """Nothing: the run has waited for its peers before its streams forked."""
-        return None
+        """Where the hand-over stands on another stream, that is waited for."""
+        if lane is self.aside:
+            return None
+        return lambda: self.driver.wait_event(lane.handle, self._taken)
 
-    def issue(self) -> None:
-        """The hand-over from the run before last, all ops, and the hand-over to the next."""
-        main, self.runs = self.main.handle, 0
+    def begin(self) -> None:
+        """The hand-over: Note [Words in graphs]."""
+        aside, self.runs = self.aside.handle, 1
         for words in self.spaces.values():
-            for step in self._batches(words.heard, [], 1, 0), self._batches([], words.heard, 0, 0):
-                step(main)
-        super().issue()
-        for words in self.spaces.values():
-            for step in self._batches([], words.raised, 0, 0), self._batches([], words.told, 0, 1):
-                step(main)
+            self._batches(aside, words.heard, [], 1, 0)
+            self._batches(aside, [], words.heard, 0, 0)
+        for words in self.other.values():
+            self._batches(aside, [], words.raised, 0, 0)
+            self._batches(aside, [], words.told, 0, 1)
+        self.driver.record(aside, self._taken)
 
     def _batches(
-        self, waits: list[int], writes: list[int], awaited: int, written: int
-    ) -> Callable[[int], None]:
-        def step(stream: int) -> None:
-            for first in range(0, max(len(waits), len(writes)), AT_ONCE):
-                part = slice(first, first + AT_ONCE)
-                self.driver.batch(waits[part], writes[part]).run(stream, awaited, written)
+        self, stream: int, waits: list[int], writes: list[int], awaited: int, written: int
+    ) -> None:
+        for first in range(0, max(len(waits), len(writes)), AT_ONCE):
+            part = slice(first, first + AT_ONCE)
+            self.driver.batch(waits[part], writes[part]).run(stream, awaited, written)
 
-        return step
+    def close(self) -> None:
+        """Gives events back."""
+        super().close()
+        self.driver.destroy_event(self._taken)
 
 
 class Graphs:
@@ -99,9 +119,15 @@ class Graphs:
         self._engine, self._context = engine, engine.context
         demands = self._context.plan.demands
         self._bindings: list[Any] = []
-        for spaces in self._context.crew.graph_spaces:
-            words = {t: GraphWords(space, demands[t].signals) for t, space in spaces.items()}
+        for number, spaces in enumerate(self._context.crew.graph_spaces):
+            words = {
+                team: GraphWords(space, demands[team].signals, first=number == 0)
+                for team, space in spaces.items()
+            }
             self._bindings.append(GraphBinding(self._context, engine.driver, words, engine))
+        for binding, other in zip(self._bindings, reversed(self._bindings), strict=True):
+            binding.other = other.spaces
+        self._entry = engine.driver.event()
         self._stream: Any = torch.cuda.Stream(self._context.device)
         self._baked: list[torch.Tensor] = []
         self._copied: set[int] = set()
@@ -179,7 +205,7 @@ class Graphs:
                 binding.main.handle = int(self._stream.cuda_stream)
                 try:
                     values.begin(given, uses)
-                    binding.issue()
+                    binding.issue(self._entry)
                     self._results.append(results())
                 finally:
                     values.end()

@@ -83,26 +83,4 @@ class CounterPoint:
         return lambda: driver.wait(lane.handle, address, due())
 
 
-@dataclass(frozen=True, slots=True)
-class TakenPoint:
-    """A point before which its stream has done nothing but take slots.
-
-    Whoever waits for it takes them itself, which is quicker than hearing of it from another stream.
-    """
-
-    teams: tuple[str, ...]
-    take: Callable[[str, Lane], Thunk | None]
-
-    def wait(self, lane: Lane) -> Thunk | None:
-        steps = [step for team in self.teams if (step := self.take(team, lane)) is not None]
-        if not steps:
-            return None
-
-        def run() -> None:
-            for step in steps:
-                step()
-
-        return run
-
-
-Point = EventPoint | CounterPoint | TakenPoint
+Point = EventPoint | CounterPoint

@@ -62,7 +62,8 @@ def share(
         found: Any = side.slots.ensure(topic, wanted, time_out_s)
         slots.update({buffer: found[private + keys[buffer]] for buffer in mine})
         known, uses = signals.get(name, ()), name in signals or bool(mine)
-        rest = (known, span, uses, time_out_s)
+        gets = [keys[op.src.buffer] for op in plan.program.ops if isinstance(op, Get)]
+        rest = (known, span, uses, gets, time_out_s)
         spaces[name] = CudaSpace(side, topic, *rest)
         for kind, made in zip(GRAPHS, graphs, strict=False):
             made[name] = CudaSpace(side, f"{topic}/{kind}", (*known, "ended"), *rest[1:])

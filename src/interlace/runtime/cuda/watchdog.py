@@ -1,12 +1,12 @@
 """Bounds what streams wait for: a thread that looks at all runs under way, a few times a second.
 
-A stream cannot time out by itself. So every run writes its number into words of the host when it
-begins and when it ends on the device. Where they stand still for longer than the time-out, or a
-peer has failed, the watchdog finds out what is missing, tells the peers, writes the words that
-streams and kernels of this rank wait for (so that they end, with results that nobody may use) and
-keeps the error for the next call.
+A stream cannot time out by itself. So every run has an event where it begins on the device and one
+where it ends. Where the oldest run under way does not end within the time-out, or a peer has
+failed, the watchdog finds out what is missing, tells the peers, writes the words that streams and
+kernels of this rank wait for (so that they end, with results that nobody may use) and keeps the
+error for the next call.
 
-    watched = Watched(engine, context, words)
+    watched = Watched(engine, context)
     watchdog().add(watched)
     watched.finish()        # returns when all runs are over, or raises
 """
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
 
 PERIOD_S = 0.05
-ENDED, STARTED = 0, 1
 GRACE_S = 5.0
 """How long released streams get to end."""
 
@@ -38,11 +37,10 @@ GRACE_S = 5.0
 class Watched:
     """The runs of one engine, as the watchdog sees them."""
 
-    def __init__(self, engine: CudaEngine, context: Context, words: Any) -> None:
+    def __init__(self, engine: CudaEngine, context: Context) -> None:
         self._engine = weakref.ref(engine)
         self._context = context
-        self._words = words
-        self._seen = (0, 0)
+        self._ended = 0
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
@@ -52,14 +50,25 @@ class Watched:
     def idle(self) -> bool:
         """Whether all that was issued has ended."""
         engine = self._engine()
-        return engine is None or self._words[ENDED] == engine.issued & 0xFFFFFFFF
+        return engine is None or self._progress(engine) == engine.issued
+
+    def _progress(self, engine: CudaEngine) -> int:
+        """The last run that is known to have ended."""
+        issued = engine.issued
+        if self._ended < issued and engine.ended(issued):
+            self._ended = issued
+        while self._ended < issued and issued - self._ended < engine.marks:
+            if not engine.ended(self._ended + 1):
+                break
+            self._ended += 1
+        return self._ended
 
     def look(self) -> None:
         """One look: notes progress, finds failures, lets go what is stuck."""
         engine, now = self._engine(), time.monotonic()
         if engine is None:
             return
-        entered = [team.control.run for team in self._teams]
+        entered, known = [team.control.run for team in self._teams], self._ended
         idle = self.idle
         if idle and self.failure is None:
             for team, run in zip(self._teams, entered, strict=True):
@@ -68,9 +77,10 @@ class Watched:
             if not idle:
                 engine.release()
             return
-        seen = (self._words[ENDED], self._words[STARTED])
-        if idle or seen != self._seen or seen[0] == seen[1]:
-            self._seen, self._since = seen, now
+        before, ended = known, self._progress(engine)
+        near = engine.issued - ended < engine.marks
+        if idle or ended != before or (near and not engine.begun(ended + 1)):
+            self._since = now
         for team in self._teams:
             found = team.control.failure() or (None if idle else team.control.disagreement())
             if found is not None:
@@ -99,7 +109,7 @@ class Watched:
     def _stall(self, engine: CudaEngine) -> str:
         """What a run that does not go on is waiting for."""
         context, limit = self._context, self._context.options.time_out_s
-        behind = (engine.issued - self._words[STARTED]) & 0xFFFFFFFF
+        behind = engine.issued - self._ended - 1
         lines: list[str] = []
         missing: dict[str, set[int]] = {}
         for index, op in enumerate(context.plan.program.ops):
