@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.passes.samples import DTYPES, KINDS, SHAPES, STRATEGIES, Sample, rows_of
+from tests.passes.samples import DTYPES, KINDS, SHAPES, STRATEGIES, rows_of, site_of, taken
 from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 
@@ -17,7 +17,7 @@ from interlace.options import Options
 from interlace.passes import run_pipeline
 from interlace.runtime import Executor
 
-LOWER = "find_sites,decompose{{{}}},schedule,plan_memory,insert_sync"
+LOWER = "find_sites,decompose{{{}}},schedule,plan_memory,insert_sync,fuse"
 
 
 def reference(kind: str, rows: tuple[int, ...], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -42,21 +42,21 @@ def run_shapes(kind: str, strategy: str, ranks: int, dtype: str, seed: int) -> d
     rank = dist.get_rank()
     wrong: dict[str, str] = {}
     for shape in SHAPES:
-        sample: Sample = KINDS[kind](ranks, shape, dtype, seed)
+        sample = site_of(kind, strategy, ranks, shape, dtype, seed)
         program = run_pipeline(sample.program, LOWER.format(STRATEGIES[strategy]))
-        few = shape == "empty" or (shape == "one-row" and strategy == "pipeline")
-        taken = [site.strategy for site in program.sites]
-        assert taken == ["serial" if few else strategy.split("-")[0]], shape
-        options = Options(time_out_s=20)
-        executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
+        (site,) = program.sites
+        assert site.strategy == taken(strategy, shape, dtype), shape
         x, w = sample.inputs[rank]
         expected = reference(kind, rows_of(shape, ranks), x, w)
-        for _ in range(3):  # the slots are used in turn
-            (found,) = executor.run([x, w])
-            if found.shape != expected.shape or not torch.equal(found, expected):
-                wrong[shape] = f"rank {rank}: {found} instead of {expected}"
-        dist.barrier()
-        executor.close()
+        for in_order in (False, True) if site.strategy == "fused" else (False,):
+            options = Options(time_out_s=20, in_order=in_order)
+            executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
+            for _ in range(3):  # the slots are used in turn
+                (found,) = executor.run([x, w])
+                if found.shape != expected.shape or not torch.equal(found, expected):
+                    wrong[shape] = f"rank {rank}: {found} instead of {expected}"
+            dist.barrier()
+            executor.close()
     return wrong
 
 

@@ -53,22 +53,22 @@ def integers(generator: torch.Generator, *sizes: int, dtype: torch.dtype) -> tor
     return torch.randint(-1, 2, sizes, generator=generator).to(dtype)
 
 
-def all_gather_matmul(ranks: int, shape: str, dtype: str, seed: int) -> Sample:
+def all_gather_matmul(ranks: int, shape: str, dtype: str, seed: int, n: int = 5) -> Sample:
     """x of each rank, gathered, times a weight."""
     g, kind = torch.Generator().manual_seed(seed), DTYPES[dtype]
     rows = rows_of(shape, ranks)
     even = len(set(rows)) == 1
     mine = rows[0] if even else "rows[tp.rank]"
     text = f"""
-def f(tp: Team[{ranks}], x: {dtype}[{mine}, 8], w: {dtype}[8, 5]):
+def f(tp: Team[{ranks}], x: {dtype}[{mine}, 8], w: {dtype}[8, {n}]):
     {"" if even else f"rows = table(tp, {', '.join(map(str, rows))})"}
     full = empty({dtype}[{sum(rows)}, 8])
     main: all_gather(x, full, team=tp{"" if even else ", splits=rows"})
-    main: call("aten.mm.default", full, w, out=(y := {dtype}[{sum(rows)}, 5]))
+    main: call("aten.mm.default", full, w, out=(y := {dtype}[{sum(rows)}, {n}]))
     return y
 """
-    xs = [integers(g, n, 8, dtype=kind) for n in rows]
-    ws = [integers(g, 8, 5, dtype=kind) for _ in rows]
+    xs = [integers(g, height, 8, dtype=kind) for height in rows]
+    ws = [integers(g, 8, n, dtype=kind) for _ in rows]
     return Sample(
         parse(text),
         [[x, w] for x, w in zip(xs, ws, strict=True)],
@@ -76,22 +76,22 @@ def f(tp: Team[{ranks}], x: {dtype}[{mine}, 8], w: {dtype}[8, 5]):
     )
 
 
-def matmul_reduce_scatter(ranks: int, shape: str, dtype: str, seed: int) -> Sample:
+def matmul_reduce_scatter(ranks: int, shape: str, dtype: str, seed: int, n: int = 5) -> Sample:
     """x times a weight of each rank, summed, each rank its rows."""
     g, kind = torch.Generator().manual_seed(seed), DTYPES[dtype]
     rows = rows_of(shape, ranks)
     even = len(set(rows)) == 1
     mine = rows[0] if even else "rows[tp.rank]"
     text = f"""
-def f(tp: Team[{ranks}], x: {dtype}[{sum(rows)}, 8], w: {dtype}[8, 5]):
+def f(tp: Team[{ranks}], x: {dtype}[{sum(rows)}, 8], w: {dtype}[8, {n}]):
     {"" if even else f"rows = table(tp, {', '.join(map(str, rows))})"}
-    main: call("aten.mm.default", x, w, out=(y := {dtype}[{sum(rows)}, 5]))
-    out = empty({dtype}[{mine}, 5])
+    main: call("aten.mm.default", x, w, out=(y := {dtype}[{sum(rows)}, {n}]))
+    out = empty({dtype}[{mine}, {n}])
     main: reduce_scatter(y, out, reduce="sum", team=tp{"" if even else ", splits=rows"})
     return out
 """
     xs = [integers(g, sum(rows), 8, dtype=kind) for _ in rows]
-    ws = [integers(g, 8, 5, dtype=kind) for _ in rows]
+    ws = [integers(g, 8, n, dtype=kind) for _ in rows]
     total = torch.stack([(x @ w).float() for x, w in zip(xs, ws, strict=True)]).sum(0).to(kind)
     return Sample(
         parse(text),
@@ -100,25 +100,25 @@ def f(tp: Team[{ranks}], x: {dtype}[{sum(rows)}, 8], w: {dtype}[8, 5]):
     )
 
 
-def matmul_all_reduce(ranks: int, shape: str, dtype: str, seed: int) -> Sample:
+def matmul_all_reduce(ranks: int, shape: str, dtype: str, seed: int, n: int = 5) -> Sample:
     """x times a weight of each rank, summed."""
     g, kind = torch.Generator().manual_seed(seed), DTYPES[dtype]
     total = sum(rows_of(shape, ranks))
     text = f"""
-def f(tp: Team[{ranks}], x: {dtype}[{total}, 8], w: {dtype}[8, 5]):
-    main: call("aten.mm.default", x, w, out=(y := {dtype}[{total}, 5]))
-    out = empty({dtype}[{total}, 5])
+def f(tp: Team[{ranks}], x: {dtype}[{total}, 8], w: {dtype}[8, {n}]):
+    main: call("aten.mm.default", x, w, out=(y := {dtype}[{total}, {n}]))
+    out = empty({dtype}[{total}, {n}])
     main: all_reduce(y, out, reduce="sum", team=tp)
     return out
 """
     xs = [integers(g, total, 8, dtype=kind) for _ in range(ranks)]
-    ws = [integers(g, 8, 5, dtype=kind) for _ in range(ranks)]
+    ws = [integers(g, 8, n, dtype=kind) for _ in range(ranks)]
     summed = torch.stack([(x @ w).float() for x, w in zip(xs, ws, strict=True)]).sum(0).to(kind)
     inputs = [[x, w] for x, w in zip(xs, ws, strict=True)]
     return Sample(parse(text), inputs, [[summed] for _ in range(ranks)])
 
 
-KINDS: dict[str, Callable[[int, str, str, int], Sample]] = {
+KINDS: dict[str, Callable[..., Sample]] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "matmul_all_reduce": matmul_all_reduce,
@@ -131,4 +131,21 @@ STRATEGIES = {
     "broadcast": "strategy=broadcast",
     "peer-get": "strategy=peer,protocol=get",
     "peer-put": "strategy=peer,protocol=put",
+    "fused": "strategy=fused",
+    "fused-pieces": "strategy=fused,chunks=12",
+    "exchange": "strategy=exchange",
 }
+
+
+def site_of(kind: str, strategy: str, ranks: int, shape: str, dtype: str, seed: int) -> Sample:
+    """A sample that the strategy can serve, if it can serve one of that shape and type."""
+    return KINDS[kind](ranks, shape, dtype, seed, 8 if strategy.startswith("fused") else 5)
+
+
+def taken(strategy: str, shape: str, dtype: str) -> str:
+    """What becomes of a site for which a strategy is asked."""
+    if shape == "empty" or (shape == "one-row" and strategy == "pipeline"):
+        return "serial"
+    if strategy.startswith("fused") and (shape, dtype) != ("even", "bf16"):
+        return "peer"
+    return strategy.split("-")[0]

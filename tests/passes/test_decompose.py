@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.passes.samples import DTYPES, KINDS, SHAPES, STRATEGIES, Sample
+from tests.passes.samples import DTYPES, KINDS, SHAPES, STRATEGIES, Sample, site_of, taken
 from tests.support.interpreter import run_ranks
 
-from interlace.ir import Program, parse, validate
+from interlace.ir import Fused, Program, parse, validate
 from interlace.passes import run_pipeline
 from interlace.verify import check
 
-AFTER = "schedule,plan_memory,insert_sync"
+AFTER = "schedule,plan_memory,insert_sync,fuse"
 
 
 def assert_equal(
@@ -34,9 +34,15 @@ def assert_overlaps(decomposed: Program, sample: Sample, seed: int) -> None:
     assert_equal(decomposed, sample, None)
     check(decomposed).raise_if_unsound()
     scheduled = run_pipeline(decomposed, AFTER)
+    validate(scheduled)
+    assert parse(str(scheduled)) == scheduled
     assert_equal(scheduled, sample, seed, runs=2)
     assert_equal(scheduled, sample, seed + 1)
     check(scheduled).raise_if_unsound()
+    assert_equal(scheduled, sample, None)
+    check(scheduled, in_order=True).raise_if_unsound()
+    wanted = {site.id for site in decomposed.sites if site.strategy == "fused"}
+    assert {op.site for op in scheduled.ops if isinstance(op, Fused)} == wanted
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,13 +51,12 @@ def assert_overlaps(decomposed: Program, sample: Sample, seed: int) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_grid(kind: str, strategy: str, ranks: int, shape: str, dtype: str, seed: int) -> None:
-    sample = KINDS[kind](ranks, shape, dtype, seed)
+    sample = site_of(kind, strategy, ranks, shape, dtype, seed)
     decomposed = run_pipeline(sample.program, f"find_sites,decompose{{{STRATEGIES[strategy]}}}")
     (site,) = decomposed.sites
     assert site.kind == kind
-    few = shape == "empty" or (shape == "one-row" and strategy == "pipeline")
-    assert site.strategy == ("serial" if few else strategy.split("-")[0])
-    if few and strategy != "serial":
+    assert site.strategy == taken(strategy, shape, dtype)
+    if site.strategy == "serial" != strategy:
         assert "no rows" in site.reason or "single row" in site.reason
         assert decomposed.remarks[0].site == site.id
     assert_overlaps(decomposed, sample, seed)

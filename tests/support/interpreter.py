@@ -7,7 +7,8 @@ after it is given back, so that an unordered access shows as NaN; nothing enable
     outputs = run_ranks(program, [[x0, w0], [x1, w1]], seed=7)     # outputs[rank][i]
     twin = run_ranks(program, inputs, in_order=True)               # one op after another
 
-A collective, or a message with its receipt, is one step of all who meet.
+A collective, or a message with its receipt, is one step of all who meet; the parts of a Fused go
+beside each other, a member at a time.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from interlace.ir import (
     DType,
     Expect,
     Free,
+    Fused,
     Get,
     Group,
     Index,
@@ -97,18 +99,17 @@ class Machine:
         for rank in self.ranks.values():
             for queue in rank.queues.values():
                 if queue and rank.at(queue[0]):
-                    op = rank.ops[queue[0]]
-                    for part in range(len(op.ops) if isinstance(op, Group) else 1):
+                    for part in rank.members(queue[0]):
                         if self.ready(rank, queue[0], part):
                             found.append((rank, queue[0], part))
         return found
 
     def ready(self, rank: Rank, i: int, part: int) -> bool:
         """Whether an op at the head of its stream may run."""
-        op = rank.ops[i]
+        op = _item(rank, (i, part)) if rank.fused(i) else rank.ops[i]
         match op:
             case Wait():
-                return rank.bindings[i] in rank.done
+                return rank.passed(rank.bindings[i, part])
             case Alloc(buffer=buffer) if buffer.kind == "symmetric":
                 key = self.slot_key(rank, buffer)
                 slot, take = self.slots[key], rank.take(i)
@@ -165,6 +166,12 @@ class Machine:
             self.collective(meeting)
             for member, j in meeting:
                 member.finish(j)
+            return
+        if isinstance(op, Fused):
+            self.perform(rank, op.members[part], i)
+            rank.parts_done.add((i, part))
+            if all((i, k) in rank.parts_done for k in range(len(op.members))):
+                rank.finish(i)
             return
         self.perform(rank, op, i)
         rank.finish(i)
@@ -276,6 +283,8 @@ class Machine:
 
 def _item(rank: Rank, part: Part) -> Op:
     op = rank.ops[part[0]]
+    if isinstance(op, Fused):
+        return op.members[part[1]]
     return op.ops[part[1]] if isinstance(op, Group) else op
 
 
@@ -295,7 +304,7 @@ def run_ranks(
     listed = [programs] if isinstance(programs, Program) else list(programs)
     owner = {rank: p for p in listed for rank in (p.world if p.rank is None else (p.rank,))}
     ranks = [
-        Rank(owner[rank], rank, inputs)
+        Rank(owner[rank], rank, inputs, in_order)
         for rank, inputs in zip(sorted(owner), inputs_per_rank, strict=True)
     ]
     machine = Machine(ranks)
@@ -304,7 +313,7 @@ def run_ranks(
         for rank in ranks:
             if rank.finished and rank.run + 1 < runs:
                 rank.start()
-            rank.issue(in_order)
+            rank.issue()
         if all(rank.finished for rank in ranks):
             return [rank.collect_results() for rank in ranks]
         choices = machine.enabled()

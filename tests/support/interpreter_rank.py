@@ -22,23 +22,26 @@ from interlace.ir import (
     Box,
     Buffer,
     Collective,
+    Fused,
     Group,
     HostSync,
     Index,
     Op,
     Others,
     Program,
-    Record,
     Recv,
     Send,
     View,
     Wait,
+    bindings,
     contiguous_strides,
+    in_order,
+    spots,
 )
 
 TeamKey = tuple[str, tuple[int, ...]]
 Part = tuple[int, int]
-"""An op of a rank's list, and a member of it if it is a Group (else 0)."""
+"""An op of a rank's list, and a member of it if it is a Group or a Fused (else 0)."""
 
 
 class LifetimeFault(AssertionError):
@@ -76,7 +79,9 @@ def poison(storage: torch.UntypedStorage) -> None:
 class Rank:
     """One rank: its concrete Program, its memory and how far each stream has come."""
 
-    def __init__(self, program: Program, rank: int, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, program: Program, rank: int, inputs: Sequence[torch.Tensor], one_by_one: bool = False
+    ) -> None:
         self.rank, self.program = rank, program.instantiate(rank)
         self.where = program.where(rank)
         self.box = self.program.boxes(rank)
@@ -90,7 +95,8 @@ class Rank:
         self.before: dict[int, int] = {}  # the collective that must be done before this one
         self.messages: dict[tuple[type[Op], TeamKey, int, int, int], Part] = {}
         self.message_key: dict[Part, tuple[type[Op], TeamKey, int, int, int]] = {}
-        self.bindings: dict[int, int] = {}
+        self.bindings = bindings(self.ops)
+        self.sequence = in_order(self.ops) if one_by_one else []
         self.takes: dict[int, tuple[object, int]] = {}
         self.counts: dict[object, int] = defaultdict(int)
         self._number()
@@ -124,12 +130,6 @@ class Rank:
                 if queue in latest:
                     self.before[i] = latest[queue]
                 latest[queue] = i
-            elif isinstance(op, Record):
-                latest[op.event] = i
-            elif isinstance(op, Wait):
-                if op.event not in latest:
-                    raise AssertionError(f"rank {self.rank}: wait({op.event}) before its record")
-                self.bindings[i] = latest[op.event]
             for part, item in enumerate(op.ops if isinstance(op, Group) else (op,)):
                 if isinstance(item, Send | Recv):
                     me, peer = self.where.member(item.team).index, self.peers(item.team, item.peer)
@@ -139,10 +139,15 @@ class Rank:
                     self.messages[self.message_key[i, part]] = (i, part)
                     counts[key] += 1
 
+        for spot, op in spots(self.ops):
+            if isinstance(op, Wait) and spot not in self.bindings:
+                raise AssertionError(f"rank {self.rank}: wait({op.event}) before its record")
+
     def start(self) -> None:
         """Begins the next run: nothing issued, inputs and outputs bound, the rest unbound."""
         self.run += 1
-        self.issued = 0
+        self.issued = self.position = 0
+        self.begun: set[int] = set()
         self.queues: dict[str, list[int]] = {stream: [] for stream in self.program.streams()}
         self.done: set[int] = set()
         self.parts_done: set[Part] = set()
@@ -183,18 +188,55 @@ class Rank:
         key, number = self.takes[i]
         return self.run * self.counts[key] + number
 
-    def issue(self, in_order: bool) -> None:
+    def issue(self) -> None:
         """Lets the host go on until a HostSync (in order: any op) that is not done holds it up."""
+        if self.sequence:
+            while self.position < len(self.sequence) and self.passed(self.sequence[self.position]):
+                self.position += 1
+            for i, _ in self.sequence[self.position : self.position + 1]:
+                self.begin(i)
+            return
         while self.issued < len(self.ops):
             last = self.issued - 1
-            held = last >= 0 and last not in self.done
-            if held and (in_order or isinstance(self.ops[last], HostSync)):
+            if last >= 0 and last not in self.done and isinstance(self.ops[last], HostSync):
                 return
-            op = self.ops[self.issued]
+            self.begin(self.issued)
+            self.issued += 1
+
+    def begin(self, i: int) -> None:
+        """Issues op `i`, once."""
+        op = self.ops[i]
+        if i not in self.begun:
+            self.begun.add(i)
             if isinstance(op, Alloc) and op.buffer.kind != "symmetric":
                 self.declare(op.buffer)
-            self.queues[op.stream].append(self.issued)
-            self.issued += 1
+            self.queues[op.stream].append(i)
+
+    def passed(self, spot: Part) -> bool:
+        """Whether an op, or a member of a Fused, is done."""
+        return spot in self.parts_done if self.fused(spot[0]) else spot[0] in self.done
+
+    def fused(self, i: int) -> bool:
+        """Whether op `i` is a Fused."""
+        return isinstance(self.ops[i], Fused)
+
+    def members(self, i: int) -> list[int]:
+        """The members of op `i` that may be next, by number; of an op that has none: 0."""
+        op = self.ops[i]
+        if self.sequence:
+            at, number = self.sequence[self.position]
+            mine = [number] if at == i else []
+            return list(range(len(op.ops))) if isinstance(op, Group) and mine else mine
+        if isinstance(op, Group):
+            return list(range(len(op.ops)))
+        if not isinstance(op, Fused):
+            return [0]
+        found, first = list[int](), 0
+        for part in op.parts:
+            numbers = range(first, first + len(part))
+            found += [k for k in numbers if (i, k) not in self.parts_done][:1]
+            first += len(part)
+        return found
 
     def declare(self, buffer: Buffer) -> None:
         """Binds a local or fresh buffer at issue."""

@@ -26,6 +26,8 @@ from interlace.ir import (
     DType,
     Expect,
     Free,
+    Fused,
+    FusedMember,
     Get,
     Group,
     HostSync,
@@ -83,7 +85,7 @@ class _Generator(Drawer):
         families: list[Callable[[], None]] = [
             *(self.call, self.call, self.copy, self.copy, self.order, self.order, self.alloc_any),
             *(self.collective, self.collective, self.one_sided, self.signal, self.transfer),
-            self.free,
+            *(self.free, self.fused),
         ]
         while len(self.ops) < num_ops:
             rng.choice(families)()
@@ -229,6 +231,30 @@ class _Generator(Drawer):
         if self.in_order or self.rng.random() < 0.7:
             low = self.rng.randint(1, value)
             self.emit(Expect(signal=name, peer=from_, team="tp", value=low, **self.common()))
+
+    def fused(self) -> None:
+        """Parts that compute; one may tell a peer, whom a later one (or the same) then awaits."""
+        rng, common = self.rng, self.common()
+        parts: list[list[FusedMember]] = []
+        for _ in range(rng.randint(1, 3)):
+            members: list[FusedMember] = []
+            if self.events and rng.random() < 0.3:
+                members.append(Wait(event=rng.choice(self.events), **common))
+            view = self.view(uniform=True)
+            out = self.target(view)
+            members.append(Call(fn="aten.neg.out", args=(view,), outs=(out,), **common))
+            if rng.random() < 0.4:
+                self.events.append(rng.choice(("e1", "e2", "end of step")))
+                members.append(Record(event=self.events[-1], **common))
+            parts.append(members)
+        if rng.random() < 0.5:
+            name = f"told_{len(self.ops)}"
+            raising, distance = rng.randrange(len(parts)), rng.randint(0, self.size)
+            to, awaited = RankIndex("tp", distance), RankIndex("tp", -distance)
+            parts[raising].append(Notify(signal=name, peer=to, team="tp", **common))
+            expect = Expect(signal=name, peer=awaited, team="tp", **common)
+            parts[rng.randint(raising, len(parts) - 1)].append(expect)
+        self.emit(Fused(parts=tuple(map(tuple, parts)), **common))
 
     def transfer(self) -> None:
         rng, common = self.rng, self.common()
