@@ -10,8 +10,10 @@ Sites are numbered as lowering numbers them, since the same passes find them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from interlace.cost import Machine, SiteKey, SiteTime
+from interlace.errors import CalibrationError
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes.analysis import analyse
@@ -58,12 +60,22 @@ def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
     return machine.replace(sites=tuple(made))
 
 
+def keeping_sites(machine: Machine, path: Path) -> Machine:
+    """The machine with the sites that its calibration file had: they took what they took."""
+    try:
+        before = Machine.load(path, any_host=True)
+    except CalibrationError:
+        return machine  # there was none, or none that can be read
+    same = (before.device, before.host) == (machine.device, machine.host)
+    return with_sites(machine, before.sites) if same else machine
+
+
 def predictions(machine: Machine, site: SiteKey) -> dict[str, float]:
     """What the machine predicts for a site in its plain form, by strategy, in seconds."""
     model = machine.replayed if site.graph else machine
     program = plain_program(site)
     told: dict[str, float] = {}
-    for protocol in ("get", "put"):
+    for protocol in ("get", "put") if machine.device == "cpu" else ("get",):
         found = candidates(program, Options(resharding="after", protocol=protocol), model)
         for estimate in (e for estimates in found.values() for e in estimates):
             told.setdefault(estimate.label, estimate.predicted_ms / 1e3)

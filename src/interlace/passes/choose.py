@@ -21,8 +21,10 @@ from interlace.passes.write import DEFAULT_SLICES, refusal, slices
 
 MARGIN = 0.97
 """A strategy must be predicted to take less than this part of the serial time,"""
-SURE = 0.99
-"""or, where both were measured, less than this."""
+SURE = 0.98
+"""or, where both were measured, less than this;"""
+GUESS = 0.9
+"""and where it alone was not measured, less than this part of the best that was."""
 
 PEERS = ("peer", "exchange", "fused")
 """Strategies that reach into the memory of the peers,"""
@@ -108,7 +110,8 @@ class Chooser:
             told = sure and fastest.measured_ms is not None
             gain = f"was measured to gain less than {1 - SURE:.0%}"
             if not told:
-                gain = f"is predicted to gain less than {1 - MARGIN:.0%}"
+                least = 1 - (MARGIN if serial.measured_ms is None else GUESS)
+                gain = f"is predicted to gain less than {least:.0%}"
             took = serial.expected_ms
             reason = f"{fastest.label}, the fastest, {gain} ({name})"
             return Choice(None, 0, reason, "", took, took, found)
@@ -154,21 +157,21 @@ def pick(found: Sequence[Estimate], doubt_ms: float = 0.0) -> tuple[Estimate, bo
     """Which of some estimates (serial first) to take, and whether measurements alone say so.
 
     Measured ones are compared with one another first. What is only predicted must gain more, since
-    a prediction errs: by `MARGIN`, and by more than `doubt_ms`.
+    a prediction errs: by `MARGIN` or `GUESS`, and by more than `doubt_ms`.
     """
     best = serial = found[0]
-    if serial.measured_ms is not None:
+    sure = serial.measured_ms is not None
+    if sure:
         for other in found[1:]:
             bar = SURE * serial.expected_ms if best is serial else best.expected_ms
             if other.measured_ms is not None and other.expected_ms < bar:
                 best = other
-    sure = serial.measured_ms is not None
-    known = best
+    known, margin, measured = best, GUESS if sure else MARGIN, sure
     for other in found[1:]:
-        if sure and other.measured_ms is not None:
+        if measured and other.measured_ms is not None:
             continue
         certain = known.expected_ms - other.expected_ms >= doubt_ms
-        bar = MARGIN * known.expected_ms if best is known else best.expected_ms
+        bar = margin * known.expected_ms if best is known else best.expected_ms
         if certain and other.expected_ms < bar:
             best, sure = other, False
     return best, sure
