@@ -14,6 +14,7 @@ from interlace.errors import ProgramError
 from interlace.ir import (
     Builder,
     DType,
+    Fused,
     Handle,
     HostSync,
     Loc,
@@ -142,6 +143,28 @@ def test_ops_know_the_line_that_wrote_them() -> None:
         assert word[type(op).__name__] in lines[op.loc.line - 1]
 
 
+def test_parts_of_a_fused_op() -> None:
+    with interlace.program("f", team=2) as p:
+        x, y = p.input("x", "f32", (2, 4)), p.output("y", "f32", (4, 4))
+        with p.stream("side"), p.site("all_gather_matmul"), p.fused():
+            with p.part():
+                p.call("aten.neg.out", x, out=y[p.tp.rank])
+                told = p.record()
+            with p.part():
+                p.expect("there", p.tp.rank + 1)
+                p.call("aten.neg.out", x, out=y[p.tp.rank + 1])
+        p.wait(told)
+        p.notify("there", p.tp.others)
+    fused, *_ = p.program.ops
+    assert isinstance(fused, Fused)
+    assert [[type(op).__name__ for op in part] for part in fused.parts] == [
+        ["Call", "Record"],
+        ["Expect", "Call"],
+    ]
+    assert {(op.stream, op.site) for op in (fused, *fused.members)} == {("side", 1)}
+    assert [access.view for access in fused.writes()] == [y[p.tp.rank].ir, y[p.tp.rank + 1].ir]
+
+
 def test_an_error_names_the_line_of_python() -> None:
     def wrong() -> None:
         with interlace.program("f", team=2) as p:
@@ -223,6 +246,15 @@ MISTAKES: dict[str, tuple[Callable[[Builder, Handle, Handle], object], str]] = {
     "uneven": (lambda p, x, part: part[1:], "has sizes .* on different ranks: give both ends"),
     "arg": (lambda p, x, part: p.call("a.b", object()), "cannot be an argument: give handles"),
     "group": (lambda p, x, part: inside(p.group(), p.host_sync), "move the HostSync out of it"),
+    "fused": (
+        lambda p, x, part: inside(p.fused(), p.host_sync),
+        "put the HostSync in .with",
+    ),
+    "no fused": (lambda p, x, part: inside(p.part(), p.host_sync), "open it with `with p.fused"),
+    "part": (
+        lambda p, x, part: inside(p.fused(), lambda: inside(p.part(), lambda: p.copy(x, x))),
+        "a part holds .* only: move the Copy out of it",
+    ),
 }
 
 

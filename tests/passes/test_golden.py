@@ -45,7 +45,7 @@ def test_golden(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_golden_result_is_sound(path: Path) -> None:
     pipeline, before, _ = split(path)
-    if not pipeline.endswith("insert_sync"):
+    if not pipeline.endswith(("insert_sync", "fuse")):
         pipeline += ",plan_memory,insert_sync"
     check(run_pipeline(parse(before), pipeline)).raise_if_unsound()
 

@@ -61,6 +61,26 @@ def f(x: f32[4], y: out[f32[4]]):
     assert arrows([program]) == (Arrow("event", "e", (0, 2), (0, 3)),)
 
 
+def test_what_a_fused_op_holds_stands_at_its_place():
+    program = parse(
+        """
+def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
+    main: fused(
+        part(call("aten.neg.out", x, out=y[0]), record(e)),
+        part(expect(told, tp.rank + 1), call("aten.neg.out", x, out=y[1])),
+    )
+    side: wait(e)
+    side: notify(told, to=tp.others)
+"""
+    )
+    assert arrows([program]) == (
+        Arrow("signal", "told", (1, 2), (0, 0)),
+        Arrow("event", "e", (0, 0), (0, 1)),
+        Arrow("signal", "told", (0, 2), (1, 0)),
+        Arrow("event", "e", (1, 0), (1, 1)),
+    )
+
+
 def test_the_kth_send_meets_the_kth_receive_also_inside_groups():
     found = arrows([parse(PIPELINE)])
     assert [(arrow.source, arrow.target) for arrow in found] == [

@@ -15,9 +15,10 @@ SCHEDULES = (
     "two_stages",
     "gradients",
     "slots",
+    "fused_layer",
 )
 
-PEER, RING, PUT, STAGES, MESH, SLOTS = map(text_of, SCHEDULES)
+PEER, RING, PUT, STAGES, MESH, SLOTS, FUSED = map(text_of, SCHEDULES)
 
 REDUCE = """
 def reduce(tp: Team[3], x: f32[4], y: out[f32[4]]):
@@ -27,6 +28,10 @@ def reduce(tp: Team[3], x: f32[4], y: out[f32[4]]):
 
 SEND = "send(full.chunk(tp.rank, rows), peer=tp.rank + 1)"
 RECV = "recv(full.chunk(tp.rank - 1, rows), peer=tp.rank - 1)"
+
+OWN = FUSED[FUSED.index("        part(\n            call(") : FUSED.index("        site=2,")]
+FIRST = '        part(call("aten.mm.out", h[tp.rank + 1]'
+FUSED_OWN_FIRST = FUSED.replace(OWN, "").replace(FIRST, OWN + FIRST)
 
 SET = list[Program] | tuple[Program, ...]
 
@@ -264,6 +269,65 @@ FAULTS: dict[str, tuple[SET, str, tuple[str, ...]]] = {
         ),
         "deadlock",
         ("main: notify(", "comm: host_sync()", "comm: expect("),
+    ),
+    "part that does not await its rows": (
+        programs(replaced(FUSED, "expect(arrived, tp.rank + 2), ", "")),
+        "race",
+        ("comm: put(x, slots[tp.rank]", 'call("aten.mm.out", slots[tp.rank + 2]'),
+    ),
+    "part that awaits another's rows": (
+        programs(
+            replaced(FUSED, "expect(arrived, tp.rank + 2), ", "expect(arrived, tp.rank + 1), ")
+        ),
+        "race",
+        ("comm: put(x, slots[tp.rank]", 'call("aten.mm.out", slots[tp.rank + 2]'),
+    ),
+    "parts that write the same rows": (
+        programs(replaced(FUSED, "w, out=h[tp.rank + 2]", "w, out=h[tp.rank + 1]")),
+        "race",
+        ("out=h[tp.rank + 1]", "out=h[tp.rank + 1]"),
+    ),
+    "part that reads what another writes": (
+        programs(
+            replaced(FUSED, "h[tp.rank + 2], v", "t[tp.rank + 1].view(-1)[0:512].view(16, 32), v")
+        ),
+        "race",
+        ("out=t[tp.rank + 1]", "call("),
+    ),
+    "event of another part": (
+        programs(replaced(FUSED, "wait(e2)", "wait(e1)")),
+        "race",
+        ("out=t[tp.rank + 2]", "comm: put(t[tp.rank + 2]"),
+    ),
+    "event of the last part, for what all do": (
+        programs(moved(FUSED, "comm: wait(e1)", "comm: wait(e2)")),
+        "race",
+        ("out=t[tp.rank + 1]", "comm: put(t[tp.rank + 1]"),
+    ),
+    "sum that awaits too few": (
+        programs(replaced(FUSED, "expect(added, tp.rank - 2), ", "")),
+        "race",
+        ("comm: put(t[tp.rank + 2]", "interlace.sum_slots"),
+    ),
+    "part that waits for what a later one does": (
+        programs(
+            replaced(
+                replaced(
+                    FUSED,
+                    'part(call("aten.mm.out", h[tp.rank + 1]',
+                    'part(expect(late, tp.rank + 1), call("aten.mm.out", h[tp.rank + 1]',
+                ),
+                "sums, out=y)",
+                "sums, out=y), notify(late, to=tp.rank - 1)",
+            )
+        ),
+        "deadlock",
+        ("expect(late", "notify(late"),
+    ),
+    "own rows computed first, before what the others wait for": (
+        programs(FUSED_OWN_FIRST),
+        "deadlock",
+        ("expect(added", "comm: notify(added"),
     ),
 }
 

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from interlace.ir import HostSync, Op, Program, Record, Wait
+from interlace.errors import PassError
+from interlace.ir import Fused, HostSync, Op, Program, Record, Wait
 from interlace.passes.dependencies import Before, dependencies
 
 
@@ -50,6 +51,8 @@ class InsertSync:
 
 def strip_events(program: Program) -> Program:
     """The Program without its `Record`s and `Wait`s."""
+    if any(isinstance(op, Fused) for op in program.ops):
+        raise PassError(f"{program.name} holds fused ops: the pass fuse comes last, and only once")
     return program.replace(ops=tuple(op for op in program.ops if not isinstance(op, Record | Wait)))
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import (
     Expect,
+    Fused,
     Group,
     Index,
     Notify,
@@ -133,11 +134,11 @@ def arrows(programs: Sequence[Program]) -> tuple[Arrow, ...]:
 
 
 def _flat(ops: Sequence[Op]) -> Iterator[tuple[int, Op]]:
-    """Every op with its place; what a group holds stands at the group's place."""
+    """Every op with its place; what a group or a fused op holds stands at that op's place."""
     for index, op in enumerate(ops):
         yield index, op
-        if isinstance(op, Group):
-            for item in op.ops:
+        if isinstance(op, Group | Fused):
+            for item in op.ops if isinstance(op, Group) else op.members:
                 yield index, item
 
 

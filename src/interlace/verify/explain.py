@@ -62,11 +62,15 @@ class Explainer:
         context = [(self.line(source, i), self.text(source, i)) for i in range(first, last)]
         if item.index == len(source.items):
             context.append((self.line(source, item.index), "return"))
+        text = self.text(source, item.index)
+        if item.op is not None and item.place > len(source.items):  # a member of a fused op
+            text = print_op(item.op, source.program)
+            role = f"{text.partition(': ')[2]} {role}"
         return OpRef(
             rank,
             self.line(source, item.index),
             "" if item.code is Code.EXIT else source.streams[item.stream],
-            self._own_text(source, item),
+            text,
             role,
             buffer,
             extent,
@@ -79,12 +83,6 @@ class Explainer:
         if index == len(source.program.ops):
             return "return"
         return print_op(source.program.ops[index], source.program)
-
-    def _own_text(self, source: Source, item: Item) -> str:
-        """A member of a fused op alone, which may be long."""
-        if item.op is None or item.place <= len(source.items):
-            return self.text(source, item.index)
-        return print_op(item.op, source.program)
 
     def flaw(self, source: Source, flaw: Flaw) -> Finding:
         """A fault of list order, which every rank of the Program has."""
