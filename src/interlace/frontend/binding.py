@@ -84,6 +84,13 @@ def bind(
     place = placed(device)
     machine = machine_for(options, place.type)
     options, noted = _with_regions(options, place)
+    if options.graph and imported.host:
+        why = (
+            f"not captured in CUDA graphs: {min(imported.host)} is on the CPU, and a graph would "
+            "keep the value that it has now"
+        )
+        options = dataclasses.replace(options, graph=False, static_outputs=False)
+        noted.append(Remark("frontend", why))
 
     def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
         remarks = [*noted, *([Remark("frontend", why)] if why else [])]

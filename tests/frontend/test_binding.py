@@ -1,0 +1,73 @@
+"""How a serial Program is bound: what is chosen for its device, and what is remarked on."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.frontend import Imported, binding
+from interlace.ir import parse
+from interlace.options import Options
+
+TEXT = """
+def double(x: f32[4], s: f32[()]):
+    main: call("aten.mul.Tensor", x, s, out=(y := f32[4]))
+    return y
+"""
+
+
+class Recorded:
+    """An Executor that keeps what it is given and runs nothing."""
+
+    def __init__(self, program: Any, **given: Any) -> None:
+        self.program, self.given = program, given
+
+    def prepare(self) -> None: ...
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, options: Options, host: str = "") -> Recorded:
+    monkeypatch.setattr(binding, "Executor", Recorded)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr("interlace.frontend.machine.gpus_of", lambda device: "")
+    names = frozenset(filter(None, [host]))
+    imported = Imported(parse(TEXT), (0, 1), (), (0,), names, frozenset({"x"}))
+    executor: Any = binding.bind("forward", imported, {}, options, "cuda").executor
+    return executor
+
+
+def remarks(executor: Recorded) -> str:
+    return " ".join(remark.text for remark in executor.program.remarks)
+
+
+def test_the_current_gpu_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = bound(monkeypatch, Options())
+    assert executor.given["device"] == torch.device("cuda", 3)
+    assert executor.given["static_inputs"] == {"x"}
+    assert binding.placed("cuda:1") == torch.device("cuda", 1)
+    assert binding.placed("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_regions_by_what_is_there(monkeypatch: pytest.MonkeyPatch, triton: bool) -> None:
+    found = importlib.util.find_spec
+
+    def find_spec(name: str) -> Any:
+        return triton or None if name == "triton" else found(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    executor = bound(monkeypatch, Options())
+    assert executor.given["options"].regions == ("inductor" if triton else "eager")
+    assert ("needs the package triton" in remarks(executor)) == (not triton)
+    assert bound(monkeypatch, Options(regions="eager")).given["options"].regions == "eager"
+
+
+def test_what_is_on_the_cpu_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = Options(graph=True, static_outputs=True)
+    assert bound(monkeypatch, captured).given["options"].graph
+    executor = bound(monkeypatch, captured, host="s")
+    assert not executor.given["options"].graph
+    assert executor.given["host"] == {"s"}
+    assert "not captured in CUDA graphs: s is on the CPU" in remarks(executor)
