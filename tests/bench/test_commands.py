@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -111,7 +110,7 @@ def test_layer(tmp_path: Path) -> None:
     for row in rows:
         assert row["error"] == ""
         assert row["median_us"] > 0
-        assert math.isnan(row["speedup"]), "Inductor did not run"
+        assert row["speedup"] is None, "Inductor did not run"
 
 
 @pytest.mark.parametrize(

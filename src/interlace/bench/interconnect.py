@@ -22,6 +22,7 @@ from interlace.bench.rows import Row
 from interlace.cost import Sample, default_machine, default_path, fit
 from interlace.errors import OptionError
 from interlace.frontend.machine import gpus_of
+from interlace.passes.candidates import keeping_sites
 
 LONG = 64 << 20
 
@@ -90,9 +91,30 @@ def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None
         "facts": common,
         "world": ranks.size,
         "device": [asdict(sample) for sample in alone],
+        "engine": engine_share(rows),
         "calibration": calibrate(samples, settings, ranks),
         "seconds": time.monotonic() - begun,
     }
+
+
+def engine_share(rows: list[Row]) -> list[Row]:
+    """Of each pattern, how near the copy engine's long copies come to the best that anything does.
+
+    The engine is what schedules copy by; `share` of 1 means that nothing here is faster.
+    """
+    found: list[Row] = []
+    for pattern in dict.fromkeys(row["pattern"] for row in rows if row["pattern"] != "team"):
+        long = [
+            row
+            for row in rows
+            if row["pattern"] == pattern and row["nbytes"] >= LONG and not row["error"]
+        ]
+        ours = max((row["gbs"] for row in long if row["protocol"] == "ce"), default=0.0)
+        if ours:
+            best = max(long, key=lambda row: row["gbs"])
+            by = f"{best['kind']} {best['backend']} {best['protocol']}"
+            found.append({"pattern": pattern, "gbs": ours, "share": ours / best["gbs"], "by": by})
+    return found
 
 
 def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
@@ -117,5 +139,6 @@ def calibrate(samples: list[Sample], settings: Settings, ranks: Ranks) -> str:
     path = Path(settings.calibration) if settings.calibration else default_path(where)
     path.parent.mkdir(parents=True, exist_ok=True)
     base = default_machine(ranks.device.type)
-    fit(samples, base, name=path.stem, host=fingerprint(where)).save(path)
+    machine = fit(samples, base, name=path.stem, host=fingerprint(where))
+    keeping_sites(machine, path).save(path)
     return str(path)

@@ -201,16 +201,16 @@ def compiled(way: str, module: nn.Module, settings: Settings) -> Callable[..., A
         case "eager":
             return module
         case "inductor":
-            return torch.compile(module, fullgraph=True)
+            return torch.compile(module)
         case "inductor-graph":
-            return torch.compile(module, fullgraph=True, mode="reduce-overhead")
+            return torch.compile(module, mode="reduce-overhead")
         case _:
             options: dict[str, Any] = {"strategy": settings.strategy, "time_out_s": 60.0}
             if settings.calibration is not None:
                 options["calibration"] = settings.calibration
             if way == "interlace-graph":
                 options["graph"] = True
-            return torch.compile(module, fullgraph=True, backend=registered(), options=options)
+            return torch.compile(module, backend=registered(), options=options)
 
 
 def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None]) -> Row | None:

@@ -63,6 +63,7 @@ class PeerMemory:
         self.private = private.random_(0, 256)
         """What puts read and gets fill: ordinary memory."""
         self._driver = _driver() if ranks.cuda else None
+        self._stream = torch.cuda.current_stream().cuda_stream if ranks.cuda else 0
 
     def _on_gpus(self, ranks: Ranks) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -79,13 +80,12 @@ class PeerMemory:
         ]
 
     def copy(self, engine: str, dst: torch.Tensor, src: torch.Tensor, nbytes: int) -> None:
-        """Copies the first bytes, on the current stream."""
+        """Copies the first bytes, on the stream that was current when this was made."""
         if engine == "sm":  # a kernel of one load and one store: numbers of 8 bytes plus nothing
             whole = dst[:nbytes].view(torch.int64)
             torch.bitwise_or(src[:nbytes].view(torch.int64), 0, out=whole)
         elif engine == "ce" and self._driver is not None:
-            stream = torch.cuda.current_stream().cuda_stream
-            self._driver(dst.data_ptr(), src.data_ptr(), nbytes, stream)
+            self._driver(dst.data_ptr(), src.data_ptr(), nbytes, self._stream)
         else:  # torch copies between a peer's memory and its own by the copy engine as well
             dst[:nbytes].copy_(src[:nbytes])
 

@@ -47,10 +47,10 @@ class Ranks:
         """Whether the ranks have GPUs."""
         return self.device.type == "cuda"
 
-    def exchange(self, note: Note) -> list[Note]:
+    def exchange(self, note: Note, wait_s: float = WAIT_S) -> list[Note]:
         """Every rank's note, by rank. All ranks call it, in the same order."""
         everyone = range(self.size)
-        return self.board.exchange(self.topic("meet"), everyone, self.me, note, WAIT_S)
+        return self.board.exchange(self.topic("meet"), everyone, self.me, note, wait_s)
 
     def topic(self, what: str) -> str:
         """A name that all ranks give to their next meeting, and to no other."""

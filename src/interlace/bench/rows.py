@@ -48,6 +48,15 @@ def number(value: Any) -> float:
     return float(value) if value not in ("", None) else math.nan
 
 
+def plain(value: Any) -> Any:
+    """A value for JSON, which knows no NaN: None instead."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def cell(value: Any) -> str:
     """A value as a cell: numbers short, NaN empty."""
     if isinstance(value, float):

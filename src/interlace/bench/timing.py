@@ -31,7 +31,7 @@ BURST_S = 2e-3
 """A burst holds launches for about that long,"""
 LAUNCHES = (5, 50)
 """but at least and at most so many."""
-ROUNDS = (3, 10)
+ROUNDS = (3, 15)
 """At least and at most so many rounds."""
 
 

@@ -47,7 +47,7 @@ def interconnect(
     from interlace.bench.interconnect import Settings
     from interlace.bench.launch import run
     from interlace.bench.ranks import pick_device
-    from interlace.bench.rows import append
+    from interlace.bench.rows import append, plain
 
     device = pick_device(device)
     wanted = "" if not calibrate else None if calibration is None else str(calibration.resolve())
@@ -71,7 +71,7 @@ def interconnect(
         picture = draw(report["rows"], path.with_suffix(".png"))
         written += [str(picture)] if picture is not None else []
     if json:
-        print_json({"schema": 1, **report, "files": written})
+        print_json({"schema": 1, **plain(report), "files": written})
         return
     show(report)
     say("")
@@ -133,6 +133,14 @@ def show(report: dict[str, Any]) -> None:
         )
     headings = ("kind", "backend", "by", "who", "smallest", "largest", "best", "error")
     table(headings, lines, title="between ranks")
+    if report["engine"]:
+        say("")
+        cells = [
+            (e["pattern"], f"{e['gbs']:.1f} GB/s", f"{e['share']:.1%}", e["by"])
+            for e in report["engine"]
+        ]
+        title = "copies of 64 MiB and more by engine (95 % of the best is the bar)"
+        table(("who", "best", "of the best of all", "which is"), cells, title=title)
     gemms = [sample for sample in report["device"] if sample["kind"] == "gemm"]
     if gemms:
         say("")

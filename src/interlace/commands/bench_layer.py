@@ -40,7 +40,7 @@ def layer(
     """Time a layer compiled by Interlace against torch.compile with NCCL, without gradients."""
     from interlace.bench.launch import run
     from interlace.bench.layer import WAYS, Settings
-    from interlace.bench.rows import append
+    from interlace.bench.rows import append, plain
 
     settings = Settings(
         **{"dim": dim, "hidden": hidden, "heads": heads, "prefill": prefill, "decode": decode},
@@ -58,7 +58,7 @@ def layer(
     if report is None:
         return
     if json:
-        print_json({"schema": 1, **report})
+        print_json({"schema": 1, **plain(report)})
         return
     show(report)
     say(f"\nwrote {path}")

@@ -34,7 +34,7 @@ def overlap(
     dtype: Annotated[str, typer.Option(help="Element types, with commas.")] = "bf16",
     only: Annotated[str, typer.Option(help="Candidates, with commas; default: all.")] = "",
     graphs: Annotated[bool, typer.Option(help="CUDA graphs of ours as well.")] = True,
-    seconds: Annotated[float, typer.Option(help="Time for all of it; the rest is left out.")] = 120,
+    seconds: Annotated[float, typer.Option(help="Time for all of it; the rest is left out.")] = 90,
     host_runs: Annotated[int, typer.Option(help="Calls by which host time is measured.")] = 1000,
     check: Annotated[bool, typer.Option(help="Judge the bars; code 1 where auto misses one.")] = (
         False
@@ -55,7 +55,7 @@ def overlap(
     from interlace.bench.bars import judge
     from interlace.bench.launch import run
     from interlace.bench.overlap import Settings
-    from interlace.bench.rows import append
+    from interlace.bench.rows import append, plain
     from interlace.bench.sites import parse_shapes
     from interlace.bench.sites import preset as shapes_of
 
@@ -90,7 +90,7 @@ def overlap(
     verdicts = judge(report["rows"]) if check else []
     if json:
         judged = [{name: getattr(v, name) for name in v.__slots__} for v in verdicts]
-        print_json({"schema": 1, **report, "bars": judged})
+        print_json({"schema": 1, **plain(report), "bars": judged})
     else:
         show(report, verdicts)
         say(f"\nwrote {path}")
