@@ -39,13 +39,13 @@ class Binding:
             for name in names
         }
         self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
+        self.aside = self.sides[0] if self.sides else self.main
+        """Where the hand-over between runs is issued: off the stream that computes, if possible."""
         links = Links(spaces, driver, self.take, lambda: self.runs, self.words)
         self.binder = Binder(context, self.lanes, links)
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
         self._counted = [space for space in spaces.values() if space.uses]
-        self.aside = self.sides[0] if self.sides else self.main
-        """Where the hand-over between runs is issued: off the stream that computes, if possible."""
 
     def words(self, team: str, count: int) -> int:
         """Words of this rank's own."""

@@ -35,7 +35,7 @@ class Runner:
         self._engine, self._inputs, self._outputs, self._results = engine, inputs, outputs, results
         self._values, self._device = context.values, context.device
         self._teams = list(context.crew.teams.values())
-        self._resets = [team.resets for team in self._teams]
+        self._resets = [(team, team.resets) for team in self._teams]
         ordered = sorted(dict.fromkeys(self._teams), key=lambda team: team.topic)
         self._locks = [team.lock for team in ordered]
         self._limit = context.options.time_out_s
@@ -64,7 +64,10 @@ class Runner:
         """Whether nothing has happened since this was made that a run must look at first."""
         if self._engine.watched.failure is not None:
             return False
-        return all(t.resets == n for t, n in zip(self._teams, self._resets, strict=True))
+        for team, resets in self._resets:
+            if team.resets != resets:
+                return False
+        return True
 
     def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
         """Raises `ExecutorError` for tensors that the Program was not made for."""
