@@ -28,6 +28,7 @@ WITHOUT_TORCH = (
 MAX_LINES = 350
 
 ENVIRONMENT_READERS: dict[str, str] = {
+    "bench/jax_rival.py": "gives its environment to JAX's process, with JAX's own settings",
     "bench/launch.py": "sees whether torchrun started it (WORLD_SIZE, RANK)",
     "bench/ranks.py": "keeps multicast off in torch and NCCL; torchrun's LOCAL_RANK",
     "commands/demo.py": "sees whether torchrun started it (WORLD_SIZE)",

@@ -38,7 +38,7 @@ OURS: dict[str, dict[str, Any]] = {
 """Our strategies by the name that rows give them."""
 EXCHANGE_BYTES = 16 << 20
 """`exchange` is for small sizes: beyond that many bytes over the link it is not tried."""
-TIME_OUT_S = 30.0
+TIME_OUT_S = 60.0
 
 
 class Candidate(Protocol):
