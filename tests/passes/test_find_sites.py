@@ -26,7 +26,8 @@ def test_every_spelling_is_found_and_overlapped(name: str, ranks: int, seed: int
     some = ("ring", "peer-put") if ranks == 2 else STRATEGIES
     for options in (STRATEGIES[strategy] for strategy in some):
         decomposed = run_pipeline(found, f"decompose{{{options}}}")
-        assert f"strategy={decomposed.sites[0].strategy}" in options
+        taken = decomposed.sites[0].strategy  # what no kernel can do, copies do
+        assert f"strategy={taken}" in options or (taken == "peer" and "fused" in options)
         assert_overlaps(decomposed, made, seed)
 
 
