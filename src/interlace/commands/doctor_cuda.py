@@ -3,8 +3,7 @@
     for finding in look_at_gpus(torch):
         print(finding.name, finding.found)
 
-What is only absent can be done without: the CPU needs none of it, and without peer access between
-GPUs everything travels by NCCL.
+What is only absent can be done without: the CPU needs none of it.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _peers(torch: Any, count: int) -> Finding:
         return Finding(name, "ok", f"all {len(pairs)} ordered pairs")
     listed = ", ".join(f"{i} > {j}" for i, j in apart[:8])
     found = f"{len(pairs) - len(apart)} of {len(pairs)} ordered pairs; none {listed}"
-    mend = "strategies peer, fused and exchange need it (nvidia-smi topo -p2p r); NCCL does without"
+    mend = "teams of GPUs need it (see nvidia-smi topo -p2p r): choose GPUs that reach each other"
     return Finding(name, "absent", found, mend)
 
 
@@ -76,7 +75,7 @@ def _memory(torch: Any) -> Iterator[Finding]:
     from interlace.comm.cuda.driver import Driver
 
     ipc, words = "memory shared by processes", "stream memory operations"
-    mend = "strategies peer, fused and exchange need it; options={'strategy': 'pipeline'} does not"
+    mend = "teams of GPUs need it; on the CPU nothing does"
     try:
         torch.cuda.set_device(0)
         torch.cuda.synchronize()
