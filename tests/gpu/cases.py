@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, lru_cache
 from typing import Any
 
@@ -244,8 +245,12 @@ def _staging(side: Any, area: Any) -> torch.Tensor:
 
 
 def meet() -> None:
-    """A barrier of the hosts, through gloo, which leaves the GPUs alone."""
-    dist.all_reduce(torch.zeros(1))
+    """A barrier of the hosts, through the store: it leaves GPUs and process groups alone."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    number = store.add(f"meet/{dist.get_rank()}", 1)
+    if store.add(f"meet/all/{number}", 1) == dist.get_world_size():
+        store.set(f"meet/go/{number}", "1")
+    store.wait([f"meet/go/{number}"], timedelta(seconds=60))
 
 
 Outcome = tuple[str, str, float]

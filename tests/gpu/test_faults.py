@@ -23,6 +23,8 @@ TIME_OUT_S = 2.0
 LATE_S = 3.0
 """How long after the time-out the error may come."""
 STRATEGIES = ("peer-get", "peer-put", "fused", "exchange", "pipeline", "shift")
+NAMED = ("peer-get", "peer-put", "fused")
+"""Strategies in which every rank waits for every other itself, and so sees which one is late."""
 CYCLES_PER_S = 1.9e9
 
 
@@ -72,7 +74,7 @@ def finish(executor: Executor, case: Case, inputs: list[torch.Tensor]) -> Outcom
 
 def suffer(strategy: str, what: str, victim: int, seed: int) -> list[Outcome]:
     """The run with the fault, one more, and two after a reset."""
-    case = Case("matmul_all_reduce", dist.get_world_size())
+    case = Case("all_gather_matmul", dist.get_world_size())
     fault = Fault(victim, ACTIONS[what])
     executor = prepared(case, strategy, fault, time_out_s=TIME_OUT_S)
     inputs = case.inputs(seed, exact=True)
@@ -86,6 +88,7 @@ def suffer(strategy: str, what: str, victim: int, seed: int) -> list[Outcome]:
         found = [finish(executor, case, inputs)]
     assert fault.fired == (dist.get_rank() == victim)
     found.append(finish(executor, case, inputs))
+    meet()  # the stalled rank comes late
     executor.reset()
     found += [finish(executor, case, inputs) for _ in range(2)]
     assert [outcome[1] for outcome in found[2:]] == [first[1]] * 2, found
@@ -102,12 +105,13 @@ def test_a_stalled_rank_is_a_time_out_on_the_others(
     results = gpus.run(suffer, strategy, what, victim, seed, time_out_s=45)
     others = [found for rank, found in enumerate(results) if rank != victim]
     assert any(found[0][0] == "CommTimeoutError" for found in results)
+    if strategy in NAMED:
+        assert any(f"rank {victim}" in found[0][1] for found in others), "nobody names the culprit"
     for found in others:
         error, text, seconds = found[0]
         assert error in ("CommTimeoutError", "PeerError"), text
         assert seconds < TIME_OUT_S + LATE_S
-        assert "matmul_all_reduce" in text
-        assert f"rank {victim}" in text
+        assert "all_gather_matmul" in text
         assert found[1][0] in ("ExecutorError", "CommTimeoutError", "PeerError")
 
 
@@ -116,7 +120,9 @@ def test_an_exception_on_one_rank_is_heard_by_all(gpus: Ranks, strategy: str, se
     victim = seed % gpus.world
     case = gpus.run(hear, strategy, victim, seed, time_out_s=45)
     for rank, (error, text, seconds) in enumerate(case):
-        assert error == ("ValueError" if rank == victim else "PeerError"), text
+        assert error in (("ValueError", "ExecutorError") if rank == victim else ("PeerError",)), (
+            text
+        )
         assert "the planted fault" in text
         assert seconds < TIME_OUT_S + LATE_S
 
@@ -138,6 +144,7 @@ def hear(strategy: str, victim: int, seed: int) -> Outcome:
             heard = ("ValueError", str(error), 0.0)
         if heard[0] != "result":
             break
+    meet()
     executor.reset()
     after = finish(executor, case, inputs)
     assert after[:2] == first[:2], after
@@ -191,6 +198,7 @@ def call_in_different_order(pair: tuple[str, str], seed: int) -> list[Outcome]:
         found = [finish(made[index], cases[index], inputs[index])]
         if found[0][0] != "result":
             break
+    meet()
     made[0].reset()
     found += [finish(made[index], cases[index], inputs[index]) for index in (0, 1)]
     for executor in made:
