@@ -212,7 +212,7 @@ def uneven_weights() -> tuple[list[str], list[str], list[str]]:
         return funcol.all_gather_tensor(x, 0, group) @ w
 
     x = torch.randn(256, 64)
-    w = torch.randn(64, 2 if dist.get_rank() == 0 else 2048)
+    w = torch.randn(64, 2 if dist.get_rank() == 0 else 8192)
     compiled = interlace.compile(fn, x, w)
     torch.testing.assert_close(compiled(x, w), fn(x, w), rtol=1e-4, atol=1e-4)
     program = compiled.program
