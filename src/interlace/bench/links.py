@@ -97,8 +97,7 @@ def patterns(ranks: Ranks) -> list[tuple[str, list[int]]]:
 def timed(ranks: Ranks, run: Callable[[], Any] | None, guess: float) -> float:
     """Seconds of one launch: the median of a few bursts, of each the slowest rank."""
     launches = min(100, max(2, round(BURST_S / guess)))
-    least = 3 if ranks.cuda else 1
-    bursts = [burst(ranks, run, [()], launches)[0] for _ in range(max(least, REPEATS))]
+    bursts = [burst(ranks, run, [()], launches)[0] for _ in range(REPEATS)]
     return statistics.median(ranks.maximum(bursts))
 
 
