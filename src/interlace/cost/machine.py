@@ -128,13 +128,6 @@ class Machine:
         issue = tuple((what, 0.0) for what, _ in self.issue)
         return self.replace(issue=issue, issue_s=0.0, captured=True)
 
-    @property
-    def digest(self) -> str:
-        """A hash of all figures: ranks that load different ones would choose differently."""
-        from interlace.cost.machine_file import digest_of  # the file's reader imports this module
-
-        return digest_of(self)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a calibration file for this host, whole or not at all."""
         from interlace.cost.machine_file import save

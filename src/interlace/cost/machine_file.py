@@ -9,7 +9,6 @@ What is malformed, of another schema or measured elsewhere is a CalibrationError
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -70,12 +69,6 @@ def load(
             "calibrate here, or load it with any_host=True"
         )
     return machine
-
-
-def digest_of(machine: Machine) -> str:
-    """A hash of all figures."""
-    text = json.dumps(_fields(machine), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _fields(machine: Machine) -> dict[str, Any]:
