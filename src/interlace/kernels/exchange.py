@@ -232,6 +232,7 @@ class Exchange:
         major, minor = torch.cuda.get_device_capability(self.device)
         compiled = self.compile(GPUTarget("cuda", 10 * major + minor, 32), aligned)
         with torch.cuda.device(self.device):
+            torch.cuda.current_stream().query()  # makes the device's context this thread's
             place = torch.cuda.current_device()
             function = _load(compiled.name, compiled.asm["cubin"], place)
         shared = compiled.metadata.shared
