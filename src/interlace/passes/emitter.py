@@ -168,13 +168,13 @@ class Emitter:
         changed = {"reduce": None, "splits": None, **fields}
         self.emit(dataclasses.replace(self.serial, kind=kind, src=src, dst=dst, **changed))
 
-    def notify(self, signal: str, peer: Index | Others) -> None:
+    def notify(self, signal: str, peer: Index | Others, value: int = 1) -> None:
         """Raises a signal."""
-        self.emit(Notify(signal=signal, peer=peer, team=self.team.name))
+        self.emit(Notify(signal=signal, peer=peer, team=self.team.name, value=value))
 
-    def expect(self, signal: str, peer: Index) -> None:
+    def expect(self, signal: str, peer: Index, value: int = 1) -> None:
         """Waits for a signal."""
-        self.emit(Expect(signal=signal, peer=peer, team=self.team.name))
+        self.emit(Expect(signal=signal, peer=peer, team=self.team.name, value=value))
 
     def free(self, view: View) -> None:
         """Gives a symmetric buffer back."""

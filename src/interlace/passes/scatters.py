@@ -78,8 +78,12 @@ class Scatter:
         row = matrices.chunk(index, e.size).view(largest, self.width)
         return e.head(row, self.sizes, owner, largest)
 
-    def _sum(self, slots: View) -> None:
+    def _sum(self, slots: View, within: Slice | None = None) -> None:
         e, largest = self.emitter, max(self.sizes)
+        if within is not None:
+            rows = slots.slice(1, within.start, within.stop)
+            e.sum_slots(rows, self.out.then(within))
+            return
         e.sum_slots(e.head(slots, self.sizes, e.rank, largest, dim=1), self.out)
 
     def _roots(self, compute: ComputeRows) -> None:
@@ -155,13 +159,15 @@ class Scatter:
         for k in e.others:
             chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
             into = self._rows(slots, e.rank, chunk)
-            for within in self._pieces():
+            for number, within in enumerate(self._pieces(), start=1):
                 src, dst = (v if within is None else v.then(within) for v in (staged(chunk), into))
                 compute(chunk, src, within)
                 e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
-            e.notify(arrived, to)
-        compute(e.rank, self._rows(slots, e.rank, e.rank))
-        for k in e.others:
-            e.expect(arrived, e.at(path.source.at(k)))
-        self._sum(slots)
+                e.notify(arrived, to, number)
+        mine = self._rows(slots, e.rank, e.rank)
+        for number, within in enumerate(self._pieces(), start=1):
+            compute(e.rank, mine if within is None else mine.then(within), within)
+            for k in e.others:
+                e.expect(arrived, e.at(path.source.at(k)), number)
+            self._sum(slots, within)
         e.free(slots)

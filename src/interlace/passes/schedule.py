@@ -47,7 +47,7 @@ from interlace.ir import (
     Send,
 )
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
-from interlace.passes.groups import groups
+from interlace.passes.groups import groups, used_by
 from interlace.passes.insert_sync import strip_events
 
 HEAVY = frozenset(
@@ -126,7 +126,7 @@ class _Player:
     """Plays a Program on two lanes, and lists its ops as they start."""
 
     def __init__(self, program: Program, window: int) -> None:
-        self.ops, self.window = program.ops, window
+        self.program, self.ops, self.window = program, program.ops, window
         symmetric = symmetric_buffers(program)
         self.roles = [role(op, symmetric) for op in self.ops]
         self.before = dependencies(program)
@@ -142,6 +142,7 @@ class _Player:
         self.stream = [""] * len(self.ops)
         self.listed: list[int] = []
         self.group = {i: group for group in groups(program) for i in group}
+        self.declared = self._declared()
         self.kernel: list[int] = []  # what the kernel that was begun has still to do
         self.free = {"main": 0, "comm": 0}
 
@@ -202,7 +203,8 @@ class _Player:
 
     def _place(self, index: int, stream: str) -> None:
         """Lists an op, after the late ones that it needs."""
-        late, stack = {index}, [index]
+        late = {index, *(i for i in self.declared.get(index, ()) if not self.placed[i])}
+        stack = list(late)
         while stack:
             missing = {i for i in self.before[stack.pop()] if not self.placed[i]} - late
             late |= missing
@@ -210,6 +212,15 @@ class _Player:
         for other in sorted(late):
             self.placed[other], self.stream[other] = True, stream
             self.listed.append(other)
+
+    def _declared(self) -> dict[int, list[int]]:
+        """By the first op of a kernel: the allocations of all that the kernel uses."""
+        allocs = {op.buffer.name: i for i, op in enumerate(self.ops) if isinstance(op, Alloc)}
+        found: dict[int, list[int]] = {}
+        for group in set(self.group.values()):
+            names = used_by(self.ops[i] for i in group)
+            found[group[0]] = [allocs[name] for name in names if name in allocs]
+        return found
 
     def _wake(self, index: int) -> list[int]:
         woken: list[int] = []
@@ -282,6 +293,13 @@ class _Player:
                 ranks[index] = count
             else:
                 ranks[index] = min((ranks[other] for other in self.after[index]), default=FAR)
+        # What a kernel makes travels in the order in which it is made: its parts record no order.
+        made = {self.ops[i].site for group in groups(self.program) for i in group}
+        puts = [i for i, op in enumerate(self.ops) if isinstance(op, Put) and op.site in made]
+        for site in made:
+            mine = [i for i in puts if self.ops[i].site == site]
+            for index in mine:
+                ranks[index] = min(ranks[other] for other in mine)
         return ranks
 
 

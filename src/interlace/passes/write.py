@@ -20,7 +20,7 @@ from interlace.passes.strategies import Strategy
 from interlace.passes.values import Values
 
 DEFAULT_SLICES = 4
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 16 << 20
 """What a put should move at least: below it a copy engine does not reach its speed."""
 MOST_PIECES = 4
 PIECE_ROWS = 128

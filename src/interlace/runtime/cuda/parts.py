@@ -3,8 +3,8 @@
 With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
 
     gather    the own chunk's matmul, then for each other chunk: expect its arrival, its matmul
-    scatter   the others' chunks (each in `subs` ranges): matmul into the stage, record; last the
-              own chunk: matmul into its slot, expects, the sum of all slots
+    scatter   the others' chunks, each in `subs` ranges: matmul into the stage, record; last the own
+              chunk's ranges: matmul into its slot, expects of that range, the sum of all slots
 
 `gather_of` and `scatter_of` give None for whatever is not exactly that.
 """
@@ -12,7 +12,7 @@ With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from interlace.ir import Arg, Box, Call, DType, Expect, Fused, Record, Spot, View
 from interlace.runtime.plan import Plan
@@ -121,7 +121,7 @@ def gather_of(plan: Plan, op: Fused) -> GatherParts | None:
         )
         if not (
             alike
-            and plan.members(part[0].team, part[0].peer) == (chunk,)
+            and (plan.members(part[0].team, part[0].peer), part[0].value) == ((chunk,), told[2])
             and product.a.buffer == slots
             and _is(box(product.a), chunk * rows * inner, rows, inner)
             and _is(box(product.out), y.offset + (chunk - rank) * rows * columns, rows, columns)
@@ -141,34 +141,51 @@ def gather_of(plan: Plan, op: Fused) -> GatherParts | None:
 
 def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     """What a Fused, the op of that index, scatters."""
-    box = plan.box
-    *others, own = op.parts
-    last, total, told = Matmul.of(own[0]), own[-1], _signal(op)
-    if last is None or told is None or not (isinstance(total, Call) and total.fn == SUM):
+    box, told = plan.box, _signal(op)
+    sums = [s for part in op.parts if isinstance(s := part[-1], Call) and s.fn == SUM]
+    subs = len(sums)
+    others, own = op.parts[: len(op.parts) - subs], op.parts[len(op.parts) - subs :]
+    first = Matmul.of(own[0][0]) if own else None
+    if first is None or told is None or [part[-1] for part in own] != sums:
         return None
     size = len(plan.where.member(told[0]).ranks)
-    shape = _shape(plan, last, told, size)
-    subs, rest = divmod(len(others), size - 1) if size > 1 else (0, 1)
-    if shape is None or rest or shape.rows % subs:
+    part_shape = _shape(plan, first, told, size)
+    if part_shape is None or size < 2 or len(others) != subs * (size - 1):
         return None
+    shape = replace(part_shape, rows=part_shape.rows * subs)
     rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
-    expects = [item for item in own[1:-1] if isinstance(item, Expect)]
-    sources = [m for item in expects for m in plan.members(item.team, item.peer)]
-    (slots_view,) = total.views()
-    slots, mine, y = box(slots_view), box(last.out), box(total.outs[0])
-    wanted = Box(slots.offset, (size, rows, columns), (rows * columns, columns, 1), shape.dtype)
-    if not (
-        len(expects) == len(own) - 2
-        and sorted(sources) == [member for member in range(size) if member != rank]
-        and slots == wanted
-        and last.out.buffer == slots_view.buffer
-        and mine.offset == slots.offset + rank * rows * columns
-        and _is(y, y.offset, rows, columns)
-        and y.dtype == shape.dtype
-    ):
+    (slots_view,) = sums[0].views()
+    slots, y, x = box(slots_view), box(sums[0].outs[0]), box(first.a)
+    part_rows, first_x = rows // subs, x.offset - rank * rows * inner
+    if y.dtype != shape.dtype:
         return None
-    x, part_rows = box(last.a), rows // subs
-    first_x = x.offset - rank * rows * inner
+    for sub, part in enumerate(own):
+        product, total, at = Matmul.of(part[0]), sums[sub], sub * part_rows
+        if product is None or len(total.views()) != 1:
+            return None
+        (view,) = total.views()
+        expects = [item for item in part[1:-1] if isinstance(item, Expect)]
+        sources = [m for item in expects for m in plan.members(item.team, item.peer)]
+        summed, mine = box(view), slots.offset + rank * rows * columns + at * columns
+        wanted = Box(
+            slots.offset + at * columns,
+            (size, part_rows, columns),
+            (rows * columns, columns, 1),
+            shape.dtype,
+        )
+        if not (
+            len(expects) == len(part) - 2
+            and {item.value for item in expects} == {shape.value + sub}
+            and sorted(sources) == [member for member in range(size) if member != rank]
+            and (view.buffer, summed) == (slots_view.buffer, wanted)
+            and product.out.buffer == slots_view.buffer
+            and _is(box(product.out), mine, part_rows, columns)
+            and (product.b, product.bias, product.a.buffer) == (first.b, first.bias, first.a.buffer)
+            and _is(box(product.a), x.offset + at * inner, part_rows, inner)
+            and total.outs[0].buffer == sums[0].outs[0].buffer
+            and _is(box(total.outs[0]), y.offset + at * columns, part_rows, columns)
+        ):
+            return None
     stage: tuple[str, int] | None = None
     records: list[tuple[Spot, int, int]] = []
     for nth, part in enumerate(others):
@@ -179,7 +196,7 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
         at, out = chunk * rows + sub * part_rows, box(product.out)
         stage = stage or (product.out.buffer, out.offset - at * columns)
         if not (
-            (product.b, product.bias, product.a.buffer) == (last.b, last.bias, last.a.buffer)
+            (product.b, product.bias, product.a.buffer) == (first.b, first.bias, first.a.buffer)
             and product.out.buffer == stage[0]
             and _is(box(product.a), first_x + at * inner, part_rows, inner)
             and _is(out, stage[1] + at * columns, part_rows, columns)
@@ -187,23 +204,27 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
             return None
         records.append(((index, 2 * nth + 1), chunk, sub))
     assert stage is not None
+    whole = Box(slots.offset, (size, rows, columns), (rows * columns, columns, 1), shape.dtype)
     return ScatterParts(
         shape,
         subs,
-        (last.a.buffer, _matrix(first_x, size * rows, inner, shape.dtype)),
-        last.b,
+        (first.a.buffer, _matrix(first_x, size * rows, inner, shape.dtype)),
+        first.b,
         (stage[0], _matrix(stage[1], size * rows, columns, shape.dtype)),
-        (slots_view.buffer, slots),
-        (total.outs[0].buffer, y),
-        last.bias,
+        (slots_view.buffer, whole),
+        (sums[0].outs[0].buffer, _matrix(y.offset, rows, columns, shape.dtype)),
+        first.bias,
         tuple(records),
     )
 
 
 def _signal(op: Fused) -> tuple[str, str, int] | None:
-    """The one signal that a Fused awaits."""
-    told = {(m.team, m.signal, m.value) for m in op.members if isinstance(m, Expect)}
-    return next(iter(told)) if len(told) == 1 else None
+    """The one signal that a Fused awaits, and its least value."""
+    expects = [member for member in op.members if isinstance(member, Expect)]
+    told = {(item.team, item.signal) for item in expects}
+    if len(told) != 1:
+        return None
+    return *next(iter(told)), min(item.value for item in expects)
 
 
 def _shape(plan: Plan, one: Matmul, told: tuple[str, str, int], size: int) -> Shape | None:
