@@ -82,7 +82,10 @@ def test_no_module_touches_cuda_when_imported() -> None:
         "import interlace\n"
         "names = [m.name for m in pkgutil.walk_packages(interlace.__path__, 'interlace.')]\n"
         "for name in names:\n"
-        "    importlib.import_module(name)\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except ModuleNotFoundError as error:\n"  # CPU builds of torch do not bring it along
+        "        assert error.name == 'triton', error\n"
         "assert not torch.cuda.is_initialized()\n"
         "print(len(names))\n"
     )
