@@ -107,6 +107,23 @@ def strides(x: f32[8, 4], w: f32[4], n: i64[3]):
     assert m.tolist() == [1, 1, 1]
 
 
+def test_tensors_made_inside(compiled: list[Any]) -> None:
+    text = """
+def masked(x: f32[4, 8], m: bool[4]):
+    @region
+    def body(a, b):
+        t0 = aten.full.default((), 0.0, dtype=f32, device="@device", pin_memory=False)
+        t1 = aten.view.default(b, (4, 1))
+        t2 = aten.where.self(t1, t0, a)
+        return t2
+    main: call("body", x, m, out=(y := f32[4, 8]))
+    return y
+"""
+    x, mask = torch.randn(4, 8), torch.tensor([True, False, True, False])
+    (y,) = run(text, x, mask)
+    assert torch.equal(y, x.masked_fill(mask.view(4, 1), 0.0))
+
+
 def test_forget_frees_what_was_compiled(compiled: list[Any]) -> None:
     x = torch.randn(4, 8)
     for count in (1, 2):

@@ -178,7 +178,7 @@ def _compile(
                 torch.empty_strided(sizes, strides, dtype=dtype, device=device)
                 for sizes, strides, dtype in layouts
             ]
-        graph = make_fx(module, decomposition_table=select_decomp_table())(*fakes)
+            graph = make_fx(module, decomposition_table=select_decomp_table())(*fakes)
         output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
         # Every output has the strides that it would have eager: the Program counts on them.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
