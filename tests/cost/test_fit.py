@@ -103,6 +103,33 @@ def test_host_and_memory() -> None:
     assert machine.memory_bandwidth == pytest.approx(2e12, rel=0.01)
 
 
+def test_what_only_the_host_did_tells_little_of_the_device() -> None:
+    host = [
+        Sample(kind="issue", protocol="call", seconds=10e-6),
+        Sample(kind="issue", protocol="collective", seconds=20e-6),
+    ]
+    small, large = (16, 4096, 4096), (8192, 8192, 8192)
+    samples = [
+        *(Sample(kind="launch", seconds=10e-6), *host),
+        Sample(kind="gemm", dtype="bf16", shape=small, seconds=11e-6),
+        Sample(kind="gemm", dtype="bf16", shape=large, seconds=2e-3),
+        *(
+            Sample(kind="all_gather", backend="nccl", nbytes=n, seconds=s, ranks=4)
+            for n, s in ((1 << 10, 21e-6), (1 << 24, 90e-6))
+        ),
+    ]
+    machine = fit(samples, H200)
+    assert machine.launch_s == H200.launch_s
+    assert [(time.m, time.seconds) for time in machine.gemms] == [(8192, 2e-3)]
+    link, before = machine.link("nccl"), H200.link("nccl")
+    assert link.times("all_gather", 768, 4) == before.times("all_gather", 768, 4)
+    assert sum(link.times("all_gather", 0.75 * (1 << 24), 4)) == pytest.approx(90e-6)
+    alone = fit([s for s in samples if s.kind != "issue"], H200)
+    assert alone.launch_s == 10e-6
+    assert len(alone.gemms) == 2
+    assert sum(alone.link("nccl").times("all_gather", 768, 4)) == pytest.approx(21e-6)
+
+
 def test_any_kinds_may_be_missing(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     kinds = ["get", "put", "send", "all_gather", "all_reduce", "gemm", "launch", "event", "issue"]

@@ -23,6 +23,8 @@ from interlace.cost.samples import COLLECTIVES, TRANSFERS, Sample
 from interlace.errors import CalibrationError
 from interlace.ir import DType
 
+HOST_BOUND = 1.3
+"""A sample that is shorter than so many times what the host takes may be the host's."""
 LEAST_DOUBT_S = 1e-6
 """What a gain must come to where both sides are predicted from measurements."""
 
@@ -37,30 +39,43 @@ def fit(
             found[sample.kind].append(sample)
     if not found:
         raise CalibrationError("nothing to calibrate with: no sample has a time above zero")
+    issuing = _Host(found["issue"])
     launch = _median(found["launch"], base.launch_s)
+    if issuing.bounds(launch, "call"):
+        launch = min(launch, base.launch_s)
     machine = base.replace(
         name=name,
         host=host,
         launch_s=launch,
         event_s=_median(found["event"], base.event_s),
-        issue=_issue(found["issue"], base),
+        issue=tuple({**dict(base.issue), **issuing.seconds}.items()),
         memory_bandwidth=_memory(found["copy"], launch, base),
-        links=_links(found, base),
+        links=_links(found, base, issuing),
         doubt_s=min(base.doubt_s, LEAST_DOUBT_S),
         sites=(),
     )
-    return _steals(_gemms(machine, found["gemm"]), found["gemm"])
+    gemms = [s for s in found["gemm"] if not issuing.bounds(s.seconds, "call")]
+    return _steals(_gemms(machine, gemms), gemms)
+
+
+class _Host:
+    """Tells what a device did from what only its host did.
+
+    Launched one after another, short work takes as long as the host needs to launch it: such a
+    sample says at most how long the device takes.
+    """
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        kinds = dict.fromkeys(s.protocol for s in samples if s.protocol)
+        self.seconds = {k: _median([s for s in samples if s.protocol == k], 0.0) for k in kinds}
+
+    def bounds(self, seconds: float, what: str) -> bool:
+        """Whether that is no more than the host takes for such a call, as far as is known."""
+        return seconds <= HOST_BOUND * self.seconds.get(what, 0.0)
 
 
 def _median(samples: Sequence[Sample], otherwise: float) -> float:
     return statistics.median([s.seconds for s in samples]) if samples else otherwise
-
-
-def _issue(samples: Sequence[Sample], base: Machine) -> tuple[tuple[str, float], ...]:
-    figures = dict(base.issue)
-    for what in dict.fromkeys(s.protocol for s in samples if s.protocol):
-        figures[what] = _median([s for s in samples if s.protocol == what], 0.0)
-    return tuple(figures.items())
 
 
 def _memory(samples: Sequence[Sample], launch: float, base: Machine) -> float:
@@ -74,12 +89,16 @@ def _memory(samples: Sequence[Sample], launch: float, base: Machine) -> float:
 # links
 
 
-def _links(found: defaultdict[str, list[Sample]], base: Machine) -> tuple[tuple[str, Link], ...]:
+def _links(
+    found: defaultdict[str, list[Sample]], base: Machine, issuing: _Host
+) -> tuple[tuple[str, Link], ...]:
     curves: defaultdict[str, dict[str, Curve]] = defaultdict(dict)
     for kind in (*TRANSFERS, *COLLECTIVES):
         backends = dict.fromkeys(s.backend for s in found[kind])
         for backend in backends:
             rows = [s for s in found[kind] if s.backend == backend and not s.under]
+            known = dict(base.links).get(backend or base.backend)
+            rows = [_at_most(s, known, issuing) for s in rows]
             curves[backend or base.backend] |= _curves(kind, rows)
     links = dict(base.links)
     for backend, made in curves.items():
@@ -87,6 +106,16 @@ def _links(found: defaultdict[str, list[Sample]], base: Machine) -> tuple[tuple[
             start = links.get(backend, base.link(None))
             links[backend] = _link(start, made)
     return tuple(links.items())
+
+
+def _at_most(sample: Sample, known: Link | None, issuing: _Host) -> Sample:
+    """The sample, or what the base says where that is less and the sample is the host's."""
+    what = "collective" if sample.backend != "peer" else "kernel"
+    what = "peer" if sample.kind in ("get", "put") else what
+    if known is None or not issuing.bounds(sample.seconds, what):
+        return sample
+    told = sum(known.times(sample.kind, sample.link_bytes, sample.ranks))
+    return dataclasses.replace(sample, seconds=min(sample.seconds, told))
 
 
 def _curves(kind: str, rows: Sequence[Sample]) -> dict[str, Curve]:
