@@ -52,18 +52,31 @@ def wait_gate(gate, expected):
 
 
 @triton.jit
-def raise_counter(counter, BY_TMA: tl.constexpr):
-    """Adds one to the counter after the stores of all threads; see Note [Raising]."""
+def settle(BY_TMA: tl.constexpr):
+    """Waits until this block's stores are performed, in all threads; see Note [Raising]."""
     if BY_TMA:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async; bar.sync 0; mov.b32 $0, 0;",
-            "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,~{memory}",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         tl.inline_asm_elementwise(
             "bar.sync 0; mov.b32 $0, 0;",
-            "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r,~{memory}",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def raise_counter(counter):
+    """Adds one to the counter: after `settle`, whoever sees it sees this block's stores."""
     tl.atomic_add(counter, 1, sem="release", scope="sys")
 
 

@@ -106,7 +106,7 @@ class GatherMatmul:
             tail=config.halves and short_tail(total, processors) if tail is None else tail,
         )
         self._program = Program(source, device)
-        self._grid = min(processors, total)
+        self._grid = min(processors * config.blocks, total)
         self._x = Descriptors(self._program, 0, (rows, inner))
         self._slots = Descriptors(self._program, 1, (size * rows, inner))
         weight = (columns, inner) if transposed else (inner, columns)

@@ -1,12 +1,21 @@
 """The persistent GEMM whose rows leave for their owners as they are made, own rows last.
 
     part k = 0..W-2   stage[c] = x[c] @ w, each tile raises counters[c]     c = (rank + 1 + k) % W
-    part k = W-1      y = sum of slots[s] over the ranks s in order, where slots[rank] is the own
-                      x[rank] @ w, rounded like the others, and the rest came from peers
+    part k = W-1      stage[rank] = x[rank] @ w, and once gates[s] have come for all other s
+                      y = sum over s in order of (stage[rank] if s == rank else slots[s])
 
-The sum is in fp32 and rounded once. The gates of the slots are awaited in the epilogue of the own
-tiles, as late as can be. A chunk's rows may be split in SUBS ranges, each with a counter and in
-order, so that copies start earlier.
+The sum is in fp32 and rounded once. A chunk's rows may be split in SUBS ranges, each with a counter
+and in order, so that copies start earlier.
+
+All tiles end alike, with a store to the stage, so that one loop of tiles and k-steps (`flatten`)
+keeps loads under way throughout. The counter of a tile is raised at k-step LATE of the block's next
+one, when its stores have long been performed: waiting for them at once costs 2 us a tile.
+
+Note [Sums under tiles]
+    With UNDER an own tile is summed at a k-step of a later one: two blocks share a processor, and
+    while one sums the other has the tensor cores; the halves of the grid sum at different k-steps.
+    A block looks whether the gates are up but does not wait there: what is left when its tiles are
+    done, it sums then, and only then does it wait. Without UNDER all is left till then.
 """
 
 from __future__ import annotations
@@ -20,57 +29,62 @@ from interlace.kernels.device import (
     load_weight,
     now,
     place,
-    prefetch_tile,
     raise_counter,
+    settle,
     store_rows,
     wait_gate,
 )
 
 
 @triton.jit
-def load_others(
-    slots, slot_stride, row, rows, column, columns, rank,
-    SIZE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """One tile of every slot, as a tuple; this rank's own is not read and comes as zeros."""
-    row += now()
-    column = tl.multiple_of(column + now(), 16)
-    inside = (row + tl.arange(0, M) < rows)[:, None] & (column + tl.arange(0, N) < columns)[None, :]
-    at = tl.arange(0, M)[:, None] * columns + tl.arange(0, N)[None, :]
-    slots += row.to(tl.int64) * columns + column
-    loaded = (tl.load(slots + at, mask=inside & (rank != 0), other=0.0),)
-    for s in tl.static_range(1, SIZE):
-        slots += slot_stride
-        another = tl.load(slots + at, mask=inside & (rank != s), other=0.0)
-        loaded = loaded + (another,)  # noqa: RUF005
-    return loaded
+def gates_are_up(gates, expected, SIZE: tl.constexpr, RANK: tl.constexpr):
+    """Whether all words have come, without waiting: the same answer for all threads."""
+    up = True
+    for away in tl.static_range(1, SIZE):
+        seen = tl.atomic_add(gates + (RANK + away) % SIZE, 0, sem="acquire", scope="sys")
+        up = up & ((seen - expected).to(tl.int32) >= 0)
+    return up
 
 
 @triton.jit
-def finish_tile(
-    own, others, y, y2, row, rows, column, columns, rank,
-    SIZE: tl.constexpr, SECOND: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+def sum_tile(
+    stage, slots, slot_stride, y, y2, row, rows, column, columns,
+    SIZE: tl.constexpr, RANK: tl.constexpr, SECOND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Sums one tile over the ranks, in order and in fp32, and stores it, in `y2` too if asked."""
-    mine = own.to(tl.float32)
-    total = tl.where(rank == 0, mine, others[0].to(tl.float32))
-    for s in tl.static_range(1, SIZE):
-        total += tl.where(rank == s, mine, others[s].to(tl.float32))
-    total = total.to(y.dtype.element_ty)
-    store_rows(y, total, row, rows, column, columns, M, N)
-    if SECOND:
-        store_rows(y2, total, row, rows, column, columns, M, N)
+    """Sums a tile over the ranks, STEP rows at a time; the own one lies in the stage."""
+    own = stage + (RANK * rows).to(tl.int64) * columns
+    at = tl.arange(0, STEP)[:, None] * columns + tl.arange(0, BN)[None, :]
+    right = (column + tl.arange(0, BN) < columns)[None, :]
+    for _ in tl.static_range(BM // STEP):
+        row += now()
+        inside = (row + tl.arange(0, STEP) < rows)[:, None] & right
+        start = row.to(tl.int64) * columns + column
+        loaded = ()
+        for s in tl.static_range(SIZE):
+            place = own if s == RANK else slots + s * slot_stride
+            loaded = loaded + (tl.load(place + start + at, mask=inside, other=0.0),)  # noqa: RUF005
+        total = loaded[0].to(tl.float32)
+        for s in tl.static_range(1, SIZE):
+            total += loaded[s].to(tl.float32)
+        made = total.to(y.dtype.element_ty)
+        tl.store(y + start + at, made, mask=inside)
+        if SECOND:
+            tl.store(y2 + start + at, made, mask=inside)
+        row += STEP
 
 
 @triton.jit
-def raise_for(
-    counters, tile, per_part, per_sub, rank,
-    SIZE: tl.constexpr, SUBS: tl.constexpr, BY_TMA: tl.constexpr,
+def publish(
+    counters, tile, per_part, per_sub,
+    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Raises the counter of the range that this tile of another rank's rows belongs to."""
+    """Settles a tile's stores; if it is another rank's, raises the counter of its range."""
+    settle(BY_TMA)
     part = tile // per_part
-    sub = (tile - part * per_part) // per_sub
-    raise_counter(counters + (rank + 1 + part) % SIZE * SUBS + sub, BY_TMA)
+    if part < SIZE - 1:
+        sub = (tile - part * per_part) // per_sub
+        raise_counter(counters + (RANK + 1 + part) % SIZE * SUBS + sub)
 
 
 @triton.jit
@@ -90,8 +104,8 @@ def scatter_kernel(
     rows,
     columns,
     inner,
-    rank,
     SIZE: tl.constexpr,
+    RANK: tl.constexpr,
     SUBS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -103,6 +117,9 @@ def scatter_kernel(
     SECOND: tl.constexpr,
     RAISE_OWN: tl.constexpr,
     LATE: tl.constexpr,
+    UNDER: tl.constexpr,
+    STEP: tl.constexpr,
+    LAST_STEP: tl.constexpr,
     STORE_TMA: tl.constexpr,
     HALVES: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -112,12 +129,20 @@ def scatter_kernel(
     k_tiles = tl.cdiv(inner, BK)
     per_sub = m_tiles * n_tiles
     per_part = per_sub * SUBS
+    tiles = per_part * SIZE
     others = per_part * (SIZE - 1)
     programs = tl.num_programs(0)
     first = tl.program_id(0)
-    for tile in tl.range(first, others, programs, flatten=FLATTEN):
+    # The own tiles of this block are own + i * programs; `summed` of them are done.
+    own = first + tl.cdiv(tl.maximum(others - first, 0), programs) * programs
+    summed = 0
+    late = min(LATE, k_tiles - 1)
+    sum_at = late + 2
+    if first * 2 >= programs:
+        sum_at += (k_tiles - late) // 2
+    for tile in tl.range(first, tiles, programs, flatten=FLATTEN):
         part = tile // per_part
-        chunk = (rank + 1 + part) % SIZE
+        chunk = (RANK + 1 + part) % SIZE
         inside = tile - part * per_part
         sub = inside // per_sub
         m, n = place(inside - sub * per_sub, m_tiles, n_tiles, GROUP_M)
@@ -128,11 +153,26 @@ def scatter_kernel(
             a = x_desc.load([chunk * rows + row, k * BK])
             b = load_weight(w_desc, k * BK, column, TRANSPOSED)
             acc = tl.dot(a, b, acc)
-            if LATE:
-                if (k == LATE) & (tile != first):
-                    raise_for(
-                        counters, tile - programs, per_part, per_sub, rank, SIZE, SUBS, STORE_TMA
-                    )
+            if (k == late) & (tile != first):
+                publish(counters, tile - programs, per_part, per_sub, SIZE, RANK, SUBS, STORE_TMA)
+            if UNDER:
+                if (k == sum_at) & (tile > own + summed * programs):
+                    up = True
+                    if GATED:
+                        if summed == 0:
+                            up = gates_are_up(gates, expected, SIZE, RANK)
+                    if up:
+                        which = own + summed * programs - others
+                        of_sub = which // per_sub
+                        at_m, at_n = place(which - of_sub * per_sub, m_tiles, n_tiles, GROUP_M)
+                        sum_tile(
+                            stage, slots, slot_stride, y, y2, (of_sub * m_tiles + at_m) * BM, rows,
+                            at_n * BN, columns, SIZE, RANK, SECOND, BM, BN, STEP,
+                        )  # fmt: skip
+                        if RAISE_OWN:
+                            settle(False)
+                            raise_counter(counters + RANK * SUBS + of_sub)
+                        summed += 1
         if BIAS:
             acc = add_bias(acc, bias, column, columns, BN)
         made = acc.to(y.dtype.element_ty)
@@ -146,122 +186,22 @@ def scatter_kernel(
         else:
             to = stage + (chunk * rows).to(tl.int64) * columns
             store_rows(to, made, row, rows, column, columns, BM, BN)
-        if not LATE:
-            raise_for(counters, tile, per_part, per_sub, rank, SIZE, SUBS, STORE_TMA)
 
-    # A second loop, since the epilogue is another one. It goes on where this block left off.
-    done = tl.cdiv(tl.maximum(others - first, 0), programs)
-    start = first + done * programs - others
-    if LATE:
-        if done > 0:
-            last = first + (done - 1) * programs
-            raise_for(counters, last, per_part, per_sub, rank, SIZE, SUBS, STORE_TMA)
-    for tile in tl.range(start, per_part, programs, flatten=FLATTEN):
-        sub = tile // per_sub
-        m, n = place(tile - sub * per_sub, m_tiles, n_tiles, GROUP_M)
-        row = (sub * m_tiles + m) * BM
-        column = n * BN
-        acc = tl.zeros([BM, BN], tl.float32)
-        for k in range(k_tiles):
-            a = x_desc.load([rank * rows + row, k * BK])
-            b = load_weight(w_desc, k * BK, column, TRANSPOSED)
-            acc = tl.dot(a, b, acc)
-            if (k % 4 == 0) & (k < 4 * (SIZE - 1)):
-                other = (rank + 1 + k // 4) % SIZE
-                prefetch_tile(slots + other * slot_stride, row, rows, column, columns, BM, BN)
-        if BIAS:
-            acc = add_bias(acc, bias, column, columns, BN)
-        own = acc.to(y.dtype.element_ty)
-        ready = row
-        if GATED:
-            if tile == start:
-                for away in tl.static_range(1, SIZE):
-                    ready += wait_gate(gates + (rank + away) % SIZE, expected)
-        # By quarters, which fit in registers; with few ranks two of them do, and the next one is
-        # loaded while one is summed.
-        ahead: tl.constexpr = SIZE <= 4
-        quarter: tl.constexpr = BN // 4
-        left, right = halve(own, BM, BN)
-        q0, q1 = halve(left, BM, BN // 2)
-        q2, q3 = halve(right, BM, BN // 2)
-        o0 = load_others(slots, slot_stride, ready, rows, column, columns, rank, SIZE, BM, quarter)
-        if ahead:
-            o1 = load_others(
-                slots, slot_stride, ready, rows, column + quarter, columns, rank,
-                SIZE, BM, quarter,
-            )  # fmt: skip
-        finish_tile(
-            q0, o0, y, y2, ready, rows, column, columns, rank,
-            SIZE, SECOND, BM, quarter,
-        )  # fmt: skip
-        if not ahead:
-            o1 = load_others(
-                slots, slot_stride, ready, rows, column + quarter, columns, rank,
-                SIZE, BM, quarter,
-            )  # fmt: skip
-        if ahead:
-            o2 = load_others(
-                slots,
-                slot_stride,
-                ready,
-                rows,
-                column + 2 * quarter,
-                columns,
-                rank,
-                SIZE,
-                BM,
-                quarter,
-            )
-        finish_tile(
-            q1, o1, y, y2, ready, rows, column + quarter, columns, rank,
-            SIZE, SECOND, BM, quarter,
-        )  # fmt: skip
-        if not ahead:
-            o2 = load_others(
-                slots,
-                slot_stride,
-                ready,
-                rows,
-                column + 2 * quarter,
-                columns,
-                rank,
-                SIZE,
-                BM,
-                quarter,
-            )
-        if ahead:
-            o3 = load_others(
-                slots,
-                slot_stride,
-                ready,
-                rows,
-                column + 3 * quarter,
-                columns,
-                rank,
-                SIZE,
-                BM,
-                quarter,
-            )
-        finish_tile(
-            q2, o2, y, y2, ready, rows, column + 2 * quarter, columns, rank,
-            SIZE, SECOND, BM, quarter,
-        )  # fmt: skip
-        if not ahead:
-            o3 = load_others(
-                slots,
-                slot_stride,
-                ready,
-                rows,
-                column + 3 * quarter,
-                columns,
-                rank,
-                SIZE,
-                BM,
-                quarter,
-            )
-        finish_tile(
-            q3, o3, y, y2, ready, rows, column + 3 * quarter, columns, rank,
-            SIZE, SECOND, BM, quarter,
+    last = first + (tl.cdiv(tiles - first, programs) - 1) * programs
+    publish(counters, last, per_part, per_sub, SIZE, RANK, SUBS, STORE_TMA)
+    ready = 0
+    if GATED:
+        if own + summed * programs < tiles:
+            for away in tl.static_range(1, SIZE):
+                ready += wait_gate(gates + (RANK + away) % SIZE, expected)
+    for tile in tl.range(own + summed * programs, tiles, programs):
+        which = tile - others
+        of_sub = which // per_sub
+        m, n = place(which - of_sub * per_sub, m_tiles, n_tiles, GROUP_M)
+        sum_tile(
+            stage, slots, slot_stride, y, y2, (of_sub * m_tiles + m) * BM + ready, rows,
+            n * BN, columns, SIZE, RANK, SECOND, BM, BN, LAST_STEP,
         )  # fmt: skip
         if RAISE_OWN:
-            raise_counter(counters + rank * SUBS + sub, False)
+            settle(False)
+            raise_counter(counters + RANK * SUBS + of_sub)

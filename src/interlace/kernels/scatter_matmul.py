@@ -7,7 +7,7 @@
 `counters` is the address of size * subs words. Each call adds `tiles_per_part(s)` to word
 c * subs + s, tile by tile, for every chunk c but the own one; a copy of the rows `sub_rows(s)` of
 stage[c] may start once the sum is reached. `gates[s]` says that rank s's part of the own rows is
-in slots[s]; slots[rank] is neither read nor written.
+in slots[s]; slots[rank] is neither read nor written, and stage[rank] is where the own part lies.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from interlace.kernels.launch import TYPES, Descriptors, Program, Source, block_
 from interlace.kernels.scatter_kernel import scatter_kernel
 
 LATE = 6
-"""The k-step of the next tile at which a tile's counter is raised, where there are many tiles."""
+"""The k-step of a block's next tile at which it raises the counter of the last one."""
 
 
 def scatter_source(
     config: Config,
     *,
     size: int,
+    rank: int,
     dtype: torch.dtype,
     transposed: bool = False,
     bias: bool = False,
@@ -34,10 +35,11 @@ def scatter_source(
     raise_own: bool = False,
     gated: bool = True,
     by_tma: bool = True,
-    late: int = 0,
+    under: bool = False,
 ) -> Source:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
     element = TYPES[dtype]
+    threads = 32 * config.warps
     halves = config.halves and by_tma
     weight = (config.bn, config.bk) if transposed else (config.bk, config.bn)
     types = {
@@ -49,10 +51,11 @@ def scatter_source(
         "expected": "u32",
         "counters": "*u32",
         "slot_stride": "i64",
-        **dict.fromkeys(("rows", "columns", "inner", "rank"), "i32"),
+        **dict.fromkeys(("rows", "columns", "inner"), "i32"),
     }
     constants = {
         "SIZE": size,
+        "RANK": rank,
         "SUBS": subs,
         "BM": config.bm,
         "BN": config.bn,
@@ -63,7 +66,10 @@ def scatter_source(
         "GATED": gated and size > 1,
         "SECOND": second,
         "RAISE_OWN": raise_own,
-        "LATE": late,
+        "LATE": LATE,
+        "UNDER": under,
+        "STEP": min(config.bm, 32 * threads // config.bn),
+        "LAST_STEP": min(config.bm, 64 * threads // config.bn),
         "STORE_TMA": by_tma,
         "HALVES": halves,
         "FLATTEN": config.flatten,
@@ -97,7 +103,7 @@ class ScatterMatmul:
         second: bool = False,
         raise_own: bool = False,
         gated: bool = True,
-        late: int | None = None,
+        under: bool = False,
         config: Config | None = None,
     ) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -110,13 +116,10 @@ class ScatterMatmul:
         self._rows, self._sub = rows, m_tiles // self.subs * config.bm
         self._raised = m_tiles // self.subs * -(-columns // config.bn)
         total = tiles(config, rows, columns, size)
-        if late is None:
-            late = LATE if total >= 8 * processors else 0
-        if inner <= late * config.bk:
-            late = 0
         source = scatter_source(
             config,
             size=size,
+            rank=rank,
             dtype=dtype,
             transposed=transposed,
             bias=bias,
@@ -125,15 +128,15 @@ class ScatterMatmul:
             raise_own=raise_own,
             gated=gated,
             by_tma=rows % config.bm == 0,
-            late=late,
+            under=under,
         )
         self._program = Program(source, device)
-        self._grid = min(processors, total)
+        self._grid = min(processors * config.blocks, total)
         self._x = Descriptors(self._program, 0, (size * rows, inner))
         weight = (columns, inner) if transposed else (inner, columns)
         self._w = Descriptors(self._program, 1, weight)
         self._stage = Descriptors(self._program, 2, (size * rows, columns))
-        self._numbers = (rows * columns, rows, columns, inner, rank)
+        self._numbers = (rows * columns, rows, columns, inner)
 
     def tiles_per_part(self, sub: int = 0) -> int:
         """How far one call raises the counter of that range of each other chunk."""
