@@ -25,7 +25,7 @@ from interlace.bench.links import ROOF_SIZES, Roof, best_copy
 from interlace.bench.ranks import Ranks
 from interlace.bench.rivals import rivals, whole_gemms
 from interlace.bench.rows import Row
-from interlace.bench.sites import Case, Inputs, deviation, make_inputs
+from interlace.bench.sites import Case, Inputs, deviation, make_inputs, whole_check
 from interlace.bench.timing import Timed, describe, race
 from interlace.comm.teams import reset_teams
 from interlace.errors import InterlaceError, OptionError
@@ -137,7 +137,7 @@ def _case(
         )
     ]
     for entry in gemms:
-        _open(entry, [], ranks, tell, case)
+        _open(entry, [whole_check(inputs)], ranks, tell, case)
     for entry in entries:
         _open(entry, 2 * inputs.checks[entry.candidate.mode], ranks, tell, case)
     running = {_key(e): e for e in (*gemms, *entries) if e.problem is None and e.launch is not None}

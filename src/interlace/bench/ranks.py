@@ -26,6 +26,8 @@ from interlace.errors import BackendError, InterlaceError, TeamError
 
 WAIT_S = 60.0
 """How long ranks wait for one another before they give up."""
+LEAVE_S = 20.0
+"""How long a rank that failed may take to let go of its GPU before it just ends."""
 Note = dict[str, Any]
 
 
@@ -133,6 +135,7 @@ def join(
             dist.init_process_group("gloo", **how)
         yield here(where)
     except BaseException:
+        faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=sys.__stderr__ or sys.stderr)
         _leave(failed=where.type == "cuda")
         raise
     else:

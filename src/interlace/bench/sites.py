@@ -170,6 +170,16 @@ def reference(
     return part, allowed.add_(part.square().mean().sqrt().item() * 2.0**-12)
 
 
+def whole_check(inputs: Inputs) -> tuple[Pair, Pair]:
+    """Inputs of the matmul alone, with its result and what that may be off by."""
+    x, w = inputs.whole[0]
+    wide = torch.float32 if x.dtype.itemsize < 4 else torch.float64
+    want = x.to(wide) @ w.to(wide)
+    unit = max(torch.finfo(x.dtype).eps / 2, 2.0**-20)
+    allowed = want.abs().mul_(unit).add_(want.square().mean().sqrt().item() * 2.0**-12)
+    return (x, w), (want, allowed)
+
+
 def deviation(found: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> float:
     """The largest difference in units of what is allowed: up to 1 is right, NaN is wrong."""
     want, allowed = expected
