@@ -1,6 +1,7 @@
 """Benchmarks: what the links do, what overlap gains, and the roof of both, measured alike.
 
 ranks.py         the ranks of a benchmark: joining, meeting, ending in time
+launch.py        torchrun's ranks or processes of our own, and the progress bar
 rank.py          what a rank that the command started itself does
 timing.py        bursts of back-to-back launches, in rounds that interleave the candidates
 facts.py         what a row says of the machine: commit, versions, clocks
@@ -12,10 +13,11 @@ device.py        what calibration wants to know of one device alone
 interconnect.py  `interlace bench interconnect`
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 candidates.py    the ways to compute a site: ours, and what both are compared with
-rivals.py        other libraries' ways
+rivals.py        other libraries' ways; jax_rival.py: JAX's, in a process of its own
 overlap.py       `interlace bench overlap`
 bars.py          the bars that the rows must clear
 layer.py         `interlace bench layer`
+calibrate.py     what `interlace calibrate` measures
 plots.py         pictures of rows (extra `bench`)
 
 $ torchrun --nproc-per-node 4 -m interlace bench overlap --preset bars
