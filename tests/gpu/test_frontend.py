@@ -134,7 +134,8 @@ def test_equal_to_eager(name: str, regions: str, seed: int) -> None:
         for mine, theirs in zip(found, right, strict=True):
             scale = theirs.float().abs().max().clamp(min=1e-3)
             error = (mine.float() - theirs.float()).abs().max() / scale
-            assert error < (1e-4 if mine.dtype == torch.float32 else 4e-2), float(error)
+            exact = mine.dtype == torch.float32 and name != "autocast"
+            assert error < (1e-4 if exact else 4e-2), float(error)
 
 
 def test_a_captured_graph_sees_new_inputs_and_says_where_there_is_none(seed: int) -> None:
