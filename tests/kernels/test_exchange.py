@@ -327,6 +327,14 @@ def test_odd_sizes_still_push_whole_vectors() -> None:
     assert found[found.index("acquire") + 1] == "barrier"
 
 
+def test_host_and_kernel_count_flags_alike() -> None:
+    pytest.importorskip("triton")
+    from interlace.kernels import exchange, exchange_kernel
+
+    assert exchange_kernel.MAX_BLOCKS.value == exchange.MAX_BLOCKS
+    assert exchange_kernel.LINE.value == exchange.LINE
+
+
 def test_a_launch_gives_every_parameter_of_the_compiled_kernel() -> None:
     pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget

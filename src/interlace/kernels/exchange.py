@@ -197,6 +197,7 @@ class Exchange:
             "OP": self.op,
             "ACC": getattr(tl, self.accumulator),
             "TWICE": self.moves.twice,
+            "ALIKE": self.moves.alike,
             "BLOCK": self.block,
             "FIRST": 0,
             "LAST": 2,

@@ -94,9 +94,21 @@ def combine(total, part, OP: tl.constexpr):
 
 
 @triton.jit
-def push(src, stages, at, num, area, tile, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK):
+def push(src, stages, at, num, area, tile, RANK: tl.constexpr, SIZE: tl.constexpr, ALIKE, BLOCK):
     """One tile of what each peer shall have, into my area of its staging; nearest peer first."""
     offs = tile * BLOCK + tl.arange(0, BLOCK)
+    if ALIKE:
+        same = tl.load(src + at[RANK] + offs, mask=offs < num[RANK], other=0)
+        whole = padded(num[RANK])
+        for k in tl.static_range(1, SIZE):
+            tl.store(stages[(RANK + k) % SIZE] + area + offs, same, mask=offs < whole)
+    else:
+        push_parts(src, stages, at, num, area, offs, RANK, SIZE)
+
+
+@triton.jit
+def push_parts(src, stages, at, num, area, offs, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """One tile of a part of each peer's own."""
     parts = ()
     for k in tl.static_range(1, SIZE):  # all loads first, so that they overlap
         peer_at, peer_num = at[(RANK + k) % SIZE], num[(RANK + k) % SIZE]
@@ -160,6 +172,7 @@ def exchange_kernel(
     OP: tl.constexpr,
     ACC: tl.constexpr,
     TWICE: tl.constexpr,
+    ALIKE: tl.constexpr,
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
@@ -167,6 +180,7 @@ def exchange_kernel(
     """One call. `stages` and `flags` have each rank's address; the tables are those of `Moves`.
 
     `slot` and `half` are elements: of a writer's area, and of one of the two copies of staging.
+    `ALIKE`: everybody gets the same of my source.
     `FIRST` and `LAST` are 0 and 2; a test that plays all ranks in turn runs steps 0, 1 and 2 alone.
     """
     block, blocks = tl.program_id(0), tl.num_programs(0)
@@ -177,7 +191,8 @@ def exchange_kernel(
 
     if FIRST == 0:
         for tile in range(block, tiles, blocks):
-            push(src, stages, send_at, send_n, copy + RANK * slot, tile, RANK, SIZE, BLOCK)
+            area = copy + RANK * slot
+            push(src, stages, send_at, send_n, area, tile, RANK, SIZE, ALIKE, BLOCK)
         raise_flags(flags, block * LINE, call, RANK, SIZE, LANES)
         if OP is None:  # while the others' parts are on their way
             for tile in range(block, tiles, blocks):

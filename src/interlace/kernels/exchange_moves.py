@@ -55,6 +55,11 @@ class Moves:
         return self.size * self.slot * (2 if self.twice else 1)
 
     @property
+    def alike(self) -> bool:
+        """Whether every rank gets the same of this one's source."""
+        return len(set(zip(self.send_at, self.send_n, strict=True))) == 1
+
+    @property
     def source(self) -> int:
         """Elements that the source must have."""
         return _end(self.send_at, self.send_n)
