@@ -239,3 +239,21 @@ def {name}(pipe: Team[[0, 1]], x: f32[4, 4], w: f32[4, 4]):
 )
 def test_what_weighs_much(fn: str, heavy: bool) -> None:
     assert is_heavy(fn) == heavy
+
+
+ALONE = """
+def f(tp: Team[2], x: f32[4, 8], w: f32[8, 8], v: f32[8, 8]):
+    main: call("aten.mm.default", x, w, out=(y := f32[4, 8]))
+    z = empty(f32[4, 8])
+    main: all_reduce(y, z, reduce="sum", team=tp)
+    main: call("aten.mm.default", {after}, v, out=(t := f32[4, 8]))
+    return z, t
+"""
+
+
+@pytest.mark.parametrize(("after", "stream"), [("z", "main"), ("x", "comm")])
+def test_a_collective_with_nothing_to_run_under_it_needs_no_event(after: str, stream: str) -> None:
+    made = finish(Schedule().run(parse(ALONE.format(after=after))))
+    (reduced,) = (op for op in made.ops if isinstance(op, Collective))
+    assert reduced.stream == stream
+    assert (made.streams() == ("main",)) == (stream == "main")

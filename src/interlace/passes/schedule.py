@@ -48,7 +48,7 @@ from interlace.ir import (
 )
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
 from interlace.passes.groups import groups, used_by
-from interlace.passes.insert_sync import strip_events
+from interlace.passes.insert_sync import clocks, strip_events
 
 HEAVY = frozenset(
     (
@@ -97,7 +97,7 @@ class Schedule:
         if self.streams == 1:
             return program.replace(ops=tuple(_on(op, "main") for op in program.ops))
         ops = _Player(program, self.window).play()
-        return program.replace(ops=tuple(map(_without_slot, ops)))
+        return _on_main(program.replace(ops=tuple(map(_without_slot, ops))))
 
 
 def role(op: Op, symmetric: Container[str] = ()) -> str:
@@ -301,6 +301,35 @@ class _Player:
             for index in mine:
                 ranks[index] = min(ranks[other] for other in mine)
         return ranks
+
+
+def _on_main(program: Program) -> Program:
+    """Collectives that leave nothing to run under them go to `main`, and need no event.
+
+    That is so where all that `main` has done before comes before them, and all that it does after
+    them must await them; and no other collective may be under way.
+    """
+    ops = list(program.ops)
+    order = clocks(ops, dependencies(program, listed=False))
+    if set(order.streams) != {"main", "comm"}:
+        return program
+    main, comm = order.streams.index("main"), order.streams.index("comm")
+    following = [len(ops)] * len(ops)  # the next op of main
+    for index in range(len(ops) - 2, -1, -1):
+        after = index + 1
+        following[index] = after if order.lane[after] == main else following[after]
+    done = known = issued = 0  # how far main is, what it knows of comm, the last collective there
+    for index, op in enumerate(program.ops):
+        if order.lane[index] == main:
+            done, known = order.position[index], order.clock[index][comm]
+        elif isinstance(op, Collective):
+            later = following[index]
+            after = later == len(ops) or order.clock[later][comm] >= order.position[index]
+            if after and order.clock[index][main] == done and known >= issued:
+                ops[index] = _on(op, "main")
+            else:
+                issued = order.position[index]
+    return program.replace(ops=tuple(ops))
 
 
 def _without_slot(op: Op) -> Op:

@@ -37,8 +37,8 @@ How it is known to work
     ops, and agrees with it on hundreds of random programs in every test run, and on as many as one
     has patience for.
 
-Reading order: source.py and lower.py (what is checked), graph.py and build.py (the order),
-sweep.py with memory.py and regions.py (races and lifetimes), deadlock.py, matching.py,
+Reading order: source.py and lower.py (what is checked), graph.py, build.py and frames.py (the
+order), sweep.py with memory.py and regions.py (races and lifetimes), deadlock.py, matching.py,
 explain.py and report.py (what is told), check.py; then oracle.py.
 """
 
