@@ -24,7 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.import_fx import import_graph
-from interlace.frontend.specialise import propagate, recorded_signature, signature
+from interlace.frontend.specialise import (
+    has_signature,
+    propagate,
+    recorded_signature,
+    signature,
+)
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 
@@ -109,9 +114,10 @@ class Artefact:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """The graph's outputs; `args` is emptied, so that nothing lives longer than it must."""
-        key = signature(args)
-        last = self._last  # compared, not looked up: hashing a long signature takes longer
-        if last is None or last[0] != key or last[1] != self._shelf.clearings:
+        last = self._last
+        same = last is not None and last[1] == self._shelf.clearings
+        if last is None or not (same and has_signature(args, last[0])):
+            key = signature(args)
             bound = self._shelf.get(key) or self._bind(key, args)
             self._last = last = (key, self._shelf.clearings, bound)
         given = list(args)

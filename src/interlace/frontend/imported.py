@@ -48,12 +48,18 @@ class Imported:
     static: frozenset[str] = frozenset()
     """Parameters that have the same addresses in every run, as a rule."""
 
+    direct: bool = False
+    """Whether the outputs are the results, one for one and in order."""
+
     def gather(self, args: Sequence[Any]) -> list[Any]:
         """The Program's inputs, from the graph's arguments."""
         return [*(args[position] for position in self.inputs), *self.constants]
 
     def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The graph's outputs, from the Program's results and the graph's arguments."""
+
+        if self.direct:
+            return list(results)
 
         def output(place: int | Opaque | Fixed) -> Any:
             match place:

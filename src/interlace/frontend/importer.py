@@ -119,6 +119,7 @@ class Importer(Emitter):
             tuple(places),
             frozenset(self.host),
             frozenset(staying),
+            direct=places == list(range(len(places))),
         )
 
     def _check_host(self) -> None:
