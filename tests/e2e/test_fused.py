@@ -1,0 +1,91 @@
+"""Training through fused ops: the bits of the same chunks by peer copies, overlapped and in order.
+
+Sequence-parallel feed-forwards in bf16, forward and backward: gathers shared by the matmuls of the
+gradients of input and weight, scatters, and programs in which one follows the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.test_training import Trace, compiled, different, local
+from tests.support.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import interlace.frontend
+from interlace.ir import Fused
+
+DIM = 16
+
+
+class FeedForwards(nn.Module):
+    """Two of them, with biases and a residual."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, hidden), nn.GELU(), nn.Linear(hidden, DIM))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def train(options: dict[str, Any], steps: int, seed: int) -> tuple[Trace, list[int]]:
+    """Losses and gradients, and how many fused ops each Program has."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(seed)
+    model = FeedForwards(8 * world).bfloat16()
+    rows = Shard(0)
+    for layer in model.layers:
+        parallelize_module(
+            layer,
+            mesh,
+            {
+                "0": ColwiseParallel(input_layouts=rows),
+                "2": RowwiseParallel(output_layouts=rows, use_local_output=True),
+            },
+        )
+    trace: Trace = []
+    with interlace.frontend.capture() as captured:
+        forward = compiled(model, options)
+        for _ in range(steps):
+            x = torch.randn(world * 8, DIM).bfloat16()
+            mine = x.chunk(world)[mesh.get_local_rank()].clone().requires_grad_()
+            loss = forward(mine).float().square().mean()
+            loss.backward()
+            grads = (mine.grad, *(p.grad for p in model.parameters()))
+            trace.append((loss.detach().clone(), *map(local, grads)))
+            model.zero_grad()
+    fused = [sum(isinstance(op, Fused) for op in p.ops) for p in captured.programs]
+    return trace, fused
+
+
+def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
+    """On one rank: where fused ops differ from copies, overlapped and in order."""
+    copies, _ = train({"strategy": "peer", "protocol": "put"}, steps, seed)
+    trace, fused = train({"strategy": "fused"}, steps, seed)
+    in_order, _ = train({"strategy": "fused", "in_order": True}, steps, seed)
+    return [different(copies, trace), different(copies, in_order)], fused
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+def test_training_equals_that_by_copies(pool: Pool, ranks: int, seed: int) -> None:
+    for wrong, fused in pool(ranks).run(compare, 5, seed, time_out_s=280.0):
+        assert wrong == [[], []]
+        assert len(fused) == 2  # forward and backward
+        assert all(fused), fused
