@@ -1,0 +1,180 @@
+"""Runs the Triton kernels in Triton's interpreter, on the CPU; `python interpreted.py <seed>`.
+
+The interpreter has no inline assembly, so what waits, settles and orders is replaced by nothing:
+one block runs after another here. The order is the business of test_ptx_order.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from interlace.kernels import device, gather_kernel, scatter_kernel, sums
+from interlace.kernels.reduce import sum_slots
+
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def patch_index(tensor: Any, scope: Any) -> None:
+    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = patch_index
+
+
+@triton.jit
+def nothing():
+    return 0
+
+
+@triton.jit
+def nothing_to_settle(BY_TMA: tl.constexpr):
+    return
+
+
+@triton.jit
+def gate_is_up(gate, expected):
+    return 0
+
+
+@triton.jit
+def add_one(counter):
+    tl.atomic_add(counter, 1)
+
+
+for module in (device, gather_kernel, scatter_kernel):
+    stand_ins = {
+        "now": nothing,
+        "settle": nothing_to_settle,
+        "wait_gate": gate_is_up,
+        "raise_counter": add_one,
+    }
+    for name, stand_in in stand_ins.items():
+        if hasattr(module, name):
+            setattr(module, name, stand_in)
+TILE = {"BM": 16, "BN": 64, "BK": 32, "GROUP_M": 2, "FLATTEN": False}
+
+
+def described(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [rows, columns])
+
+
+def weight_of(w: torch.Tensor, transposed: bool, columns: int) -> TensorDescriptor:
+    block = (columns, TILE["BK"]) if transposed else (TILE["BK"], columns)
+    return described(w, *block)
+
+
+def shapes(draw: random.Random) -> dict:
+    """A shape, often ragged, and what the kernel is asked for."""
+    return {
+        "size": draw.choice([1, 2, 3, 4]),
+        "rows": draw.choice([16, 32, 48, 20, 7]),
+        "inner": draw.choice([32, 64, 72, 8]),
+        "columns": draw.choice([64, 128, 72, 136]),
+        "transposed": draw.random() < 0.5,
+        "bias": draw.random() < 0.5,
+        "halves": draw.random() < 0.5,
+        "programs": draw.choice([1, 2, 3, 5]),
+    }
+
+
+def operands(size: int, rows: int, inner: int, columns: int, transposed: bool) -> tuple:
+    """x for all ranks, the weight as it is stored and as [K, N], and a bias."""
+    x = torch.randn(size * rows, inner).half()
+    w = torch.randn(*((columns, inner) if transposed else (inner, columns))).half()
+    return x, w, (w.t() if transposed else w), torch.randn(columns).half()
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
+    torch.testing.assert_close(got.float(), wanted.float(), rtol=4e-3, atol=4e-2, msg=str(what))
+
+
+def check_gather(draw: random.Random) -> None:
+    case = shapes(draw)
+    size, rows, columns = case["size"], case["rows"], case["columns"]
+    x, w, plain, bias = operands(size, rows, case["inner"], columns, case["transposed"])
+    rank = draw.randrange(size)
+    tail = draw.random() < 0.5
+    y = torch.full((size * rows, columns), float("nan")).half()
+    slots = x.clone()
+    slots[rank * rows : (rank + 1) * rows] = float("nan")
+    half = TILE["BN"] // 2
+    gather_kernel.gather_kernel[(case["programs"],)](
+        described(x[rank * rows : (rank + 1) * rows].contiguous(), TILE["BM"], TILE["BK"]),
+        described(slots, TILE["BM"], TILE["BK"]),
+        weight_of(w, case["transposed"], TILE["BN"]),
+        described(y, TILE["BM"], TILE["BN"]),
+        weight_of(w, case["transposed"], half),
+        described(y, TILE["BM"], half),
+        y, bias, torch.ones(size, dtype=torch.int32), 1, rows, columns, case["inner"], rank,
+        SIZE=size, TRANSPOSED=case["transposed"], BIAS=case["bias"], GATED=size > 1,
+        STORE_TMA=size == 1 or rows % TILE["BM"] == 0, HALVES=case["halves"], TAIL=tail, **TILE,
+    )  # fmt: skip
+    wanted = x.float() @ plain.float() + (bias.float() if case["bias"] else 0)
+    close(y, wanted, ("gather", case, rank, tail))
+
+
+def check_scatter(draw: random.Random) -> None:
+    case = shapes(draw)
+    size, rows, columns = case["size"], case["rows"], case["columns"]
+    x, w, plain, bias = operands(size, rows, case["inner"], columns, case["transposed"])
+    rank, under, second = draw.randrange(size), draw.random() < 0.5, draw.random() < 0.5
+    m_tiles = -(-rows // TILE["BM"])
+    subs = draw.choice([s for s in (1, 2, 3) if m_tiles % s == 0])
+    stage = torch.full((size * rows, columns), float("nan")).half()
+    slots = torch.randn(size, rows, columns).half()
+    slots[rank] = float("nan")
+    y, y2 = (torch.full((rows, columns), float("nan")).half() for _ in range(2))
+    counters = torch.zeros(size * subs, dtype=torch.int32)
+    scatter_kernel.scatter_kernel[(case["programs"],)](
+        described(x, TILE["BM"], TILE["BK"]),
+        weight_of(w, case["transposed"], TILE["BN"]),
+        described(stage, TILE["BM"], TILE["BN"] // (2 if case["halves"] else 1)),
+        stage, slots, y, y2, bias, torch.ones(size, dtype=torch.int32), 1, counters,
+        slots.stride(0), rows, columns, case["inner"],
+        SIZE=size, RANK=rank, SUBS=subs, TRANSPOSED=case["transposed"], BIAS=case["bias"],
+        GATED=size > 1, SECOND=second, RAISE_OWN=True, LATE=1, UNDER=under, STEP=8, LAST_STEP=16,
+        STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,
+    )  # fmt: skip
+    what = ("scatter", case, rank, subs, under)
+    made = x.float() @ plain.float() + (bias.float() if case["bias"] else 0)
+    close(stage, made, what)
+    slots[rank] = stage.view(size, rows, columns)[rank]
+    assert torch.equal(y, sum_slots(slots)), what
+    assert not second or torch.equal(y2, y), what
+    each = m_tiles // subs * -(-columns // TILE["BN"])
+    assert counters.tolist() == [each] * (size * subs), (what, counters, each)
+
+
+def check_sums(draw: random.Random) -> None:
+    size, count = draw.choice([1, 2, 4]), draw.choice([1, 100, sums.BLOCK, 3 * sums.BLOCK + 5])
+    dtype = draw.choice([torch.float16, torch.float32])  # the interpreter cuts bfloat16 off
+    slots = torch.randn(size, count + 8).to(dtype)[:, :count]
+    out, out2 = torch.empty(count, dtype=dtype), torch.empty(count, dtype=dtype)
+    sums.sum_kernel[(-(-count // sums.BLOCK),)](
+        slots, out, out2, slots.stride(0), count, SIZE=size, BLOCK=sums.BLOCK, SECOND=True
+    )
+    assert torch.equal(out, sum_slots(slots)), (size, count, dtype)
+    assert torch.equal(out, out2)
+
+
+if __name__ == "__main__":
+    drawn = random.Random(int(sys.argv[1]))
+    torch.manual_seed(int(sys.argv[1]))
+    for check in (check_gather, check_scatter, check_sums):
+        for _ in range(int(sys.argv[2])):
+            check(drawn)
+    print("all right")

@@ -1,0 +1,241 @@
+"""The GEMM kernels on a GPU: what they compute, and that they wait and raise when they should.
+
+All streams are made before a kernel spins (making one may wait for the device), and a timer raises
+the gates of a test that would hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from interlace.kernels.configs import CONFIGS, WITH_TAIL, Config
+from interlace.kernels.reduce import sum_slots, sum_slots_twin
+from interlace.kernels.support import refuse
+
+pytestmark = pytest.mark.gpu
+
+HOLD_S = 10.0
+RAISED = 1 << 20
+
+
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda", 0)
+    why = refuse(rows=64, inner=64, columns=64, dtype=torch.bfloat16, device=device)
+    if why is not None:
+        pytest.skip(why)
+    return device
+
+
+@dataclass
+class Line:
+    """A stream of copies and words beside the one that computes, and what frees a stuck test."""
+
+    device: torch.device
+    copies: torch.cuda.Stream
+    words: torch.Tensor
+
+    def write(self, index: int, value: int) -> None:
+        from cuda.bindings import driver
+
+        at = self.words.data_ptr() + 4 * index
+        (error,) = driver.cuStreamWriteValue32(self.copies.cuda_stream, at, value & 0xFFFFFFFF, 0)
+        assert int(error) == 0
+
+    def wait(self, index: int, value: int) -> None:
+        from cuda.bindings import driver
+
+        at = self.words.data_ptr() + 4 * index
+        (error,) = driver.cuStreamWaitValue32(self.copies.cuda_stream, at, value, 0)
+        assert int(error) == 0
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """By copy engine: one side is pinned host memory."""
+        with torch.cuda.stream(self.copies):
+            to.copy_(source, non_blocking=True)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    device = gpu()
+    from cuda.bindings import driver
+
+    rescue = torch.cuda.Stream(device)
+    words = torch.zeros(64, dtype=torch.int32, device=device)
+    made = Line(device, torch.cuda.Stream(device, priority=-1), words)
+    torch.cuda.synchronize()
+    stuck = threading.Event()
+
+    def free() -> None:
+        stuck.set()
+        for index in range(64):
+            at = made.words.data_ptr() + 4 * index
+            driver.cuStreamWriteValue32(rescue.cuda_stream, at, RAISED, 0)
+
+    timer = threading.Timer(HOLD_S, free)
+    timer.start()
+    yield made
+    torch.cuda.synchronize()
+    timer.cancel()
+    assert not stuck.is_set(), "the kernel or a copy waited for a word that never came"
+
+
+def filled(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, float("nan"), device=device, dtype=dtype)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def assert_product(got: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: object) -> None:
+    """Within 2^-8 of the sum of magnitudes, elementwise, of a product in double precision."""
+    wanted = x.double() @ w.double()
+    if isinstance(bias, torch.Tensor):
+        wanted = wanted + bias.double()
+    room = (x.double().abs() @ w.double().abs() + wanted.abs()) * 2**-8
+    assert bool(((got.double() - wanted).abs() <= room).all())
+
+
+CASES = [
+    (4, 256, 512, 1024, torch.bfloat16, False, False),
+    (4, 384, 2048, 2560, torch.bfloat16, True, False),
+    (2, 136, 1000, 2056, torch.float16, True, True),
+    (3, 200, 344, 520, torch.float16, False, True),
+    (8, 64, 1024, 4096, torch.bfloat16, False, False),
+    (2, 1000, 64, 264, torch.bfloat16, True, True),
+    (1, 300, 264, 136, torch.bfloat16, False, False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "config", [None, WITH_TAIL], ids=lambda c: c and f"{c.bm}x{c.bn}s{c.stages}"
+)
+def test_gather_with_late_gates(line: Line, case: tuple, config: Config | None, seed: int) -> None:
+    """Slots arrive while the kernel runs, one after another, across the wrap of the epoch."""
+    from interlace.kernels.gather_matmul import GatherMatmul
+
+    torch.manual_seed(seed)
+    size, rows, inner, columns, dtype, transposed, has_bias = case
+    device, rank = line.device, seed % size
+    w = drawn(*((columns, inner) if transposed else (inner, columns)), dtype=dtype)
+    plain = w.t() if transposed else w
+    bias = drawn(columns, dtype=dtype) if has_bias else None
+    full = drawn(size * rows, inner, dtype=dtype)
+    host = full.cpu().pin_memory()
+    x = full[rank * rows : (rank + 1) * rows].clone()
+    slots = filled(size * rows, inner, device=device, dtype=dtype)
+    y = filled(size * rows, columns, device=device, dtype=dtype)
+    kernel = GatherMatmul(
+        rows=rows, inner=inner, columns=columns, size=size, rank=rank, dtype=dtype,
+        device=device, transposed=transposed, bias=has_bias, config=config,
+    )  # fmt: skip
+    epoch = 0xFFFFFFFF if seed % 2 else 3
+    line.words.fill_(epoch - 1 - (1 << 32 if seed % 2 else 0))
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel.launch(stream, x, w, slots, y, bias, line.words.data_ptr(), epoch)
+    for k in range(1, size):
+        chunk = (rank + k) % size
+        at = slice(chunk * rows, (chunk + 1) * rows)
+        line.copy(slots[at], host[at])
+        line.write(chunk, epoch + (k == 1))
+    torch.cuda.synchronize()
+    assert_product(y, full, plain, bias)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "config", [None, CONFIGS[0][0]], ids=lambda c: c and f"{c.bm}x{c.bn}s{c.stages}"
+)
+@pytest.mark.parametrize("under", [False, True])
+def test_scatter_with_copies_behind_it(
+    line: Line, case: tuple, config: Config | None, under: bool, seed: int
+) -> None:
+    """Copies of other ranks' rows wait for the counters; the own rows wait for the gates."""
+    from interlace.kernels.scatter_matmul import ScatterMatmul
+
+    torch.manual_seed(seed)
+    size, rows, inner, columns, dtype, transposed, has_bias = case
+    device, rank = line.device, seed % size
+    w = drawn(*((columns, inner) if transposed else (inner, columns)), dtype=dtype)
+    plain = w.t() if transposed else w
+    bias = drawn(columns, dtype=dtype) if has_bias else None
+    x = drawn(size * rows, inner, dtype=dtype)
+    stage = filled(size * rows, columns, device=device, dtype=dtype)
+    slots = filled(size, rows, columns, device=device, dtype=dtype)
+    y, y2 = (filled(rows, columns, device=device, dtype=dtype) for _ in range(2))
+    arriving = drawn(size, rows, columns, dtype=dtype).cpu().pin_memory()
+    sent = torch.zeros(size * rows, columns, dtype=dtype).pin_memory()
+    kernel = ScatterMatmul(
+        rows=rows, inner=inner, columns=columns, size=size, rank=rank, dtype=dtype,
+        device=device, transposed=transposed, bias=has_bias, config=config, subs=2, second=True,
+        under=under,
+    )  # fmt: skip
+    first = 16  # the counters stand behind the gates
+    counters = line.words.data_ptr() + 4 * first
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel.launch(stream, x, w, stage, slots, y, y2, bias, line.words.data_ptr(), 1, counters)
+    for k in range(1, size):
+        chunk = (rank + k) % size
+        for sub in range(kernel.subs):
+            line.wait(first + chunk * kernel.subs + sub, kernel.tiles_per_part(sub))
+            span = kernel.sub_rows(sub)
+            at = slice(chunk * rows + span.start, chunk * rows + span.stop)
+            line.copy(sent[at], stage[at])
+    for k in range(1, size):
+        chunk = (rank + k) % size
+        line.copy(slots[chunk], arriving[chunk])
+        line.write(chunk, 1)
+    torch.cuda.synchronize()
+    own = slice(rank * rows, (rank + 1) * rows)
+    assert_product(stage, x, plain, bias)
+    sent[own] = stage[own].cpu()
+    assert torch.equal(sent, stage.cpu()), "a copy overtook the tiles that it waited for"
+    parts = arriving.cuda()
+    parts[rank] = stage[own]
+    assert torch.equal(y, sum_slots_twin(parts))
+    assert torch.equal(y2, y)
+    raised = line.words[first : first + size * kernel.subs].view(size, kernel.subs)
+    wanted = [kernel.tiles_per_part(sub) for sub in range(kernel.subs)]
+    for chunk in range(size):
+        assert raised[chunk].tolist() == ([0] * kernel.subs if chunk == rank else wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(4, 1024, 512), (2, 777, 13), (3, 5000), (1, 64), (8, 3, 8)])
+def test_sum_is_the_twin_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    gpu()
+    slots = drawn(*shape, dtype=dtype)
+    assert torch.equal(sum_slots(slots), sum_slots_twin(slots))
+    out = torch.empty_like(slots[0])
+    assert sum_slots(slots, out=out) is out
+    assert torch.equal(out, sum_slots_twin(slots))
+
+
+def test_in_a_graph() -> None:
+    from interlace.kernels.gather_matmul import GatherMatmul
+
+    device = gpu()
+    x, w = drawn(1024, 512), drawn(512, 768)
+    y = filled(1024, 768, device=device, dtype=torch.bfloat16)
+    kernel = GatherMatmul(
+        rows=1024, inner=512, columns=768, size=1, rank=0, dtype=torch.bfloat16, device=device
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.launch(torch.cuda.current_stream().cuda_stream, x, w, None, y, None, 0, 0)
+    for _ in range(3):
+        x.normal_()
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_product(y, x, w, None)

@@ -1,0 +1,109 @@
+"""The order of what the compiled kernels do, read off their PTX: no GPU is needed to compile.
+
+A flag must not overtake its data and no load may rise above its wait; the source alone does not say
+so, since Triton's pipeliner moves loads and its stores by TMA are asynchronous.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from interlace.kernels.configs import CONFIGS, WITH_TAIL, Config
+from interlace.kernels.gather_matmul import gather_source
+from interlace.kernels.scatter_matmul import scatter_source
+
+EVENTS = {
+    "acquire": r"ld\.acquire\.sys\.global|atom\.global\.sys\.acquire|ld\.global\.sys\.acquire",
+    "proxy_fence": r"fence\.proxy\.async;",
+    "load": r"cp\.async\.bulk\.tensor\.2d\.shared::cluster",
+    "store": r"cp\.async\.bulk\.tensor\.2d\.global",
+    "performed": r"cp\.async\.bulk\.wait_group\s+0;",
+    "barrier": r"bar\.sync\s+0;",
+    "raise": r"(?:atom|red)\.global\.sys\.release\.add|(?:atom|red)\.release\.sys\.global\.add",
+    "multiply": r"wgmma\.mma_async",
+    "read": r"ld\.global\.v4",
+    "write": r"st\.global\.v4",
+}
+PATTERN = re.compile("|".join(f"(?P<{name}>{what})" for name, what in EVENTS.items()))
+
+ALL = [config for config, _ in CONFIGS] + [WITH_TAIL]
+
+
+def events_of(source: Any) -> list[str]:
+    """What the kernel does that the order depends on, in the order of its PTX."""
+    ptx = source.compile().asm["ptx"]
+    code = "\n".join(line.split("//")[0] for line in ptx.splitlines())
+    assert "ld.local" not in code, "registers were spilled"
+    return [match.lastgroup or "" for match in PATTERN.finditer(code)]
+
+
+def name(config: Config) -> str:
+    return f"{config.bm}x{config.bn}x{config.stages}"
+
+
+@pytest.mark.parametrize("config", ALL, ids=name)
+@pytest.mark.parametrize("by_tma", [True, False])
+def test_gather_waits_before_it_loads(config: Config, by_tma: bool) -> None:
+    """Each copy of the loads that the pipeliner makes has its own wait right before it."""
+    tail = config is WITH_TAIL
+    source = gather_source(config, size=4, dtype=torch.bfloat16, by_tma=by_tma, tail=tail)
+    seen = [e for e in events_of(source) if e in ("acquire", "proxy_fence", "load", "multiply")]
+    text = " ".join(seen)
+    assert text.count("acquire") == text.count("acquire proxy_fence"), text
+    # Stages are filled before the loop, then the loop waits, multiplies and loads the next stage.
+    stages = config.stages - 1
+    multiplied = r"(?:multiply )+"
+    group = r"acquire proxy_fence load load "
+    waits = r"(?:acquire proxy_fence )*"
+    pattern = rf"{waits}(?:{group}){{{stages}}}acquire proxy_fence {multiplied}load load "
+    assert re.match(pattern, text + " "), text
+    if tail:  # a tail's tile is one loop without a wait inside: it waits before the first load
+        rest = re.sub(pattern, "", text + " ", count=1)
+        assert re.match(r"acquire proxy_fence (?:load )+multiply", rest), rest
+
+
+@pytest.mark.parametrize("config", [config for config, _ in CONFIGS], ids=name)
+@pytest.mark.parametrize("by_tma", [True, False])
+@pytest.mark.parametrize("under", [True, False])
+def test_counters_rise_after_the_stores(config: Config, by_tma: bool, under: bool) -> None:
+    """Stores, then all of them performed (TMA) and visible, then all threads, then the counter."""
+    source = scatter_source(
+        config, size=4, rank=1, dtype=torch.bfloat16, by_tma=by_tma, under=under
+    )
+    seen = events_of(source)
+    raised = [index for index, event in enumerate(seen) if event == "raise"]
+    assert len(raised) >= 2, "one raise in the loop, one after it"
+    stored = "store" if by_tma else "write"
+    for index in raised:
+        before = seen[:index]
+        assert stored in before
+        settled = ["performed", "proxy_fence", "barrier"] if by_tma else ["barrier"]
+        assert before[-len(settled) :] == settled, before[-6:]
+    # The raise in the loop belongs to its last stage: nothing of it comes before a multiplication.
+    assert seen.index("multiply") < raised[0]
+
+
+@pytest.mark.parametrize("under", [True, False])
+def test_sums_read_after_the_gates(under: bool) -> None:
+    config = CONFIGS[0][0]
+    seen = events_of(scatter_source(config, size=4, rank=2, dtype=torch.float16, under=under))
+    assert seen.count("acquire") == (6 if under else 3), "three gates, looked at or waited for"
+    after_loop = seen[len(seen) - seen[::-1].index("raise") :]
+    assert after_loop.index("acquire") < after_loop.index("read")
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_other_sizes_compile_without_spilling(size: int, transposed: bool) -> None:
+    for config in (CONFIGS[0][0], WITH_TAIL):
+        for kind in (gather_source, scatter_source):
+            more = {"rank": size - 1} if kind is scatter_source else {}
+            assert events_of(
+                kind(config, size=size, dtype=torch.bfloat16, transposed=transposed, **more)
+            )
