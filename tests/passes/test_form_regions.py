@@ -43,6 +43,14 @@ CASES = {
         neg("x", "a") + neg("y", "b") + neg("a", "c") + neg("b", "d") + "    return c, d",
         ["region_0", "region_0"],
     ),
+    "numbers that are equal and of another kind": (
+        neg("x", "a")
+        + '    main: call("aten.mul.Tensor", a, 2, out=(b := f32[4, 4]))\n'
+        + neg("y", "c")
+        + '    main: call("aten.mul.Tensor", c, 2.0, out=(d := f32[4, 4]))\n'
+        + "    return b, d",
+        ["region_0", "region_1"],
+    ),
     "a matmul between": (
         neg("x", "a")
         + '    main: call("aten.mm.default", a, y, out=(b := f32[4, 4]))\n'

@@ -111,7 +111,8 @@ class _Former:
     def __init__(self, program: Program, min_calls: int) -> None:
         self.min_calls = min_calls
         self.regions = {region.name: region for region in program.regions}
-        self.known = {(r.inputs, r.body, r.outputs): r.name for r in program.regions}
+        self.known = {repr((r.inputs, r.body, r.outputs)): r.name for r in program.regions}
+        """Regions by their text: 2 and 2.0 are equal, and mean other things to an operator."""
         self.readers: dict[str, int] = {}
         for op in program.ops:
             for name in {access.view.buffer for access in (*op.reads(), *op.writes())}:
@@ -148,13 +149,14 @@ class _Former:
         if not outputs:
             return None
         names = tuple(body.values[View(buffer.name)] for buffer in outputs)
-        key = (tuple(body.inputs.values()), tuple(body.nodes), names)
+        parts = (tuple(body.inputs.values()), tuple(body.nodes), names)
+        key = repr(parts)
         if key not in self.known:
             number = len(self.regions)
             while f"region_{number}" in self.regions:
                 number += 1
             self.known[key] = f"region_{number}"
-            self.regions[f"region_{number}"] = Region(f"region_{number}", *key)
+            self.regions[f"region_{number}"] = Region(f"region_{number}", *parts)
         return Call(
             fn=self.known[key],
             args=tuple(body.inputs),
