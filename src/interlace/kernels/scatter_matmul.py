@@ -12,6 +12,8 @@ in slots[s]; slots[rank] is neither read nor written, and stage[rank] is where t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from interlace.kernels.configs import Config, choose, tiles
@@ -36,6 +38,7 @@ def scatter_source(
     gated: bool = True,
     by_tma: bool = True,
     under: bool = False,
+    push: bool = False,
 ) -> Source:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
     element = TYPES[dtype]
@@ -45,7 +48,14 @@ def scatter_source(
     types = {
         "x_desc": block_type(dtype, config.bm, config.bk),
         "w_desc": block_type(dtype, *weight),
-        "stage_desc": block_type(dtype, config.bm, config.bn // (2 if halves else 1)),
+        **dict.fromkeys(
+            ("stage_desc", "push_desc_1", "push_desc_2", "push_desc_3"),
+            block_type(dtype, config.bm, config.bn // (2 if halves else 1)),
+        ),
+        "words": "*u64",
+        "due": "u32",
+        "ended": "*u32",
+        "ended_due": "u32",
         **dict.fromkeys(("stage", "slots", "y", "y2", "bias"), f"*{element}"),
         "gates": "*u32",
         "expected": "u32",
@@ -66,6 +76,7 @@ def scatter_source(
         "GATED": gated and size > 1,
         "SECOND": second,
         "RAISE_OWN": raise_own,
+        "PUSH": push,
         "LATE": LATE,
         "UNDER": under,
         "STEP": min(config.bm, 32 * threads // config.bn),
@@ -82,6 +93,16 @@ def scatter_source(
         num_stages=config.stages,
         divisible={"columns": 8, "inner": 8, "slot_stride": 8},
     )
+
+
+MOST_OWNERS = 3
+"""Peers that a kernel can push to."""
+
+
+def may_push(*, rows: int, columns: int, size: int, processors: int) -> bool:
+    """Whether tiles of this shape can be stored at their owners: TMA wants them to be whole."""
+    config = choose(rows=rows, columns=columns, parts=size, processors=processors, may_halve=False)
+    return 1 < size <= MOST_OWNERS + 1 and rows % config.bm == 0
 
 
 class ScatterMatmul:
@@ -104,15 +125,18 @@ class ScatterMatmul:
         raise_own: bool = False,
         gated: bool = True,
         under: bool = False,
+        push: bool = False,
         config: Config | None = None,
     ) -> None:
+        """With `push` tiles go to their owners by the kernel itself; `may_push` says whether."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         config = config or choose(
             rows=rows, columns=columns, parts=size, processors=processors, may_halve=False
         )
         self.config = config
         m_tiles = -(-rows // config.bm)
-        self.subs = max(s for s in range(1, subs + 1) if m_tiles % s == 0)
+        self.push = push
+        self.subs = 1 if push else max(s for s in range(1, subs + 1) if m_tiles % s == 0)
         self._rows, self._sub = rows, m_tiles // self.subs * config.bm
         self._raised = m_tiles // self.subs * -(-columns // config.bn)
         total = tiles(config, rows, columns, size)
@@ -129,6 +153,7 @@ class ScatterMatmul:
             gated=gated,
             by_tma=rows % config.bm == 0,
             under=under,
+            push=push,
         )
         self._program = Program(source, device)
         self._grid = min(processors * config.blocks, total)
@@ -136,6 +161,10 @@ class ScatterMatmul:
         weight = (columns, inner) if transposed else (inner, columns)
         self._w = Descriptors(self._program, 1, weight)
         self._stage = Descriptors(self._program, 2, (size * rows, columns))
+        # The kernel has arguments for three owners; those that a smaller team lacks are not read.
+        self._owners = [
+            Descriptors(self._program, 3 + i, (size * rows, columns)) for i in range(MOST_OWNERS)
+        ]
         self._numbers = (rows * columns, rows, columns, inner)
 
     def tiles_per_part(self, sub: int = 0) -> int:
@@ -160,13 +189,31 @@ class ScatterMatmul:
         gates: int,
         expected: int,
         counters: int,
+        owners: Sequence[int] = (),
+        words: int = 0,
+        due: int = 0,
+        ended: int = 0,
+        ended_due: int = 0,
     ) -> None:
-        """Issues the GEMM on that stream (its handle); waits for nothing."""
+        """Issues the GEMM on that stream (its handle); waits for nothing.
+
+        With `push`, `owners` has the addresses here of the slots of rank + 1, rank + 2, ..., and at
+        `words` stand those of the words to write (64 bits for each chunk) when a chunk's counter
+        has come to `due`. The words at `ended`, one a rank, must have come to `ended_due` before.
+        """
         stage_at = stage.data_ptr()
+        filled = (*owners, *(stage_at,) * MOST_OWNERS)
         args = (
             *self._x.find(x.data_ptr()),
             *self._w.find(w.data_ptr()),
             *self._stage.find(stage_at),
+            *self._owners[0].find(filled[0]),
+            *self._owners[1].find(filled[1]),
+            *self._owners[2].find(filled[2]),
+            words,
+            due & 0xFFFFFFFF,
+            ended,
+            ended_due & 0xFFFFFFFF,
             stage_at,
             slots.data_ptr(),
             y.data_ptr(),

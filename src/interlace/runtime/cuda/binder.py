@@ -67,6 +67,11 @@ class Links:
     """By team: what makes a stream wait until slots may be written again."""
     runs: Callable[[], int]
     """The number of this binding's run, from 1 on: what its own words count."""
+    hand_over: Callable[[str], tuple[int, Callable[[], int]]]
+    """By team: for a kernel that writes slots, words in the order of the ranks and what they reach
+    when a slot may be written."""
+    before_push: Callable[[Lane], Thunk | None]
+    """What else must stand before such a kernel."""
     words: Callable[[str, int], int]
     """By team: the address of so many words of this rank's own, for kernels."""
 
@@ -93,6 +98,9 @@ class Binder:
         self.compiled = context.options.regions == "inductor"
         self.points: dict[Spot, Point] = {}
         self.events: list[int] = []
+        self.done_by_kernel: frozenset[int] = frozenset()
+        """The ops that a kernel does in passing: Note [Puts by the kernel]."""
+        self.pushing: set[int] = set()
         self.kernels: list[int] = []
         """The Fused ops that one kernel runs."""
         self.slots = slot_keys(self.plan.takes, self.plan.buffers)
@@ -100,11 +108,17 @@ class Binder:
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
         """What issues an op (or one member of a Fused), with the slots that it needs."""
+        if index in self.done_by_kernel:
+            return []
         if number >= 0 and isinstance(op, Fused):
             item, step = op.members[number], self.member(index, op, number)
         else:
             item, step = op, self.bind(index, op)
-        return [*self.takes(item), *((step,) if step is not None else ())]
+        before = self.takes(item)
+        if isinstance(op, Fused) and index in self.pushing:
+            extra = self.links.before_push(self.lanes[op.stream])
+            before += [extra] if extra is not None else []
+        return [*before, *((step,) if step is not None else ())]
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
         """The function that issues an op; `member` is its number in the Fused at `index`."""

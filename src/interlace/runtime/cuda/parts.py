@@ -14,7 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from interlace.ir import Arg, Box, Call, DType, Expect, Fused, Record, Spot, View
+from interlace.ir import (
+    Alloc,
+    Arg,
+    Box,
+    Call,
+    DType,
+    Expect,
+    Free,
+    Fused,
+    Notify,
+    Put,
+    Record,
+    Spot,
+    View,
+    Wait,
+)
 from interlace.runtime.plan import Plan
 
 MATMULS = ("aten.mm.out", "aten.addmm.out")
@@ -216,6 +231,55 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
         first.bias,
         tuple(records),
     )
+
+
+def pushes_of(plan: Plan, parts: ScatterParts) -> frozenset[int] | None:
+    """The waits, puts and signals by which the chunks leave, if nothing else hangs on them.
+
+    That is: each record is awaited once, before the put of its range; the slots are written by
+    these puts and the Fused alone, and read by the Fused alone; the signal has no other use.
+    """
+    ops, shape = plan.program.ops, parts.shape
+    spots = {spot: (chunk, sub) for spot, chunk, sub in parts.records}
+    fused = parts.records[0][0][0]
+    found: set[int] = set()
+    moved: list[tuple[int, int]] = []
+    awaited: list[tuple[int, int]] = []
+    part_rows = shape.rows // parts.subs
+    for index, op in enumerate(ops):
+        if index == fused or isinstance(op, Alloc | Free):
+            continue
+        if isinstance(op, Wait) and plan.waits[index, 0] in spots:
+            awaited.append(spots[plan.waits[index, 0]])
+            found.add(index)
+        elif isinstance(op, Put) and op.dst.buffer == parts.slots[0]:
+            (peer,) = plan.members(op.team, op.peer)
+            src, dst = plan.box(op.src), plan.box(op.dst)
+            sub = (dst.offset - parts.slots[1].offset) // shape.columns - shape.rank * shape.rows
+            sub //= part_rows
+            at = (peer * shape.rows + sub * part_rows) * shape.columns
+            into = (shape.rank * shape.rows + sub * part_rows) * shape.columns
+            if not (
+                awaited
+                and awaited[-1] == (peer, sub)
+                and op.src.buffer == parts.stage[0]
+                and _is(src, parts.stage[1].offset + at, part_rows, shape.columns)
+                and _is(dst, parts.slots[1].offset + into, part_rows, shape.columns)
+            ):
+                return None
+            moved.append((peer, sub))
+            found.add(index)
+        elif isinstance(op, Notify | Expect) and (op.team, op.signal) == (shape.team, shape.signal):
+            known = isinstance(op, Notify) and plan.members(op.team, op.peer)
+            if not moved or known != (moved[-1][0],) or op.value != shape.value + moved[-1][1]:
+                return None
+            found.add(index)
+        elif {parts.slots[0], parts.stage[0]} & {
+            access.view.buffer for access in (*op.reads(), *op.writes())
+        }:
+            return None
+    wanted = [(chunk, sub) for _, chunk, sub in parts.records]
+    return frozenset(found) if sorted(moved) == sorted(wanted) == sorted(awaited) else None
 
 
 def _signal(op: Fused) -> tuple[str, str, int] | None:
