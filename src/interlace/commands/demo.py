@@ -213,11 +213,11 @@ def show(report: dict[str, Any]) -> None:
         for way, title in ways.items()
     ]
     headings = ("way", "first step", "median step", "communication", "hidden", "exposed")
-    table(
-        headings,
-        rows,
-        title="measured in the median step, all ranks (waiting for a peer is communication)",
-    )
+    notes = ["waiting for a peer is communication"]
+    if lesson["device"] == "cuda":
+        notes.append("events around every op of a Program, for the timeline, take their time too")
+    title = f"measured in the median step, all ranks ({'; '.join(notes)})"
+    table(headings, rows, title=title)
     say("")
     for path in report["files"]:
         say(f"wrote {path}")

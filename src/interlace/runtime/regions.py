@@ -200,7 +200,7 @@ def _doubled(
     given = [_harmless(layout, device, divides) for layout in layouts]
     results = call(list(given))
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
     seen = {tensor.untyped_storage()._cdata for tensor in given}
     doubled: set[int] = set()
     for index, result in enumerate(results):
