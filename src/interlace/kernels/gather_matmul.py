@@ -10,6 +10,8 @@ The kernel spins on the SMs it has: whatever raises the words must need none of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from interlace.kernels.configs import Config, choose, short_tail, tiles
@@ -115,6 +117,7 @@ class GatherMatmul:
         self._w_half = Descriptors(self._program, 4, weight)
         self._y_half = Descriptors(self._program, 5, (size * rows, columns))
         self._numbers = (rows, columns, inner, rank)
+        self._known: dict[tuple[int, int, int, int, int], tuple[Any, ...]] = {}
 
     def launch(
         self,
@@ -129,18 +132,26 @@ class GatherMatmul:
     ) -> None:
         """Issues the GEMM on that stream (its handle); waits for nothing."""
         x_at, w_at, y_at = x.data_ptr(), w.data_ptr(), y.data_ptr()
-        slots_args = self._slots.find(x_at if slots is None else slots.data_ptr())
-        args = (
+        slots_at = x_at if slots is None else slots.data_ptr()
+        bias_at = 0 if bias is None else bias.data_ptr()
+        key = x_at, w_at, slots_at, y_at, bias_at
+        known = self._known.get(key) or self._describe(key)
+        args = (*known, gates or 0, expected & 0xFFFFFFFF, *self._numbers)
+        self._program.launch(stream, self._grid, args)
+
+    def _describe(self, key: tuple[int, int, int, int, int]) -> tuple[Any, ...]:
+        """The arguments that follow from the addresses; the last few are kept."""
+        x_at, w_at, slots_at, y_at, bias_at = key
+        made = (
             *self._x.find(x_at),
-            *slots_args,
+            *self._slots.find(slots_at),
             *self._w.find(w_at),
             *self._y.find(y_at),
             *self._w_half.find(w_at),
             *self._y_half.find(y_at),
-            y_at,
-            0 if bias is None else bias.data_ptr(),
-            gates or 0,
-            expected & 0xFFFFFFFF,
-            *self._numbers,
+            *(y_at, bias_at),
         )
-        self._program.launch(stream, self._grid, args)
+        if len(self._known) >= Descriptors.CAPACITY:
+            self._known.clear()
+        self._known[key] = made
+        return made

@@ -20,8 +20,9 @@ from interlace.kernels.configs import Config, choose, tiles
 from interlace.kernels.launch import TYPES, Descriptors, Program, Source, block_type
 from interlace.kernels.scatter_kernel import scatter_kernel
 
-LATE = 6
-"""The k-step of a block's next tile at which it raises the counter of the last one."""
+LATE, LATEST = 6, 1 << 20
+"""The k-step of a block's next tile at which it raises the counter of the last one. Over a link all
+blocks' tiles of a wave take about as long as the k-steps of the next: then it is the last."""
 
 
 def scatter_source(
@@ -77,7 +78,7 @@ def scatter_source(
         "SECOND": second,
         "RAISE_OWN": raise_own,
         "PUSH": push,
-        "LATE": LATE,
+        "LATE": LATEST if push else LATE,
         "UNDER": under,
         "STEP": min(config.bm, 32 * threads // config.bn),
         "LAST_STEP": min(config.bm, 64 * threads // config.bn),

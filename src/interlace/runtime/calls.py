@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,17 @@ from interlace.runtime.values import DTYPES, Values, whole
 
 Thunk = Callable[[], None]
 Read = Callable[[], Sequence[Any]]
+
+
+QUICK: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "aten.mm.out": torch.mm,
+        "aten.addmm.out": torch.addmm,
+        "aten.bmm.out": torch.bmm,
+        "aten.add.out": torch.add,
+    }
+)
+"""The same operators by torch's own bindings, which cost the host a microsecond less."""
 
 
 def resolve(fn: str) -> Callable[..., Any]:
@@ -130,6 +142,7 @@ def bind_call(
     if op.mutates or not op.outs:
         return _plain(call)
     out_names = _out_names(fn)
+    fn = QUICK.get(op.fn, fn)
     outs = [values.own(view) for view in op.outs]
     if out_names:
         if len(out_names) != len(outs):

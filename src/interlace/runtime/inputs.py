@@ -46,6 +46,7 @@ class Given:
                 f"{self.program} takes {len(self._wanted)} {self.kind}s ({names}), not "
                 f"{len(tensors)}"
             )
+        where = -1 if device.index is None else device.index
         for index, (tensor, (name, dtype, sizes, strides)) in enumerate(
             zip(tensors, self._wanted, strict=True)
         ):
@@ -53,8 +54,8 @@ class Given:
                 isinstance(tensor, torch.Tensor)
                 and tensor.dtype is dtype
                 and tensor.shape == sizes
+                and tensor.get_device() == where
                 and tensor.stride() == strides
-                and tensor.device == device
             ):
                 continue
             if not isinstance(tensor, torch.Tensor):
