@@ -79,7 +79,10 @@ class OpParser(ViewParser, TypeParser):
             number = None if site is None else self.integer(site)
         else:
             number = group["site"] if group else None
-        loc = self.loc(args["loc"]) if args.given("loc") else self.source.loc(node)
+        if args.given("loc"):
+            loc = self.loc(args["loc"])
+        else:
+            loc = group["loc"] if group and group["loc"].module else self.source.loc(node)
         return Common(stream=stream, site=number, loc=loc)
 
     def loc(self, node: ast.expr) -> Loc:

@@ -124,12 +124,13 @@ class OpPrinter:
 
     def common(self, op: Op, group: Group | Fused | None = None) -> list[Item]:
         """Site and location, and inside another op the stream, where they differ from its own."""
+        around = group.loc if group is not None else Loc()
         items: list[Item] = []
         if group is not None and op.stream != group.stream:
             items.append(f"stream={quote(op.stream)}")
         if op.site != (group.site if group else None):
             items.append(f"site={op.site}")
-        if op.loc.module:
+        if (op.loc.module or around.module) and op.loc != around:
             items.append(f"loc={self.loc(op.loc)}")
         return items
 

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.errors import PassError
-from interlace.ir import Alloc, Buffer, Call, Free, Op, Program, Remark, View, views_in
+from interlace.ir import Alloc, Buffer, Call, Free, Notify, Op, Program, Remark, View, views_in
 from interlace.passes.base import add_remarks
-from interlace.passes.dependencies import dependencies
+from interlace.passes.dependencies import dependencies, symmetric_buffers
 from interlace.passes.groups import groups, used_by
 from interlace.passes.insert_sync import Order, clocks, strip_events
 from interlace.passes.overlaps import Overlaps
@@ -103,6 +103,34 @@ def _uses(program: Program) -> list[set[str]]:
     return used
 
 
+def _slots_ahead(program: Program) -> dict[int, list[str]]:
+    """By op: the slots of kernels that are best taken before it.
+
+    What goes into such a slot first is often made on the kernel's own stream. Taken there before it
+    is made, the slot needs no event: the one that tells of what is made tells of the slot as well.
+    """
+    found: dict[int, list[str]] = {}
+    kernels = groups(program)
+    ops, before = program.ops, dependencies(program) if kernels else ()
+    symmetric = symmetric_buffers(program)
+    first: dict[str, int] = {}
+    for index, used in enumerate(_uses(program) if kernels else ()):
+        for name in used:
+            first.setdefault(name, index)
+    for group in kernels:
+        stream = ops[group[0]].stream
+        for name in sorted(used_by(ops[i] for i in group) & set(symmetric)):
+            use = first[name]
+            makers = [
+                i
+                for i in before[use]
+                if ops[i].stream == stream and not isinstance(ops[i], Alloc | Free)
+            ]
+            if makers and ops[use].stream != stream:
+                found.setdefault(max(makers), []).append(name)
+    return found
+
+
 def _place_allocs(program: Program) -> Program:
     """Each `Alloc` right before the first use, on its stream; no `Free`."""
     pending: dict[str, Alloc] = {}
@@ -112,11 +140,11 @@ def _place_allocs(program: Program) -> Program:
                 f"plan_memory: {op.buffer.name!r} is allocated twice; give the second a new name"
             )
     ops: list[Op] = []
-    used = _uses(program)
+    used, ahead = _uses(program), _slots_ahead(program)
     for index, op in enumerate(program.ops):
         if isinstance(op, Alloc | Free):
             continue
-        for name in sorted(used[index]):
+        for name in sorted(used[index].union(ahead.get(index, ()))):
             alloc = pending.pop(name, None)
             if alloc is not None:
                 ops.append(dataclasses.replace(alloc, stream=op.stream))
@@ -236,12 +264,21 @@ def _place_frees(lives: Lives, count: int) -> dict[int, list[Free]]:
             if all(need <= has for need, has in zip(last, clock, strict=True)):
                 del pending[name]
                 free = Free(buffer=name, stream=lives.ops[index].stream)
-                frees.setdefault(index, []).append(free)
+                frees.setdefault(_told(lives.ops, index), []).append(free)
     for name in pending:  # a slot must be given back, if a stream has to wait for that
         if lives.buffers[name].kind == "symmetric":
             free = Free(buffer=name, stream=lives.ops[lives.uses[name][-1]].stream)
             frees.setdefault(count - 1, []).append(free)
     return frees
+
+
+def _told(ops: Sequence[Op], index: int) -> int:
+    """The last of an op and the notifies that follow it: they do not wait for what is freed."""
+    while index + 1 < len(ops) and isinstance(ops[index + 1], Notify):
+        if ops[index + 1].stream != ops[index].stream:
+            break
+        index += 1
+    return index
 
 
 def _take_slots(
