@@ -4,6 +4,8 @@ The interpreter has no inline assembly, so what waits, settles and orders is rep
 one block runs after another here. The order is the business of test_ptx_order.py.
 """
 
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import os
@@ -139,15 +141,19 @@ def check_scatter(draw: random.Random) -> None:
     slots[rank] = float("nan")
     y, y2 = (torch.full((rows, columns), float("nan")).half() for _ in range(2))
     counters = torch.zeros(size * subs, dtype=torch.int32)
-    scatter_kernel.scatter_kernel[(case["programs"],)](
+    to = described(stage, TILE["BM"], TILE["BN"] // (2 if case["halves"] else 1))
+    words = torch.zeros(size, dtype=torch.int32)
+    each = m_tiles // subs * -(-columns // TILE["BN"])
+    grid = min(case["programs"], each * subs * size)  # no block without a tile
+    scatter_kernel.scatter_kernel[(grid,)](
         described(x, TILE["BM"], TILE["BK"]),
         weight_of(w, case["transposed"], TILE["BN"]),
-        described(stage, TILE["BM"], TILE["BN"] // (2 if case["halves"] else 1)),
+        to, to, to, to, words, 0, words, 0,
         stage, slots, y, y2, bias, torch.ones(size, dtype=torch.int32), 1, counters,
         slots.stride(0), rows, columns, case["inner"],
         SIZE=size, RANK=rank, SUBS=subs, TRANSPOSED=case["transposed"], BIAS=case["bias"],
-        GATED=size > 1, SECOND=second, RAISE_OWN=True, LATE=1, UNDER=under, STEP=8, LAST_STEP=16,
-        STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,
+        GATED=size > 1, SECOND=second, RAISE_OWN=True, PUSH=False, LATE=1, UNDER=under,
+        STEP=8, LAST_STEP=16, STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,
     )  # fmt: skip
     what = ("scatter", case, rank, subs, under)
     made = x.float() @ plain.float() + (bias.float() if case["bias"] else 0)
@@ -155,7 +161,6 @@ def check_scatter(draw: random.Random) -> None:
     slots[rank] = stage.view(size, rows, columns)[rank]
     assert torch.equal(y, sum_slots(slots)), what
     assert not second or torch.equal(y2, y), what
-    each = m_tiles // subs * -(-columns // TILE["BN"])
     assert counters.tolist() == [each] * (size * subs), (what, counters, each)
 
 

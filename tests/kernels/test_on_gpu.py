@@ -42,14 +42,14 @@ class Line:
     words: torch.Tensor
 
     def write(self, index: int, value: int) -> None:
-        from cuda.bindings import driver
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
         at = self.words.data_ptr() + 4 * index
         (error,) = driver.cuStreamWriteValue32(self.copies.cuda_stream, at, value & 0xFFFFFFFF, 0)
         assert int(error) == 0
 
     def wait(self, index: int, value: int) -> None:
-        from cuda.bindings import driver
+        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
         at = self.words.data_ptr() + 4 * index
         (error,) = driver.cuStreamWaitValue32(self.copies.cuda_stream, at, value, 0)
@@ -64,7 +64,7 @@ class Line:
 @pytest.fixture
 def line() -> Iterator[Line]:
     device = gpu()
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
 
     rescue = torch.cuda.Stream(device)
     words = torch.zeros(64, dtype=torch.int32, device=device)

@@ -103,7 +103,7 @@ def test_sums_read_after_the_gates(under: bool) -> None:
 def test_other_sizes_compile_without_spilling(size: int, transposed: bool) -> None:
     for config in (CONFIGS[0][0], WITH_TAIL):
         for kind in (gather_source, scatter_source):
-            more = {"rank": size - 1} if kind is scatter_source else {}
+            more: dict[str, Any] = {"rank": size - 1} if kind is scatter_source else {}
             assert events_of(
                 kind(config, size=size, dtype=torch.bfloat16, transposed=transposed, **more)
             )

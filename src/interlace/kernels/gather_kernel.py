@@ -11,6 +11,9 @@ Where few tiles are left for the last wave (TAIL), they are cut in two, so that 
 time: 448 tiles on 132 processors are 3 waves and 52 tiles, or 3 waves and 104 halves.
 """
 
+# Triton's language is not Python to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import triton

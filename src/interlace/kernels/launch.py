@@ -78,7 +78,7 @@ class Program:
         major, minor = torch.cuda.get_device_capability(device)
         with torch.cuda.device(device):
             self.compiled = source.compile(GPUTarget("cuda", 10 * major + minor, 32))
-            launcher = self.compiled.run  # loads the module on the current device
+            launcher: Any = self.compiled.run  # loads the module on the current device
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise BackendError(f"{self.compiled.name} wants scratch memory, which nobody gives it")
         self._call = _c_launcher(launcher.launch)
@@ -123,7 +123,8 @@ class Descriptors:
     def __init__(self, program: Program, index: int, shape: tuple[int, int]) -> None:
         from triton.runtime import driver
 
-        self._fill = driver.active.utils.fill_tma_descriptor
+        active: Any = driver.active
+        self._fill = active.utils.fill_tma_descriptor
         self._meta = program.compiled.metadata.tensordesc_meta[index]
         self._shape = shape
         self._kept: OrderedDict[int, tuple[Any, ...]] = OrderedDict()

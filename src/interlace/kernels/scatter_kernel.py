@@ -9,7 +9,8 @@ and in order, so that copies start earlier.
 
 All tiles end alike, with a store to the stage, so that one loop of tiles and k-steps (`flatten`)
 keeps loads under way throughout. The counter of a tile is raised at k-step LATE of the block's next
-one, when its stores have long been performed: waiting for them at once costs 2 us a tile.
+one, when its stores have long been performed: waiting for them at once costs 2 us a tile. There are
+no more blocks than tiles.
 
 Note [Pushed tiles]
     With PUSH a tile of another rank's rows is not stored in the stage but by TMA in this rank's
@@ -24,6 +25,9 @@ Note [Sums under tiles]
     A block looks whether the gates are up but does not wait there: what is left when its tiles are
     done, it sums then, and only then does it wait. Without UNDER all is left till then.
 """
+
+# Triton's language is not Python to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -163,7 +167,8 @@ def scatter_kernel(
     # The own tiles of this block are own + i * programs; `summed` of them are done.
     own = first + tl.cdiv(tl.maximum(others - first, 0), programs) * programs
     summed = 0
-    late = min(LATE, k_tiles - 1)
+    # Not the last k-step if there are more: the compiler puts the epilogue before these branches.
+    late = tl.maximum(min(LATE, k_tiles - 2), 0)
     sum_at = late + 2
     if first * 2 >= programs:
         sum_at += (k_tiles - late) // 2
@@ -175,6 +180,10 @@ def scatter_kernel(
         m, n = place(inside - sub * per_sub, m_tiles, n_tiles, GROUP_M)
         row = (sub * m_tiles + m) * BM
         column = n * BN
+        if PUSH:
+            if (k_tiles == 1) & (tile == first):
+                for away in tl.static_range(1, SIZE):
+                    row += wait_gate(ended + (RANK + away) % SIZE, ended_due)
         acc = tl.zeros([BM, BN], tl.float32)
         for k in range(k_tiles):
             a = x_desc.load([chunk * rows + row, k * BK])

@@ -33,7 +33,7 @@ def sum_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     total = tl.load(slots + at, mask=inside).to(tl.float32)
-    for _ in tl.static_range(1, SIZE):
+    for _ in tl.static_range(1, SIZE):  # pyright: ignore[reportGeneralTypeIssues]
         slots += stride
         total += tl.load(slots + at, mask=inside).to(tl.float32)
     total = total.to(out.dtype.element_ty)
