@@ -124,10 +124,18 @@ def masked(x: f32[4, 8], m: bool[4]):
     assert torch.equal(y, x.masked_fill(mask.view(4, 1), 0.0))
 
 
-def test_forget_frees_what_was_compiled(compiled: list[Any]) -> None:
+def test_what_was_compiled_is_kept_until_settings_change(compiled: list[Any]) -> None:
+    from torch._inductor import config
+
     x = torch.randn(4, 8)
-    for count in (1, 2):
+    for _ in range(2):
         run(LAYERS.format(factor=0.5), x, x)
-        run(LAYERS.format(factor=0.5), x, x)
-        assert len(compiled) == count
+        torch.compiler.reset()
         backend.reset()
+    assert len(compiled) == 1
+    with config.patch(max_fusion_size=1):
+        run(LAYERS.format(factor=0.5), x, x)
+    assert len(compiled) == 2
+    regions.forget()
+    run(LAYERS.format(factor=0.5), x, x)
+    assert len(compiled) == 3

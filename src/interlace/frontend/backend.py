@@ -31,7 +31,6 @@ from interlace.frontend.machine import shared_machine
 from interlace.frontend.partition import Partition
 from interlace.frontend.waiting import without_waiting
 from interlace.options import Options
-from interlace.runtime import regions
 
 
 class Compilation:
@@ -106,10 +105,9 @@ class Backend:
             return _raising(error)
 
     def reset(self) -> None:
-        """Frees every Executor and compiled region; `torch.compiler.reset()` calls it."""
+        """Frees every Executor; `torch.compiler.reset()` calls it."""
         for artefact in list(self._artefacts):
             artefact.close()
-        regions.forget()
 
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options

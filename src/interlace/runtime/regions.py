@@ -103,28 +103,27 @@ def inductor(
 ) -> Callable[..., tuple[Any, ...]]:
     """The region compiled by Inductor for arguments of these layouts.
 
-    Note [One compilation for all layers]: what is compiled depends on the body, the layouts and the
-    device alone, and takes about a second. The layers of a model share it, and so do its Programs
-    (forward, the same in order, another signature) in this process. The body counts by its text:
-    2 and 2.0 are equal, but mean other things to an operator.
+    Note [One compilation for all layers]: what is compiled depends on the body, the layouts, the
+    device and Inductor's settings alone, and takes about a second. The layers of a model share it,
+    and so do its Programs (forward, the same in order, another signature) in this process, whatever
+    was reset in between. The body counts by its text: 2 and 2.0 are equal, but mean other things to
+    an operator.
     """
+    from torch._inductor import config
+
     key = repr((region.inputs, region.body, region.outputs))
-    return _compiled(
-        _Task(key, region, resolve, decode),
-        layouts,
-        device,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    settings = config.get_hash(), torch.are_deterministic_algorithms_enabled()
+    return _compiled(_Task(key, region, resolve, decode), layouts, device, settings)
 
 
 def forget() -> None:
-    """Lets go of everything compiled; `torch.compiler.reset()` means that too."""
+    """Lets go of everything compiled."""
     _compiled.cache_clear()
 
 
 @lru_cache(maxsize=512)
 def _compiled(
-    task: _Task, layouts: tuple[Layout, ...], device: torch.device, deterministic: bool
+    task: _Task, layouts: tuple[Layout, ...], device: torch.device, settings: tuple[Any, ...]
 ) -> Callable[..., tuple[Any, ...]]:
     region = task.region
     module = graph_module(region, task.resolve, task.decode)
