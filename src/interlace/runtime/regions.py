@@ -164,6 +164,7 @@ def _compile(
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -181,7 +182,8 @@ def _compile(
         output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
         # Every output has the strides that it would have eager: the Program counts on them.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        return compile_fx_inner(graph, fakes, is_inference=True)
+        off = BoxedBool(False)  # whole Programs are captured in CUDA graphs, or nothing is
+        return compile_fx_inner(graph, fakes, is_inference=True, cudagraphs=off)
 
 
 def _doubled(
