@@ -148,9 +148,9 @@ def check_scatter(draw: random.Random) -> None:
     scatter_kernel.scatter_kernel[(grid,)](
         described(x, TILE["BM"], TILE["BK"]),
         weight_of(w, case["transposed"], TILE["BN"]),
-        to, to, to, to, words, 0, words, 0,
+        to, to, to, to,
         stage, slots, y, y2, bias, torch.ones(size, dtype=torch.int32), 1, counters,
-        slots.stride(0), rows, columns, case["inner"],
+        words, 0, words, 0, slots.stride(0), rows, columns, case["inner"],
         SIZE=size, RANK=rank, SUBS=subs, TRANSPOSED=case["transposed"], BIAS=case["bias"],
         GATED=size > 1, SECOND=second, RAISE_OWN=True, PUSH=False, LATE=1, UNDER=under,
         STEP=8, LAST_STEP=16, STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,

@@ -16,7 +16,7 @@ import torch
 
 from interlace.kernels.configs import Config, choose, short_tail, tiles
 from interlace.kernels.gather_kernel import gather_kernel
-from interlace.kernels.launch import TYPES, Descriptors, Program, Source, block_type
+from interlace.kernels.launch import TYPES, Descriptors, Program, Recent, Source, block_type
 
 
 def gather_source(
@@ -109,13 +109,11 @@ class GatherMatmul:
         )
         self._program = Program(source, device)
         self._grid = min(processors * config.blocks, total)
-        self._x = Descriptors(self._program, 0, (rows, inner))
-        self._slots = Descriptors(self._program, 1, (size * rows, inner))
         weight = (columns, inner) if transposed else (inner, columns)
-        self._w = Descriptors(self._program, 2, weight)
-        self._y = Descriptors(self._program, 3, (size * rows, columns))
-        self._w_half = Descriptors(self._program, 4, weight)
-        self._y_half = Descriptors(self._program, 5, (size * rows, columns))
+        result = (size * rows, columns)
+        shapes = ((rows, inner), (size * rows, inner), weight, result, weight, result)
+        self._operands = [Descriptors(self._program, i, shape) for i, shape in enumerate(shapes)]
+        self._bound = Recent(self._bind)
         self._numbers = (rows, columns, inner, rank)
         self._known: dict[tuple[int, int, int, int, int], tuple[Any, ...]] = {}
 
@@ -131,27 +129,18 @@ class GatherMatmul:
         expected: int,
     ) -> None:
         """Issues the GEMM on that stream (its handle); waits for nothing."""
-        x_at, w_at, y_at = x.data_ptr(), w.data_ptr(), y.data_ptr()
-        slots_at = x_at if slots is None else slots.data_ptr()
-        bias_at = 0 if bias is None else bias.data_ptr()
-        key = x_at, w_at, slots_at, y_at, bias_at
-        known = self._known.get(key) or self._describe(key)
-        args = (*known, gates or 0, expected & 0xFFFFFFFF, *self._numbers)
+        key = (
+            x.data_ptr(),
+            x.data_ptr() if slots is None else slots.data_ptr(),
+            w.data_ptr(),
+            y.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+        )
+        args = (*self._bound.find(key), gates or 0, expected & 0xFFFFFFFF, *self._numbers)
         self._program.launch(stream, self._grid, args)
 
-    def _describe(self, key: tuple[int, int, int, int, int]) -> tuple[Any, ...]:
-        """The arguments that follow from the addresses; the last few are kept."""
-        x_at, w_at, slots_at, y_at, bias_at = key
-        made = (
-            *self._x.find(x_at),
-            *self._slots.find(slots_at),
-            *self._w.find(w_at),
-            *self._y.find(y_at),
-            *self._w_half.find(w_at),
-            *self._y_half.find(y_at),
-            *(y_at, bias_at),
-        )
-        if len(self._known) >= Descriptors.CAPACITY:
-            self._known.clear()
-        self._known[key] = made
-        return made
+    def _bind(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        """The arguments up to the gates."""
+        x, slots, w, y, bias = addresses
+        each = zip(self._operands, (x, slots, w, y, w, y), strict=True)
+        return (*(arg for operand, at in each for arg in operand.make(at)), y, bias)

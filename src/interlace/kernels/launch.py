@@ -7,8 +7,7 @@ numbers, and the call goes straight to the C launcher that Triton made for it:
     program = Program(Source(kernel=..., types=..., constants=..., num_warps=8), device)
     program.launch(stream, grid, (x.data_ptr(), y.data_ptr(), x.numel()))
 
-Tensor-map descriptors depend on an address alone once the shape is bound: `Descriptors` keeps the
-last few.
+What depends on the addresses alone, tensor maps above all, is kept for the `Recent` ones.
 """
 
 from __future__ import annotations
@@ -112,48 +111,54 @@ def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 class Descriptors:
-    """The tensor maps of one operand: one shape and tile, and whatever addresses come.
-
-    `find(address)` gives the arguments that stand for the descriptor in a launch. The least
-    recently used address goes when there are more than `CAPACITY`.
-    """
-
-    CAPACITY = 64
+    """The tensor maps of one operand: one shape and tile, and whatever addresses come."""
 
     def __init__(self, program: Program, index: int, shape: tuple[int, int]) -> None:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
         from triton.runtime import driver
 
         active: Any = driver.active
         self._fill = active.utils.fill_tma_descriptor
         self._meta = program.compiled.metadata.tensordesc_meta[index]
+        self._type = TMA_DTYPE_DEVICE_TO_HOST[self._meta["elem_type"]]
         self._shape = shape
-        self._kept: OrderedDict[int, tuple[Any, ...]] = OrderedDict()
 
-    def find(self, address: int) -> tuple[Any, ...]:
-        """The descriptor of the matrix at that address, with its shape and strides."""
-        kept = self._kept.get(address)
-        if kept is None:
-            return self._make(address)
-        self._kept.move_to_end(address)
-        return kept
-
-    def _make(self, address: int) -> tuple[Any, ...]:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
+    def make(self, address: int) -> tuple[Any, ...]:
+        """The arguments that stand for the matrix at that address: its map, shape and strides."""
         meta = self._meta
         shape, strides = list(self._shape), [self._shape[1], 1]
         described = self._fill(
             address,
             meta["swizzle"],
             meta["elem_size"],
-            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+            self._type,
             meta["block_size"],
             shape,
             strides,
             0,
         )
-        made = (described, *shape, *strides)
-        self._kept[address] = made
+        return (described, *shape, *strides)
+
+
+class Recent:
+    """The last few results of a function of addresses: making a tensor map takes microseconds.
+
+    The least recently used one goes when there are more than `CAPACITY`.
+    """
+
+    CAPACITY = 64
+
+    def __init__(self, make: Callable[[tuple[int, ...]], tuple[Any, ...]]) -> None:
+        self._make = make
+        self._kept: OrderedDict[tuple[int, ...], tuple[Any, ...]] = OrderedDict()
+
+    def find(self, key: tuple[int, ...]) -> tuple[Any, ...]:
+        """What `make` gives for these addresses."""
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            return kept
+        made = self._kept[key] = self._make(key)
         if len(self._kept) > self.CAPACITY:
             self._kept.popitem(last=False)
         return made

@@ -13,11 +13,12 @@ in slots[s]; slots[rank] is neither read nor written, and stage[rank] is where t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from interlace.kernels.configs import Config, choose, tiles
-from interlace.kernels.launch import TYPES, Descriptors, Program, Source, block_type
+from interlace.kernels.launch import TYPES, Descriptors, Program, Recent, Source, block_type
 from interlace.kernels.scatter_kernel import scatter_kernel
 
 LATE, LATEST = 6, 1 << 20
@@ -158,14 +159,12 @@ class ScatterMatmul:
         )
         self._program = Program(source, device)
         self._grid = min(processors * config.blocks, total)
-        self._x = Descriptors(self._program, 0, (size * rows, inner))
-        weight = (columns, inner) if transposed else (inner, columns)
-        self._w = Descriptors(self._program, 1, weight)
-        self._stage = Descriptors(self._program, 2, (size * rows, columns))
         # The kernel has arguments for three owners; those that a smaller team lacks are not read.
-        self._owners = [
-            Descriptors(self._program, 3 + i, (size * rows, columns)) for i in range(MOST_OWNERS)
-        ]
+        weight = (columns, inner) if transposed else (inner, columns)
+        results = [(size * rows, columns)] * (1 + MOST_OWNERS)
+        shapes = [(size * rows, inner), weight, *results]
+        self._operands = [Descriptors(self._program, i, shape) for i, shape in enumerate(shapes)]
+        self._bound = Recent(self._bind)
         self._numbers = (rows * columns, rows, columns, inner)
 
     def tiles_per_part(self, sub: int = 0) -> int:
@@ -202,27 +201,35 @@ class ScatterMatmul:
         `words` stand those of the words to write (64 bits for each chunk) when a chunk's counter
         has come to `due`. The words at `ended`, one a rank, must have come to `ended_due` before.
         """
-        stage_at = stage.data_ptr()
-        filled = (*owners, *(stage_at,) * MOST_OWNERS)
-        args = (
-            *self._x.find(x.data_ptr()),
-            *self._w.find(w.data_ptr()),
-            *self._stage.find(stage_at),
-            *self._owners[0].find(filled[0]),
-            *self._owners[1].find(filled[1]),
-            *self._owners[2].find(filled[2]),
-            words,
-            due & 0xFFFFFFFF,
-            ended,
-            ended_due & 0xFFFFFFFF,
-            stage_at,
+        key = (
+            x.data_ptr(),
+            w.data_ptr(),
+            stage.data_ptr(),
             slots.data_ptr(),
             y.data_ptr(),
             0 if y2 is None else y2.data_ptr(),
             0 if bias is None else bias.data_ptr(),
+            *owners,
+        )
+        args = (
+            *self._bound.find(key),
             gates or 0,
             expected & 0xFFFFFFFF,
             counters,
+            words,
+            due & 0xFFFFFFFF,
+            ended,
+            ended_due & 0xFFFFFFFF,
             *self._numbers,
         )
         self._program.launch(stream, self._grid, args)
+
+    def _bind(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        """The arguments up to the gates."""
+        x, w, stage, slots, y, y2, bias, *owners = addresses
+        filled = (*owners, *(stage,) * MOST_OWNERS)[:MOST_OWNERS]
+        each = zip(self._operands, (x, w, stage, *filled), strict=True)
+        return (
+            *(arg for operand, at in each for arg in operand.make(at)),
+            *(stage, slots, y, y2, bias),
+        )

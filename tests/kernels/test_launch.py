@@ -1,0 +1,159 @@
+"""What is handed to a kernel at a launch: the right argument in the right place, and no work twice.
+
+No GPU: the compiled kernel and the tensor maps are stand-ins that write down what they get.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from interlace.kernels import gather_matmul, scatter_matmul
+from interlace.kernels.launch import Recent, Source
+
+CPU = torch.device("cpu")
+
+
+class Launched:
+    """Stands in for a compiled kernel; `named()` are the arguments of the last launch by name."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self.source = source
+        self.launches: list[tuple[int, int, tuple[Any, ...]]] = []
+
+    def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
+        self.launches.append((stream, grid, args))
+
+    def named(self) -> dict[str, Any]:
+        """Fails if there are too few arguments or too many."""
+        names = self.source.kernel.arg_names
+        constants = [name for name in names if name in self.source.constants]
+        assert names[-len(constants) :] == constants, "the launcher gives the constants last"
+        given, found = list(self.launches[-1][2]), {}
+        for name in names[: -len(constants)]:
+            if self.source.types[name].startswith("tensordesc"):
+                found[name] = tuple(given[:5])
+                del given[:5]
+            else:
+                found[name] = given.pop(0)
+        assert not given
+        return found
+
+
+class Mapped:
+    """Stands in for tensor maps."""
+
+    made = 0
+
+    def __init__(self, program: Launched, index: int, shape: tuple[int, int]) -> None:
+        self.shape = shape
+
+    def make(self, address: int) -> tuple[Any, ...]:
+        Mapped.made += 1
+        return (f"map of {address}", *self.shape, self.shape[1], 1)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gather_matmul, scatter_matmul):
+        monkeypatch.setattr(module, "Program", Launched)
+        monkeypatch.setattr(module, "Descriptors", Mapped)
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def map_of(tensor: torch.Tensor, rows: int, columns: int) -> tuple[Any, ...]:
+    return (f"map of {tensor.data_ptr()}", rows, columns, columns, 1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gather_is_given_what_it_names(transposed: bool) -> None:
+    kernel = gather_matmul.GatherMatmul(
+        rows=32, inner=64, columns=128, size=4, rank=2, dtype=torch.bfloat16, device=CPU,
+        transposed=transposed, bias=True,
+    )  # fmt: skip
+    x, slots, y, bias = zeros(32, 64), zeros(128, 64), zeros(128, 128), zeros(128)
+    w = zeros(128, 64).t() if transposed else zeros(64, 128)
+    kernel.launch(7, x, w, slots, y, bias, 4096, (1 << 32) + 5)
+    program: Any = kernel._program
+    got = program.named()
+    assert program.launches[-1][0] == 7
+    assert got["x_desc"] == map_of(x, 32, 64)
+    assert got["slots_desc"] == map_of(slots, 128, 64)
+    weight = (128, 64) if transposed else (64, 128)
+    assert got["w_desc"] == got["w_half_desc"] == map_of(w, *weight)
+    assert got["y_desc"] == got["y_half_desc"] == map_of(y, 128, 128)
+    assert (got["y"], got["bias"]) == (y.data_ptr(), bias.data_ptr())
+    assert (got["gates"], got["expected"]) == (4096, 5)
+    assert (got["rows"], got["columns"], got["inner"], got["rank"]) == (32, 128, 64, 2)
+
+
+def test_scatter_is_given_what_it_names() -> None:
+    kernel = scatter_matmul.ScatterMatmul(
+        rows=64, inner=72, columns=128, size=3, rank=1, dtype=torch.bfloat16, device=CPU, subs=2
+    )
+    x, w, stage = zeros(192, 72), zeros(72, 128), zeros(192, 128)
+    slots, y, y2 = zeros(3, 64, 128), zeros(64, 128), zeros(64, 128)
+    kernel.launch(9, x, w, stage, slots, y, y2, None, 4096, 3, 8192, (160, 320), 5, 6, 7, 8)
+    program: Any = kernel._program
+    got = program.named()
+    assert got["x_desc"] == map_of(x, 192, 72)
+    assert got["w_desc"] == map_of(w, 72, 128)
+    assert got["stage_desc"] == map_of(stage, 192, 128)
+    assert [got[f"push_desc_{i}"][0] for i in (1, 2)] == ["map of 160", "map of 320"]
+    assert got["push_desc_3"] == got["stage_desc"], "no third owner: anything that is a map"
+    places = [got[name] for name in ("stage", "slots", "y", "y2", "bias")]
+    assert places == [stage.data_ptr(), slots.data_ptr(), y.data_ptr(), y2.data_ptr(), 0]
+    assert [got[n] for n in ("gates", "expected", "counters")] == [4096, 3, 8192]
+    assert [got[n] for n in ("words", "due", "ended", "ended_due")] == [5, 6, 7, 8]
+    assert [got[n] for n in ("slot_stride", "rows", "columns", "inner")] == [64 * 128, 64, 128, 72]
+
+
+def test_ranges_of_a_chunk_cover_its_rows_once() -> None:
+    for rows, subs in ((1024, 4), (1000, 2), (384, 2), (64, 3), (200, 5)):
+        kernel = scatter_matmul.ScatterMatmul(
+            rows=rows, inner=512, columns=4096, size=4, rank=0, dtype=torch.float16, device=CPU,
+            subs=subs,
+        )  # fmt: skip
+        assert 1 <= kernel.subs <= subs
+        spans = [kernel.sub_rows(s) for s in range(kernel.subs)]
+        assert [row for span in spans for row in span] == list(range(rows))
+        total = sum(kernel.tiles_per_part(s) for s in range(kernel.subs))
+        assert total == -(-rows // kernel.config.bm) * -(-4096 // kernel.config.bn)
+
+
+def test_maps_are_made_once_for_an_address() -> None:
+    kernel = gather_matmul.GatherMatmul(
+        rows=32, inner=64, columns=128, size=1, rank=0, dtype=torch.bfloat16, device=CPU
+    )
+    x, w, y = zeros(32, 64), zeros(64, 128), zeros(32, 128)
+    kernel.launch(0, x, w, None, y, None, 0, 0)
+    made = Mapped.made
+    for _ in range(3):
+        kernel.launch(0, x, w, None, y, None, 0, 0)
+    assert Mapped.made == made
+    kernel.launch(0, x.clone(), w, None, y, None, 0, 0)
+    assert Mapped.made > made
+
+
+def test_the_oldest_goes_first() -> None:
+    made: list[tuple[int, ...]] = []
+    recent = Recent(lambda key: made.append(key) or key)
+    for index in range(Recent.CAPACITY):
+        recent.find((index,))
+    recent.find((0,))
+    recent.find((-1,))  # pushes out 1, since 0 was just used
+    made.clear()
+    recent.find((0,))
+    assert made == []
+    recent.find((1,))
+    assert made == [(1,)]
