@@ -22,6 +22,8 @@ from interlace.passes.values import Values
 DEFAULT_SLICES = 4
 PIECE_BYTES = 16 << 20
 """What a put should move at least: below it a copy engine does not reach its speed."""
+SMALL_BYTES = 16 << 20
+"""Sums up to this size go back to the peers by one kernel, larger ones by copies."""
 MOST_PIECES = 4
 PIECE_ROWS = 128
 """Pieces are multiples of so many rows, the tiles of a kernel, unless asked for."""
@@ -250,6 +252,11 @@ class _Writer:
                 e.collective("broadcast", total, e.part(full, root, sizes), root=root)
             return
         mine = e.part(full, e.rank, sizes)
+        if self.row.name == "fused" and sizes[0] * cone.width * dtype.itemsize <= SMALL_BYTES:
+            # Quicker than a copy from each peer behind a signal: one kernel does all.
+            self.scatter(site, stage, mine, sizes, dtype).run(rows)
+            e.collective("all_gather", mine, full, backend="peer")
+            return
         gather = Gather(
             *(e, self.row, mine, full, sizes, cone.width, dtype),
             in_place=True,

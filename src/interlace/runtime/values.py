@@ -218,14 +218,6 @@ class Values:
         place = self._families[view.buffer].place
         return lambda: items[place].data_ptr() + skip
 
-    def everywhere(self, name: str, box: Box) -> list[tuple[int, int]]:
-        """The addresses of a box of a symmetric buffer on every member, in both copies."""
-        skip = self._buffers[name].offset + box.offset * box.dtype.itemsize
-        return [
-            (first.data_ptr() + skip, second.data_ptr() + skip)
-            for first, second in self._slots[name].copies
-        ]
-
     def family(self, name: str) -> tuple[int, ...]:
         """All places that hold a buffer of this run or a view of it."""
         family = self._families[name]

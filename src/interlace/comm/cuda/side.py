@@ -48,8 +48,6 @@ class CudaSide:
         self.run = 0
         """Runs that this rank has issued, of Programs that reach into peers' memory."""
         first = self._ended = self.heap.take(self.size)  # the first words on every rank alike
-        self.ended = self.heap.address(self.me, first)
-        """The words of this rank that say which run each member has ended; its own stays 0."""
         others = [member for member in range(self.size) if member != self.me]
         self.told = [self.heap.address(member, first + self.me) for member in others]
         """The peers' words that say which run this rank has ended,"""

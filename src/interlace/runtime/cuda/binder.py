@@ -67,11 +67,8 @@ class Links:
     """By team: what makes a stream wait until slots may be written again."""
     runs: Callable[[], int]
     """The number of this binding's run, from 1 on: what its own words count."""
-    hand_over: Callable[[str], tuple[int, Callable[[], int]]]
-    """By team: for a kernel that writes slots, words in the order of the ranks and what they reach
-    when a slot may be written."""
-    before_push: Callable[[Lane], Thunk | None]
-    """What else must stand before such a kernel."""
+    extra: Callable[[Lane], Lane]
+    """A second stream beside one of the engine's own."""
     words: Callable[[str, int], int]
     """By team: the address of so many words of this rank's own, for kernels."""
 
@@ -98,31 +95,25 @@ class Binder:
         self.compiled = context.options.regions == "inductor"
         self.points: dict[Spot, Point] = {}
         self.events: list[int] = []
-        self.done_by_kernel: frozenset[int] = frozenset()
-        """The ops that a kernel does in passing: Note [Puts by the kernel]."""
-        self.pushing: set[int] = set()
         self.kernels: list[int] = []
         """The Fused ops that one kernel runs."""
         self.slots = slot_keys(self.plan.takes, self.plan.buffers)
+        self._spread: dict[int, Lane] = {}
+        self._apart: dict[str, list[Lane]] = {}
         self._taken: set[tuple[int, str]] = set()
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
         """What issues an op (or one member of a Fused), with the slots that it needs."""
-        if index in self.done_by_kernel:
-            return []
         if number >= 0 and isinstance(op, Fused):
             item, step = op.members[number], self.member(index, op, number)
         else:
             item, step = op, self.bind(index, op)
-        before = self.takes(item)
-        if isinstance(op, Fused) and index in self.pushing:
-            extra = self.links.before_push(self.lanes[op.stream])
-            before += [extra] if extra is not None else []
+        before = [*self._joins(index, op), *self.takes(index, item)]
         return [*before, *((step,) if step is not None else ())]
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
         """The function that issues an op; `member` is its number in the Fused at `index`."""
-        lane = self.lanes[op.stream]
+        lane = self._lane(index, op)
         match op:
             case Call():
                 call = bind_call(op, self.values, self.regions, self.context.device, self.compiled)
@@ -206,9 +197,33 @@ class Binder:
 
         return lane.within(run)
 
-    def takes(self, op: Op) -> list[Thunk]:
+    def spread(self, puts: Mapping[int, int]) -> None:
+        """Lets these ops take turns on two streams, by chunk: Note [Puts on two streams]."""
+        if len(set(puts.values())) < 2 or self.context.options.in_order:
+            return
+        own = self.lanes[self.plan.program.ops[min(puts)].stream]
+        turns = own, self.links.extra(own)
+        turn = {chunk: turns[i % 2] for i, chunk in enumerate(dict.fromkeys(puts.values()))}
+        self._spread |= {index: turn[chunk] for index, chunk in puts.items()}
+        self._apart.setdefault(own.name, []).append(turns[1])
+
+    def _lane(self, index: int, op: Op) -> Lane:
+        """The stream of an op."""
+        return self._spread.get(index) or self.lanes[op.stream]
+
+    def _joins(self, index: int, op: Op) -> list[Thunk]:
+        """Before the first other op of a stream whose ops took turns on two: it waits for both."""
+        if index in self._spread or isinstance(op, Alloc | Free):
+            return []
+        own, found = self.lanes[op.stream], list[Thunk]()
+        for lane in self._apart.pop(op.stream, []):
+            point = EventPoint(self.driver, self._event())
+            found += [point.record(lane), point.wait(own)]
+        return found
+
+    def takes(self, index: int, op: Op) -> list[Thunk]:
         """What stands before an op for the slots it writes: Note [When slots are taken]."""
-        lane, found = self.lanes[op.stream], list[Thunk]()
+        lane, found = self._lane(index, op), list[Thunk]()
         for access in op.writes():
             buffer = self.plan.buffers.get(access.view.buffer)
             if buffer is None or buffer.kind != "symmetric" or buffer.team is None:

@@ -7,7 +7,7 @@ binding.issue()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from interlace.comm.cuda.driver import Driver
@@ -41,15 +41,7 @@ class Binding:
         self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
-        links = Links(
-            spaces,
-            driver,
-            self.take,
-            lambda: self.runs,
-            self.hand_over,
-            self.before_push,
-            self.words,
-        )
+        links = Links(spaces, driver, self.take, lambda: self.runs, self.extra, self.words)
         self.binder = Binder(context, self.lanes, links)
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
@@ -65,14 +57,11 @@ class Binding:
         batch = self.driver.batch(side.heard, [])
         return lambda: batch.run(lane.handle, side.run - 2, 0)
 
-    def hand_over(self, team: str) -> tuple[int, Callable[[], int]]:
-        """What a kernel awaits before it writes slots."""
-        side = self.spaces[team].side
-        return side.ended, lambda: side.run - 2
-
-    def before_push(self, lane: Lane) -> Thunk | None:
-        """Nothing: the kernel waits for the words of the hand-over."""
-        return None
+    def extra(self, beside: Lane) -> Lane:
+        """One more stream."""
+        lane = Lane.own(f"{beside.name} 2", self.context.device)
+        self.sides.append(lane)
+        return lane
 
     def _bind(self) -> list[Thunk]:
         plan, watched = self.context.plan, self._watched

@@ -3,12 +3,13 @@
 `bind_kernel` gives None for whatever else, and its members then run one after another: slower, and
 the same result.
 
-Note [Puts by the kernel]
+Note [Puts on two streams]
     A scatter's chunks leave by puts on another stream, each behind the event that its part records
-    and before the signal that its reader awaits. Where that is all that these ops do, the kernel
-    does it tile by tile, and they are not issued. What is kept of their order is all that anybody
-    can see: a chunk's signal after all of its bytes, and those after the end of the run before last
-    on its owner (Note [When slots are taken]), which the kernel awaits itself.
+    and before the signal that its reader awaits. Where that is all that these ops do, the triples
+    take turns on two streams: a wait or a write of a word keeps a stream for some microseconds,
+    and the copy engine goes on with the other's put. What is kept of their order is all that
+    anybody can see: a range's bytes after its tiles, and its signal after its bytes and after the
+    signals of the same chunk before it.
 
 Note [The same bits in order]
     With the option `in_order` members run one by one. A matmul's bits may depend on what kernel
@@ -19,8 +20,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from interlace.ir import Call, Fused
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
 from interlace.runtime.cuda.parts import (
@@ -29,7 +28,7 @@ from interlace.runtime.cuda.parts import (
     ScatterParts,
     Shape,
     gather_of,
-    pushes_of,
+    puts_of,
     scatter_of,
 )
 from interlace.runtime.values import DTYPES
@@ -99,20 +98,7 @@ def _facts(shape: Shape, bias: bool) -> dict[str, Any]:
     }
 
 
-def may_push(binder: Binder, shape: Shape) -> bool:
-    """Whether a kernel can store tiles of this shape at their owners."""
-    from interlace.kernels import scatter_matmul
-
-    device = torch.cuda.get_device_properties(binder.context.device)
-    return scatter_matmul.may_push(
-        rows=shape.rows,
-        columns=shape.columns,
-        size=shape.size,
-        processors=device.multi_processor_count,
-    )
-
-
-def _kernel(binder: Binder, parts: GatherParts | ScatterParts, push: bool = False) -> Any:
+def _kernel(binder: Binder, parts: GatherParts | ScatterParts) -> Any:
     """The kernel for these parts, compiled."""
     facts = _facts(parts.shape, parts.bias is not None)
     if isinstance(parts, GatherParts):
@@ -121,7 +107,7 @@ def _kernel(binder: Binder, parts: GatherParts | ScatterParts, push: bool = Fals
         return GatherMatmul(**facts, device=binder.context.device)
     from interlace.kernels.scatter_matmul import ScatterMatmul
 
-    return ScatterMatmul(**facts, subs=parts.subs, push=push, device=binder.context.device)
+    return ScatterMatmul(**facts, subs=parts.subs, device=binder.context.device)
 
 
 def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
@@ -144,51 +130,25 @@ def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
 
 def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
     shape, values, items = parts.shape, binder.values, binder.values.items
-    pushes = pushes_of(binder.plan, parts) if may_push(binder, shape) else None
-    kernel: Any = _kernel(binder, parts, push=pushes is not None)
+    kernel: Any = _kernel(binder, parts)
     length = shape.rows // parts.subs
     ranges = [range(sub * length, (sub + 1) * length) for sub in range(parts.subs)]
-    served = kernel.subs == parts.subs and ranges == [
-        kernel.sub_rows(sub) for sub in range(parts.subs)
-    ]
-    if pushes is None and not served:
+    if kernel.subs != parts.subs or ranges != [kernel.sub_rows(s) for s in range(parts.subs)]:
         return None
     space, runs = binder.links.spaces[shape.team], binder.links.runs
     gates, value = space.own(shape.signal, 0), shape.value + parts.subs - 1
     counters = binder.links.words(shape.team, shape.size * parts.subs)
     tiles = kernel.tiles_per_part(0)
+    for spot, chunk, sub in parts.records:
+        due = lambda: runs() * tiles  # noqa: E731
+        address = counters + 4 * (chunk * parts.subs + sub)
+        binder.points[spot] = CounterPoint(binder.driver, address, due)
+    binder.spread(puts_of(binder.plan, parts))
     x, stage = values.at(*parts.x), values.at(*parts.stage)
     slots, y = values.at(*parts.slots), values.at(*parts.y)
     w = values.own(parts.weight)
     bias = None if parts.bias is None else values.own(parts.bias)
     launch = kernel.launch
-    if pushes is not None:
-        binder.done_by_kernel |= pushes
-        binder.pushing.add(parts.records[0][0][0])
-        owners = values.everywhere(*parts.slots)
-        others = [(shape.rank + k) % shape.size for k in range(1, shape.size)]
-        pairs = [tuple(owners[member][copy] for member in others) for copy in (0, 1)]
-        words = [0] * shape.size
-        for member in others:
-            words[member] = space.theirs(shape.signal, [member])[0]
-        table = torch.tensor(words, dtype=torch.int64, device=binder.context.device)
-        copies, name = values.copies, parts.slots[0]
-        at = table.data_ptr()
-        ended, ended_due = binder.links.hand_over(shape.team)
-
-        def push(table: torch.Tensor = table) -> None:  # keeps the table
-            launch(
-                *(lane.handle, items[x], items[w], items[stage], items[slots], items[y], None),
-                None if bias is None else items[bias],
-                *(gates, space.base + value, counters),
-                *(pairs[copies[name]], at, runs() * tiles, ended, ended_due()),
-            )
-
-        return push
-    for spot, chunk, sub in parts.records:
-        due = lambda: runs() * tiles  # noqa: E731
-        address = counters + 4 * (chunk * parts.subs + sub)
-        binder.points[spot] = CounterPoint(binder.driver, address, due)
 
     def run() -> None:
         launch(

@@ -59,10 +59,6 @@ class GraphWords:
         """Values count from 0 in every run."""
         return 0
 
-    def silent(self, count: int) -> int:
-        """Words of this rank's own that nobody raises."""
-        return self._space.local(count)
-
     def local(self, count: int) -> int:
         """Words of this rank's own, which a run raises."""
         address = self._space.local(count)
@@ -91,15 +87,6 @@ class GraphBinding(Binding):
         if lane is self.aside:
             return None
         return lambda: self.driver.wait_event(lane.handle, self._taken)
-
-    def hand_over(self, team: str) -> tuple[int, Callable[[], int]]:
-        """The graph waits for it before its kernels: words that have come already."""
-        size = self.spaces[team].side.size
-        return self.spaces[team].silent(size), lambda: 0
-
-    def before_push(self, lane: Lane) -> Thunk | None:
-        """Waits for the hand-over on the stream aside."""
-        return self.take("", lane)
 
     def begin(self) -> None:
         """The hand-over: Note [Words in graphs]."""

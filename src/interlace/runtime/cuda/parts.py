@@ -233,8 +233,9 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     )
 
 
-def pushes_of(plan: Plan, parts: ScatterParts) -> frozenset[int] | None:
-    """The waits, puts and signals by which the chunks leave, if nothing else hangs on them.
+def puts_of(plan: Plan, parts: ScatterParts) -> dict[int, int]:
+    """The waits, puts and signals by which the chunks leave, each with its chunk, if nothing else
+    hangs on them; else none.
 
     That is: each record is awaited once, before the put of its range; the slots are written by
     these puts and the Fused alone, and read by the Fused alone; the signal has no other use.
@@ -242,7 +243,7 @@ def pushes_of(plan: Plan, parts: ScatterParts) -> frozenset[int] | None:
     ops, shape = plan.program.ops, parts.shape
     spots = {spot: (chunk, sub) for spot, chunk, sub in parts.records}
     fused = parts.records[0][0][0]
-    found: set[int] = set()
+    found: dict[int, int] = {}
     moved: list[tuple[int, int]] = []
     awaited: list[tuple[int, int]] = []
     part_rows = shape.rows // parts.subs
@@ -251,7 +252,7 @@ def pushes_of(plan: Plan, parts: ScatterParts) -> frozenset[int] | None:
             continue
         if isinstance(op, Wait) and plan.waits[index, 0] in spots:
             awaited.append(spots[plan.waits[index, 0]])
-            found.add(index)
+            found[index] = awaited[-1][0]
         elif isinstance(op, Put) and op.dst.buffer == parts.slots[0]:
             (peer,) = plan.members(op.team, op.peer)
             src, dst = plan.box(op.src), plan.box(op.dst)
@@ -266,20 +267,20 @@ def pushes_of(plan: Plan, parts: ScatterParts) -> frozenset[int] | None:
                 and _is(src, parts.stage[1].offset + at, part_rows, shape.columns)
                 and _is(dst, parts.slots[1].offset + into, part_rows, shape.columns)
             ):
-                return None
+                return {}
             moved.append((peer, sub))
-            found.add(index)
+            found[index] = peer
         elif isinstance(op, Notify | Expect) and (op.team, op.signal) == (shape.team, shape.signal):
             known = isinstance(op, Notify) and plan.members(op.team, op.peer)
             if not moved or known != (moved[-1][0],) or op.value != shape.value + moved[-1][1]:
-                return None
-            found.add(index)
+                return {}
+            found[index] = moved[-1][0]
         elif {parts.slots[0], parts.stage[0]} & {
             access.view.buffer for access in (*op.reads(), *op.writes())
         }:
-            return None
+            return {}
     wanted = [(chunk, sub) for _, chunk, sub in parts.records]
-    return frozenset(found) if sorted(moved) == sorted(wanted) == sorted(awaited) else None
+    return found if sorted(moved) == sorted(wanted) == sorted(awaited) else {}
 
 
 def _signal(op: Fused) -> tuple[str, str, int] | None:
