@@ -6,7 +6,8 @@ system. Used inside other kernels:
 
     row += wait_gate(gates + chunk, expected)        # then load the chunk's tiles
     y_desc.store([row, column], tile)
-    raise_counter(counters + chunk, BY_TMA=True)     # then a copy may read the tile
+    settle(BY_TMA=True)
+    raise_counter(counters + chunk)                  # then a copy may read the tile
 
 Note [Waiting]
     Every thread polls for itself with an acquire load, then fences the proxies: TMA loads go
@@ -123,28 +124,6 @@ def add_bias(acc, bias, column, columns, BN: tl.constexpr):
 def halve(tile, M: tl.constexpr, N: tl.constexpr):
     """The left and the right half of a tile; no data moves between threads."""
     return tl.split(tile.reshape([M, 2, N // 2]).permute([0, 2, 1]))
-
-
-@triton.jit
-def prefetch_tile(
-    start, row, rows, column, columns, M: tl.constexpr, N: tl.constexpr
-):  # fmt: skip
-    """Asks for a tile of 16-bit elements to be brought into L2, a line of 128 bytes a request.
-
-    L2 is where all writes to this memory meet, so it may be asked for before it is written.
-    """
-    lines: tl.constexpr = N // 64
-    at = tl.arange(0, M * lines)
-    at_row = tl.minimum(row + at // lines, rows - 1)
-    at_column = tl.minimum(column + at % lines * 64, columns - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [start + at_row.to(tl.int64) * columns + at_column],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
