@@ -54,11 +54,11 @@ class Context:
     flight: Flight
     before_op: BeforeOp | None = None
 
-    def wait(self, index: int, check: Callable[[], None]) -> Wait:
-        """How op `index` waits."""
+    def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> Wait:
+        """How op `index` waits (or, if it is a Fused, one of its members)."""
         return Wait(
             self.options.time_out_s,
-            lambda: self.flight.describe(index),
+            lambda: self.flight.describe(index, member),
             check,
             self.flight.tail,
         )

@@ -7,13 +7,17 @@ print(log.text(12), log.tail())
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 import time
 
-from interlace.ir import Program
+from interlace.ir import Fused, Program
 from interlace.ir.printer import print_op
 
 NUM_SHOWN = 4
 """Ops of each stream that a message shows, the last one included."""
+WIDTH = 400
+"""Of a longer op, as one of many parts is, a message shows the beginning."""
 
 
 class Flight:
@@ -40,17 +44,23 @@ class Flight:
         """When a stream last began an op, by `time.perf_counter`."""
         return max(self.since.values(), default=0.0)
 
-    def text(self, index: int) -> str:
-        """An op, with its number, its module and its line in the source."""
+    def text(self, index: int, member: int | None = None) -> str:
+        """An op (or a member of a Fused), with its number, its module and its source line."""
         if not 0 <= index < len(self._program.ops):
             return f"op {index}"
         op = self._program.ops[index]
         place = f", from {op.loc}" if str(op.loc) else ""
-        return f"`{print_op(op, self._program)}` (op {index} of {self._program.name}{place})"
+        if isinstance(op, Fused) and member is not None:
+            shown = print_op(op.members[member], self._program)
+            part = f"part {_part(op, member)} of op {index}"
+            return f"`{shown}` ({part} of {self._program.name}{place})"
+        shown = print_op(op, self._program)
+        shown = shown if len(shown) <= WIDTH else f"{shown[:WIDTH]} ..."
+        return f"`{shown}` (op {index} of {self._program.name}{place})"
 
-    def describe(self, index: int) -> str:
+    def describe(self, index: int, member: int | None = None) -> str:
         """An op of this rank, for the head of a message."""
-        return f"rank {self._rank}, {self.text(index)}"
+        return f"rank {self._rank}, {self.text(index, member)}"
 
     def tail(self) -> str:
         """The last ops of every stream."""
@@ -67,3 +77,9 @@ class Flight:
             held = now - self.since[stream]
             lines.append(f"  {stream}: {self.text(stands)} begun {held:.3g} s ago")
         return "\n".join(lines)
+
+
+def _part(op: Fused, member: int) -> int:
+    """The part, from 1, that a member of a Fused stands in."""
+    ends = itertools.accumulate(map(len, op.parts))
+    return next(number for number, end in enumerate(ends, 1) if member < end)

@@ -101,7 +101,7 @@ class HostBinder:
         self.values = context.values
         self.crew = context.crew
         self.order = order
-        self.wait_of = lambda index: context.wait(index, check)
+        self.wait_of = lambda index, member=0: context.wait(index, check, member)
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
         """The function that runs an op; None where there is nothing to do.
@@ -118,7 +118,7 @@ class HostBinder:
             case Record() | HostSync():
                 return lambda: self.order.reach((index, member))
             case WaitOp():
-                return self.pass_by(self.plan.waits[index, member], index)
+                return self.pass_by(self.plan.waits[index, member], index, member)
             case Collective():
                 return self.collective(index, op)
             case Send() | Recv():
@@ -138,16 +138,16 @@ class HostBinder:
                 cells = space.notifier(op.signal, self.plan.members(op.team, op.peer))
                 return lambda: space.notify(cells, value)
             case Expect():
-                space, wait = self.crew.spaces[op.team], self.wait_of(index)
+                space, wait = self.crew.spaces[op.team], self.wait_of(index, member)
                 members, signal = self.plan.members(op.team, op.peer), op.signal
                 value = op.value
                 return lambda: space.expect(signal, members, value, wait)
             case _:
                 return None
 
-    def pass_by(self, point: Spot, index: int) -> Thunk:
+    def pass_by(self, point: Spot, index: int, member: int = 0) -> Thunk:
         """Waits for an event, or for the host to have waited."""
-        order, wait = self.order, self.wait_of(index)
+        order, wait = self.order, self.wait_of(index, member)
         return lambda: order.pass_by(point, wait)
 
     def copy(self, src: int, dst: int) -> Thunk:
