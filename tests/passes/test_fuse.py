@@ -1,0 +1,185 @@
+"""fuse: what comes together, what goes before and after it, and what stays apart with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from interlace.errors import PassError
+from interlace.ir import Call, Free, Fused, Op, Program, Put, Record, Wait, in_order, parse
+from interlace.passes import run_pipeline
+from interlace.passes.fuse import Fuse
+from interlace.passes.groups import groups
+from interlace.verify import check
+
+LOWER = "find_sites,decompose{strategy=fused},schedule,plan_memory,insert_sync"
+
+GATHER = """
+def f(tp: Team[2], x: bf16[4, 8], w: bf16[8, 8], y: out[bf16[8, 8]], z: out[bf16[4, 8]]):
+    site(1, "all_gather_matmul", strategy="fused", chunks=2)
+    slots = alloc(bf16[2, 4, 8], symmetric=tp, stream="comm", site=1)
+    comm: record(e1, site=1)
+    comm: put(x, slots[tp.rank].view(4, 8), peer=tp.rank - 1, site=1)
+    comm: record(e2, site=1)
+    comm: notify(arrived, to=tp.rank - 1, site=1)
+    main: call("aten.mm.out", x, w, out=y[tp.rank], site=1)
+    main: wait(e1, site=1)
+    main: expect(arrived, tp.rank + 1, site=1)
+    main: call("aten.mm.out", slots[tp.rank + 1].view(4, 8), w, out=y[tp.rank + 1], site=1)
+    main: wait(e2)
+    main: free(slots)
+    main: call("aten.neg.out", x, out=z)
+"""
+"""A gather as the passes before leave it."""
+
+REST = "main: copy(x, y[tp.rank + 1])"
+
+LAYER = """
+def f(tp: Team[2], x: bf16[4, 8], w: bf16[8, 8], v: bf16[8, 8], u: bf16[8, 8]):
+    full = empty(bf16[8, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w, out=(h := bf16[8, 8]))
+    main: call("aten.mm.default", full, u, out=(g := bf16[8, 8]))
+    main: call("aten.mul.Tensor", h, g, out=(a := bf16[8, 8]))
+    main: call("aten.mm.default", a, v, out=(t := bf16[8, 8]))
+    y = empty(bf16[4, 8])
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+    main: call("aten.add.Tensor", x, y, out=(z := bf16[4, 8]))
+    return z
+"""
+
+
+def fused(program: Program) -> list[Fused]:
+    return [op for op in program.ops if isinstance(op, Fused)]
+
+
+def reason(text: str) -> str:
+    """Why the chunks of the gather stay apart, which leaves all as it was."""
+    program = parse(text)
+    made = Fuse().run(program)
+    assert made.ops == program.ops
+    (site,) = made.sites
+    assert (site.strategy, site.protocol) == ("peer", "put")
+    (remark,) = made.remarks
+    assert (remark.pass_name, remark.site) == ("fuse", 1)
+    assert site.reason.removeprefix("not fused: ") in remark.text
+    return remark.text
+
+
+def test_waits_go_before_and_the_own_rows_come_first() -> None:
+    program = parse(GATHER)
+    check(program).raise_if_unsound()
+    made = Fuse().run(program)
+    check(made).raise_if_unsound()
+    check(made, in_order=True).raise_if_unsound()
+    (op,) = fused(made)
+    assert [[type(m).__name__ for m in part] for part in op.parts] == [["Call"], ["Expect", "Call"]]
+    main = [type(other) for other in made.ops if other.stream == "main"]
+    assert main == [Wait, Fused, Wait, Free, Call]
+    assert made.sites[0].strategy == "fused"
+    assert not made.remarks
+
+
+def test_a_free_goes_after() -> None:
+    text = GATHER.replace("    main: expect(", "    main: free(t)\n    main: expect(")
+    text = text.replace("    main: call(", "    t = alloc(bf16[4, 8])\n    main: call(", 1)
+    made = Fuse().run(parse(text))
+    main = [type(op).__name__ for op in made.ops if op.stream == "main"]
+    assert main[:4] == ["Alloc", "Wait", "Fused", "Free"]
+
+
+def test_what_stands_between_keeps_them_apart() -> None:
+    line = '    main: call("aten.neg.out", x, out=z)\n'
+    text = GATHER.replace(line, "").replace("    main: expect(", f"{line}    main: expect(")
+    assert "aten.neg.out stands between its chunks" in reason(text)
+
+
+def test_chunks_on_two_streams_stay_apart() -> None:
+    text = GATHER.replace('main: call("aten.mm.out", slots', 'side: call("aten.mm.out", slots')
+    assert "its chunks are on several streams" in reason(text)
+
+
+def test_what_waits_for_its_own_outcome_stays_apart() -> None:
+    """The second chunk waits for what another stream does with the first."""
+    text = GATHER.replace(
+        "    main: wait(e1, site=1)\n",
+        "    main: record(e3)\n    comm: wait(e3)\n    comm: copy(y[tp.rank], z)\n"
+        "    comm: record(e4)\n    main: wait(e1, site=1)\n    main: wait(e4)\n",
+    ).replace('    main: call("aten.neg.out", x, out=z)\n', "")
+    assert "waits for e4, which comes after it" in reason(text)
+
+
+def test_parts_that_would_race_stay_apart() -> None:
+    text = GATHER.replace("w, out=y[tp.rank + 1]", "w, out=y[tp.rank]")
+    text = text.replace(
+        "    main: wait(e2)\n", "    main: copy(x, y[tp.rank + 1])\n    main: wait(e2)\n"
+    )
+    assert "its parts would race" in reason(text)
+
+
+def test_of_two_matmuls_only_the_one_that_races_stays_apart() -> None:
+    second = parse(GATHER.replace("y: out", "q: bf16[8, 8], r: out[bf16[8, 8]], y: out"))
+    calls = [op for op in second.ops if isinstance(op, Call) and op.site == 1]
+    lines = str(second).splitlines()
+    mine = [line for line in lines if "aten.mm.out" in line]
+    racing = [line.replace("w, out=y[tp.rank + 1]", "q, out=r[tp.rank]") for line in mine]
+    racing = [line.replace("w, out=y", "q, out=r") for line in racing]
+    at = next(i for i, line in enumerate(lines) if "wait(e2)" in line)
+    text = "\n".join([*lines[:at], *racing, "    " + REST.replace("y[", "r["), *lines[at:]])
+    program = parse(text)
+    check(program).raise_if_unsound()
+    made = Fuse().run(program)
+    assert len(calls) == 2
+    assert len(fused(made)) == 1
+    assert fused(made)[0].writes()[0].view.buffer == "y"
+    assert made.sites[0].strategy == "fused"
+    assert "a matmul stays in chunks: its parts would race" in made.remarks[0].text
+
+
+def test_it_comes_last_and_once() -> None:
+    made = Fuse().run(parse(GATHER))
+    assert groups(made) == []
+    assert Fuse().run(made) == made
+    for name in ("insert_sync", "schedule", "plan_memory"):
+        with pytest.raises(PassError, match="the pass fuse comes last"):
+            run_pipeline(made, name)
+
+
+def test_schedule_and_memory_leave_kernels_whole() -> None:
+    planned = run_pipeline(parse(LAYER), LOWER)
+    found = groups(planned)
+    assert len(found) == 3  # two matmuls share the gather
+    for group in found:
+        between = planned.ops[group[0] : group[-1] + 1]
+        mine = [op for op in between if op.stream == "main" and not isinstance(op, Wait | Record)]
+        assert {op.site for op in mine} == {planned.ops[group[0]].site}
+    made = Fuse().run(planned)
+    assert len(fused(made)) == 3
+    assert not any(remark.pass_name == "fuse" for remark in made.remarks)
+    for op in fused(made):
+        apart(made, op)
+
+
+def apart(program: Program, op: Fused) -> None:
+    """What a kernel writes shares no bytes with anything else that it uses."""
+    buffers = program.buffers()
+    used = {access.view.buffer for access in (*op.reads(), *op.writes())}
+    places = [(buffers[name].offset, name) for name in used if buffers[name].storage == "arena"]
+    assert len({offset for offset, _ in places}) == len(places)
+
+
+def test_puts_come_between_the_records_and_the_sum_in_order() -> None:
+    made = run_pipeline(parse(LAYER), f"{LOWER},fuse")
+    kernel = fused(made)[-1]
+    at = made.ops.index(kernel)
+
+    def item(index: int, number: int) -> Op:
+        op = made.ops[index]
+        return op.members[number] if isinstance(op, Fused) else op
+
+    order = [item(*spot) for spot in in_order(made.ops)]
+    assert len(order) == sum(len(op.members) if isinstance(op, Fused) else 1 for op in made.ops)
+    puts = [i for i, op in enumerate(order) if isinstance(op, Put) and op.site == kernel.site]
+    record = next(m for m in kernel.members if isinstance(m, Record))
+    assert order.index(record) < min(puts)
+    assert max(puts) < order.index(kernel.members[-1])
+    assert at < min(i for i, op in enumerate(made.ops) if isinstance(op, Put) and i > at)
