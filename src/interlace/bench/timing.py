@@ -4,7 +4,8 @@
     found["ours"].median, found["ours"].p90          # seconds: of each round the slowest rank
 
 A burst is a few launches one after another, with inputs in turn so that none lies in the cache,
-between two events of the current stream; before it ranks meet. A round gives every candidate a
+between two events of the current stream; before it ranks meet, and the device waits a moment so
+that launches stand back to back from the first on. A round gives every candidate a
 burst, and each round starts with another candidate: what drifts (clocks, heat) falls on all alike.
 Of a burst the slowest rank counts, and over the rounds the median and the 90th percentile.
 """
@@ -27,10 +28,12 @@ from interlace.errors import ExecutorError
 Run = Callable[..., Any]
 """Launches once, with the inputs of one set."""
 
-BURST_S = 2e-3
+BURST_S = 6e-3
 """A burst holds launches for about that long,"""
-LAUNCHES = (5, 50)
+LAUNCHES = (8, 60)
 """but at least and at most so many."""
+LEAD_CYCLES = 400_000
+"""How long the device waits before a burst, so that the host is ahead of it: some 0.2 ms."""
 ROUNDS = (3, 15)
 """At least and at most so many rounds."""
 
@@ -98,6 +101,8 @@ def burst(
     host: list[float] = []
     sets = [inputs[(first + 1 + i) % len(inputs)] for i in range(launches)]
     start, end = _marks(ranks)
+    if ranks.cuda:
+        torch.cuda._sleep(LEAD_CYCLES)
     begun = time.perf_counter()
     start.record()
     before = time.perf_counter()
