@@ -24,6 +24,9 @@ def compare(programs: list[Program], runs: int) -> tuple[Report, Verdict] | None
     more = check(programs, runs=runs, unroll=True).kinds() - kinds
     # After a deadlock, a later run may read what a stuck rank never wrote: a consequence, no cause.
     assert more <= ({"uninitialized"} if "deadlock" in kinds else set[str]()), shown
+    in_order = check(programs, runs=runs, in_order=True)
+    if report.sound:  # one after another, ranks may only wait for what a peer lists later
+        assert in_order.kinds() <= {"deadlock", "uninitialized"}, f"{in_order}\n{shown}"
     if kinds & {"double-free", "bad-free"} or any(
         finding.kind == "use-before-alloc" and "before it is allocated" in finding.message
         for finding in report.findings

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from interlace.ir.ops import Collective, Fused, Op, Recv, Send
+from interlace.ir.ops import Collective, Op, Recv, Send
 from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.graph import Graph, Part
@@ -237,24 +237,21 @@ def _why(part: Part, earlier: Part) -> str:
             return "the slot comes back with its free"
         return "the run before has to end" if other.code is Code.EXIT else _queued(op, before)
     same = item.index == other.index
-    members = same and Code.FUSED not in (item.code, other.code)
-    earlier_there = other.place < item.place if members else other.index < item.index
-    if item.stream == other.stream and earlier_there:
+    members = same and not {item.code, other.code} & {Code.GROUP, Code.FUSED}
+    if item.stream == other.stream and other.turn < item.turn and (members or not same):
         return STREAM
     if item.code is Code.WAIT and item.record == other.place:
         return "the event is recorded there"
-    if other.code is Code.HOST_SYNC and other.index < item.index:
+    if other.code is Code.HOST_SYNC and other.turn < item.turn:
         return "the host issues nothing more until that stream has come there"
     if item.code is Code.ALLOC and other.code is Code.FREE:
         return "the slot comes back with its free"
     if item.code is Code.EXIT:
         return "the run ends after it"
-    if same and isinstance(frame.place.source.items[item.index].op, Fused):
-        if members:
-            return "the parts of a fused op are begun in the order listed"
-        return "it is part of the same fused op"
+    if members:
+        return "the parts of a fused op are begun in the order listed"
     if same:
-        return "it is part of the same group"
+        return "it is part of the same op"
     return _queued(op, before)
 
 

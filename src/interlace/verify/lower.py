@@ -9,6 +9,8 @@ name means, which Record a Wait sees), and what is wrong in that order alone is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from interlace.errors import ProgramError
 from interlace.ir.in_order import in_order
 from interlace.ir.ops import (
@@ -73,6 +75,8 @@ class _Lowering:
         ranks = program.world if program.rank is None else (program.rank,)
         streams = tuple(f"{name}, part {k + 1}" if k else name for name, k in self.streams)
         sequence = self.in_sequence(items) if self.in_order else items
+        for turn, item in enumerate([*_with_members(sequence), leave]):
+            item.turn = turn
         return Source(
             *(program, ranks, streams, items, leave, self.versions, self.flaws, sequence),
             self.num_places,
@@ -286,6 +290,13 @@ class _Lowering:
         for versions in users.values():
             for version in versions if len(versions) > 1 else ():
                 version.shared = True
+
+
+def _with_members(items: Iterable[Item]) -> Iterator[Item]:
+    """The items in the order of issue, those of which they are made after each."""
+    for item in items:
+        yield item
+        yield from item.members
 
 
 def _declared(op: Op) -> tuple[Buffer, ...]:

@@ -101,6 +101,8 @@ class Item:
     record: int = -1
     """The place of the Record that a Wait sees."""
     members: tuple[Item, ...] = ()
+    turn: int = -1
+    """When it is issued: of two ops of a stream, the one with the lower turn goes first."""
     place: int = -1
     """Where a frame keeps its node: the index, or for a member of a Fused a number after all."""
 
