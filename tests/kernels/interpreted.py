@@ -142,17 +142,15 @@ def check_scatter(draw: random.Random) -> None:
     y, y2 = (torch.full((rows, columns), float("nan")).half() for _ in range(2))
     counters = torch.zeros(size * subs, dtype=torch.int32)
     to = described(stage, TILE["BM"], TILE["BN"] // (2 if case["halves"] else 1))
-    words = torch.zeros(size, dtype=torch.int32)
     each = m_tiles // subs * -(-columns // TILE["BN"])
     grid = min(case["programs"], each * subs * size)  # no block without a tile
     scatter_kernel.scatter_kernel[(grid,)](
         described(x, TILE["BM"], TILE["BK"]),
         weight_of(w, case["transposed"], TILE["BN"]),
-        to, to, to, to,
-        stage, slots, y, y2, bias, torch.ones(size, dtype=torch.int32), 1, counters,
-        words, 0, words, 0, slots.stride(0), rows, columns, case["inner"],
+        to, stage, slots, y, y2, bias, torch.ones(size, dtype=torch.int32), 1, counters,
+        slots.stride(0), rows, columns, case["inner"],
         SIZE=size, RANK=rank, SUBS=subs, TRANSPOSED=case["transposed"], BIAS=case["bias"],
-        GATED=size > 1, SECOND=second, RAISE_OWN=True, PUSH=False, LATE=1, UNDER=under,
+        GATED=size > 1, SECOND=second, RAISE_OWN=True, LATE=1, UNDER=under,
         STEP=8, LAST_STEP=16, STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,
     )  # fmt: skip
     what = ("scatter", case, rank, subs, under)

@@ -53,7 +53,7 @@ WORDS_NBYTES = 128
 STOP_AT = 8
 """Where among them a 1 ends the call under way."""
 
-MOST_BLOCKS = 64
+MOST_BLOCKS = 128
 """CTAs of a call unless asked otherwise: enough to fill the links, few enough to start beside the
 last wave of a GEMM."""
 VECTOR_NBYTES = 16

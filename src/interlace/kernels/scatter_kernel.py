@@ -12,13 +12,6 @@ keeps loads under way throughout. The counter of a tile is raised at k-step LATE
 one, when its stores have long been performed: waiting for them at once costs 2 us a tile. There are
 no more blocks than tiles.
 
-Note [Pushed tiles]
-    With PUSH a tile of another rank's rows is not stored in the stage but by TMA in this rank's
-    slot at its owner, over the link, and the last block to store one of a chunk raises the owner's
-    gate. No copy engine, no other stream: tiles leave one by one, under the next one's k-steps.
-    Before its first tile leaves, a block waits for the words at `ended`: an owner may still be
-    reading what its slot held.
-
 Note [Sums under tiles]
     With UNDER an own tile is summed at a k-step of a later one: two blocks share a processor, and
     while one sums the other has the tensor cores; the halves of the grid sum at different k-steps.
@@ -87,27 +80,15 @@ def sum_tile(
 
 @triton.jit
 def publish(
-    counters, words, due, expected, tile, per_part, per_sub,
-    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, PUSH: tl.constexpr,
-    BY_TMA: tl.constexpr,
+    counters, tile, per_part, per_sub,
+    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Settles a tile's stores; if it is another rank's, raises the counter of its range.
-
-    With PUSH the block that raises a chunk's counter to `due` tells its owner that all of it is
-    there: the counter is acquired, so the owner sees the stores of every block that raised it.
-    """
+    """Settles a tile's stores; if it is another rank's, raises the counter of its range."""
     settle(BY_TMA)
     part = tile // per_part
     if part < SIZE - 1:
-        chunk = (RANK + 1 + part) % SIZE
-        if PUSH:
-            before = tl.atomic_add(counters + chunk, 1, sem="acq_rel", scope="sys")
-            if before + 1 == due:
-                word = tl.load(words + chunk).to(tl.pointer_type(tl.uint32))
-                tl.atomic_xchg(word, expected, sem="release", scope="sys")
-        else:
-            sub = (tile - part * per_part) // per_sub
-            raise_counter(counters + chunk * SUBS + sub)
+        sub = (tile - part * per_part) // per_sub
+        raise_counter(counters + (RANK + 1 + part) % SIZE * SUBS + sub)
 
 
 @triton.jit
@@ -115,9 +96,6 @@ def scatter_kernel(
     x_desc,
     w_desc,
     stage_desc,
-    push_desc_1,
-    push_desc_2,
-    push_desc_3,
     stage,
     slots,
     y,
@@ -126,10 +104,6 @@ def scatter_kernel(
     gates,
     expected,
     counters,
-    words,
-    due,
-    ended,
-    ended_due,
     slot_stride,
     rows,
     columns,
@@ -146,7 +120,6 @@ def scatter_kernel(
     GATED: tl.constexpr,
     SECOND: tl.constexpr,
     RAISE_OWN: tl.constexpr,
-    PUSH: tl.constexpr,
     LATE: tl.constexpr,
     UNDER: tl.constexpr,
     STEP: tl.constexpr,
@@ -180,24 +153,13 @@ def scatter_kernel(
         m, n = place(inside - sub * per_sub, m_tiles, n_tiles, GROUP_M)
         row = (sub * m_tiles + m) * BM
         column = n * BN
-        if PUSH:
-            if (k_tiles == 1) & (tile == first):
-                for away in tl.static_range(1, SIZE):
-                    row += wait_gate(ended + (RANK + away) % SIZE, ended_due)
         acc = tl.zeros([BM, BN], tl.float32)
         for k in range(k_tiles):
             a = x_desc.load([chunk * rows + row, k * BK])
             b = load_weight(w_desc, k * BK, column, TRANSPOSED)
             acc = tl.dot(a, b, acc)
-            if PUSH:
-                if (k == late) & (tile == first):
-                    for away in tl.static_range(1, SIZE):
-                        wait_gate(ended + (RANK + away) % SIZE, ended_due)
             if (k == late) & (tile != first):
-                publish(
-                    counters, words, due, expected, tile - programs, per_part, per_sub,
-                    SIZE, RANK, SUBS, PUSH, STORE_TMA,
-                )  # fmt: skip
+                publish(counters, tile - programs, per_part, per_sub, SIZE, RANK, SUBS, STORE_TMA)
             if UNDER:
                 if (k == sum_at) & (tile > own + summed * programs):
                     up = True
@@ -220,33 +182,18 @@ def scatter_kernel(
             acc = add_bias(acc, bias, column, columns, BN)
         made = acc.to(y.dtype.element_ty)
         if STORE_TMA:
-            to_desc = stage_desc
-            to_row = chunk * rows + row
-            if PUSH:
-                if part < SIZE - 1:
-                    to_row = RANK * rows + row  # this rank's slot at the owner
-                    to_desc = push_desc_1
-                    if SIZE > 2:
-                        if part == 1:
-                            to_desc = push_desc_2
-                    if SIZE > 3:
-                        if part == 2:
-                            to_desc = push_desc_3
             if HALVES:
                 left, right = halve(made, BM, BN)
-                to_desc.store([to_row, column], left)
-                to_desc.store([to_row, column + BN // 2], right)
+                stage_desc.store([chunk * rows + row, column], left)
+                stage_desc.store([chunk * rows + row, column + BN // 2], right)
             else:
-                to_desc.store([to_row, column], made)
+                stage_desc.store([chunk * rows + row, column], made)
         else:
             to = stage + (chunk * rows).to(tl.int64) * columns
             store_rows(to, made, row, rows, column, columns, BM, BN)
 
     last = first + (tl.cdiv(tiles - first, programs) - 1) * programs
-    publish(
-        counters, words, due, expected, last, per_part, per_sub,
-        SIZE, RANK, SUBS, PUSH, STORE_TMA,
-    )  # fmt: skip
+    publish(counters, last, per_part, per_sub, SIZE, RANK, SUBS, STORE_TMA)
     ready = 0
     if GATED:
         if own + summed * programs < tiles:

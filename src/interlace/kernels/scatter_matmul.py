@@ -12,7 +12,6 @@ in slots[s]; slots[rank] is neither read nor written, and stage[rank] is where t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from interlace.kernels.configs import Config, choose, tiles
 from interlace.kernels.launch import TYPES, Descriptors, Program, Recent, Source, block_type
 from interlace.kernels.scatter_kernel import scatter_kernel
 
-LATE, LATEST = 6, 1 << 20
-"""The k-step of a block's next tile at which it raises the counter of the last one. Over a link all
-blocks' tiles of a wave take about as long as the k-steps of the next: then it is the last."""
+LATE = 6
+"""The k-step of a block's next tile at which it raises the counter of the last one."""
 
 
 def scatter_source(
@@ -40,7 +38,6 @@ def scatter_source(
     gated: bool = True,
     by_tma: bool = True,
     under: bool = False,
-    push: bool = False,
 ) -> Source:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
     element = TYPES[dtype]
@@ -50,14 +47,7 @@ def scatter_source(
     types = {
         "x_desc": block_type(dtype, config.bm, config.bk),
         "w_desc": block_type(dtype, *weight),
-        **dict.fromkeys(
-            ("stage_desc", "push_desc_1", "push_desc_2", "push_desc_3"),
-            block_type(dtype, config.bm, config.bn // (2 if halves else 1)),
-        ),
-        "words": "*u64",
-        "due": "u32",
-        "ended": "*u32",
-        "ended_due": "u32",
+        "stage_desc": block_type(dtype, config.bm, config.bn // (2 if halves else 1)),
         **dict.fromkeys(("stage", "slots", "y", "y2", "bias"), f"*{element}"),
         "gates": "*u32",
         "expected": "u32",
@@ -78,8 +68,7 @@ def scatter_source(
         "GATED": gated and size > 1,
         "SECOND": second,
         "RAISE_OWN": raise_own,
-        "PUSH": push,
-        "LATE": LATEST if push else LATE,
+        "LATE": LATE,
         "UNDER": under,
         "STEP": min(config.bm, 32 * threads // config.bn),
         "LAST_STEP": min(config.bm, 64 * threads // config.bn),
@@ -95,16 +84,6 @@ def scatter_source(
         num_stages=config.stages,
         divisible={"columns": 8, "inner": 8, "slot_stride": 8},
     )
-
-
-MOST_OWNERS = 3
-"""Peers that a kernel can push to."""
-
-
-def may_push(*, rows: int, columns: int, size: int, processors: int) -> bool:
-    """Whether tiles of this shape can be stored at their owners: TMA wants them to be whole."""
-    config = choose(rows=rows, columns=columns, parts=size, processors=processors, may_halve=False)
-    return 1 < size <= MOST_OWNERS + 1 and rows % config.bm == 0
 
 
 class ScatterMatmul:
@@ -126,19 +105,16 @@ class ScatterMatmul:
         second: bool = False,
         raise_own: bool = False,
         gated: bool = True,
-        under: bool = False,
-        push: bool = False,
+        under: bool | None = None,
         config: Config | None = None,
     ) -> None:
-        """With `push` tiles go to their owners by the kernel itself; `may_push` says whether."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         config = config or choose(
             rows=rows, columns=columns, parts=size, processors=processors, may_halve=False
         )
         self.config = config
         m_tiles = -(-rows // config.bm)
-        self.push = push
-        self.subs = 1 if push else max(s for s in range(1, subs + 1) if m_tiles % s == 0)
+        self.subs = max(s for s in range(1, subs + 1) if m_tiles % s == 0)
         self._rows, self._sub = rows, m_tiles // self.subs * config.bm
         self._raised = m_tiles // self.subs * -(-columns // config.bn)
         total = tiles(config, rows, columns, size)
@@ -154,15 +130,12 @@ class ScatterMatmul:
             raise_own=raise_own,
             gated=gated,
             by_tma=rows % config.bm == 0,
-            under=under,
-            push=push,
+            under=config.blocks > 1 if under is None else under,
         )
         self._program = Program(source, device)
         self._grid = min(processors * config.blocks, total)
-        # The kernel has arguments for three owners; those that a smaller team lacks are not read.
         weight = (columns, inner) if transposed else (inner, columns)
-        results = [(size * rows, columns)] * (1 + MOST_OWNERS)
-        shapes = [(size * rows, inner), weight, *results]
+        shapes = [(size * rows, inner), weight, (size * rows, columns)]
         self._operands = [Descriptors(self._program, i, shape) for i, shape in enumerate(shapes)]
         self._bound = Recent(self._bind)
         self._numbers = (rows * columns, rows, columns, inner)
@@ -189,18 +162,8 @@ class ScatterMatmul:
         gates: int,
         expected: int,
         counters: int,
-        owners: Sequence[int] = (),
-        words: int = 0,
-        due: int = 0,
-        ended: int = 0,
-        ended_due: int = 0,
     ) -> None:
-        """Issues the GEMM on that stream (its handle); waits for nothing.
-
-        With `push`, `owners` has the addresses here of the slots of rank + 1, rank + 2, ..., and at
-        `words` stand those of the words to write (64 bits for each chunk) when a chunk's counter
-        has come to `due`. The words at `ended`, one a rank, must have come to `ended_due` before.
-        """
+        """Issues the GEMM on that stream (its handle); waits for nothing."""
         key = (
             x.data_ptr(),
             w.data_ptr(),
@@ -209,26 +172,20 @@ class ScatterMatmul:
             y.data_ptr(),
             0 if y2 is None else y2.data_ptr(),
             0 if bias is None else bias.data_ptr(),
-            *owners,
         )
         args = (
             *self._bound.find(key),
             gates or 0,
             expected & 0xFFFFFFFF,
             counters,
-            words,
-            due & 0xFFFFFFFF,
-            ended,
-            ended_due & 0xFFFFFFFF,
             *self._numbers,
         )
         self._program.launch(stream, self._grid, args)
 
     def _bind(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
         """The arguments up to the gates."""
-        x, w, stage, slots, y, y2, bias, *owners = addresses
-        filled = (*owners, *(stage,) * MOST_OWNERS)[:MOST_OWNERS]
-        each = zip(self._operands, (x, w, stage, *filled), strict=True)
+        x, w, stage, slots, y, y2, bias = addresses
+        each = zip(self._operands, (x, w, stage), strict=True)
         return (
             *(arg for operand, at in each for arg in operand.make(at)),
             *(stage, slots, y, y2, bias),

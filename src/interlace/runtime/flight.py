@@ -8,7 +8,6 @@ print(log.text(12), log.tail())
 from __future__ import annotations
 
 import itertools
-import textwrap
 import time
 
 from interlace.ir import Fused, Program

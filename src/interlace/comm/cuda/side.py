@@ -53,6 +53,8 @@ class CudaSide:
         """The peers' words that say which run this rank has ended,"""
         self.heard = [self.heap.address(self.me, first + member) for member in others]
         """and this rank's words that say which they have."""
+        self.last: tuple[int, int] | None = None
+        """The stream of this rank's last run, and the event of its end."""
         self.areas: list[Area] = []
         """The exchanges' staging memory; Executors made before a larger one came keep theirs."""
         self.spaces: weakref.WeakSet[CudaSpace] = weakref.WeakSet()

@@ -1,8 +1,13 @@
 """The CUDA engine: streams, copy engines and kernels instead of threads.
 
 engine.py      the engine: binds a Program's ops once, issues them in every run
+binding.py     a Program's ops in a run, with what stands before and after them
 binder.py      each kind of op as a function that issues it
+transfers.py   collectives and messages
+exchanges.py   collectives that one kernel does
+parts.py       what the parts of a Fused op do
 fused.py       a Fused op as one persistent kernel
+runner.py      one run, from the caller's tensors to the results
 lanes.py       the streams of a Program and the points between them
 graphs.py      the same ops captured in two CUDA graphs
 watchdog.py    bounds every wait: finds what stalls, lets it go, says what it was

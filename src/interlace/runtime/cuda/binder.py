@@ -17,15 +17,13 @@ Note [When slots are taken]
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.cuda.space import CudaSpace
-from interlace.errors import CommTimeoutError, UnsupportedError
+from interlace.errors import CommTimeoutError
 from interlace.ir import (
     Alloc,
     Box,
@@ -48,9 +46,9 @@ from interlace.ir import (
     Wait,
 )
 from interlace.runtime.calls import bind_call
-from interlace.runtime.cuda.exchanges import bind_exchange
 from interlace.runtime.cuda.fused import bind_kernel, bind_member
-from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk
+from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
+from interlace.runtime.cuda.transfers import collective, messages
 from interlace.runtime.engine import Context
 
 POLL_S = 0.0002
@@ -152,11 +150,11 @@ class Binder:
             case HostSync():
                 return self.host_sync(lane, index)
             case Collective():
-                return self.collective(lane, index, op)
+                return collective(self, lane, index, op)
             case Send() | Recv():
-                return self.messages(lane, index, (op,))
+                return messages(self, lane, index, (op,))
             case Group():
-                return self.messages(lane, index, op.ops)
+                return messages(self, lane, index, op.ops)
             case Fused():
                 return self.fused(lane, index, op)
             case _:
@@ -290,53 +288,6 @@ class Binder:
 
         return run
 
-    # -- collectives and messages ----------------------------------------------------------------
-
-    def collective(self, lane: Lane, index: int, op: Collective) -> Thunk | None:
-        """By NCCL, or by one kernel over peer memory."""
-        turn, spec = self.plan.turns[index], self.plan.specs[index]
-        items = self.values.items
-        src = None if op.src is None else self.values.own(op.src)
-        dst = None if op.dst is None else self.values.own(op.dst)
-        if turn.backend == "peer":
-            return bind_exchange(
-                *(self.links.spaces[op.team].side, spec, lambda: lane.handle),
-                *(None if place is None else (lambda p=place: items[p]) for place in (src, dst)),
-            )
-        backend = self.crew.backends[op.team, turn.backend]
-        issue = bind_on_stream(backend, spec, self.context.options.time_out_s)
-
-        def run() -> None:
-            issue(None if src is None else items[src], None if dst is None else items[dst])
-
-        return lane.within(run)
-
-    def messages(self, lane: Lane, index: int, ops: Sequence[Send | Recv]) -> Thunk:
-        """Sends and receipts that start together."""
-        backends = {
-            (op.team, self.plan.letters[index, number].backend) for number, op in enumerate(ops)
-        }
-        by_backend: list[Thunk] = []
-        for team, name in sorted(backends):
-            if name == "peer":
-                raise UnsupportedError(
-                    "messages go by NCCL on CUDA: leave the backend of sends and receipts open, or "
-                    "use one-sided copies (strategy peer)"
-                )
-            mine = [
-                (number, op)
-                for number, op in enumerate(ops)
-                if (op.team, self.plan.letters[index, number].backend) == (team, name)
-            ]
-            parts = [
-                ("send" if isinstance(op, Send) else "recv", self.plan.members(team, op.peer)[0])
-                for _, op in mine
-            ]
-            places = [self.values.own(op.src if isinstance(op, Send) else op.dst) for _, op in mine]
-            issue = bind_messages(self.crew.backends[team, name], parts, self.context.device)
-            by_backend.append(_moved(issue, self.values.items, places))
-        return lane.within(_in_turn(by_backend))
-
     # -- kernels of several parts ----------------------------------------------------------------
 
     def member(self, index: int, op: Fused, number: int) -> Thunk | None:
@@ -356,21 +307,4 @@ class Binder:
             return bound
         steps = [self.bind(index, item, number) for number, item in enumerate(op.members)]
         found = [step for step in steps if step is not None]
-        return _in_turn(found) if found else None
-
-
-def _moved(
-    issue: Callable[[Sequence[Any]], None], items: Sequence[Any], places: Sequence[int]
-) -> Thunk:
-    return lambda: issue([items[place] for place in places])
-
-
-def _in_turn(runs: Sequence[Thunk]) -> Thunk:
-    if len(runs) == 1:
-        return runs[0]
-
-    def run() -> None:
-        for each in runs:
-            each()
-
-    return run
+        return in_turn(found) if found else None

@@ -4,8 +4,9 @@ A run returns when all is issued; the caller's stream then ends with the run, as
 The watchdog bounds what the streams wait for: `failure` holds what it found.
 
 Note [A run on the streams]
-    entry   the other streams wait for the caller's, and the caller's for the end of the last run if
-            it is another stream than last time: the arena and the slots are one run's at a time
+    entry   the other streams wait for the caller's, and the caller's for the end of the team's last
+            run, of whatever Executor, if that was on another stream: slots, words and staging
+            memory are one run's at a time
     slots   see Note [When slots are taken]
     exit    the caller's stream waits for the others
     after   another stream tells the peers that this run has ended
@@ -53,7 +54,8 @@ class CudaEngine:
             self._marks = [(self.driver.event(), self.driver.event()) for _ in range(MARKS)]
         self._used = [s.side for s in spaces.values() if s.uses]
         self._tells = [(side, self.driver.batch([], side.told)) for side in self._used]
-        self._caller = 0
+        self.last: tuple[int, int] | None = None
+        self._owners: list[Any] = [*self.sides] or [self]
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
         self.graphs: Graphs | None = None
         self.issued, self.marks = 0, MARKS
@@ -71,14 +73,14 @@ class CudaEngine:
     def run(self) -> None:
         """Issues one run on the stream that the caller is on."""
         binding, driver = self.binding, self.driver
-        entry, over = self._enter()
+        stream, entry, over = self._enter()
         if self.context.options.trace:
             self._begin_trace()
         for side in self._used:
             side.enter()
-        binding.main.handle = stream = self._caller
+        binding.main.handle = stream
         binding.issue(entry)
-        driver.record(stream, over)
+        self._leave(stream, over)
         if self._used:
             aside = binding.aside
             if aside.handle != stream:
@@ -88,20 +90,26 @@ class CudaEngine:
 
     def replay(self, graph: Any) -> None:
         """Issues one run that was captured."""
-        entry, over = self._enter()
-        self.driver.record(self._caller, entry)
+        stream, entry, over = self._enter()
+        self.driver.record(stream, entry)
         graph.replay()
-        self.driver.record(self._caller, over)
+        self._leave(stream, over)
 
-    def _enter(self) -> tuple[int, int]:
-        """One more run, on the caller's stream: the events of its begin and its end."""
+    def _enter(self) -> tuple[int, int, int]:
+        """The stream that the caller is on, after the last run on another; the events of a run."""
         stream = self._raw_stream(self._index)
-        if stream != self._caller:
-            if self.issued:
-                self.driver.wait_event(stream, self._marks[self.issued % MARKS][1])
-            self._caller = stream
+        for owner in self._owners:
+            last = owner.last
+            if last is not None and last[0] != stream:
+                self.driver.wait_event(stream, last[1])
+        return stream, *self._marks[(self.issued + 1) % MARKS]
+
+    def _leave(self, stream: int, over: int) -> None:
+        """All of a run is issued. Only now it counts: before, its event stands for an older one."""
+        self.driver.record(stream, over)
+        for owner in self._owners:
+            owner.last = stream, over
         self.issued += 1
-        return self._marks[self.issued % MARKS]
 
     def begun(self, run: int) -> bool:
         """Whether a run has begun on the device, of the last few."""
@@ -176,6 +184,9 @@ class CudaEngine:
         """Waits for what is under way (bounded), then gives everything back."""
         watchdog().drop(self.watched)
         self.watched.settle()
+        for owner in self._owners:
+            if owner.last is not None and any(owner.last[1] == over for _, over in self._marks):
+                owner.last = None
         if self.graphs is not None:
             self.graphs.close()
         self.binding.close()

@@ -7,7 +7,7 @@ wait for the end of a large one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,3 +84,15 @@ class CounterPoint:
 
 
 Point = EventPoint | CounterPoint
+
+
+def in_turn(runs: Sequence[Thunk]) -> Thunk:
+    """Functions, one after another, as one."""
+    if len(runs) == 1:
+        return runs[0]
+
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run

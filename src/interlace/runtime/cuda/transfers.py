@@ -1,0 +1,72 @@
+"""Collectives and messages, bound to NCCL or to one kernel over peer memory.
+
+issue = collective(binder, lane, index, op)
+issue = messages(binder, lane, index, (send, recv))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
+from interlace.errors import UnsupportedError
+from interlace.ir import Collective, Recv, Send
+from interlace.runtime.cuda.exchanges import bind_exchange
+from interlace.runtime.cuda.lanes import Lane, Thunk, in_turn
+
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.binder import Binder
+
+
+def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk | None:
+    """By NCCL, or by one kernel over peer memory."""
+    turn, spec = binder.plan.turns[index], binder.plan.specs[index]
+    items = binder.values.items
+    src = None if op.src is None else binder.values.own(op.src)
+    dst = None if op.dst is None else binder.values.own(op.dst)
+    if turn.backend == "peer":
+        return bind_exchange(
+            *(binder.links.spaces[op.team].side, spec, lambda: lane.handle),
+            *(None if place is None else (lambda p=place: items[p]) for place in (src, dst)),
+        )
+    backend = binder.crew.backends[op.team, turn.backend]
+    issue = bind_on_stream(backend, spec, binder.context.options.time_out_s)
+
+    def run() -> None:
+        issue(None if src is None else items[src], None if dst is None else items[dst])
+
+    return lane.within(run)
+
+
+def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv]) -> Thunk:
+    """Sends and receipts that start together."""
+    backends = {
+        (op.team, binder.plan.letters[index, number].backend) for number, op in enumerate(ops)
+    }
+    by_backend: list[Thunk] = []
+    for team, name in sorted(backends):
+        if name == "peer":
+            raise UnsupportedError(
+                "messages go by NCCL on CUDA: leave the backend of sends and receipts open, or "
+                "use one-sided copies (strategy peer)"
+            )
+        mine = [
+            (number, op)
+            for number, op in enumerate(ops)
+            if (op.team, binder.plan.letters[index, number].backend) == (team, name)
+        ]
+        parts = [
+            ("send" if isinstance(op, Send) else "recv", binder.plan.members(team, op.peer)[0])
+            for _, op in mine
+        ]
+        places = [binder.values.own(op.src if isinstance(op, Send) else op.dst) for _, op in mine]
+        issue = bind_messages(binder.crew.backends[team, name], parts, binder.context.device)
+        by_backend.append(_moved(issue, binder.values.items, places))
+    return lane.within(in_turn(by_backend))
+
+
+def _moved(
+    issue: Callable[[Sequence[Any]], None], items: Sequence[Any], places: Sequence[int]
+) -> Thunk:
+    return lambda: issue([items[place] for place in places])
