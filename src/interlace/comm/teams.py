@@ -221,6 +221,8 @@ class TeamComm:
         self.resets += 1
         topic = f"{self.topic}/reset/{self.resets}"
         with self.lock:
+            if self._cuda is not None:
+                self._cuda.drain(time_out_s)
             mine: Note = {"run": self.control.run}
             told = self.board.exchange(f"{topic}/reset", self.ranks, self.rank, mine, time_out_s)
             self.control.reset(max(note["run"] for note in told))

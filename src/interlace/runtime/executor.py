@@ -308,10 +308,7 @@ class Executor:
         self._poison = None
 
     def synchronize(self) -> None:
-        """Returns when all runs have ended, within the time-out; raises what made one fail.
-
-        On the CPU a run has ended when `run` returns.
-        """
+        """Returns when all runs have ended (on the CPU at once); raises what made one fail."""
         if self._runner is not None and self._engine is not None:
             cast("Any", self._engine).synchronize()
 

@@ -13,6 +13,7 @@ Note [Two runs apart]
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import share_memory
 from interlace.comm.cuda.slots import CudaSlotPool
 from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
+from interlace.errors import CommTimeoutError
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.space import CudaSpace
@@ -111,6 +113,18 @@ class CudaSide:
             space.release()
         for area in self.areas:
             area.stop()
+
+    def drain(self, time_out_s: float) -> None:
+        """After a failure: lets go of all that this rank has under way, and waits for its end."""
+        deadline = time.monotonic() + time_out_s
+        while self.last is not None and not self.driver.done(self.last[1]):
+            if time.monotonic() > deadline:
+                raise CommTimeoutError(
+                    f"the device of rank {self.team.rank} is not done {time_out_s:g} s after a "
+                    "failure: end this process"
+                )
+            self.release()
+            time.sleep(0.01)
 
     def reset(self) -> None:
         """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""

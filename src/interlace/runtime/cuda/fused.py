@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from interlace.ir import Call, Fused
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
 from interlace.runtime.cuda.parts import (
@@ -125,7 +127,7 @@ def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
             *(None if bias is None else items[bias], gates, space.base + value),
         )
 
-    return run
+    return _aligned(lane, items, run, (x, w, slots), y)
 
 
 def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
@@ -157,4 +159,33 @@ def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
             *(gates, space.base + value, counters),
         )
 
-    return run
+    return _aligned(lane, items, run, (x, w, stage), y)
+
+
+def _aligned(
+    lane: Lane, items: list[Any], run: Thunk, reads: tuple[int, ...], written: int
+) -> Thunk:
+    """`run`, with copies of those operands that begin where TMA cannot: views into other tensors."""
+    first, second, third = reads
+
+    def careful() -> None:
+        for place in reads:
+            if items[place].data_ptr() % ALIGNED:
+                items[place] = items[place].clone()
+        out = items[written]
+        items[written] = torch.empty_like(out) if out.data_ptr() % ALIGNED else out
+        run()
+        if items[written] is not out:
+            out.copy_(items[written])
+            items[written] = out
+
+    slowly = lane.within(careful)
+
+    def either() -> None:
+        starts = items[first].data_ptr() | items[second].data_ptr() | items[third].data_ptr()
+        if (starts | items[written].data_ptr()) % ALIGNED:
+            slowly()
+        else:
+            run()
+
+    return either
