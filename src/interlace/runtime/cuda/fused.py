@@ -127,7 +127,7 @@ def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
             *(None if bias is None else items[bias], gates, space.base + value),
         )
 
-    return _aligned(lane, items, run, (x, w, slots), y)
+    return _aligned(lane, items, run, (x, w), y)
 
 
 def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
@@ -159,14 +159,14 @@ def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
             *(gates, space.base + value, counters),
         )
 
-    return _aligned(lane, items, run, (x, w, stage), y)
+    return _aligned(lane, items, run, (x, w), y)
 
 
 def _aligned(
-    lane: Lane, items: list[Any], run: Thunk, reads: tuple[int, ...], written: int
+    lane: Lane, items: list[Any], run: Thunk, reads: tuple[int, int], written: int
 ) -> Thunk:
-    """`run`, with copies of those operands that begin where TMA cannot: views into other tensors."""
-    first, second, third = reads
+    """`run`, with copies of what the caller gave that begins where TMA cannot."""
+    first, second = reads
 
     def careful() -> None:
         for place in reads:
@@ -182,8 +182,8 @@ def _aligned(
     slowly = lane.within(careful)
 
     def either() -> None:
-        starts = items[first].data_ptr() | items[second].data_ptr() | items[third].data_ptr()
-        if (starts | items[written].data_ptr()) % ALIGNED:
+        starts = items[first].data_ptr() | items[second].data_ptr() | items[written].data_ptr()
+        if starts % ALIGNED:
             slowly()
         else:
             run()
