@@ -97,7 +97,7 @@ class FakeSide:
         others = [member for member in range(size) if member != me]
         self.told = [word("ended", member, me) for member in others]
         self.heard = [word("ended", me, member) for member in others]
-        self.device, self.last = torch.device("cpu"), None
+        self.device, self.last, self.closed = torch.device("cpu"), None, 0
 
     def enter(self) -> int:
         self.run += 1

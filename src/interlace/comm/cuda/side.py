@@ -8,7 +8,9 @@
 Note [Two runs apart]
     Run n uses copy n % 2 of every slot, so whoever writes into peers' memory in run n first waits
     until all ranks have ended run n - 2. That is all that runs need between them: a rank can be a
-    whole run ahead, and no run ends with a barrier.
+    whole run ahead, and no run ends with a barrier. A run that awaits a signal of every other rank
+    is `closed`: those ranks had begun it, so they had ended the one before. After a closed run
+    n - 1 there is nothing left to wait for.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ class CudaSide:
         """and this rank's words that say which they have."""
         self.last: tuple[int, int] | None = None
         """The stream of this rank's last run, and the event of its end."""
+        self.closed = 0
+        """The last run that was closed."""
         self.areas: list[Area] = []
         """The exchanges' staging memory; Executors made before a larger one came keep theirs."""
         self.spaces: weakref.WeakSet[CudaSpace] = weakref.WeakSet()
@@ -128,7 +132,7 @@ class CudaSide:
 
     def reset(self) -> None:
         """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""
-        self.run = 0
+        self.run = self.closed = 0
         self.driver.fill(self.heap.address(self.me, self._ended), 0, self.size)
         for space in list(self.spaces):
             space.reset()

@@ -96,6 +96,10 @@ class Binder:
         self.kernels: list[int] = []
         """The Fused ops that one kernel runs."""
         self.slots = slot_keys(self.plan.takes, self.plan.buffers)
+        self._last = self._end_of_main()
+        self._awaited = {
+            record for (index, _), record in self.plan.waits.items() if index < self._last
+        }
         self._spread: dict[int, Lane] = {}
         self._apart: dict[str, list[Lane]] = {}
         self._taken: set[tuple[int, str]] = set()
@@ -137,11 +141,15 @@ class Binder:
                 return self.notify(lane, op)
             case Expect():
                 return self.expect(lane, op)
+            case Record() if (index, member) not in self._awaited:
+                return None
             case Record() if not member and self._only_allocs(index, op.stream):
                 return None
             case Record():
                 point = self.points[index, member] = EventPoint(self.driver, self._event())
                 return point.record(lane)
+            case Wait() if index >= self._last:
+                return None
             case Wait():
                 point = self.points.get(self.plan.waits[index, member])
                 return None if point is None else point.wait(lane)
@@ -235,6 +243,16 @@ class Binder:
             if take is not None:
                 found.append(take)
         return found
+
+    def _end_of_main(self) -> int:
+        """From which op on the stream `main` only waits: the end of the run waits for all."""
+        ops = self.plan.program.ops
+        end = len(ops)
+        for index in reversed(range(end)):
+            if not isinstance(ops[index], Wait | Free | Alloc | Record):
+                break
+            end = index
+        return end
 
     def _only_allocs(self, index: int, stream: str) -> bool:
         """Whether a stream has done nothing at all before an op."""

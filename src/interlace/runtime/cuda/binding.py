@@ -55,7 +55,12 @@ class Binding:
         """Makes a stream wait until all ranks have ended the run before the last."""
         side = self.spaces[team].side
         batch = self.driver.batch(side.heard, [])
-        return lambda: batch.run(lane.handle, side.run - 2, 0)
+
+        def run() -> None:
+            if side.closed != side.run - 1:  # Note [Two runs apart]
+                batch.run(lane.handle, side.run - 2, 0)
+
+        return run
 
     def extra(self, beside: Lane) -> Lane:
         """One more stream."""

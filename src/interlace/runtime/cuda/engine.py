@@ -25,11 +25,27 @@ import torch
 from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver
 from interlace.errors import ExecutorError
+from interlace.ir import Expect, Fused
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.graphs import Graphs
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.watchdog import Watched, watchdog
 from interlace.runtime.engine import Context
+from interlace.runtime.plan import Plan
+
+
+def hears_all(plan: Plan, team: str) -> bool:
+    """Whether a run awaits a signal of every other rank of a team."""
+    member = plan.where.member(team)
+    heard = {
+        source
+        for op in plan.program.ops
+        for item in (op.members if isinstance(op, Fused) else (op,))
+        if isinstance(item, Expect) and item.team == team
+        for source in plan.members(team, item.peer)
+    }
+    return len(heard - {member.index}) == len(member.ranks) - 1 > 0
+
 
 MARKS = 32
 """Runs whose begin and end on the device can be told apart."""
@@ -53,6 +69,7 @@ class CudaEngine:
             self.binding = Binding(context, self.driver, spaces, self)
             self._marks = [(self.driver.event(), self.driver.event()) for _ in range(MARKS)]
         self._used = [s.side for s in spaces.values() if s.uses]
+        self._closing = [s.side for team, s in spaces.items() if hears_all(context.plan, team)]
         self._tells = [(side, self.driver.batch([], side.told)) for side in self._used]
         self.last: tuple[int, int] | None = None
         self._owners: list[Any] = [*self.sides] or [self]
@@ -81,6 +98,8 @@ class CudaEngine:
         binding.main.handle = stream
         binding.issue(entry)
         self._leave(stream, over)
+        for side in self._closing:
+            side.closed = side.run
         if self._used:
             aside = binding.aside
             if aside.handle != stream:
