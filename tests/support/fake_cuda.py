@@ -187,11 +187,14 @@ def fake_engine(program: Program, rank: int, options: Options | None = None) -> 
     values = Values(plan.program, plan.box, slots, device)
     crew = Crew({name: team}, slots, spaces, {}, {})
     context = Context(
-        *(plan, values, crew, options or Options(), device, Flight(plan.program, rank), None)
+        plan, values, crew, options or Options(), device, Flight(plan.program, rank), None
     )
     handles = iter(range(MAIN + 1, 1000))
     with contextlib.ExitStack() as stack:
-        patch = lambda *what: stack.enter_context(mock.patch.object(*what))  # noqa: E731
+
+        def patch(where: Any, name: str, new: Any) -> None:
+            stack.enter_context(mock.patch.object(where, name, new))
+
         raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True)
         stack.enter_context(raw).return_value = MAIN
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -203,6 +206,6 @@ def fake_engine(program: Program, rank: int, options: Options | None = None) -> 
             for kind in ("input", "output")
         ]
         results = [lambda: None]
-        yield Fake(engine, Runner(engine, *given, results, tag=7), driver, values)
+        yield Fake(engine, Runner(engine, given[0], given[1], results, tag=7), driver, values)
     for segment in segments:
         segment.unlink()

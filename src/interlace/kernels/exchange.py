@@ -35,6 +35,7 @@ Note [A call that cannot end]
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -249,9 +250,7 @@ def _load(name: str, cubin: bytes, device: int) -> Any:
 
 
 def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
+    return importlib.import_module("cuda.bindings.driver")
 
 
 def _checked(result: Any) -> Any:

@@ -22,6 +22,9 @@ Note [Calls are numbered on the device]
     as a launch does. The end of the kernel orders that before the CTAs of the next call.
 """
 
+# Triton's language is not Python to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import triton
