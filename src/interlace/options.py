@@ -66,8 +66,8 @@ class Options:
     static_outputs: bool = False
     """With `graph`, hand out the graph's own output buffers instead of copies."""
     calibration: str | None = None
-    """Path of a calibration file; None takes what `interlace calibrate` wrote for this host, or else
-    the built-in model of the device."""
+    """Path of a calibration file; None takes what `interlace calibrate` wrote for this host, or
+    else the built-in model of the device."""
     time_out_s: float = 60.0
     """Every wait is bounded by this many seconds."""
     cache_size: int = 64
