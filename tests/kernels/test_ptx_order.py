@@ -21,7 +21,7 @@ from interlace.kernels.scatter_matmul import scatter_source
 EVENTS = {
     "acquire": r"ld\.acquire\.sys\.global|atom\.global\.sys\.acquire|ld\.global\.sys\.acquire",
     "proxy_fence": r"fence\.proxy\.async;",
-    "load": r"cp\.async\.bulk\.tensor\.2d\.shared::cluster",
+    "load": r"cp\.async\.bulk\.tensor\.2d\.shared::(?:cluster|cta)\.global",
     "store": r"cp\.async\.bulk\.tensor\.2d\.global",
     "performed": r"cp\.async\.bulk\.wait_group\s+0;",
     "barrier": r"bar\.sync\s+0;",
