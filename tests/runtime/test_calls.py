@@ -168,12 +168,13 @@ def test_region(regions: str) -> None:
     assert torch.equal(i, wanted.indices)
 
 
-def test_a_missing_compiler_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_an_error_that_says_so() -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("/nonexistent/g++",))
     text = REGION.replace("1.0", "1.25")  # not in Inductor's cache
-    with pytest.raises(BackendError, match=r"C\+\+ compiler.*regions='eager'"):
+    # Not by pytest's monkeypatch: `cxx` is not in the proxy's `__dict__`, so its undo deletes it.
+    missing = config.patch({"cpp.cxx": ("/nonexistent/g++",)})
+    with missing, pytest.raises(BackendError, match=r"C\+\+ compiler.*regions='eager'"):
         Executor(parse(text), options=Options(regions="inductor")).prepare()
 
 
