@@ -46,7 +46,6 @@ class Given:
                 f"{self.program} takes {len(self._wanted)} {self.kind}s ({names}), not "
                 f"{len(tensors)}"
             )
-        where = -1 if device.index is None else device.index
         for index, (tensor, (name, dtype, sizes, strides)) in enumerate(
             zip(tensors, self._wanted, strict=True)
         ):
@@ -54,7 +53,7 @@ class Given:
                 isinstance(tensor, torch.Tensor)
                 and tensor.dtype is dtype
                 and tensor.shape == sizes
-                and tensor.get_device() == where
+                and tensor.device == device
                 and tensor.stride() == strides
             ):
                 continue
