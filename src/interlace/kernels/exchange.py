@@ -54,6 +54,8 @@ WORDS_NBYTES = 128
 STOP_AT = 8
 """Where among them a 1 ends the call under way."""
 
+MOST_STAGED = (1 << 30) - 256
+"""Elements of one copy of the staging memory: the kernel's indices have 32 bits."""
 MOST_BLOCKS = 128
 """CTAs of a call unless asked otherwise: enough to fill the links, few enough to start beside the
 last wave of a GEMM."""
@@ -134,13 +136,13 @@ class Exchange:
                 moves = moves_of(kind, parts, rank, size, root=root, merges=merges)
             self.element, self.accumulator = f"i{8 * unit}", "int8"
         self.kind, self.dtype, self.device, self.moves = kind, dtype, device, moves
-        half = staging_nbytes // 2 // 256 * 256 // unit
+        half = min(staging_nbytes // 2 // 256 * 256 // unit, MOST_STAGED)
         needed = 2 * moves.staged * unit
-        if moves.staged > half or half >= 1 << 30:
+        if moves.staged > half:
             raise UnsupportedError(
                 f"{kind} of {sum(parts)} elements of {dtype} needs {needed} bytes of staging, "
-                f"at most {(1 << 30) * unit}, and has {staging_nbytes}: use another transport for "
-                "a tensor of this size"
+                f"at most {2 * MOST_STAGED * unit}, and has {staging_nbytes}: use another "
+                "transport for a tensor of this size"
             )
         per_tile = WARPS * 32 * VECTOR_NBYTES // unit
         tiles = -(-moves.largest // per_tile)

@@ -36,6 +36,12 @@ def bindings() -> Any:
         ) from error
 
 
+def relax_captures() -> None:
+    """Lets this thread look at events while another captures a graph."""
+    cu = bindings()
+    cu.cuThreadExchangeStreamCaptureMode(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+
 class Driver:
     """The driver's functions, on the device that is current when it is made."""
 

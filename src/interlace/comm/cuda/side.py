@@ -15,6 +15,7 @@ Note [Two runs apart]
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING
@@ -59,6 +60,9 @@ class CudaSide:
         """and this rank's words that say which they have."""
         self.last: tuple[int, int] | None = None
         """The stream of this rank's last run, and the event of its end."""
+        self.generation = 0
+        """How often it was reset."""
+        self._lock = threading.Lock()
         self.closed = 0
         """The last run that was closed."""
         self.areas: list[Area] = []
@@ -109,14 +113,20 @@ class CudaSide:
             if member != self.me and not reached(word, due)
         ]
 
-    def release(self) -> None:
-        """Lets go of every stream and kernel of this rank that waits for a peer."""
-        driver, heap = self.driver, self.heap
-        driver.fill(heap.address(self.me, self._ended), self.run + RELEASED, self.size)
-        for space in list(self.spaces):
-            space.release()
-        for area in self.areas:
-            area.stop()
+    def release(self, generation: int) -> None:
+        """Lets go of every stream and kernel of this rank that waits for a peer.
+
+        `generation` is what it was when the failed runs were bound: a reset has ended those before.
+        """
+        with self._lock:
+            if generation != self.generation:
+                return
+            driver, heap = self.driver, self.heap
+            driver.fill(heap.address(self.me, self._ended), self.run + RELEASED, self.size)
+            for space in list(self.spaces):
+                space.release()
+            for area in self.areas:
+                area.stop()
 
     def drain(self, time_out_s: float) -> None:
         """After a failure: lets go of all that this rank has under way, and waits for its end."""
@@ -127,17 +137,19 @@ class CudaSide:
                     f"the device of rank {self.team.rank} is not done {time_out_s:g} s after a "
                     "failure: end this process"
                 )
-            self.release()
+            self.release(self.generation)
             time.sleep(0.01)
 
     def reset(self) -> None:
         """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""
-        self.run = self.closed = 0
-        self.driver.fill(self.heap.address(self.me, self._ended), 0, self.size)
-        for space in list(self.spaces):
-            space.reset()
-        for area in self.areas:
-            area.reset()
+        with self._lock:
+            self.generation += 1
+            self.run = self.closed = 0
+            self.driver.fill(self.heap.address(self.me, self._ended), 0, self.size)
+            for space in list(self.spaces):
+                space.reset()
+            for area in self.areas:
+                area.reset()
 
     def close(self) -> None:
         """Gives the memory back; nothing may be running."""

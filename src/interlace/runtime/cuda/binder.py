@@ -68,6 +68,8 @@ class Links:
     extra: Callable[[Lane], Lane]
     """A second stream beside one of the engine's own."""
     words: Callable[[str, int], int]
+    check: Callable[[], None]
+    """Raises what has failed meanwhile."""
     """By team: the address of so many words of this rank's own, for kernels."""
 
 
@@ -100,6 +102,8 @@ class Binder:
         self._awaited = {
             record for (index, _), record in self.plan.waits.items() if index < self._last
         }
+        self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
+        """By team: the stream and the end of the last exchange."""
         self._spread: dict[int, Lane] = {}
         self._apart: dict[str, list[Lane]] = {}
         self._taken: set[tuple[int, str]] = set()
@@ -146,7 +150,7 @@ class Binder:
             case Record() if not member and self._only_allocs(index, op.stream):
                 return None
             case Record():
-                point = self.points[index, member] = EventPoint(self.driver, self._event())
+                point = self.points[index, member] = EventPoint(self.driver, self.event())
                 return point.record(lane)
             case Wait() if index >= self._last:
                 return None
@@ -168,7 +172,7 @@ class Binder:
             case _:
                 return None
 
-    def _event(self) -> int:
+    def event(self) -> int:
         event = self.driver.event()
         self.events.append(event)
         return event
@@ -223,7 +227,7 @@ class Binder:
             return []
         own, found = self.lanes[op.stream], list[Thunk]()
         for lane in self._apart.pop(op.stream, []):
-            point = EventPoint(self.driver, self._event())
+            point = EventPoint(self.driver, self.event())
             found += [point.record(lane), point.wait(own)]
         return found
 
@@ -293,13 +297,14 @@ class Binder:
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:
         """The host waits for the stream, bounded."""
-        event, driver, limit = self._event(), self.driver, self.context.options.time_out_s
-        flight = self.context.flight
+        event, driver, limit = self.event(), self.driver, self.context.options.time_out_s
+        flight, check = self.context.flight, self.links.check
 
         def run() -> None:
             driver.record(lane.handle, event)
             deadline = time.monotonic() + limit
             while not driver.done(event):
+                check()
                 if time.monotonic() > deadline:
                     raise CommTimeoutError(f"no progress in {limit:g} s: {flight.describe(index)}")
                 time.sleep(POLL_S)

@@ -41,7 +41,10 @@ class Binding:
         self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
-        links = Links(spaces, driver, self.take, lambda: self.runs, self.extra, self.words)
+        links = Links(
+            *(spaces, driver, self.take, lambda: self.runs, self.extra, self.words),
+            engine.check,
+        )
         self.binder = Binder(context, self.lanes, links)
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
@@ -110,6 +113,11 @@ class Binding:
         self.begin()
         for step in self.steps:
             step()
+        self.join()
+
+    def join(self) -> None:
+        """The caller's stream waits for the others."""
+        driver, main = self.driver, self.main
         for lane, event in self._ends:
             driver.record(lane.handle, event)
             driver.wait_event(main.handle, event)

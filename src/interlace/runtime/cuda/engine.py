@@ -65,17 +65,22 @@ class CudaEngine:
         self._began = 0.0
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
         self._index = context.device.index or 0
+        self.watched: Any = None
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
             self._marks = [(self.driver.event(), self.driver.event()) for _ in range(MARKS)]
         self._used = [s.side for s in spaces.values() if s.uses]
+        self._generations = [(side, side.generation) for side in self.sides]
         self._closing = [s.side for team, s in spaces.items() if hears_all(context.plan, team)]
         self._tells = [(side, self.driver.batch([], side.told)) for side in self._used]
         self.last: tuple[int, int] | None = None
         self._owners: list[Any] = [*self.sides] or [self]
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
         self.graphs: Graphs | None = None
-        self.issued, self.marks = 0, MARKS
+        self.issued = self.entered = self.probed = 0
+        self.marks, self.since = MARKS, 0.0
+        self.probe = self.driver.event()
+        self._capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.watched = Watched(self, context)
         watchdog().add(self.watched)
         if context.options.graph:
@@ -93,10 +98,14 @@ class CudaEngine:
         stream, entry, over = self._enter()
         if self.context.options.trace:
             self._begin_trace()
-        for side in self._used:
-            side.enter()
         binding.main.handle = stream
-        binding.issue(entry)
+        try:
+            for side in self._used:
+                side.enter()
+            binding.issue(entry)
+        except BaseException as error:
+            self._abandon(error, stream, over)
+            raise
         self._leave(stream, over)
         for side in self._closing:
             side.closed = side.run
@@ -110,13 +119,39 @@ class CudaEngine:
     def replay(self, graph: Any) -> None:
         """Issues one run that was captured."""
         stream, entry, over = self._enter()
-        self.driver.record(stream, entry)
-        graph.replay()
+        try:
+            self.driver.record(stream, entry)
+            graph.replay()
+        except BaseException as error:
+            self._abandon(error, stream, over)
+            raise
         self._leave(stream, over)
+
+    def _abandon(self, error: BaseException, stream: int, over: int) -> None:
+        """A run is issued in part: it ends here, and so does what it waits for."""
+        self.binding.join()
+        self._leave(stream, over)
+        self.watched.fail(error)
+
+    @property
+    def spaces(self) -> Mapping[str, Any]:
+        """The words of the last run, by team."""
+        return self.binding.spaces if self.graphs is None else self.graphs.spaces
+
+    def check(self) -> None:
+        """Raises what the watchdog found."""
+        if self.watched is not None and self.watched.failure is not None:
+            raise self.watched.failure
 
     def _enter(self) -> tuple[int, int, int]:
         """The stream that the caller is on, after the last run on another; the events of a run."""
         stream = self._raw_stream(self._index)
+        if self._capturing():
+            raise ExecutorError(
+                f"{self.context.plan.program.name} was called inside a CUDA graph capture, which "
+                "would keep this run's numbers: use Options(graph=True) instead"
+            )
+        self.since, self.entered = time.monotonic(), self.issued + 1
         for owner in self._owners:
             last = owner.last
             if last is not None and last[0] != stream:
@@ -129,6 +164,9 @@ class CudaEngine:
         for owner in self._owners:
             owner.last = stream, over
         self.issued += 1
+        if not self.probed:  # one run whose end the watchdog sees however many are under way
+            self.driver.record(stream, self.probe)
+            self.probed = self.issued
 
     def begun(self, run: int) -> bool:
         """Whether a run has begun on the device, of the last few."""
@@ -161,8 +199,8 @@ class CudaEngine:
 
     def release(self) -> None:
         """Lets go of every stream that waits for a peer, again and again if need be."""
-        for side in self.sides:
-            side.release()
+        for side, generation in self._generations:
+            side.release(generation)
 
     # -- traces ----------------------------------------------------------------------------------
 
@@ -209,5 +247,5 @@ class CudaEngine:
         if self.graphs is not None:
             self.graphs.close()
         self.binding.close()
-        for event in (event for pair in self._marks for event in pair):
+        for event in (self.probe, *(event for pair in self._marks for event in pair)):
             self.driver.destroy_event(event)

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from interlace.ir import Call, Fused
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
 from interlace.runtime.cuda.parts import (
@@ -74,7 +72,7 @@ def bind_member(binder: Binder, lane: Lane, index: int, op: Fused, call: Call) -
         added = None if c is None else items[c]
         launch(lane.handle, items[a], items[b], None, items[out], added, 0, 0)
 
-    return run
+    return _aligned(lane, items, run, (a, b) if c is None else (a, b, c), out)
 
 
 def _serves(shape: Shape) -> bool:
@@ -127,7 +125,7 @@ def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
             *(None if bias is None else items[bias], gates, space.base + value),
         )
 
-    return _aligned(lane, items, run, (x, w), y)
+    return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), y)
 
 
 def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
@@ -159,31 +157,33 @@ def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
             *(gates, space.base + value, counters),
         )
 
-    return _aligned(lane, items, run, (x, w), y)
+    return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), y)
 
 
 def _aligned(
-    lane: Lane, items: list[Any], run: Thunk, reads: tuple[int, int], written: int
+    lane: Lane, items: list[Any], run: Thunk, reads: tuple[int, ...], written: int
 ) -> Thunk:
     """`run`, with copies of what the caller gave that begins where TMA cannot."""
-    first, second = reads
+    first, second, third = reads if len(reads) == 3 else (*reads, reads[0])
 
     def careful() -> None:
-        for place in reads:
-            if items[place].data_ptr() % ALIGNED:
-                items[place] = items[place].clone()
-        out = items[written]
-        items[written] = torch.empty_like(out) if out.data_ptr() % ALIGNED else out
-        run()
-        if items[written] is not out:
-            out.copy_(items[written])
-            items[written] = out
+        given = [(place, items[place]) for place in (*reads, written)]
+        try:
+            for place, tensor in given:
+                if tensor.data_ptr() % ALIGNED:
+                    items[place] = tensor.clone()
+            run()
+            if items[written] is not given[-1][1]:
+                given[-1][1].copy_(items[written])
+        finally:
+            for place, tensor in given:
+                items[place] = tensor
 
     slowly = lane.within(careful)
 
     def either() -> None:
-        starts = items[first].data_ptr() | items[second].data_ptr() | items[written].data_ptr()
-        if starts % ALIGNED:
+        starts = items[first].data_ptr() | items[second].data_ptr() | items[third].data_ptr()
+        if (starts | items[written].data_ptr()) % ALIGNED:
             slowly()
         else:
             run()

@@ -28,6 +28,7 @@ import torch
 from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
+from interlace.errors import ExecutorError
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.engine import Context
@@ -136,6 +137,11 @@ class Graphs:
         self._results: list[tuple[Any, ...]] = []
         self._runs = 0
 
+    @property
+    def spaces(self) -> Mapping[str, Any]:
+        """The words of the last run, by team."""
+        return self._bindings[(self._runs - 1) & 1].spaces
+
     def run(
         self,
         names: tuple[Sequence[str], Sequence[str]],
@@ -149,6 +155,11 @@ class Graphs:
         `names` of the inputs and outputs; `make` gives outputs where the caller gives none.
         """
         given = [*inputs, *(out or ())]
+        if not all(tensor.is_cuda for tensor in given):
+            raise ExecutorError(
+                f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
+                "give it on the GPU, or leave out graph=True"
+            )
         baked, num_inputs = self._baked, len(inputs)
         if self._graphs and self._own_outs == (out is None):
             moved = [

@@ -13,7 +13,7 @@ from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
 from interlace.errors import UnsupportedError
 from interlace.ir import Collective, Recv, Send
 from interlace.runtime.cuda.exchanges import bind_exchange
-from interlace.runtime.cuda.lanes import Lane, Thunk, in_turn
+from interlace.runtime.cuda.lanes import EventPoint, Lane, Thunk, in_turn
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.binder import Binder
@@ -26,10 +26,15 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
     src = None if op.src is None else binder.values.own(op.src)
     dst = None if op.dst is None else binder.values.own(op.dst)
     if turn.backend == "peer":
-        return bind_exchange(
+        issue = bind_exchange(
             *(binder.links.spaces[op.team].side, spec, lambda: lane.handle),
             *(None if place is None else (lambda p=place: items[p]) for place in (src, dst)),
         )
+        if issue is None:
+            return None
+        if spec.size == 1:
+            return lane.within(issue)
+        return _after_the_last(binder, lane, op.team, issue)
     backend = binder.crew.backends[op.team, turn.backend]
     issue = bind_on_stream(backend, spec, binder.context.options.time_out_s)
 
@@ -37,6 +42,26 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
         issue(None if src is None else items[src], None if dst is None else items[dst])
 
     return lane.within(run)
+
+
+def _after_the_last(binder: Binder, lane: Lane, team: str, issue: Thunk) -> Thunk:
+    """An exchange after the team's last one in the Program, whatever its stream: they share flags
+    and staging memory."""
+    last = binder.exchanged.get(team)
+    mine = EventPoint(binder.driver, binder.event())
+    binder.exchanged[team] = lane, mine
+    if last is None or last[0] is lane:
+        before: list[Thunk] = []
+    else:
+        before = [last[1].wait(lane)]
+    # Recorded only where a later one stands on another stream.
+    streams = {
+        op.stream
+        for op in binder.plan.program.ops
+        if isinstance(op, Collective) and op.team == team
+    }
+    after = [mine.record(lane)] if len(streams) > 1 else []
+    return in_turn([*before, issue, *after])
 
 
 def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv]) -> Thunk:

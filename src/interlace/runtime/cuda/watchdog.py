@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from interlace.comm.board import named
 from interlace.comm.cuda.collectives import abort
+from interlace.comm.cuda.driver import relax_captures
 from interlace.comm.cuda.words import reached
 from interlace.errors import CommTimeoutError, InterlaceError
 from interlace.ir import Collective, Expect, Fused, Group, Recv, Send
@@ -45,16 +46,19 @@ class Watched:
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
         self._teams = list(context.crew.teams.values())
+        self._resets = [(team, team.resets) for team in self._teams]
 
     @property
     def idle(self) -> bool:
         """Whether all that was issued has ended."""
         engine = self._engine()
-        return engine is None or self._progress(engine) == engine.issued
+        return engine is None or self._progress(engine) == engine.entered
 
     def _progress(self, engine: CudaEngine) -> int:
         """The last run that is known to have ended."""
-        issued = engine.issued
+        issued, probed = engine.issued, engine.probed
+        if probed and engine.driver.done(engine.probe):
+            self._ended, engine.probed = max(self._ended, probed), 0
         if self._ended < issued and engine.ended(issued):
             self._ended = issued
         while self._ended < issued and issued - self._ended < engine.marks:
@@ -68,6 +72,8 @@ class Watched:
         engine, now = self._engine(), time.monotonic()
         if engine is None:
             return
+        if any(team.resets != count for team, count in self._resets):
+            return  # a reset has made this engine a thing of the past
         entered, known = [team.control.run for team in self._teams], self._ended
         idle = self.idle
         if idle and self.failure is None:
@@ -78,8 +84,10 @@ class Watched:
                 engine.release()
             return
         before, ended = known, self._progress(engine)
-        near = engine.issued - ended < engine.marks
-        if idle or ended != before or (near and not engine.begun(ended + 1)):
+        under_way = engine.issued - ended
+        if under_way == 0 and not idle:
+            self._since = max(self._since, engine.since)  # the host is at it, or is kept from it
+        elif idle or ended != before or (under_way < engine.marks and not engine.begun(ended + 1)):
             self._since = now
         for team in self._teams:
             found = team.control.failure() or (None if idle else team.control.disagreement())
@@ -95,8 +103,9 @@ class Watched:
             if self.failure is not None:
                 return
             self.failure = error
-        for team in self._teams:
-            team.control.fail(error)
+        for team, resets in self._resets:
+            if team.resets == resets:
+                team.control.fail(error)
         engine = self._engine()
         if engine is None or self.idle:
             return
@@ -116,7 +125,7 @@ class Watched:
             for item in op.members if isinstance(op, Fused) else (op,):
                 if not isinstance(item, Expect):
                     continue
-                space: Any = context.crew.spaces[item.team]
+                space: Any = engine.spaces[item.team]
                 base = space.base - behind * space.span
                 members = context.plan.members(item.team, item.peer)
                 late = [
@@ -193,6 +202,7 @@ class Watchdog:
             return list(self._watched)
 
     def _live(self) -> None:
+        relax_captures()  # else a look at an event would end a capture of the user's
         while True:
             time.sleep(PERIOD_S)
             for watched in self.all():
