@@ -3,16 +3,22 @@ without a GPU: tensors are the CPU's, streams are numbers, peers' memory is memo
 
     with fake_engine(program, rank=0) as fake:
         fake.run([x, w])
-        fake.log                     # [("wait", "comm", ...), ("copy", "comm", ...), ...]
+        fake.log                     # [("record", 1, 4), ("wait_event", 2, 4), ...]
+
+Calls are noted and done; of kernels only the launch is noted. `tests/support/fake_device.py` does
+what the logs of all ranks say.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -22,8 +28,9 @@ from interlace.comm.control import NBYTES, Control
 from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.liveness import Life, identity
 from interlace.comm.shared_memory import Segment
-from interlace.ir import Get, Program
+from interlace.ir import Call, Get, Program, View
 from interlace.options import Options
+from interlace.runtime.cuda import binder as binder_file
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.engine import CudaEngine
 from interlace.runtime.cuda.lanes import Lane
@@ -38,6 +45,23 @@ from interlace.runtime.values import Values, nbytes
 MAIN = 1
 """The handle of the caller's stream; the others count on from there."""
 WORD = 1 << 40
+"""Where the words begin that peers can write; a rank's own lie below."""
+TILES = 5
+"""How often a kernel raises a counter."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of several parts: what it was made for, and what it was given."""
+
+    kind: str
+    size: int
+    rank: int
+    subs: int
+    tensors: dict[str, torch.Tensor | None]
+    gates: int
+    expected: int
+    counters: int = 0
 
 
 class FakeDriver:
@@ -45,7 +69,8 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.log: list[tuple[Any, ...]] = []
-        self._events = 0
+        self.events = 0
+        self.streams = itertools.count(MAIN + 1)
 
     def write(self, stream: int, address: int, value: int) -> None:
         self.log.append(("write", stream, address, value))
@@ -70,8 +95,8 @@ class FakeDriver:
         return types.SimpleNamespace(run=run)
 
     def event(self) -> int:
-        self._events += 1
-        return self._events
+        self.events += 1
+        return self.events
 
     def destroy_event(self, event: int) -> None:
         pass
@@ -93,26 +118,27 @@ class FakeSide:
     """The device side of a team of which only this rank is there."""
 
     def __init__(self, driver: FakeDriver, size: int, me: int) -> None:
-        self.driver, self.size, self.me, self.run = driver, size, me, 0
+        self.driver, self.size, self.me, self.run, self.spaces = driver, size, me, 0, 0
         others = [member for member in range(size) if member != me]
         self.told = [word("ended", member, me) for member in others]
         self.heard = [word("ended", me, member) for member in others]
         self.device, self.last, self.closed = torch.device("cpu"), None, 0
+        self.generation = 0
 
     def enter(self) -> int:
         self.run += 1
         return self.run
 
-    def release(self) -> None:
+    def release(self, generation: int) -> None:
         self.driver.log.append(("release",))
 
     def late(self, behind: int) -> list[int]:
         return []
 
 
-def word(signal: str, reader: int, writer: int) -> int:
-    """The address of the word of a signal on a rank, raised by another."""
-    return WORD + (sum(signal.encode()) * 1000 + reader * 10 + writer) * 4
+def word(signal: str, reader: int, writer: int, space: int = 0) -> int:
+    """The address of the word of a signal on a rank, raised by another; spaces count from 1."""
+    return WORD + (space * 10**8 + sum(signal.encode()) * 1000 + reader * 10 + writer) * 4
 
 
 class FakeSpace:
@@ -121,17 +147,19 @@ class FakeSpace:
     def __init__(self, side: FakeSide, span: int, gotten: frozenset[str]) -> None:
         self.side, self.span, self.base, self.uses = side, span, 0, True
         self.gotten = gotten
-        self._next = WORD // 2
+        side.spaces += 1
+        self.number = side.spaces
+        self._next = WORD // 2 + self.number * 10**6
 
     def begin(self) -> int:
         self.base += self.span
         return self.base
 
     def own(self, signal: str, member: int) -> int:
-        return word(signal, self.side.me, member)
+        return word(signal, self.side.me, member, self.number)
 
     def theirs(self, signal: str, members: Sequence[int]) -> list[int]:
-        return [word(signal, member, self.side.me) for member in members]
+        return [word(signal, member, self.side.me, self.number) for member in members]
 
     def local(self, count: int) -> int:
         self._next += 4 * count
@@ -141,11 +169,39 @@ class FakeSpace:
         return 0
 
 
+class FakeKernel:
+    """Launches, noted."""
+
+    def __init__(self, kind: str, driver: FakeDriver, facts: dict[str, Any]) -> None:
+        self._kind, self._driver, self._facts = kind, driver, facts
+        self.config, self.subs = None, facts.get("subs", 1)
+
+    def tiles_per_part(self, sub: int = 0) -> int:
+        return TILES
+
+    def sub_rows(self, sub: int) -> range:
+        length = self._facts["rows"] // self.subs
+        return range(sub * length, (sub + 1) * length)
+
+    def launch(self, stream: int, *args: Any) -> None:
+        gather = self._kind == "gather"
+        names = ("x", "w", "slots", "y", "bias")
+        names = names if gather else ("x", "w", "stage", "slots", "y", "y2", "bias")
+        launch = Launch(
+            *(self._kind, self._facts["size"], self._facts["rank"], self.subs),
+            dict(zip(names, args, strict=False)),
+            *args[len(names) :],
+        )
+        self._driver.log.append(("launch", stream, launch))
+
+
 class Fake:
     """A bound engine, and what it asked of the driver."""
 
-    def __init__(self, engine: CudaEngine, runner: Runner, driver: FakeDriver, values: Values):
-        self.engine, self.runner, self.driver, self.values = engine, runner, driver, values
+    def __init__(self, engine: CudaEngine, runner: Runner, driver: FakeDriver, caller: Any) -> None:
+        self.engine, self.runner, self.driver, self._caller = engine, runner, driver, caller
+        self.side: Any = engine.sides[0]
+        self.space: Any = next(iter(engine.context.crew.spaces.values()))
 
     @property
     def log(self) -> list[tuple[Any, ...]]:
@@ -153,21 +209,63 @@ class Fake:
         return self.driver.log
 
     def run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None) -> Any:
-        """One run."""
-        self.driver.log.clear()
-        return self.runner(inputs, out)
+        """One run. Of an event that only the watchdog looks at nothing is noted."""
+        log = self.driver.log
+        log.clear()
+        result = self.runner(inputs, out)
+        log[:] = [entry for entry in log if entry[0::2] != ("record", self.engine.probe)]
+        return result
+
+    def on(self, stream: int) -> None:
+        """The stream that the caller is on from now on."""
+        self._caller.return_value = stream
+
+    def place(self, address: int) -> tuple[int, int] | None:
+        """Of an address in a slot: whose, and which of its copies."""
+        for slot in self.engine.context.crew.slots.values():
+            for member, copies in enumerate(slot.copies):
+                for copy, memory in enumerate(copies):
+                    if 0 <= address - memory.data_ptr() < memory.nbytes:
+                        return member, copy
+        return None
+
+
+def noting(driver: FakeDriver, engines: list[CudaEngine]) -> Callable[..., Any]:
+    """`bind_call`, of Calls that are noted with the addresses of what they read and write."""
+    bind_call = binder_file.bind_call
+
+    def bind(op: Call, values: Values, *rest: Any) -> Any:
+        run = bind_call(op, values, *rest)
+        reads = [values.own(view) for view in op.views()]
+        writes = [values.own(out) for out in op.outs if isinstance(out, View)]
+
+        def noted() -> None:
+            lane = engines[0].binding.lanes[op.stream]
+            read, written = (
+                tuple(values.items[place].data_ptr() for place in places)
+                for places in (reads, writes)
+            )
+            driver.log.append(("call", lane.handle, op.fn, read, written))
+            run()
+
+        return noted
+
+    return bind
 
 
 @contextlib.contextmanager
-def fake_engine(program: Program, rank: int, options: Options | None = None) -> Iterator[Fake]:
-    """The engine of one rank of a Program with one team."""
-    driver, device = FakeDriver(), torch.device("cpu")
+def fake_engine(
+    program: Program, rank: int, options: Options | None = None, beside: Fake | None = None
+) -> Iterator[Fake]:
+    """The engine of one rank of a Program with one team; `beside` is another of the same team."""
+    driver = FakeDriver() if beside is None else beside.driver
+    device = torch.device("cpu")
     plan = make_plan(program, rank, lambda team, asked: asked or "nccl")
     (name,) = plan.where.members
     member = plan.where.member(name)
     size, me = len(member.ranks), member.index
     _, span = signals_of(plan.program)
-    side = FakeSide(driver, size, me)
+    side = FakeSide(driver, size, me) if beside is None else beside.side
     segments = [Segment.create(NBYTES) for _ in range(size)]
     lives = [Life.of(*identity()) for _ in range(size)]
     control = Control(name, range(size), me, segments, lives)
@@ -189,23 +287,34 @@ def fake_engine(program: Program, rank: int, options: Options | None = None) -> 
     context = Context(
         plan, values, crew, options or Options(), device, Flight(plan.program, rank), None
     )
-    handles = iter(range(MAIN + 1, 1000))
+    engines: list[CudaEngine] = []
+    kernels = {
+        f"interlace.kernels.{kind}_matmul": types.SimpleNamespace(
+            **{f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)}
+        )
+        for kind in ("gather", "scatter")
+    }
     with contextlib.ExitStack() as stack:
 
         def patch(where: Any, name: str, new: Any) -> None:
             stack.enter_context(mock.patch.object(where, name, new))
 
         raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True)
-        stack.enter_context(raw).return_value = MAIN
+        caller = stack.enter_context(raw)
+        caller.return_value = MAIN
+        stack.enter_context(mock.patch.dict(sys.modules, kernels))
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        patch(Lane, "own", lambda lane, device: Lane(lane, next(handles)))
+        patch(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch(Lane, "own", lambda lane, device: Lane(lane, next(driver.streams)))
+        patch(binder_file, "bind_call", noting(driver, engines))
         patch(engine_file, "watchdog", lambda: mock.MagicMock())
         engine = CudaEngine(context)
+        engines.append(engine)
         given = [
             Given(program.name, kind, [b for b in plan.program.params if b.kind == kind])
             for kind in ("input", "output")
         ]
         results = [lambda: None]
-        yield Fake(engine, Runner(engine, given[0], given[1], results, tag=7), driver, values)
+        yield Fake(engine, Runner(engine, given[0], given[1], results, tag=7), driver, caller)
     for segment in segments:
         segment.unlink()

@@ -1,0 +1,87 @@
+"""Sites lowered for CUDA, with engines that only note what they issue.
+
+with bound("gather", "fused", rank=1) as fake:
+    first, second = logs_of(fake, "gather", runs=2)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tests.support.fake_cuda import Fake, fake_engine
+from tests.support.fake_device import Entry
+
+from interlace.ir import Program, parse
+from interlace.options import Options
+from interlace.passes import lower
+
+GATHER = """
+def f(tp: Team[4], x: bf16[8, 16], w: bf16[16, 8], y: out[bf16[32, 8]]):
+    full = empty(bf16[32, 16])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.out", full, w, out=y)
+"""
+SCATTER = """
+def f(tp: Team[4], x: bf16[32, 16], w: bf16[16, 8], y: out[bf16[8, 8]]):
+    t = empty(bf16[32, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+"""
+OPEN = """
+def f(tp: Team[4], x: bf16[8, 16], y: out[bf16[8, 16]]):
+    slot = alloc(bf16[8, 16], symmetric=tp, stream="comm")
+    comm: record(taken)
+    comm: put(x, slot, peer=tp.rank + 1)
+    comm: record(read)
+    comm: notify(came, to=tp.rank + 1)
+    main: wait(taken)
+    main: expect(came, tp.rank - 1)
+    main: copy(slot, y)
+    main: wait(read)
+    main: free(slot)
+"""
+"""Each rank hears of one other only, so a run says little of the last."""
+
+WORLD = 4
+SITES = {"gather": GATHER, "scatter": SCATTER}
+SHAPES = {"gather": ((8, 16), (32, 8)), "scatter": ((32, 16), (8, 8))}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "put": {"strategy": "peer", "protocol": "put"},
+    "get": {"strategy": "peer", "protocol": "get"},
+    "fused": {"strategy": "fused"},
+}
+
+
+def program(site: str, strategy: str) -> Program:
+    return lower(parse(SITES[site]), Options(**STRATEGIES[strategy]))
+
+
+def tensors(site: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    given, made = SHAPES[site]
+    x, w = torch.randn(given), torch.randn(16, 8)
+    return [x.bfloat16(), w.bfloat16()], [torch.empty(made, dtype=torch.bfloat16)]
+
+
+@contextlib.contextmanager
+def bound(site: str, strategy: str, rank: int = 1, **options: Any) -> Iterator[Fake]:
+    with fake_engine(program(site, strategy), rank, Options(**options)) as fake:
+        yield fake
+
+
+def logs_of(fake: Fake, site: str, runs: int) -> list[list[Entry]]:
+    inputs, out = tensors(site)
+    found: list[list[Entry]] = []
+    for _ in range(runs):
+        fake.run(inputs, out)
+        found.append(list(fake.log))
+    return found
+
+
+def writes_what_peers_use(fake: Fake, entry: Entry, gotten: bool) -> bool:
+    """Whether it writes a peer's slot, or its own if peers read it."""
+    written = entry[2:3] if entry[0] == "copy" else entry[4] if entry[0] == "call" else ()
+    places = [place for place in map(fake.place, written) if place is not None]
+    return any(gotten or member != fake.side.me for member, _ in places)

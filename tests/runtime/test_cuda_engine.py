@@ -1,0 +1,287 @@
+"""What the CUDA engine issues, on which stream and in which order, as a driver that does nothing
+notes it: no GPU is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.runtime.cuda_sites import (
+    WORLD,
+    bound,
+    logs_of,
+    program,
+    tensors,
+    writes_what_peers_use,
+)
+from tests.support.fake_cuda import MAIN, TILES, WORD, Fake, Launch, word
+from tests.support.fake_device import Entry, Order
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from interlace.ir import Get
+
+sites = pytest.mark.parametrize("site", ["gather", "scatter"])
+strategies = pytest.mark.parametrize("strategy", ["put", "get", "fused"])
+
+
+def ended(reader: int, writer: int) -> int:
+    return word("ended", reader, writer)
+
+
+def over_of(fake: Fake, log: list[Entry]) -> int:
+    """The event of the end of a run."""
+    marks = {event for _, event in fake.engine._marks}
+    (found,) = (entry[2] for entry in log if entry[0] == "record" and entry[2] in marks)
+    return found
+
+
+def launch_of(log: list[Entry]) -> Launch:
+    (found,) = (entry[2] for entry in log if entry[0] == "launch")
+    return found
+
+
+@strategies
+@sites
+def test_a_run_begins_and_ends_on_the_callers_stream(site: str, strategy: str) -> None:
+    with bound(site, strategy) as fake:
+        for number, log in enumerate(logs_of(fake, site, 3), start=1):
+            order = Order(log)
+            assert log[0][:2] == ("record", MAIN)
+            over = order.one("record", MAIN, over_of(fake, log))
+            sides = {entry[1] for entry in log} - {MAIN}
+            assert sides == {lane.handle for lane in fake.engine.binding.sides}
+            for side in sides:
+                first, *_ = order.find(None, side)
+                assert log[first] == ("wait_event", side, log[0][2])
+            assert all(order.before(index, over) for index in range(over))
+            # Last of all, off the caller's stream, the peers are told.
+            tells = order.find("write")[-(WORLD - 1) :]
+            assert [log[tell][2:] for tell in tells] == [
+                (ended(peer, 1), number) for peer in (0, 2, 3)
+            ]
+            assert all(order.before(over, tell) for tell in tells)
+            assert {log[tell][1] for tell in tells} <= sides
+            assert set(order.find("copy") + order.find("call") + order.find("wait")) < set(
+                range(over)
+            )
+
+
+@pytest.mark.parametrize("strategy", ["put", "fused"])
+@sites
+def test_a_chunk_is_put_before_its_reader_is_told(site: str, strategy: str) -> None:
+    with bound(site, strategy) as fake:
+        log = logs_of(fake, site, 1)[0]
+        order, moved = Order(log), list[int]()
+        signal = next(iter(fake.engine.context.plan.takes)) + "_arrived"
+        for index in order.find("copy"):
+            peer, _ = fake.place(log[index][2]) or (1, 0)
+            if peer != 1:
+                moved.append(peer)
+                told = order.one("write", None, word(signal, peer, 1, fake.space.number))
+                assert order.before(index, told)
+        assert sorted(moved) == [0, 2, 3]
+
+
+@sites
+def test_a_chunk_is_got_after_its_writer_has_told(site: str) -> None:
+    with bound(site, "get") as fake:
+        log = logs_of(fake, site, 1)[0]
+        order, moved = Order(log), list[int]()
+        signal = next(iter(fake.engine.context.plan.takes)) + "_ready"
+        for index in order.find("copy"):
+            peer, _ = fake.place(log[index][3]) or (1, 0)
+            if peer != 1:
+                moved.append(peer)
+                heard = order.one("wait", None, word(signal, 1, peer, fake.space.number))
+                assert order.before(heard, index)
+                calls = [i for i in order.find("call") if log[index][2] in log[i][3]]
+                assert all(order.before(index, call) for call in calls)
+        assert sorted(moved) == [0, 2, 3]
+
+
+def test_chunks_are_multiplied_once_they_are_there() -> None:
+    with bound("gather", "put") as fake:
+        log = logs_of(fake, "gather", 1)[0]
+        order = Order(log)
+        calls = order.find("call", MAIN, "aten.mm.out")
+        for k, call in enumerate(calls):
+            heard = word("full_slots_arrived", 1, (1 + k) % WORLD, fake.space.number)
+            assert k == 0 or order.before(order.one("wait", MAIN, heard), call)
+        assert len(calls) == WORLD
+    with bound("scatter", "put") as fake:
+        log = logs_of(fake, "scatter", 1)[0]
+        order = Order(log)
+        products = order.find("call", MAIN, "aten.mm.out")
+        for copy in order.find("copy"):
+            (product,) = (i for i in products if log[copy][3] in log[i][4])
+            assert order.before(product, copy)
+        total = order.one("call", MAIN, "interlace.sum_slots")
+        for peer in (0, 2, 3):
+            heard = word("t_slots_arrived", 1, peer, fake.space.number)
+            assert order.before(order.one("wait", MAIN, heard), total)
+
+
+def test_a_gathers_kernel_waits_for_the_words_of_this_rank() -> None:
+    with bound("gather", "fused") as fake:
+        inputs, (y,) = tensors("gather")
+        for number in (1, 2, 3):
+            fake.run(inputs, [y])
+            order = Order(fake.log)
+            launch = launch_of(fake.log)
+            assert order.find("launch") == order.find("launch", MAIN)
+            assert launch.gates == fake.space.own("full_slots_arrived", 0) >= WORD
+            assert launch.expected == fake.space.base + 1 == number * fake.space.span + 1
+            slots = launch.tensors["slots"]
+            assert slots is not None
+            assert fake.place(slots.data_ptr()) == (1, number % 2)
+            assert launch.tensors["x"] is inputs[0]
+            assert launch.tensors["w"] is inputs[1]
+            assert launch.tensors["y"] is y
+            # Nothing that the kernel waits for stands behind it.
+            assert not any(order.before(order.one("launch"), put) for put in order.find("copy"))
+
+
+def test_a_scatters_chunks_leave_when_their_tiles_are_made() -> None:
+    with bound("scatter", "fused") as fake:
+        inputs, (y,) = tensors("scatter")
+        lanes = set[int]()
+        for number in (1, 2, 3):
+            fake.run(inputs, [y])
+            log, order, launch = list(fake.log), Order(fake.log), launch_of(fake.log)
+            assert launch.gates == fake.space.own("t_slots_arrived", 0)
+            assert launch.expected == fake.space.base + 1
+            assert launch.counters < WORD
+            slots, stage = launch.tensors["slots"], launch.tensors["stage"]
+            assert slots is not None
+            assert fake.place(slots.data_ptr()) == (1, number % 2)
+            for copy in order.find("copy"):
+                _, stream, dst, src, nbytes = log[copy]
+                peer, parity = fake.place(dst) or (1, 0)
+                assert parity == number % 2
+                assert stage is not None
+                assert src == stage.data_ptr() + peer * nbytes
+                count = order.one("wait", stream, launch.counters + 4 * peer)
+                assert log[count][3] == number * TILES
+                assert order.before(count, copy)
+                assert not order.before(order.one("launch"), count)
+                lanes.add(stream)
+            assert y is launch.tensors["y"]
+        assert len(lanes) == 2
+        assert MAIN not in lanes
+
+
+@strategies
+@sites
+def test_runs_take_turns_with_the_copies_of_slots(site: str, strategy: str) -> None:
+    with bound(site, strategy) as fake:
+        for number, log in enumerate(logs_of(fake, site, 4), start=1):
+            found = {
+                place[1]
+                for entry in log
+                if entry[0] == "copy"
+                for place in map(fake.place, entry[2:4])
+                if place is not None
+            }
+            assert found == {number % 2}
+
+
+@strategies
+@sites
+def test_slots_are_taken_before_they_are_written(site: str, strategy: str) -> None:
+    gotten = any(isinstance(op, Get) for op in program(site, strategy).ops)
+    heard = [ended(1, peer) for peer in (0, 2, 3)]
+    with bound(site, strategy) as fake:
+        logs_of(fake, site, 4)
+        fake.side.closed = 0  # the last run was another Executor's, which heard of some ranks only
+        (log,) = logs_of(fake, site, 1)
+        order = Order(log)
+        seen = 0
+        for index, entry in enumerate(log):
+            if writes_what_peers_use(fake, entry, gotten):
+                seen += 1
+                for address in heard:
+                    takes = order.find("wait", entry[1], address, 5 - 2)
+                    assert any(order.before(take, index) for take in takes)
+        assert seen
+        (log,) = logs_of(fake, site, 1)  # after a run that awaited every other rank
+        assert not [entry for entry in log if entry[0] == "wait" and entry[2] in heard]
+
+
+def test_a_caller_on_another_stream_waits_for_the_last_run() -> None:
+    with bound("gather", "fused") as fake:
+        _, second = logs_of(fake, "gather", 2)
+        assert second[0][:2] == ("record", MAIN)
+        over = over_of(fake, second)
+        fake.on(900)
+        (log,) = logs_of(fake, "gather", 1)
+        assert log[0] == ("wait_event", 900, over)
+        assert log[1][:2] == ("record", 900)
+        assert MAIN not in {entry[1] for entry in log}
+        (log,) = logs_of(fake, "gather", 1)
+        assert log[0][:2] == ("record", 900)
+        fake.side.last = (MAIN, 12345)  # another Executor's run
+        (log,) = logs_of(fake, "gather", 1)
+        assert log[0] == ("wait_event", 900, 12345)
+
+
+@strategies
+@sites
+def test_in_order_all_is_on_one_stream(site: str, strategy: str) -> None:
+    with bound(site, strategy, in_order=True) as fake:
+        (log,) = logs_of(fake, site, 1)
+        assert {entry[1] for entry in log} == {MAIN}
+        # Kernels then do one part each, and wait for nothing.
+        launches = [entry[2] for entry in log if entry[0] == "launch"]
+        assert len(launches) == (WORLD if strategy == "fused" else 0)
+        assert not any(launch.gates or launch.counters for launch in launches)
+
+
+class Asked(TorchDispatchMode):
+    """What torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("site", "strategy", "ops"),
+    [
+        ("gather", "fused", set[str]()),
+        ("scatter", "fused", set[str]()),
+        ("gather", "put", {"aten.mm.out", "aten.as_strided.default"}),
+        ("gather", "get", {"aten.mm.out", "aten.as_strided.default"}),
+    ],
+)
+def test_a_run_makes_no_events_and_no_tensors(site: str, strategy: str, ops: set[str]) -> None:
+    """But views of what the caller gives."""
+    with bound(site, strategy) as fake:
+        inputs, out = tensors(site)
+        fake.run(inputs, out)
+        events = fake.driver.events
+        for _ in range(3):
+            with Asked() as asked:
+                fake.run(inputs, out)
+            assert set(asked.ops) == ops
+        assert fake.driver.events == events
+
+
+@sites
+def test_tensors_that_kernels_cannot_address_are_copied(site: str) -> None:
+    with bound(site, "fused") as fake:
+        (x, w), (y,) = tensors(site)
+        odd = [torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view_as(t) for t in (x, y)]
+        odd[0].copy_(x)
+        fake.run([odd[0], w], [odd[1]])
+        given = launch_of(fake.log).tensors
+        assert given["x"] is not None
+        assert given["y"] is not None
+        assert not given["x"].data_ptr() % 16
+        assert torch.equal(given["x"], x)
+        assert not given["y"].data_ptr() % 16
+        assert torch.equal(given["y"].view(torch.int16), odd[1].view(torch.int16))
