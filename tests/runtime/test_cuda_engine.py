@@ -15,7 +15,7 @@ from tests.runtime.cuda_sites import (
     tensors,
     writes_what_peers_use,
 )
-from tests.support.fake_cuda import MAIN, TILES, WORD, Fake, Launch, word
+from tests.support.fake_cuda import MAIN, TILES, WORD, Launch, word
 from tests.support.fake_device import Entry, Order
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,10 +29,9 @@ def ended(reader: int, writer: int) -> int:
     return word("ended", reader, writer)
 
 
-def over_of(fake: Fake, log: list[Entry]) -> int:
+def over_of(log: list[Entry]) -> int:
     """The event of the end of a run."""
-    marks = {event for _, event in fake.engine._marks}
-    (found,) = (entry[2] for entry in log if entry[0] == "record" and entry[2] in marks)
+    (found,) = (entry[2] for entry in log if entry[3:] == ("over",))
     return found
 
 
@@ -48,7 +47,7 @@ def test_a_run_begins_and_ends_on_the_callers_stream(site: str, strategy: str) -
         for number, log in enumerate(logs_of(fake, site, 3), start=1):
             order = Order(log)
             assert log[0][:2] == ("record", MAIN)
-            over = order.one("record", MAIN, over_of(fake, log))
+            over = order.one("record", MAIN, over_of(log))
             sides = {entry[1] for entry in log} - {MAIN}
             assert sides == {lane.handle for lane in fake.engine.binding.sides}
             for side in sides:
@@ -212,7 +211,7 @@ def test_a_caller_on_another_stream_waits_for_the_last_run() -> None:
     with bound("gather", "fused") as fake:
         _, second = logs_of(fake, "gather", 2)
         assert second[0][:2] == ("record", MAIN)
-        over = over_of(fake, second)
+        over = over_of(second)
         fake.on(900)
         (log,) = logs_of(fake, "gather", 1)
         assert log[0] == ("wait_event", 900, over)

@@ -123,7 +123,7 @@ class FakeSide:
         self.told = [word("ended", member, me) for member in others]
         self.heard = [word("ended", me, member) for member in others]
         self.device, self.last, self.closed = torch.device("cpu"), None, 0
-        self.generation = 0
+        self.generation, self.teller = 0, None
 
     def enter(self) -> int:
         self.run += 1
@@ -209,11 +209,16 @@ class Fake:
         return self.driver.log
 
     def run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None) -> Any:
-        """One run. Of an event that only the watchdog looks at nothing is noted."""
+        """One run. Its end is noted as such; what only the watchdog looks at is not noted."""
         log = self.driver.log
         log.clear()
         result = self.runner(inputs, out)
-        log[:] = [entry for entry in log if entry[0::2] != ("record", self.engine.probe)]
+        ends = {event for _, event in self.engine._marks}
+        log[:] = [
+            (*entry, "over") if entry[0] == "record" and entry[2] in ends else entry
+            for entry in log
+            if entry[0::2] != ("record", self.engine.probe)
+        ]
         return result
 
     def on(self, stream: int) -> None:

@@ -93,7 +93,7 @@ def simulate(
         recorded: dict[int, int] = {}
         count = 0
         for number, log in enumerate(runs):
-            over = max(index for index, entry in enumerate(log) if entry[0] == "record")
+            (over,) = (index for index, entry in enumerate(log) if entry[3:] == ("over",))
             for index, entry in enumerate(log):
                 for what, stream, *rest in steps(entry):
                     if what == "record":

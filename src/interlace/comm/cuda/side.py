@@ -60,6 +60,8 @@ class CudaSide:
         """and this rank's words that say which they have."""
         self.last: tuple[int, int] | None = None
         """The stream of this rank's last run, and the event of its end."""
+        self.teller: int | None = None
+        """The stream that told the peers of the last run's end."""
         self.generation = 0
         """How often it was reset."""
         self._lock = threading.Lock()
@@ -145,6 +147,7 @@ class CudaSide:
         with self._lock:
             self.generation += 1
             self.run = self.closed = 0
+            self.teller = None
             self.driver.fill(self.heap.address(self.me, self._ended), 0, self.size)
             for space in list(self.spaces):
                 space.reset()

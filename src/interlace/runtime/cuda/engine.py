@@ -79,7 +79,7 @@ class CudaEngine:
         self.graphs: Graphs | None = None
         self.issued = self.entered = self.probed = 0
         self.marks, self.since = MARKS, 0.0
-        self.probe = self.driver.event()
+        self.probe, self._told = self.driver.event(), self.driver.event()
         self._capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.watched = Watched(self, context)
         watchdog().add(self.watched)
@@ -114,6 +114,8 @@ class CudaEngine:
             if aside.handle != stream:
                 driver.wait_event(aside.handle, over)
             for side, tells in self._tells:
+                if side.teller != aside.handle:
+                    self._tell_after(side, aside.handle)
                 tells.run(aside.handle, 0, side.run)
 
     def replay(self, graph: Any) -> None:
@@ -126,6 +128,13 @@ class CudaEngine:
             self._abandon(error, stream, over)
             raise
         self._leave(stream, over)
+
+    def _tell_after(self, side: Any, stream: int) -> None:
+        """What another Executor's stream tells comes before: the peers' words never go back."""
+        if side.teller is not None:
+            self.driver.record(side.teller, self._told)
+            self.driver.wait_event(stream, self._told)
+        side.teller = stream
 
     def _abandon(self, error: BaseException, stream: int, over: int) -> None:
         """A run is issued in part: it ends here, and so does what it waits for."""
@@ -247,5 +256,5 @@ class CudaEngine:
         if self.graphs is not None:
             self.graphs.close()
         self.binding.close()
-        for event in (self.probe, *(event for pair in self._marks for event in pair)):
+        for event in (self.probe, self._told, *(event for pair in self._marks for event in pair)):
             self.driver.destroy_event(event)
