@@ -200,7 +200,7 @@ def test_a_graph_has_times_of_its_own() -> None:
     assert site.strategy == "serial"
 
 
-def test_neighbours_correct_predictions_and_serial_speaks_for_the_rest() -> None:
+def test_neighbours_correct_predictions_and_the_worst_speaks_for_the_rest() -> None:
     program, machine = parse(SIZES["all_gather_matmul"]), default_machine("cuda")
     plain = {e.label: e for e in candidates(program, machine)}
     slower = {
@@ -209,7 +209,7 @@ def test_neighbours_correct_predictions_and_serial_speaks_for_the_rest() -> None
     }
     sites = table(machine, program, slower, m=9000)
     found = {e.label: e for e in candidates(program, machine.replace(sites=sites))}
-    for label, factor in {"serial": 2, "peer/put": 3, "peer/get": 2}.items():
+    for label, factor in {"serial": 2, "peer/put": 3, "peer/get": 3}.items():
         assert found[label].measured_ms is None
         assert found[label].predicted_ms == plain[label].predicted_ms
         expected = factor * plain[label].predicted_ms

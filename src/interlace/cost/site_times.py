@@ -70,6 +70,16 @@ def correction(times: Iterable[SiteTime], site: SiteKey, strategy: str) -> float
     return blend(near, _place(site)) if near else None
 
 
+def doubt(times: Iterable[SiteTime], site: SiteKey) -> float | None:
+    """The largest correction of any strategy for such sites; None where nothing tells.
+
+    For a strategy that nobody measured: beside corrected ones a bare prediction would look best.
+    """
+    known = tuple(times)
+    found = [correction(known, site, name) for name in sorted({time.strategy for time in known})]
+    return max((ratio for ratio in found if ratio is not None), default=None)
+
+
 def _place(site: SiteKey) -> tuple[float, ...]:
     return site.m, site.k, site.n, site.world**2
 

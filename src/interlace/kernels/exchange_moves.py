@@ -113,7 +113,8 @@ def moves_of(
     `merges`: an all-to-all in which every rank sends a part of its own size to all.
     """
     parts = tuple(parts)
-    own, total, none = parts[rank if len(parts) == size else 0], sum(parts), (0,) * size
+    own = parts[rank if len(parts) == size else 0] if parts else 0
+    total, none = sum(parts), (0,) * size
     most, everyone = max(parts, default=0), range(size)
     from_root = tuple(int(member == root) for member in everyone)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from interlace.cost import Machine, SiteKey, run_issue_seconds, simulate
 from interlace.cost.op_times import matmul_shape
-from interlace.cost.site_times import correction, measured
+from interlace.cost.site_times import correction, doubt, measured
 from interlace.ir import Call, Collective, Op, Program, Site
 from interlace.passes.alone import isolated
 from interlace.passes.cone import result_of
@@ -69,8 +69,8 @@ class Estimator:
         predicted = self._seconds(values, site, row, chunks)
         key, table = site_key(values, site, self.machine.captured), self.machine.sites
         known = measured(table, key, label) if _plain(site) else None
-        # A strategy of which nothing was measured is taken to be as far off as serial is.
-        ratio = correction(table, key, label) or correction(table, key, SERIAL) or 1.0
+        # One of which nothing was measured is taken to be as far off as the worst of the others.
+        ratio = correction(table, key, label) or doubt(table, key) or 1.0
         expected = predicted * ratio if known is None else known
         told = None if known is None else known * 1e3
         return Estimate(label, row, chunks, predicted * 1e3, told, expected * 1e3)

@@ -268,9 +268,10 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
         return run_one
 
     def run() -> None:
-        results = _flat(call())
+        given = call()
+        results = _flat(given)
         if len(results) != len(binds):
-            raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(binds)}")
+            results = _with_missing(op, given, results, values.device)
         for (buffer, dtype, sizes, strides, bind), result in zip(binds, results, strict=True):
             if aliases:
                 result = result.clone()
@@ -279,6 +280,29 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
             bind(result)
 
     return run
+
+
+def _with_missing(
+    op: Call, given: Any, results: Sequence[torch.Tensor], device: torch.device
+) -> list[torch.Tensor]:
+    """The results with zeros for those that an operator left out, as attention without gradients
+    does with what only its backward needs, although its shapes were told."""
+    placed: Sequence[Any] = [item for item in given if item is None or torch.is_tensor(item)]
+    by_place = len(placed) == len(op.fresh)
+    left, found = list(placed if by_place else results), list[torch.Tensor]()
+    for buffer in op.fresh:
+        dtype, sizes, strides = _layout(buffer)
+        here = left[0] if left else None
+        fits = here is not None and (here.dtype, tuple(here.shape)) == (dtype, sizes)
+        if by_place or fits:
+            left.pop(0)
+        if fits and here is not None:
+            found.append(here)
+        else:
+            found.append(torch.empty_strided(sizes, strides, dtype=dtype, device=device).zero_())
+    if left or not results:
+        raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(op.fresh)}")
+    return found
 
 
 def _layout(buffer: Buffer) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:

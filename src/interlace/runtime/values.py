@@ -99,7 +99,7 @@ class Values:
         self._program = program
         self.box = box
         """The strided box of a view on this rank."""
-        self._device = device
+        self.device = device
         self._buffers = program.buffers()
         self._slots = slots
         self._places: dict[tuple[str, int | None, Box], int] = {}
@@ -135,7 +135,7 @@ class Values:
         for key, size in sizes.items():
             starts[key] = total
             total += -(-size // ALIGN) * ALIGN
-        arena = torch.empty(total, dtype=torch.uint8, device=self._device).untyped_storage()
+        arena = torch.empty(total, dtype=torch.uint8, device=self.device).untyped_storage()
         return arena, {
             b.name: b.offset + starts[f"shared {b.storage}" if b.storage else f"own {b.name}"]
             for b in locals_
@@ -170,7 +170,7 @@ class Values:
         if key not in self._places:
             family = self._families.get(name)
             if family is None:
-                tensor = at(self._arena, self._starts[name], box, self._device)
+                tensor = at(self._arena, self._starts[name], box, self.device)
                 self._places[key] = self._add(tensor, constant=True)
             elif box == whole(buffer):
                 self._places[key] = family.place
@@ -237,7 +237,7 @@ class Values:
         for name, box in self._allocated:
             dtype = DTYPES[box.dtype]
             self.bind(
-                name, torch.empty_strided(box.sizes, box.strides, dtype=dtype, device=self._device)
+                name, torch.empty_strided(box.sizes, box.strides, dtype=dtype, device=self.device)
             )
 
     def starter(
