@@ -69,6 +69,7 @@ def draw_overlap(rows: Sequence[Row], path: Path) -> None:
             latest[site, row["strategy"], row["mode"]] = number(row["r"])
     sites = list(dict.fromkeys(site for site, _, _ in latest))
     modes = [mode for mode in ("eager", "graph") if any(m == mode for _, _, m in latest)]
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(n for _, n, _ in latest))}
     shape = {"figsize": (max(8.0, 0.9 * len(sites)), 5 * max(1, len(modes))), "squeeze": False}
     figure, axes = pyplot.subplots(max(1, len(modes)), 1, layout="constrained", **shape)
     for panel, mode in enumerate(modes):
@@ -77,7 +78,7 @@ def draw_overlap(rows: Sequence[Row], path: Path) -> None:
         for place, name in enumerate(names):
             heights = [latest.get((site, name, mode), math.nan) for site in sites]
             offsets = [i + place * width for i in range(len(sites))]
-            axes[panel][0].bar(offsets, heights, width, label=name)
+            axes[panel][0].bar(offsets, heights, width, label=name, color=colours[name])
         axes[panel][0].axhline(1.0, color="black", linewidth=0.8)
         axes[panel][0].set(title=mode, ylabel="R: time over the roof", ylim=(0, 3))
         axes[panel][0].set_xticks([i + 0.4 for i in range(len(sites))])
