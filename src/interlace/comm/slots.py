@@ -77,7 +77,10 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of a team, by name and size. They stay until the team goes."""
+    """The slots of a team, by name and size.
+
+    One that no Executor of any rank holds any more goes when the next Programs are prepared.
+    """
 
     def __init__(self, board: Board, topic: str, ranks: tuple[int, ...], me: int) -> None:
         self._board = board
@@ -85,6 +88,7 @@ class SlotPool:
         self._ranks = ranks
         self._me = me
         self.slots: dict[tuple[str, int], Slot] = {}
+        self._holders: dict[tuple[str, int], int] = {}
 
     @property
     def nbytes(self) -> int:
@@ -96,17 +100,37 @@ class SlotPool:
 
         All ranks call this together, under a topic that is new each time.
         """
-        topic, told = f"{self._topic}/{topic}", {"slots": dict(wanted)}
+        idle = [list(key) for key in self.slots if not self._holders.get(key)]
+        topic, told = f"{self._topic}/{topic}", {"slots": dict(wanted), "idle": idle}
         rank = self._ranks[self._me]
         notes = self._board.exchange(f"{topic}/slots", self._ranks, rank, told, time_out_s)
         sizes: dict[str, int] = {}
         for note in notes:
             for name, nbytes in note["slots"].items():
                 sizes[name] = max(sizes.get(name, 0), nbytes)
+        idle_here = [{(name, size) for name, size in note["idle"]} for note in notes]
+        gone = sorted(set.intersection(*idle_here) - set(sizes.items()))
+        if gone:
+            self._drop(topic, gone, time_out_s)
         missing = sorted(key for key in sizes.items() if key not in self.slots)
         if missing:
             self._add(topic, missing, time_out_s)
+        for name in wanted:
+            key = name, sizes[name]
+            self._holders[key] = self._holders.get(key, 0) + 1
         return {name: self.slots[name, sizes[name]] for name in wanted}
+
+    def let_go(self, slot: Slot) -> None:
+        """What `ensure` gave is not needed any more, by one of those who got it."""
+        key = slot.name, slot.nbytes
+        if self._holders.get(key):
+            self._holders[key] -= 1
+
+    def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+        """Forgets slots that nobody holds; all ranks do it together."""
+        for key in keys:
+            del self.slots[key]
+            self._holders.pop(key, None)
 
     def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
         header = align(16 * len(keys), PAGE)

@@ -33,7 +33,7 @@ from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
 from interlace.runtime.ranks import program_rank
-from interlace.runtime.shares import Shared, share
+from interlace.runtime.shares import Shared, end, share
 from interlace.runtime.values import Values
 
 
@@ -80,7 +80,7 @@ class Executor:
         self._runner: Any = None
         self._context: Context | None = None
         self._engine: Engine | None = None
-        self._finalizer: Callable[[], object] = lambda: None
+        self._finalizer: Any = weakref.finalize(self, int)
         self._bound_resets: list[int] = []
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
@@ -147,9 +147,11 @@ class Executor:
         self._context = Context(
             *(plan, values, crew, self.options, self.device, flight, self._before_op)
         )
-        self._finalizer()
+        if self._engine is not None:
+            self._finalizer.detach()
+            self._engine.close()
         self._engine = self._engine_class(self._context)
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._finalizer = weakref.finalize(self, end, self._engine, shared)
         self._inputs, self._outputs = (
             Given(program.name, kind, [b for b in program.params if b.kind == kind], self.host)
             for kind in ("input", "output")
@@ -334,12 +336,11 @@ class Executor:
         )
 
     def close(self) -> None:
-        """Ends the threads and lets go of the memory. Slots stay with their team."""
+        """Ends the threads and lets go of the memory."""
         self._closed = True
         self._finalizer()
-        self._context = self._engine = None
+        self._context = self._engine = self._runner = None
         self._shared = Shared({}, {}, ())
-        self._runner = None
         self._results = []
 
     def __enter__(self) -> Executor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm import TeamComm, Workspace
+from interlace.comm import SlotPool, TeamComm, Workspace
 from interlace.comm.teams import BACKENDS
 from interlace.options import Options
 from interlace.runtime.plan import Plan
@@ -27,6 +27,18 @@ class Shared:
     wanted: tuple[tuple[str, str], ...]
     """Team and name of each backend of torch that the Program uses."""
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
+    held: tuple[tuple[SlotPool, Any], ...] = ()
+    """The slots with the pools that they are of."""
+
+    def close(self) -> None:
+        """Gives back slots and words; nothing that used them is under way."""
+        for pool, slot in self.held:
+            pool.let_go(slot)
+        for spaces in (self.spaces, *self.graph_spaces):
+            for space in spaces.values():
+                close = getattr(space, "close", None)
+                if close is not None:
+                    close()
 
     def backends(
         self, teams: Mapping[str, TeamComm], device: torch.device, time_out_s: float
@@ -52,20 +64,30 @@ def share(
 
         with torch.cuda.device(device):
             found = sharing.share(plan, teams, device, options.graph, limit)
-            shared = Shared(found.slots, found.spaces, backends, found.graph_spaces)
+            shared = Shared(
+                *(found.slots, found.spaces, backends, found.graph_spaces, found.held),
+            )
             shared.backends(teams, device, limit)
         return shared
     slots: dict[str, Any] = {}
+    held: list[tuple[SlotPool, Any]] = []
     spaces: dict[str, Any] = {}
     ordered = sorted(dict.fromkeys(teams.values()), key=lambda team: team.topic)
     for team in ordered:
         for name in (name for name, other in teams.items() if other is team):
             topic = f"{team.num_prepared}/{name}"
             found_slots = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
+            held += [(team.slots, slot) for slot in found_slots.values()]
             for buffer, of_team in plan.takes.items():
                 if of_team == name:
                     slots[buffer] = found_slots[plan.slot_of(buffer)]
             spaces[name] = Workspace(team, topic, plan.demands[name], limit)
             for _, backend in (key for key in backends if key[0] == name):
                 team.backend(backend, device.type, limit)
-    return Shared(slots, spaces, backends)
+    return Shared(slots, spaces, backends, held=tuple(held))
+
+
+def end(engine: Any, shared: Shared) -> None:
+    """Ends what an Executor has: first its runs, then what they used."""
+    engine.close()
+    shared.close()

@@ -37,13 +37,21 @@ class PeerMemory:
     bases: tuple[int, ...]
     notes: tuple[Note, ...]
 
-    def close(self) -> None:
-        """Unmaps the others' blocks and frees the own one."""
+    def unmap(self) -> None:
+        """Unmaps the others' blocks."""
         for member, base in enumerate(self.bases):
             if member != self.me:
                 self.driver.close(base)
+
+    def free(self) -> None:
+        """Frees the own block, which nobody may map any more."""
         self.driver.free(self.bases[self.me])
         self.bases = ()
+
+    def close(self) -> None:
+        """Both."""
+        self.unmap()
+        self.free()
 
 
 def share_memory(

@@ -70,7 +70,8 @@ class CudaSlotPool(SlotPool):
         super().__init__(board, topic, ranks, me)
         self._driver = driver
         self._device = device
-        self._memories: list[PeerMemory] = []
+        self._memories: list[tuple[PeerMemory, set[tuple[str, int]]]] = []
+        """Each block, and the slots that lie in it."""
 
     def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
         starts: list[int] = []
@@ -82,10 +83,27 @@ class CudaSlotPool(SlotPool):
             *(self._driver, self._board, topic, self._ranks, self._me),
             *(total, {}, time_out_s),
         )
-        self._memories.append(memory)
+        self._memories.append((memory, set(keys)))
         for (name, nbytes), start in zip(keys, starts, strict=True):
             slot = CudaSlot(name, nbytes, memory, start, self._device)
             self.slots[name, nbytes] = slot  # pyright: ignore
+
+    def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+        """Frees the blocks of which no slot is left, once no rank maps them."""
+        super()._drop(topic, keys, time_out_s)
+        gone: list[PeerMemory] = []
+        for memory, held in self._memories:
+            held.difference_update(keys)
+            if not held:
+                memory.unmap()
+                gone.append(memory)
+        if not gone:
+            return
+        self._memories = [item for item in self._memories if item[1]]
+        rank = self._ranks[self._me]
+        self._board.exchange(f"{topic}/unmapped", self._ranks, rank, {}, time_out_s)
+        for memory in gone:
+            memory.free()
 
     def reset(self) -> None:
         """Nothing: which copy a run takes follows from its number."""
@@ -94,5 +112,5 @@ class CudaSlotPool(SlotPool):
         """Frees all slots; nobody may use them any more."""
         self.slots.clear()
         memories, self._memories = self._memories, []
-        for memory in memories:
+        for memory, _ in memories:
             memory.close()

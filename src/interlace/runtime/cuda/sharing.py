@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm import TeamComm
+from interlace.comm import SlotPool, TeamComm
 from interlace.comm.cuda.slots import CudaSlot, slot_keys
 from interlace.comm.cuda.space import CudaSpace
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
@@ -29,12 +29,8 @@ class CudaShared:
     slots: Mapping[str, CudaSlot]
     spaces: Mapping[str, CudaSpace]
     graph_spaces: tuple[Mapping[str, CudaSpace], ...]
-
-    def close(self) -> None:
-        """Gives all words back. Slots stay with their team."""
-        for spaces in (self.spaces, *self.graph_spaces):
-            for space in spaces.values():
-                space.close()
+    held: tuple[tuple[SlotPool, CudaSlot], ...]
+    """The slots with the pools that they are of."""
 
 
 def share(
@@ -47,6 +43,7 @@ def share(
     """Sets up, for every team of the Program in an order that all ranks share."""
     slots: dict[str, CudaSlot] = {}
     spaces: dict[str, CudaSpace] = {}
+    held: list[tuple[SlotPool, CudaSlot]] = []
     graphs: tuple[dict[str, CudaSpace], ...] = tuple({} for _ in GRAPHS) if graph else ()
     keys = slot_keys(plan.takes, plan.buffers)
     signals, span = signals_of(plan.program)
@@ -60,6 +57,7 @@ def share(
             declared = plan.buffers[buffer]
             wanted[private + keys[buffer]] = declared.offset + nbytes(declared)
         found: Any = side.slots.ensure(topic, wanted, time_out_s)
+        held += [(side.slots, slot) for slot in found.values()]
         slots.update({buffer: found[private + keys[buffer]] for buffer in mine})
         known, uses = signals.get(name, ()), name in signals or bool(mine)
         gets = [keys[op.src.buffer] for op in plan.program.ops if isinstance(op, Get)]
@@ -73,7 +71,7 @@ def share(
             if turn.team == name and turn.backend == "peer"
         ]
         ensure_area(side, topic, areas, time_out_s)
-    return CudaShared(slots, spaces, graphs)
+    return CudaShared(slots, spaces, graphs, tuple(held))
 
 
 def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
