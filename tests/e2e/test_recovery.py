@@ -69,6 +69,7 @@ def fail_and_recover() -> tuple[str, bool, bool]:
             raise RuntimeError("planted")
 
     engine._before_op = fault  # pyright: ignore[reportAttributeAccessIssue]
+    dist.barrier()  # or a slow rank hears of it in the run that must still go well
     first = heard() or heard()  # the others may hear of it one run later
     refused = bool(heard())
     interlace.reset(20.0)
