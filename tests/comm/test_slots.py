@@ -14,7 +14,9 @@ LIMIT_S = 20.0
 
 def _let_go_in_turn(times: int) -> list[list[tuple[str, int]]]:
     """The pool's slots after each rank's word that it needs one no more, rank after rank."""
-    team = team_of(dist.group.WORLD, "tp")
+    group = dist.group.WORLD
+    assert group is not None
+    team = team_of(group, "tp")
     team.setup(LIMIT_S)
     pool, seen = team.slots, list[list[tuple[str, int]]]()
     (kept,) = pool.ensure("a/kept", {"kept": 4096}, LIMIT_S).values()
@@ -56,6 +58,7 @@ def _many_sizes(count: int) -> list[int]:
     import torch
 
     group, seen = dist.group.WORLD, list[int]()
+    assert group is not None
     for rows in range(1, count + 1):
         with Executor(parse(TEXT.format(rows=rows)), groups={"tp": group}).prepare() as executor:
             (y,) = executor.run([torch.full((rows, 8), float(dist.get_rank()))])
