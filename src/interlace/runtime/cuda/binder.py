@@ -68,9 +68,9 @@ class Links:
     extra: Callable[[Lane], Lane]
     """A second stream beside one of the engine's own."""
     words: Callable[[str, int], int]
+    """By team: the address of so many words of this rank's own, for kernels."""
     check: Callable[[], None]
     """Raises what has failed meanwhile."""
-    """By team: the address of so many words of this rank's own, for kernels."""
 
 
 def in_a_row(box: Box) -> bool:
