@@ -12,7 +12,6 @@ what the logs of all ranks say.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import sys
 import threading
@@ -29,6 +28,7 @@ from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.liveness import Life, identity
 from interlace.comm.shared_memory import Segment
 from interlace.ir import Call, Get, Program, View
+from interlace.kernels import support
 from interlace.options import Options
 from interlace.runtime.cuda import binder as binder_file
 from interlace.runtime.cuda import engine as engine_file
@@ -106,12 +106,6 @@ class FakeDriver:
 
     def read(self, address: int, count: int) -> list[int]:
         return [0] * count
-
-    def host_words(self, count: int) -> tuple[Any, int]:
-        return (ctypes.c_uint32 * count)(), 1 << 50
-
-    def free_host(self, words: Any) -> None:
-        pass
 
 
 class FakeSide:
@@ -258,6 +252,11 @@ def noting(driver: FakeDriver, engines: list[CudaEngine]) -> Callable[..., Any]:
     return bind
 
 
+def but_for_the_device(why: str | None) -> str | None:
+    """What a kernel refuses, sizes and element types, as if tensors were a GPU's."""
+    return None if why is not None and why.startswith("the device is") else why
+
+
 @contextlib.contextmanager
 def fake_engine(
     program: Program, rank: int, options: Options | None = None, beside: Fake | None = None
@@ -309,6 +308,8 @@ def fake_engine(
         caller.return_value = MAIN
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        refuse = support.refuse
+        patch(support, "refuse", lambda **facts: but_for_the_device(refuse(**facts)))
         patch(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch(Lane, "own", lambda lane, device: Lane(lane, next(driver.streams)))
         patch(binder_file, "bind_call", noting(driver, engines))

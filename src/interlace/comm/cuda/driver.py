@@ -181,19 +181,6 @@ class Driver:
         """Ends a mapping."""
         self._cu.cuIpcCloseMemHandle(base)
 
-    def host_words(self, count: int) -> tuple[Any, int]:
-        """Words of the host that the device writes: as an array, and their device address."""
-        made = self._cu.cuMemHostAlloc(max(4 * count, 64), 3)
-        host = int(self.check("cuMemHostAlloc", made))
-        words = (ctypes.c_uint32 * count).from_address(host)
-        words[:] = [0] * count
-        pointer = self._cu.cuMemHostGetDevicePointer(host, 0)
-        return words, int(self.check("cuMemHostGetDevicePointer", pointer))
-
-    def free_host(self, words: Any) -> None:
-        """Gives `host_words` back."""
-        self._cu.cuMemFreeHost(ctypes.addressof(words))
-
 
 class Batch:
     """Memory operations that are issued as one: first waits, then writes."""

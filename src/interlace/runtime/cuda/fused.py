@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from interlace.ir import Call, Fused
+from interlace.kernels import support
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
 from interlace.runtime.cuda.parts import (
     GatherParts,
@@ -36,17 +37,14 @@ from interlace.runtime.values import DTYPES
 if TYPE_CHECKING:
     from interlace.runtime.cuda.binder import Binder
 
-ALIGNED = 16
-"""Bytes: what TMA reads and writes begins at multiples of it."""
-
 
 def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | None:
     """The launch of the kernel that does these parts, or None."""
     gather = gather_of(binder.plan, op)
-    if gather is not None and _serves(gather.shape):
+    if gather is not None and _serves(binder, gather.shape):
         return _gather(binder, lane, gather)
     scatter = scatter_of(binder.plan, op, index)
-    if scatter is not None and _serves(scatter.shape):
+    if scatter is not None and _serves(binder, scatter.shape):
         return _scatter(binder, lane, scatter)
     return None
 
@@ -55,7 +53,7 @@ def bind_member(binder: Binder, lane: Lane, index: int, op: Fused, call: Call) -
     """One matmul of a Fused by the code of its kernel: Note [The same bits in order]."""
     parts = gather_of(binder.plan, op) or scatter_of(binder.plan, op, index)
     product = Matmul.of(call)
-    if parts is None or product is None or not _serves(parts.shape):
+    if parts is None or product is None or not _serves(binder, parts.shape):
         return None
     from interlace.kernels.gather_matmul import GatherMatmul
 
@@ -75,14 +73,11 @@ def bind_member(binder: Binder, lane: Lane, index: int, op: Fused, call: Call) -
     return _aligned(lane, items, run, (a, b) if c is None else (a, b, c), out)
 
 
-def _serves(shape: Shape) -> bool:
-    """Whether a kernel takes these sizes and this element type."""
-    return (
-        str(shape.dtype) in ("bf16", "f16")
-        and shape.inner % 8 == 0
-        and shape.columns % 8 == 0
-        and min(shape.rows, shape.inner, shape.columns) > 0
-    )
+def _serves(binder: Binder, shape: Shape) -> bool:
+    """Whether a kernel takes these sizes and this element type on this GPU."""
+    facts = _facts(shape, bias=False)
+    asked = {name: facts[name] for name in ("rows", "inner", "columns", "dtype", "size")}
+    return support.refuse(**asked, device=binder.context.device) is None
 
 
 def _facts(shape: Shape, bias: bool) -> dict[str, Any]:
@@ -170,7 +165,7 @@ def _aligned(
         given = [(place, items[place]) for place in (*reads, written)]
         try:
             for place, tensor in given:
-                if tensor.data_ptr() % ALIGNED:
+                if tensor.data_ptr() % support.ALIGNMENT:
                     items[place] = tensor.clone()
             run()
             if items[written] is not given[-1][1]:
@@ -183,7 +178,7 @@ def _aligned(
 
     def either() -> None:
         starts = items[first].data_ptr() | items[second].data_ptr() | items[third].data_ptr()
-        if (starts | items[written].data_ptr()) % ALIGNED:
+        if (starts | items[written].data_ptr()) % support.ALIGNMENT:
             slowly()
         else:
             run()
