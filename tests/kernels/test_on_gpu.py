@@ -171,19 +171,19 @@ def test_scatter_with_copies_behind_it(
     x = drawn(size * rows, inner, dtype=dtype)
     stage = filled(size * rows, columns, device=device, dtype=dtype)
     slots = filled(size, rows, columns, device=device, dtype=dtype)
-    y, y2 = (filled(rows, columns, device=device, dtype=dtype) for _ in range(2))
+    y = filled(rows, columns, device=device, dtype=dtype)
     arriving = drawn(size, rows, columns, dtype=dtype).cpu().pin_memory()
     sent = torch.zeros(size * rows, columns, dtype=dtype).pin_memory()
     kernel = ScatterMatmul(
         rows=rows, inner=inner, columns=columns, size=size, rank=rank, dtype=dtype,
-        device=device, transposed=transposed, bias=has_bias, config=config, subs=2, second=True,
+        device=device, transposed=transposed, bias=has_bias, config=config, subs=2,
         under=under,
     )  # fmt: skip
     first = 16  # the counters stand behind the gates
     counters = line.words.data_ptr() + 4 * first
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch(stream, x, w, stage, slots, y, y2, bias, line.words.data_ptr(), 1, counters)
+    kernel.launch(stream, x, w, stage, slots, y, bias, line.words.data_ptr(), 1, counters)
     for k in range(1, size):
         chunk = (rank + k) % size
         for sub in range(kernel.subs):
@@ -191,10 +191,13 @@ def test_scatter_with_copies_behind_it(
             span = kernel.sub_rows(sub)
             at = slice(chunk * rows + span.start, chunk * rows + span.stop)
             line.copy(sent[at], stage[at])
-    for k in range(1, size):
-        chunk = (rank + k) % size
-        line.copy(slots[chunk], arriving[chunk])
-        line.write(chunk, 1)
+    for sub in range(kernel.subs):
+        span = kernel.sub_rows(sub)
+        at = slice(span.start, span.stop)
+        for k in range(1, size):
+            chunk = (rank + k) % size
+            line.copy(slots[chunk, at], arriving[chunk, at])
+            line.write(chunk, 1 + sub)
     torch.cuda.synchronize()
     own = slice(rank * rows, (rank + 1) * rows)
     assert_product(stage, x, plain, bias)
@@ -203,7 +206,6 @@ def test_scatter_with_copies_behind_it(
     parts = arriving.cuda()
     parts[rank] = stage[own]
     assert torch.equal(y, sum_slots_twin(parts))
-    assert torch.equal(y2, y)
     raised = line.words[first : first + size * kernel.subs].view(size, kernel.subs)
     wanted = [kernel.tiles_per_part(sub) for sub in range(kernel.subs)]
     for chunk in range(size):
@@ -239,3 +241,45 @@ def test_in_a_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert_product(y, x, w, None)
+
+
+def test_tiles_are_made_beside_a_kernel_that_waits(line: Line) -> None:
+    """Another kernel holds most processors till this one's tiles are all made.
+
+    So it is when a collective of another group waits for a rank that waits for these tiles.
+    """
+    from interlace.kernels.gather_matmul import GatherMatmul
+    from interlace.kernels.scatter_matmul import ScatterMatmul
+
+    device, size, rows, inner, columns = line.device, 2, 1280, 512, 1024
+    holder = GatherMatmul(
+        rows=640, inner=inner, columns=2560, size=2, rank=0, dtype=torch.bfloat16, device=device,
+        config=WITH_TAIL,
+    )  # fmt: skip
+    kernel = ScatterMatmul(
+        rows=rows, inner=inner, columns=columns, size=size, rank=0, dtype=torch.bfloat16,
+        device=device,
+    )  # fmt: skip
+    a, b = drawn(640, inner), drawn(inner, 2560)
+    held, product = drawn(1280, inner), filled(1280, 2560, device=device, dtype=torch.bfloat16)
+    x, w = drawn(size * rows, inner), drawn(inner, columns)
+    stage = filled(size * rows, columns, device=device, dtype=torch.bfloat16)
+    slots = drawn(size, rows, columns)
+    aside = torch.cuda.Stream(device)
+    gates, counters = line.words.data_ptr(), line.words.data_ptr() + 4 * 32
+    torch.cuda.synchronize()
+    for number in (1, 2, 3):
+        y = filled(rows, columns, device=device, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        # All of the holder's blocks wait for the word of its second rank.
+        holder.launch(aside.cuda_stream, a, b, held, product, None, gates + 4 * 8, number)
+        torch.cuda._sleep(1_000_000)
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch(stream, x, w, stage, slots, y, None, gates, number, counters)
+        line.wait(32 + 1, number * kernel.tiles_per_part())
+        line.write(1, number)
+        line.write(8 + 1, number)
+        torch.cuda.synchronize()
+        assert_product(stage, x, w, None)
+        slots[0] = stage[:rows]
+        assert torch.equal(y, sum_slots_twin(slots))

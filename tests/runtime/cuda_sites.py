@@ -52,6 +52,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "put": {"strategy": "peer", "protocol": "put"},
     "get": {"strategy": "peer", "protocol": "get"},
     "fused": {"strategy": "fused"},
+    "ranges": {"strategy": "fused", "chunks": 8},
 }
 
 

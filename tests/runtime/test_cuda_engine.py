@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interlace.ir import Get
 
 sites = pytest.mark.parametrize("site", ["gather", "scatter"])
-strategies = pytest.mark.parametrize("strategy", ["put", "get", "fused"])
+strategies = pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges"])
 
 
 def ended(reader: int, writer: int) -> int:
@@ -141,8 +141,9 @@ def test_a_gathers_kernel_waits_for_the_words_of_this_rank() -> None:
             assert not any(order.before(order.one("launch"), put) for put in order.find("copy"))
 
 
-def test_a_scatters_chunks_leave_when_their_tiles_are_made() -> None:
-    with bound("scatter", "fused") as fake:
+@pytest.mark.parametrize(("strategy", "subs"), [("fused", 1), ("ranges", 2)])
+def test_a_scatters_chunks_leave_when_their_tiles_are_made(strategy: str, subs: int) -> None:
+    with bound("scatter", strategy) as fake:
         inputs, (y,) = tensors("scatter")
         lanes = set[int]()
         for number in (1, 2, 3):
@@ -150,21 +151,25 @@ def test_a_scatters_chunks_leave_when_their_tiles_are_made() -> None:
             log, order, launch = list(fake.log), Order(fake.log), launch_of(fake.log)
             assert launch.gates == fake.space.own("t_slots_arrived", 0)
             assert launch.expected == fake.space.base + 1
-            assert launch.counters < WORD
+            assert (launch.subs, launch.counters < WORD) == (subs, True)
             slots, stage = launch.tensors["slots"], launch.tensors["stage"]
             assert slots is not None
             assert fake.place(slots.data_ptr()) == (1, number % 2)
+            moved = list[tuple[int, int]]()
             for copy in order.find("copy"):
                 _, stream, dst, src, nbytes = log[copy]
                 peer, parity = fake.place(dst) or (1, 0)
                 assert parity == number % 2
                 assert stage is not None
-                assert src == stage.data_ptr() + peer * nbytes
-                count = order.one("wait", stream, launch.counters + 4 * peer)
+                which, inside = divmod(src - stage.data_ptr(), nbytes)
+                assert (which // subs, inside) == (peer, 0)
+                moved.append((which % subs, (peer - 1) % WORLD))
+                count = order.one("wait", stream, launch.counters + 4 * which)
                 assert log[count][3] == number * TILES
                 assert order.before(count, copy)
                 assert not order.before(order.one("launch"), count)
                 lanes.add(stream)
+            assert moved == [(sub, k) for sub in range(subs) for k in range(1, WORLD)]
             assert y is launch.tensors["y"]
         assert len(lanes) == 2
         assert MAIN not in lanes
@@ -232,7 +237,8 @@ def test_in_order_all_is_on_one_stream(site: str, strategy: str) -> None:
         assert {entry[1] for entry in log} == {MAIN}
         # Kernels then do one part each, and wait for nothing.
         launches = [entry[2] for entry in log if entry[0] == "launch"]
-        assert len(launches) == (WORLD if strategy == "fused" else 0)
+        ranges = {"fused": 1, "ranges": 2 if site == "scatter" else 1}
+        assert len(launches) == WORLD * ranges.get(strategy, 0)
         assert not any(launch.gates or launch.counters for launch in launches)
 
 

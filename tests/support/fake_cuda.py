@@ -180,7 +180,7 @@ class FakeKernel:
     def launch(self, stream: int, *args: Any) -> None:
         gather = self._kind == "gather"
         names = ("x", "w", "slots", "y", "bias")
-        names = names if gather else ("x", "w", "stage", "slots", "y", "y2", "bias")
+        names = names if gather else ("x", "w", "stage", "slots", "y", "bias")
         launch = Launch(
             *(self._kind, self._facts["size"], self._facts["rank"], self.subs),
             dict(zip(names, args, strict=False)),

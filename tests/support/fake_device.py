@@ -73,12 +73,13 @@ def steps(entry: Entry) -> Iterator[Entry]:
         return
     others = [(launch.rank + k) % launch.size for k in range(1, launch.size)]
     if launch.kind == "scatter":
-        for chunk in others:
-            for sub in range(launch.subs):
+        for sub in range(launch.subs):
+            for chunk in others:
                 address = launch.counters + 4 * (chunk * launch.subs + sub)
                 yield ("raise", stream, address, TILES)
-    for chunk in others:
-        yield ("wait", stream, launch.gates + 4 * chunk, launch.expected)
+    for sub in range(launch.subs):
+        for chunk in others:
+            yield ("wait", stream, launch.gates + 4 * chunk, launch.expected + sub)
 
 
 def simulate(

@@ -2,12 +2,13 @@
 
     kernel = ScatterMatmul(rows=1024, inner=3584, columns=4096, size=4, rank=0,
                            dtype=torch.bfloat16, device=device, subs=2)
-    kernel.launch(stream, x, w, stage, slots, y, None, None, gates, expected, counters)
+    kernel.launch(stream, x, w, stage, slots, y, None, gates, expected, counters)
 
 `counters` is the address of size * subs words. Each call adds `tiles_per_part(s)` to word
 c * subs + s, tile by tile, for every chunk c but the own one; a copy of the rows `sub_rows(s)` of
-stage[c] may start once the sum is reached. `gates[s]` says that rank s's part of the own rows is
-in slots[s]; slots[rank] is neither read nor written, and stage[rank] is where the own part lies.
+stage[c] may start once the sum is reached. The gate of rank r at `expected + s` says that range s of
+r's part of the own rows is in slots[r]; slots[rank] is neither read nor written, and stage[rank] is
+where the own part lies. Launches of one kernel must not run at the same time.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ def scatter_source(
     transposed: bool = False,
     bias: bool = False,
     subs: int = 1,
-    second: bool = False,
-    raise_own: bool = False,
     gated: bool = True,
     by_tma: bool = True,
     under: bool = False,
@@ -48,10 +47,11 @@ def scatter_source(
         "x_desc": block_type(dtype, config.bm, config.bk),
         "w_desc": block_type(dtype, *weight),
         "stage_desc": block_type(dtype, config.bm, config.bn // (2 if halves else 1)),
-        **dict.fromkeys(("stage", "slots", "y", "y2", "bias"), f"*{element}"),
+        **dict.fromkeys(("stage", "slots", "y", "bias"), f"*{element}"),
         "gates": "*u32",
         "expected": "u32",
         "counters": "*u32",
+        "shares": "*i32",
         "slot_stride": "i64",
         **dict.fromkeys(("rows", "columns", "inner"), "i32"),
     }
@@ -66,11 +66,9 @@ def scatter_source(
         "TRANSPOSED": transposed,
         "BIAS": bias,
         "GATED": gated and size > 1,
-        "SECOND": second,
-        "RAISE_OWN": raise_own,
         "LATE": LATE,
         "UNDER": under,
-        "STEP": min(config.bm, 32 * threads // config.bn),
+        "STEP": min(config.bm, 16 * threads // config.bn),
         "LAST_STEP": min(config.bm, 64 * threads // config.bn),
         "STORE_TMA": by_tma,
         "HALVES": halves,
@@ -102,8 +100,6 @@ class ScatterMatmul:
         transposed: bool = False,
         bias: bool = False,
         subs: int = 1,
-        second: bool = False,
-        raise_own: bool = False,
         gated: bool = True,
         under: bool | None = None,
         config: Config | None = None,
@@ -126,14 +122,13 @@ class ScatterMatmul:
             transposed=transposed,
             bias=bias,
             subs=self.subs,
-            second=second,
-            raise_own=raise_own,
             gated=gated,
             by_tma=rows % config.bm == 0,
             under=config.blocks > 1 if under is None else under,
         )
         self._program = Program(source, device)
         self._grid = min(processors * config.blocks, total)
+        self._shares = torch.zeros(1 + 2 * self._grid, dtype=torch.int32, device=device)
         weight = (columns, inner) if transposed else (inner, columns)
         shapes = [(size * rows, inner), weight, (size * rows, columns)]
         self._operands = [Descriptors(self._program, i, shape) for i, shape in enumerate(shapes)]
@@ -157,7 +152,6 @@ class ScatterMatmul:
         stage: torch.Tensor,
         slots: torch.Tensor,
         y: torch.Tensor,
-        y2: torch.Tensor | None,
         bias: torch.Tensor | None,
         gates: int,
         expected: int,
@@ -170,7 +164,6 @@ class ScatterMatmul:
             stage.data_ptr(),
             slots.data_ptr(),
             y.data_ptr(),
-            0 if y2 is None else y2.data_ptr(),
             0 if bias is None else bias.data_ptr(),
         )
         args = (
@@ -178,15 +171,16 @@ class ScatterMatmul:
             gates or 0,
             expected & 0xFFFFFFFF,
             counters,
+            self._shares.data_ptr(),
             *self._numbers,
         )
         self._program.launch(stream, self._grid, args)
 
     def _bind(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
         """The arguments up to the gates."""
-        x, w, stage, slots, y, y2, bias = addresses
+        x, w, stage, slots, y, bias = addresses
         each = zip(self._operands, (x, w, stage), strict=True)
         return (
             *(arg for operand, at in each for arg in operand.make(at)),
-            *(stage, slots, y, y2, bias),
+            *(stage, slots, y, bias),
         )

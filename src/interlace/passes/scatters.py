@@ -156,17 +156,16 @@ class Scatter:
         e, staged = self.emitter, self._staged()
         slots = self._alloc("slots", e.size, max(self.sizes), kind="symmetric")
         arrived = e.names.new(f"{slots.buffer}_arrived")
-        for k in e.others:
-            chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
-            into = self._rows(slots, e.rank, chunk)
-            for number, within in enumerate(self._pieces(), start=1):
-                src, dst = (v if within is None else v.then(within) for v in (staged(chunk), into))
+        mine = self._rows(slots, e.rank, e.rank)
+        for number, within in enumerate(self._pieces(), start=1):
+            piece = (lambda view: view) if within is None else (lambda view: view.then(within))
+            for k in e.others:
+                chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
+                src, dst = piece(staged(chunk)), piece(self._rows(slots, e.rank, chunk))
                 compute(chunk, src, within)
                 e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
                 e.notify(arrived, to, number)
-        mine = self._rows(slots, e.rank, e.rank)
-        for number, within in enumerate(self._pieces(), start=1):
-            compute(e.rank, mine if within is None else mine.then(within), within)
+            compute(e.rank, piece(mine), within)
             for k in e.others:
                 e.expect(arrived, e.at(path.source.at(k)), number)
             self._sum(slots, within)

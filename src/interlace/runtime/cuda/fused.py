@@ -131,7 +131,7 @@ def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
     if kernel.subs != parts.subs or ranges != [kernel.sub_rows(s) for s in range(parts.subs)]:
         return None
     space, runs = binder.links.spaces[shape.team], binder.links.runs
-    gates, value = space.own(shape.signal, 0), shape.value + parts.subs - 1
+    gates, value = space.own(shape.signal, 0), shape.value
     counters = binder.links.words(shape.team, shape.size * parts.subs)
     tiles = kernel.tiles_per_part(0)
     for spot, chunk, sub in parts.records:
@@ -147,7 +147,7 @@ def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
 
     def run() -> None:
         launch(
-            *(lane.handle, items[x], items[w], items[stage], items[slots], items[y], None),
+            *(lane.handle, items[x], items[w], items[stage], items[slots], items[y]),
             None if bias is None else items[bias],
             *(gates, space.base + value, counters),
         )

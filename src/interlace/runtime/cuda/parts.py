@@ -3,8 +3,8 @@
 With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
 
     gather    the own chunk's matmul, then for each other chunk: expect its arrival, its matmul
-    scatter   the others' chunks, each in `subs` ranges: matmul into the stage, record; last the own
-              chunk's ranges: matmul into its slot, expects of that range, the sum of all slots
+    scatter   for each of `subs` ranges of a chunk's rows: the others' chunks, matmul into the stage,
+              record; then the own one, matmul into its slot, expects, the sum of all slots
 
 `gather_of` and `scatter_of` give None for whatever is not exactly that.
 """
@@ -157,67 +157,73 @@ def gather_of(plan: Plan, op: Fused) -> GatherParts | None:
 def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     """What a Fused, the op of that index, scatters."""
     box, told = plan.box, _signal(op)
-    sums = [s for part in op.parts if isinstance(s := part[-1], Call) and s.fn == SUM]
-    subs = len(sums)
-    others, own = op.parts[: len(op.parts) - subs], op.parts[len(op.parts) - subs :]
-    first = Matmul.of(own[0][0]) if own else None
-    if first is None or told is None or [part[-1] for part in own] != sums:
+    size = len(plan.where.member(told[0]).ranks) if told is not None else 0
+    subs, rest = divmod(len(op.parts), max(size, 1))
+    if told is None or size < 2 or rest or not subs:
         return None
-    size = len(plan.where.member(told[0]).ranks)
-    part_shape = _shape(plan, first, told, size)
-    if part_shape is None or size < 2 or len(others) != subs * (size - 1):
+    own = op.parts[size - 1]
+    first, first_sum = Matmul.of(own[0]), own[-1]
+    part_shape = None if first is None else _shape(plan, first, told, size)
+    if first is None or part_shape is None:
         return None
     shape = replace(part_shape, rows=part_shape.rows * subs)
     rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
-    (slots_view,) = sums[0].views()
-    slots, y, x = box(slots_view), box(sums[0].outs[0]), box(first.a)
+    if not (isinstance(first_sum, Call) and first_sum.fn == SUM and len(first_sum.views()) == 1):
+        return None
+    (slots_view,), y_view = first_sum.views(), first_sum.outs[0]
+    slots, y, x = box(slots_view), box(y_view), box(first.a)
     part_rows, first_x = rows // subs, x.offset - rank * rows * inner
     if y.dtype != shape.dtype:
         return None
-    for sub, part in enumerate(own):
-        product, total, at = Matmul.of(part[0]), sums[sub], sub * part_rows
-        if product is None or len(total.views()) != 1:
-            return None
-        (view,) = total.views()
-        expects = [item for item in part[1:-1] if isinstance(item, Expect)]
-        sources = [m for item in expects for m in plan.members(item.team, item.peer)]
-        summed, mine = box(view), slots.offset + rank * rows * columns + at * columns
-        wanted = Box(
-            slots.offset + at * columns,
-            (size, part_rows, columns),
-            (rows * columns, columns, 1),
-            shape.dtype,
-        )
-        if not (
-            len(expects) == len(part) - 2
-            and {item.value for item in expects} == {shape.value + sub}
-            and sorted(sources) == [member for member in range(size) if member != rank]
-            and (view.buffer, summed) == (slots_view.buffer, wanted)
-            and product.out.buffer == slots_view.buffer
-            and _is(box(product.out), mine, part_rows, columns)
-            and (product.b, product.bias, product.a.buffer) == (first.b, first.bias, first.a.buffer)
-            and _is(box(product.a), x.offset + at * inner, part_rows, inner)
-            and total.outs[0].buffer == sums[0].outs[0].buffer
-            and _is(box(total.outs[0]), y.offset + at * columns, part_rows, columns)
-        ):
-            return None
     stage: tuple[str, int] | None = None
     records: list[tuple[Spot, int, int]] = []
-    for nth, part in enumerate(others):
-        chunk, sub = (rank + 1 + nth // subs) % size, nth % subs
-        product = Matmul.of(part[0])
-        if product is None or len(part) != 2 or not isinstance(part[1], Record):
-            return None
-        at, out = chunk * rows + sub * part_rows, box(product.out)
-        stage = stage or (product.out.buffer, out.offset - at * columns)
-        if not (
-            (product.b, product.bias, product.a.buffer) == (first.b, first.bias, first.a.buffer)
-            and product.out.buffer == stage[0]
-            and _is(box(product.a), first_x + at * inner, part_rows, inner)
-            and _is(out, stage[1] + at * columns, part_rows, columns)
+    position = 0
+    for nth, part in enumerate(op.parts):
+        product, sub = Matmul.of(part[0]), nth // size
+        chunk, at = (rank + 1 + nth) % size, sub * part_rows
+        if product is None or (product.b, product.bias, product.a.buffer) != (
+            *(first.b, first.bias),
+            first.a.buffer,
         ):
             return None
-        records.append(((index, 2 * nth + 1), chunk, sub))
+        from_row, out = chunk * rows + at, box(product.out)
+        if not _is(box(product.a), first_x + from_row * inner, part_rows, inner):
+            return None
+        if chunk != rank:
+            stage = stage or (product.out.buffer, out.offset - from_row * columns)
+            if not (
+                len(part) == 2
+                and isinstance(part[1], Record)
+                and product.out.buffer == stage[0]
+                and _is(out, stage[1] + from_row * columns, part_rows, columns)
+            ):
+                return None
+            records.append(((index, position + 1), chunk, sub))
+        else:
+            total = part[-1]
+            if not (isinstance(total, Call) and total.fn == SUM and len(total.views()) == 1):
+                return None
+            (view,) = total.views()
+            expects = [item for item in part[1:-1] if isinstance(item, Expect)]
+            sources = [m for item in expects for m in plan.members(item.team, item.peer)]
+            wanted = Box(
+                slots.offset + at * columns,
+                (size, part_rows, columns),
+                (rows * columns, columns, 1),
+                shape.dtype,
+            )
+            if not (
+                len(expects) == len(part) - 2
+                and {item.value for item in expects} == {shape.value + sub}
+                and sorted(sources) == [member for member in range(size) if member != rank]
+                and (view.buffer, box(view)) == (slots_view.buffer, wanted)
+                and product.out.buffer == slots_view.buffer
+                and _is(out, wanted.offset + rank * rows * columns, part_rows, columns)
+                and total.outs[0].buffer == y_view.buffer
+                and _is(box(total.outs[0]), y.offset + at * columns, part_rows, columns)
+            ):
+                return None
+        position += len(part)
     assert stage is not None
     whole = Box(slots.offset, (size, rows, columns), (rows * columns, columns, 1), shape.dtype)
     return ScatterParts(
@@ -227,7 +233,7 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
         first.b,
         (stage[0], _matrix(stage[1], size * rows, columns, shape.dtype)),
         (slots_view.buffer, whole),
-        (sums[0].outs[0].buffer, _matrix(y.offset, rows, columns, shape.dtype)),
+        (y_view.buffer, _matrix(y.offset, rows, columns, shape.dtype)),
         first.bias,
         tuple(records),
     )
