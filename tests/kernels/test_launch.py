@@ -101,19 +101,17 @@ def test_scatter_is_given_what_it_names() -> None:
     kernel = scatter_matmul.ScatterMatmul(
         rows=64, inner=72, columns=128, size=3, rank=1, dtype=torch.bfloat16, device=CPU, subs=2
     )
-    x, w, stage = zeros(192, 72), zeros(72, 128), zeros(192, 128)
-    slots, y = zeros(3, 64, 128), zeros(64, 128)
-    kernel.launch(9, x, w, stage, slots, y, None, 4096, 3, 8192)
+    x, w, stage, own = zeros(192, 72), zeros(72, 128), zeros(192, 128), zeros(64, 128)
+    kernel.launch(9, x, w, stage, own, None, 8192)
     program: Any = kernel._program
     got = program.named()
     assert got["x_desc"] == map_of(x, 192, 72)
     assert got["w_desc"] == map_of(w, 72, 128)
     assert got["stage_desc"] == map_of(stage, 192, 128)
-    places = [got[name] for name in ("stage", "slots", "y", "bias")]
-    assert places == [stage.data_ptr(), slots.data_ptr(), y.data_ptr(), 0]
-    assert got["shares"] == kernel._shares.data_ptr()
-    assert [got[n] for n in ("gates", "expected", "counters")] == [4096, 3, 8192]
-    assert [got[n] for n in ("slot_stride", "rows", "columns", "inner")] == [64 * 128, 64, 128, 72]
+    assert got["own_desc"] == map_of(own, 64, 128)
+    places = [got[name] for name in ("stage", "own", "bias", "counters")]
+    assert places == [stage.data_ptr(), own.data_ptr(), 0, 8192]
+    assert [got[n] for n in ("rows", "columns", "inner")] == [64, 128, 72]
 
 
 def test_ranges_of_a_chunk_cover_its_rows_once() -> None:

@@ -27,7 +27,6 @@ EVENTS = {
     "barrier": r"bar\.sync\s+0;",
     "raise": r"(?:atom|red)\.global\.sys\.(?:release|acq_rel)\.add",
     "multiply": r"wgmma\.mma_async",
-    "read": r"ld\.global\.v4",
     "write": r"st\.global\.v4",
 }
 PATTERN = re.compile("|".join(f"(?P<{name}>{what})" for name, what in EVENTS.items()))
@@ -70,12 +69,9 @@ def test_gather_waits_before_it_loads(config: Config, by_tma: bool) -> None:
 
 @pytest.mark.parametrize("config", [config for config, _ in CONFIGS], ids=name)
 @pytest.mark.parametrize("by_tma", [True, False])
-@pytest.mark.parametrize("under", [True, False])
-def test_counters_rise_after_the_stores(config: Config, by_tma: bool, under: bool) -> None:
+def test_counters_rise_after_the_stores(config: Config, by_tma: bool) -> None:
     """Stores, then all of them performed (TMA) and visible, then all threads, then the counter."""
-    source = scatter_source(
-        config, size=4, rank=1, dtype=torch.bfloat16, by_tma=by_tma, under=under
-    )
+    source = scatter_source(config, size=4, rank=1, dtype=torch.bfloat16, by_tma=by_tma)
     seen = events_of(source)
     raised = [index for index, event in enumerate(seen) if event == "raise"]
     assert len(raised) >= 2, "one raise in the loop, one after it"
@@ -89,13 +85,10 @@ def test_counters_rise_after_the_stores(config: Config, by_tma: bool, under: boo
     assert seen.index("multiply") < raised[0]
 
 
-@pytest.mark.parametrize("under", [True, False])
-def test_sums_read_after_the_gates(under: bool) -> None:
-    config = CONFIGS[0][0]
-    seen = events_of(scatter_source(config, size=4, rank=2, dtype=torch.float16, under=under))
-    assert seen.count("acquire") == (6 if under else 3), "three gates, looked at or waited for"
-    after_loop = seen[len(seen) - seen[::-1].index("raise") :]
-    assert after_loop.index("acquire") < after_loop.index("read")
+def test_a_scatter_waits_for_nobody() -> None:
+    """Its peers wait for it: were some of its blocks kept off their processors, nothing ended."""
+    seen = events_of(scatter_source(CONFIGS[0][0], size=4, rank=2, dtype=torch.float16))
+    assert "acquire" not in seen
 
 
 @pytest.mark.parametrize("size", [2, 8])

@@ -59,8 +59,8 @@ class Launch:
     rank: int
     subs: int
     tensors: dict[str, torch.Tensor | None]
-    gates: int
-    expected: int
+    gates: int = 0
+    expected: int = 0
     counters: int = 0
 
 
@@ -180,11 +180,12 @@ class FakeKernel:
     def launch(self, stream: int, *args: Any) -> None:
         gather = self._kind == "gather"
         names = ("x", "w", "slots", "y", "bias")
-        names = names if gather else ("x", "w", "stage", "slots", "y", "bias")
+        names = names if gather else ("x", "w", "stage", "own", "bias")
+        words = ("gates", "expected") if gather else ("counters",)
         launch = Launch(
             *(self._kind, self._facts["size"], self._facts["rank"], self.subs),
             dict(zip(names, args, strict=False)),
-            *args[len(names) :],
+            **dict(zip(words, args[len(names) :], strict=True)),
         )
         self._driver.log.append(("launch", stream, launch))
 

@@ -68,18 +68,18 @@ def steps(entry: Entry) -> Iterator[Entry]:
     """An entry as what it does one after another."""
     what, stream, *rest = entry
     launch = rest[0] if what == "launch" else None
-    if not isinstance(launch, Launch) or not launch.gates:
+    if not isinstance(launch, Launch) or not (launch.gates or launch.counters):
         yield entry
         return
     others = [(launch.rank + k) % launch.size for k in range(1, launch.size)]
     if launch.kind == "scatter":
         for sub in range(launch.subs):
-            for chunk in others:
+            for chunk in (*others, launch.rank):
                 address = launch.counters + 4 * (chunk * launch.subs + sub)
                 yield ("raise", stream, address, TILES)
-    for sub in range(launch.subs):
-        for chunk in others:
-            yield ("wait", stream, launch.gates + 4 * chunk, launch.expected + sub)
+        return
+    for chunk in others:
+        yield ("wait", stream, launch.gates + 4 * chunk, launch.expected)
 
 
 def simulate(

@@ -57,7 +57,7 @@ def _gpu(local: int) -> torch.device:
     where = torch.device("cuda", local)
     torch.cuda.set_device(where)
     # Without these, the gradient of attention is summed in another order in every run.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
     torch.backends.cuda.enable_cudnn_sdp(False)
     return where

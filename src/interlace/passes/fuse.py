@@ -9,8 +9,8 @@ become the parts of one `Fused`:
         part(expect(arrived, tp.rank + 1), call("aten.mm.out", slots[tp.rank + 1], w, out=...)),
         ...)
 
-Before a reduction each part records the event that its put waits for; the last part, the rank's own
-rows, also awaits the peers and adds up.
+Before a reduction each part records the event that its put waits for, or for the rank's own rows
+the sum, which runs on another stream.
 
 What else stands between the chunks on their stream goes before the op, or after it. The op takes
 the place in the list of the last chunk, or of the first thing that waits for one of them. Parts are
@@ -40,7 +40,7 @@ from interlace.ir import (
     Wait,
 )
 from interlace.passes.base import add_remarks
-from interlace.passes.groups import SUM, groups
+from interlace.passes.groups import groups
 from interlace.verify import check
 
 
@@ -161,10 +161,7 @@ class _Bringing:
                 continue
             match op:
                 case Call() if index in self.members:
-                    if op.fn == SUM and self.parts:
-                        self.parts[-1] += [*expects, op]
-                    else:
-                        self.parts.append([*expects, op])
+                    self.parts.append([*expects, op])
                     expects, inside = [], True
                 case Expect(site=site) if site == self.ops[self.first].site:
                     expects.append(op)

@@ -1,7 +1,7 @@
 """The calls that one kernel is to do: what `schedule` and `plan_memory` keep together for `fuse`.
 
-A group is a matmul of a site whose strategy is `fused`, chunk by chunk; before a reduction with the
-sum that ends it.
+A group is a matmul of a site whose strategy is `fused`, chunk by chunk. The sums of a reduction are
+no part of it: they run beside the kernel, on a stream of their own.
 
     >>> groups(program)
     [(4, 6, 8, 10)]
@@ -23,10 +23,17 @@ def groups(program: Program) -> list[tuple[int, ...]]:
     kinds = {site.id: site.kind for site in program.sites if site.strategy == FUSED}
     found: dict[object, list[int]] = {}
     for index, op in enumerate(program.ops if kinds else ()):
-        if isinstance(op, Call) and op.site in kinds and op.fn in (*FUSABLE, SUM):
+        if isinstance(op, Call) and op.site in kinds and op.fn in FUSABLE:
             gathers = kinds[op.site] == "all_gather_matmul"
             found.setdefault((op.site, op.outs[0].buffer if gathers else ""), []).append(index)
     return [tuple(members) for members in found.values() if len(members) > 1]
+
+
+def sums(program: Program) -> set[int]:
+    """The sums that run beside such a kernel, as list indices."""
+    fused = {site.id for site in program.sites if site.strategy == FUSED}
+    ops = enumerate(program.ops if fused else ())
+    return {i for i, op in ops if isinstance(op, Call) and op.fn == SUM and op.site in fused}
 
 
 def used_by(ops: Iterable[Op]) -> set[str]:

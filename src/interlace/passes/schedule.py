@@ -1,8 +1,8 @@
 """schedule: order and streams in one pass, so that communication runs under compute.
 
 Compute goes to the stream `main`, communication to one stream `comm`, in the order in which its
-results are needed. The pass plays the Program on two lanes: communication starts as soon as its
-data is there; compute whose input still travels gives way to compute that is ready, above all to
+results are needed; sums of what a kernel reduces, which run beside it, go to `sums`. The pass plays
+the Program on these lanes: communication starts as soon as its data is there; compute whose input still travels gives way to compute that is ready, above all to
 what feeds more communication (the gradient of the input before the gradient of the weight). So a
 gather for a weight's gradient runs under the matmul for the input's, the scatter of the input's
 gradient under the weight's, and reductions that nobody awaits under the rest of the backward.
@@ -47,7 +47,7 @@ from interlace.ir import (
     Send,
 )
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
-from interlace.passes.groups import groups, used_by
+from interlace.passes.groups import groups, sums, used_by
 from interlace.passes.insert_sync import clocks, strip_events
 
 HEAVY = frozenset(
@@ -66,6 +66,8 @@ HEAVY = frozenset(
 """Calls that weigh as much as a communication, by the operator's name (and all attention)."""
 
 WHOLE, LIGHT = 96, 8
+LANES = {"compute": "main", "comm": "comm", "sum": "sums"}
+"""The stream of what takes a place on a lane, by its role."""
 FAR = 1 << 40
 
 
@@ -123,12 +125,14 @@ def role(op: Op, symmetric: Container[str] = ()) -> str:
 
 
 class _Player:
-    """Plays a Program on two lanes, and lists its ops as they start."""
+    """Plays a Program on lanes, and lists its ops as they start."""
 
     def __init__(self, program: Program, window: int) -> None:
         self.program, self.ops, self.window = program, program.ops, window
         symmetric = symmetric_buffers(program)
         self.roles = [role(op, symmetric) for op in self.ops]
+        for index in sums(program):
+            self.roles[index] = "sum"
         self.before = dependencies(program)
         self.after = followers(self.before)
         self.needs = self._needs()
@@ -144,18 +148,18 @@ class _Player:
         self.group = {i: group for group in groups(program) for i in group}
         self.declared = self._declared()
         self.kernel: list[int] = []  # what the kernel that was begun has still to do
-        self.free = {"main": 0, "comm": 0}
+        self.free = dict.fromkeys(LANES.values(), 0)
 
     def play(self) -> list[Op]:
         """The ops in their new order."""
         compute = [i for i, role in enumerate(self.roles) if role == "compute"]
         oldest = 0
-        distant: dict[str, list[tuple[int, int]]] = {"main": [], "comm": []}
-        near: dict[str, dict[int, int]] = {"main": {}, "comm": {}}  # op: when its data is there
+        distant: dict[str, list[tuple[int, int]]] = {lane: [] for lane in self.free}
+        near: dict[str, dict[int, int]] = {lane: {} for lane in self.free}  # op: its data is there
         woken = [i for i, count in enumerate(self.missing) if count == 0]
         while True:
             for index in self._settle(woken):
-                lane = "main" if self.roles[index] == "compute" else "comm"
+                lane = LANES[self.roles[index]]
                 heapq.heappush(distant[lane], (self.ranks[index], index))
             while oldest < len(compute) and self.placed[compute[oldest]]:
                 oldest += 1
@@ -190,7 +194,7 @@ class _Player:
         main = near["main"]
         if self.kernel:
             main = {index: main[index] for index in self.kernel[:1] if index in main}
-        lanes = {"main": main, "comm": near["comm"]}
+        lanes = {**near, "main": main}
         return [self._choose(lane, ready) for lane, ready in lanes.items() if ready]
 
     def _choose(self, lane: str, ready: dict[int, int]) -> tuple[int, str, int]:
@@ -311,7 +315,7 @@ def _on_main(program: Program) -> Program:
     """
     ops = list(program.ops)
     order = clocks(ops, dependencies(program, listed=False))
-    if set(order.streams) != {"main", "comm"}:
+    if not {"main", "comm"} <= set(order.streams):
         return program
     main, comm = order.streams.index("main"), order.streams.index("comm")
     following = [len(ops)] * len(ops)  # the next op of main

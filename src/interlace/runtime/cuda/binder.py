@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.slots import slot_keys
@@ -46,8 +47,10 @@ from interlace.ir import (
     Wait,
 )
 from interlace.runtime.calls import bind_call
+from interlace.runtime.cuda.drops import Drops
 from interlace.runtime.cuda.fused import bind_kernel, bind_member
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
+from interlace.runtime.cuda.sums import bind_sum
 from interlace.runtime.cuda.transfers import collective, messages
 from interlace.runtime.engine import Context
 
@@ -83,6 +86,12 @@ def in_a_row(box: Box) -> bool:
     return True
 
 
+def _alike(one: Expect, other: Op) -> TypeGuard[Expect]:
+    """Whether an op is an expect of the same stream, team and value."""
+    same = isinstance(other, Expect) and (one.team, one.value) == (other.team, other.value)
+    return same and one.stream == other.stream
+
+
 class Binder:
     """Binds the ops of one concrete Program, in list order."""
 
@@ -102,6 +111,7 @@ class Binder:
         self._awaited = {
             record for (index, _), record in self.plan.waits.items() if index < self._last
         }
+        self._drops = Drops(self.plan.program, self.values, lanes, context.device)
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
         """By team: the stream and the end of the last exchange."""
         self._spread: dict[int, Lane] = {}
@@ -121,6 +131,8 @@ class Binder:
         """The function that issues an op; `member` is its number in the Fused at `index`."""
         lane = self._lane(index, op)
         match op:
+            case Call() if (total := bind_sum(self, lane, op)) is not None:
+                return total
             case Call():
                 call = bind_call(op, self.values, self.regions, self.context.device, self.compiled)
                 return lane.within(call)
@@ -144,7 +156,7 @@ class Binder:
             case Notify():
                 return self.notify(lane, op)
             case Expect():
-                return self.expect(lane, op)
+                return self.expect(lane, index, op)
             case Record() if (index, member) not in self._awaited:
                 return None
             case Record() if not member and self._only_allocs(index, op.stream):
@@ -265,13 +277,7 @@ class Binder:
 
     def drop(self, name: str) -> Thunk:
         """Lets go of a tensor of this run."""
-        items, places = self.values.items, self.values.family(name)
-
-        def run() -> None:
-            for place in places:
-                items[place] = None
-
-        return run
+        return self._drops.drop(name, self._lane)
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -285,10 +291,19 @@ class Binder:
         batch = driver.batch([], words)
         return (lambda: batch.run(lane.handle, 0, space.base + value)) if words else None
 
-    def expect(self, lane: Lane, op: Expect) -> Thunk | None:
-        """Makes the stream wait for the own words."""
+    def expect(self, lane: Lane, index: int, op: Expect) -> Thunk | None:
+        """Makes the stream wait for the own words: those of all expects in a row at once."""
+        row, ops = [op], self.plan.program.ops
+        if ops[index] is op:
+            if index and _alike(op, ops[index - 1]):
+                return None
+            for other in ops[index + 1 :]:
+                if not _alike(op, other):
+                    break
+                row.append(other)
         space, value, driver = self.links.spaces[op.team], op.value, self.driver
-        words = [space.own(op.signal, m) for m in self.plan.members(op.team, op.peer)]
+        members = self.plan.members
+        words = [space.own(e.signal, m) for e in row for m in members(e.team, e.peer)]
         if len(words) == 1:
             (word,) = words
             return lambda: driver.wait(lane.handle, word, space.base + value)

@@ -15,7 +15,7 @@ from interlace.ir import Fused, in_order
 from interlace.runtime.cuda.binder import Binder, Links
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.engine import Context
-from interlace.runtime.releases import releases
+from interlace.runtime.releases import callers, releases
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -30,8 +30,8 @@ class Binding:
         self.context, self.driver, self.engine = context, driver, engine
         self.spaces = spaces
         self.runs = 0
-        names = context.plan.program.streams() or ("main",)
-        mine = "main" if "main" in names else names[0]
+        mine = callers(context.plan.program)
+        names = context.plan.program.streams() or (mine,)
         self.main = Lane(mine)
         alone = context.options.in_order
         self.lanes = {

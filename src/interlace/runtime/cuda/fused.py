@@ -45,7 +45,7 @@ def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | No
         return _gather(binder, lane, gather)
     scatter = scatter_of(binder.plan, op, index)
     if scatter is not None and _serves(binder, scatter.shape):
-        return _scatter(binder, lane, scatter)
+        return _scatter(binder, lane, index, scatter)
     return None
 
 
@@ -108,8 +108,8 @@ def _kernel(binder: Binder, parts: GatherParts | ScatterParts) -> Any:
 def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
     shape, values, items = parts.shape, binder.values, binder.values.items
     launch = _kernel(binder, parts).launch
-    space = binder.links.spaces[shape.team]
-    gates, value = space.own(shape.signal, 0), shape.value
+    space = binder.links.spaces[parts.team]
+    gates, value = space.own(parts.signal, 0), parts.value
     x, slots, y = values.at(*parts.x), values.at(*parts.slots), values.at(*parts.y)
     w = values.own(parts.weight)
     bias = None if parts.bias is None else values.own(parts.bias)
@@ -123,36 +123,30 @@ def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
     return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), y)
 
 
-def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
+def _scatter(binder: Binder, lane: Lane, index: int, parts: ScatterParts) -> Thunk | None:
     shape, values, items = parts.shape, binder.values, binder.values.items
     kernel: Any = _kernel(binder, parts)
     length = shape.rows // parts.subs
     ranges = [range(sub * length, (sub + 1) * length) for sub in range(parts.subs)]
     if kernel.subs != parts.subs or ranges != [kernel.sub_rows(s) for s in range(parts.subs)]:
         return None
-    space, runs = binder.links.spaces[shape.team], binder.links.runs
-    gates, value = space.own(shape.signal, 0), shape.value
-    counters = binder.links.words(shape.team, shape.size * parts.subs)
-    tiles = kernel.tiles_per_part(0)
+    runs, tiles = binder.links.runs, kernel.tiles_per_part(0)
+    counters = binder.links.words(parts.team, shape.size * parts.subs)
+    due = lambda: runs() * tiles  # noqa: E731
     for spot, chunk, sub in parts.records:
-        due = lambda: runs() * tiles  # noqa: E731
         address = counters + 4 * (chunk * parts.subs + sub)
         binder.points[spot] = CounterPoint(binder.driver, address, due)
-    binder.spread(puts_of(binder.plan, parts))
-    x, stage = values.at(*parts.x), values.at(*parts.stage)
-    slots, y = values.at(*parts.slots), values.at(*parts.y)
+    binder.spread(puts_of(binder.plan, parts, index))
+    x, stage, own = values.at(*parts.x), values.at(*parts.stage), values.at(*parts.own)
     w = values.own(parts.weight)
     bias = None if parts.bias is None else values.own(parts.bias)
     launch = kernel.launch
 
     def run() -> None:
-        launch(
-            *(lane.handle, items[x], items[w], items[stage], items[slots], items[y]),
-            None if bias is None else items[bias],
-            *(gates, space.base + value, counters),
-        )
+        added = None if bias is None else items[bias]
+        launch(lane.handle, items[x], items[w], items[stage], items[own], added, counters)
 
-    return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), y)
+    return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), own)
 
 
 def _aligned(

@@ -54,6 +54,11 @@ class Watched:
         engine = self._engine()
         return engine is None or self._progress(engine) == engine.entered
 
+    @property
+    def past(self) -> bool:
+        """Whether a team of this engine was reset or released since it was made."""
+        return any(team.resets != count or not team.is_set_up for team, count in self._resets)
+
     def _progress(self, engine: CudaEngine) -> int:
         """The last run that is known to have ended."""
         issued, probed = engine.issued, engine.probed
@@ -72,8 +77,8 @@ class Watched:
         engine, now = self._engine(), time.monotonic()
         if engine is None:
             return
-        if any(team.resets != count for team, count in self._resets):
-            return  # a reset has made this engine a thing of the past
+        if self.past:
+            return
         entered, known = [team.control.run for team in self._teams], self._ended
         idle = self.idle
         if idle and self.failure is None:
@@ -104,7 +109,7 @@ class Watched:
                 return
             self.failure = error
         for team, resets in self._resets:
-            if team.resets == resets:
+            if team.resets == resets and team.is_set_up:
                 team.control.fail(error)
         engine = self._engine()
         if engine is None or self.idle:
@@ -208,13 +213,17 @@ class Watchdog:
             for watched in self.all():
                 try:
                     watched.look()
-                except InterlaceError as error:
-                    watched.fail(error)
                 except Exception as error:
-                    told = CommTimeoutError(f"the watchdog failed: {error!r}")
-                    told.__cause__ = error
+                    if watched.past:  # by now: its teams' memory went while it was looked at
+                        self.drop(watched)
+                        continue
+                    told = error
+                    if not isinstance(error, InterlaceError):
+                        told = CommTimeoutError(f"the watchdog failed: {error!r}")
+                        told.__cause__ = error
                     watched.fail(told)
-                del watched
+                finally:
+                    del watched
 
 
 @cache
