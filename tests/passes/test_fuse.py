@@ -183,5 +183,5 @@ def test_puts_come_between_the_records_and_the_sum_in_order() -> None:
     assert order.index(record) < min(puts)
     (total,) = (i for i, op in enumerate(order) if isinstance(op, Call) and op.fn == SUM)
     assert max(puts) < total
-    assert order[total].stream == "sums"
+    assert order[total].stream == "main"
     assert at < min(i for i, op in enumerate(made.ops) if isinstance(op, Put) and i > at)

@@ -1,9 +1,9 @@
 """The persistent GEMM whose rows leave for their owners as they are made, own rows last.
 
-Each rank's rows are cut in SUBS ranges, done one after another; of each range s:
+Each rank's rows are cut in SUBS ranges, and each range of a rank's rows is a part:
 
-    part k = 0..W-2   stage[c] = x[c] @ w, each tile raises counters[c, s]    c = (rank + 1 + k) % W
-    part k = W-1      own = x[rank] @ w, each tile raises counters[rank, s]
+    for s, for k = 0..W-2    stage[c] = x[c] @ w, raising counters[c, s]      c = (rank + 1 + k) % W
+    for s                    own = x[rank] @ w, raising counters[rank, s]
 
 All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
 under way throughout. The counter of a tile is raised at k-step LATE of the block's next one, when
@@ -31,14 +31,26 @@ from interlace.kernels.device import (
 
 
 @triton.jit
+def find(part, SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr):
+    """Whose rows a part has, and which range of them."""
+    away: tl.constexpr = SIZE - 1 if SIZE > 1 else 1
+    chunk = (RANK + 1 + part % away) % SIZE
+    sub = part // away
+    if part >= (SIZE - 1) * SUBS:
+        chunk = RANK
+        sub = part - (SIZE - 1) * SUBS
+    return chunk, sub
+
+
+@triton.jit
 def publish(
     counters, tile, per_part,
     SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """Settles a tile's stores and raises the counter of its range."""
     settle(BY_TMA)
-    part = tile // per_part
-    raise_counter(counters + (RANK + 1 + part) % SIZE * SUBS + part // SIZE)
+    chunk, sub = find(tile // per_part, SIZE, RANK, SUBS)
+    raise_counter(counters + chunk * SUBS + sub)
 
 
 @triton.jit
@@ -79,9 +91,9 @@ def scatter_kernel(
     late = tl.maximum(min(LATE, k_tiles - 2), 0)
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN):
         part = tile // per_part
-        chunk = (RANK + 1 + part) % SIZE
+        chunk, sub = find(part, SIZE, RANK, SUBS)
         m, n = place(tile - part * per_part, m_tiles, n_tiles, GROUP_M)
-        row = (part // SIZE * m_tiles + m) * BM
+        row = (sub * m_tiles + m) * BM
         column = n * BN
         acc = tl.zeros([BM, BN], tl.float32)
         for k in range(k_tiles):

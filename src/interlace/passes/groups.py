@@ -1,7 +1,8 @@
 """The calls that one kernel is to do: what `schedule` and `plan_memory` keep together for `fuse`.
 
 A group is a matmul of a site whose strategy is `fused`, chunk by chunk. The sums of a reduction are
-no part of it: they run beside the kernel, on a stream of their own.
+no part of it: but for the last they run beside the kernel, on a stream of their own, which also
+awaits what each adds.
 
     >>> groups(program)
     [(4, 6, 8, 10)]
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from interlace.ir import Call, Op, Program
+from interlace.ir import Call, Expect, Op, Program
 from interlace.passes.fusable import FUSABLE
 
 SUM = "interlace.sum_slots"
@@ -29,11 +30,20 @@ def groups(program: Program) -> list[tuple[int, ...]]:
     return [tuple(members) for members in found.values() if len(members) > 1]
 
 
-def sums(program: Program) -> set[int]:
-    """The sums that run beside such a kernel, as list indices."""
+def beside(program: Program) -> set[int]:
+    """What runs beside such kernels, as list indices: sums, and the expects before any sum."""
     fused = {site.id for site in program.sites if site.strategy == FUSED}
-    ops = enumerate(program.ops if fused else ())
-    return {i for i, op in ops if isinstance(op, Call) and op.fn == SUM and op.site in fused}
+    found, last = set[int](), dict[int, int]()
+    for index, op in enumerate(program.ops if fused else ()):
+        if not (isinstance(op, Call) and op.fn == SUM and op.site in fused):
+            continue
+        found.add(index)
+        last[op.site] = index
+        before = index - 1
+        while isinstance(program.ops[before], Expect):
+            found.add(before)
+            before -= 1
+    return found - set(last.values())
 
 
 def used_by(ops: Iterable[Op]) -> set[str]:

@@ -165,7 +165,8 @@ class Scatter:
                 compute(chunk, src, within)
                 e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
                 e.notify(arrived, to, number)
-            compute(e.rank, piece(mine), within)
+        for number, within in enumerate(self._pieces(), start=1):
+            compute(e.rank, mine if within is None else mine.then(within), within)
             for k in e.others:
                 e.expect(arrived, e.at(path.source.at(k)), number)
             self._sum(slots, within)

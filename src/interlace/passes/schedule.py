@@ -47,21 +47,11 @@ from interlace.ir import (
     Send,
 )
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
-from interlace.passes.groups import groups, sums, used_by
+from interlace.passes.groups import beside, groups, used_by
 from interlace.passes.insert_sync import clocks, strip_events
 
 HEAVY = frozenset(
-    (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "matmul",
-        "linear",
-        "convolution",
-        "_scaled_mm",
-        "_grouped_mm",
-    )
+    "mm addmm bmm baddbmm matmul linear convolution _scaled_mm _grouped_mm".split()
 )
 """Calls that weigh as much as a communication, by the operator's name (and all attention)."""
 
@@ -131,7 +121,8 @@ class _Player:
         self.program, self.ops, self.window = program, program.ops, window
         symmetric = symmetric_buffers(program)
         self.roles = [role(op, symmetric) for op in self.ops]
-        for index in sums(program):
+        self.beside = sorted(beside(program))
+        for index in self.beside:
             self.roles[index] = "sum"
         self.before = dependencies(program)
         self.after = followers(self.before)
@@ -190,11 +181,14 @@ class _Player:
         return [_on(self.ops[index], self.stream[index]) for index in self.listed]
 
     def _choices(self, near: dict[str, dict[int, int]]) -> list[tuple[int, str, int]]:
-        """What each lane could go on with; a kernel that was begun goes on with its own."""
+        """What each lane could go on with; a kernel that was begun goes on with its own, and sums
+        and what they await keep their order."""
         main = near["main"]
         if self.kernel:
             main = {index: main[index] for index in self.kernel[:1] if index in main}
-        lanes = {**near, "main": main}
+        first = next((i for i in self.beside if not self.placed[i]), -1)
+        sums = {index: when for index, when in near["sums"].items() if index == first}
+        lanes = {**near, "main": main, "sums": sums}
         return [self._choose(lane, ready) for lane, ready in lanes.items() if ready]
 
     def _choose(self, lane: str, ready: dict[int, int]) -> tuple[int, str, int]:

@@ -76,16 +76,6 @@ class Links:
     """Raises what has failed meanwhile."""
 
 
-def in_a_row(box: Box) -> bool:
-    """Whether a box is bytes without gaps, in order."""
-    expected = 1
-    for size, stride in zip(reversed(box.sizes), reversed(box.strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _alike(one: Expect, other: Op) -> TypeGuard[Expect]:
     """Whether an op is an expect of the same stream, team and value."""
     same = isinstance(other, Expect) and (one.team, one.value) == (other.team, other.value)
@@ -209,7 +199,7 @@ class Binder:
         source, target = boxes
         if not source.numel:
             return None
-        if source.dtype == target.dtype and in_a_row(source) and in_a_row(target):
+        if source.dtype == target.dtype and source.contiguous and target.contiguous:
             driver, nbytes = self.driver, source.numel * source.dtype.itemsize
             return lambda: driver.copy(lane.handle, dst(), src(), nbytes)
         items, (a, b) = self.values.items, places()
@@ -295,12 +285,15 @@ class Binder:
         """Makes the stream wait for the own words: those of all expects in a row at once."""
         row, ops = [op], self.plan.program.ops
         if ops[index] is op:
-            if index and _alike(op, ops[index - 1]):
+            mine = [i for i, other in enumerate(ops) if self.lanes[other.stream] is lane]
+            at = mine.index(index)
+            if at and _alike(op, ops[mine[at - 1]]):
                 return None
-            for other in ops[index + 1 :]:
-                if not _alike(op, other):
+            for other in mine[at + 1 :]:
+                following = ops[other]
+                if not _alike(op, following):
                     break
-                row.append(other)
+                row.append(following)
         space, value, driver = self.links.spaces[op.team], op.value, self.driver
         members = self.plan.members
         words = [space.own(e.signal, m) for e in row for m in members(e.team, e.peer)]

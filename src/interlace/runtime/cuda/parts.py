@@ -3,8 +3,8 @@
 With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
 
     gather    the own chunk's matmul, then for each other chunk: expect its arrival, its matmul
-    scatter   for each of `subs` ranges of a chunk's rows: the others' chunks, matmul into the stage;
-              then the own one, matmul into its slot; records wherever somebody waits
+    scatter   for each of `subs` ranges of a chunk's rows, the others' chunks: matmul into the stage;
+              then each range of the own one: matmul into its slot; records wherever somebody waits
 
 `gather_of` and `scatter_of` give None for whatever is not exactly that.
 """
@@ -165,7 +165,8 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
         return None
     size = len(plan.where.member(buffer.team).ranks)
     subs, rest = divmod(len(op.parts), size)
-    first = None if rest or size < 2 else products[size - 1]
+    others = (size - 1) * subs
+    first = None if rest or size < 2 else products[others]
     part_shape = None if first is None else _shape(plan, first, buffer.team, size)
     if first is None or part_shape is None:
         return None
@@ -177,7 +178,9 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     records: list[tuple[Spot, int, int]] = []
     position = 0
     for nth, (part, product) in enumerate(zip(op.parts, products, strict=True)):
-        chunk, sub = (rank + 1 + nth) % size, nth // size
+        chunk, sub = (rank + 1 + nth % (size - 1)) % size, nth // (size - 1)
+        if nth >= others:
+            chunk, sub = rank, nth - others
         if product is None or (product.b, product.bias, product.a.buffer) != (
             *(first.b, first.bias),
             first.a.buffer,
