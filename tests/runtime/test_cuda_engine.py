@@ -349,3 +349,23 @@ def test_memory_goes_back_when_all_streams_have_done_with_it(
             fake.run([x], [y, z])
             assert [stream for _, stream in known] == ([] if in_order else ["a stream"])
             assert all(torch.equal(tensor, 4 * x) for tensor, _ in known)
+
+
+def test_a_kernel_that_waits_begins_when_this_ranks_puts_wait_for_nothing() -> None:
+    """Else what stands before them might need a processor, and the kernel has all."""
+    text = str(program("gather", "fused"))
+    for busy in (False, True):
+        before, first, after = text.partition("    comm: ")
+        text_of = before + ("    comm: copy(w, w2)\n" if busy else "") + first + after
+        made = parse(text_of.replace(", y: out[", ", w2: out[bf16[16, 8]], y: out["))
+        with fake_engine(made, 1) as fake:
+            (x, w), (y,) = tensors("gather")
+            fake.run([x, w], [torch.zeros_like(w), y])
+            order, log = Order(fake.log), fake.log
+            puts = [i for i in order.find("copy") if (fake.place(log[i][2]) or (1, 0))[0] != 1]
+            assert len(puts) == WORLD - 1
+            aside = [i for i in order.find("copy") if i not in puts]
+            assert len(aside) == busy
+            for index in aside:
+                assert order.before(index, order.one("launch"))
+            assert not any(order.before(put, order.one("launch")) for put in puts)

@@ -52,6 +52,7 @@ from interlace.runtime.cuda.fused import bind_kernel, bind_member
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
 from interlace.runtime.cuda.sums import bind_sum
 from interlace.runtime.cuda.transfers import collective, messages
+from interlace.runtime.cuda.waiting import put_of
 from interlace.runtime.engine import Context
 
 POLL_S = 0.0002
@@ -104,6 +105,8 @@ class Binder:
         self._drops = Drops(self.plan.program, self.values, lanes, context.device)
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
         """By team: the stream and the end of the last exchange."""
+        self._puts = {} if context.options.in_order else put_of(self.plan)
+        self._unheld = {put: EventPoint(self.driver, self.event()) for put in self._puts.values()}
         self._spread: dict[int, Lane] = {}
         self._apart: dict[str, list[Lane]] = {}
         self._taken: set[tuple[int, str]] = set()
@@ -115,6 +118,8 @@ class Binder:
         else:
             item, step = op, self.bind(index, op)
         before = [*self._joins(index, op), *self.takes(index, item)]
+        if index in self._unheld:
+            before.append(self._unheld[index].record(self._lane(index, op)))
         return [*before, *((step,) if step is not None else ())]
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
@@ -335,7 +340,8 @@ class Binder:
         bound = bind_kernel(self, lane, index, op)
         if bound is not None:
             self.kernels.append(index)
-            return bound
+            put = self._puts.get(index)  # waiting.py, Note [Kernels that wait]
+            return bound if put is None else in_turn([self._unheld[put].wait(lane), bound])
         steps = [self.bind(index, item, number) for number, item in enumerate(op.members)]
         found = [step for step in steps if step is not None]
         return in_turn(found) if found else None
