@@ -135,13 +135,13 @@ def check_scatter(draw: random.Random) -> None:
     x, w, plain, bias = operands(size, rows, case["inner"], columns, case["transposed"])
     rank = draw.randrange(size)
     m_tiles = -(-rows // TILE["BM"])
-    subs = draw.choice([s for s in (1, 2, 3) if m_tiles % s == 0])
+    subs = draw.choice([s for s in (1, 2, 3) if m_tiles % s == 0]) if size > 1 else 1
     stage = torch.full((size * rows, columns), float("nan")).half()
     own = torch.full((rows, columns), float("nan")).half()
     counters = torch.zeros(size * subs, dtype=torch.int32)
     block = TILE["BM"], TILE["BN"] // (2 if case["halves"] else 1)
-    each = m_tiles // subs * -(-columns // TILE["BN"])
-    grid = min(case["programs"], each * subs * size)  # no block without a tile
+    each = m_tiles * -(-columns // TILE["BN"])
+    grid = min(case["programs"], each * size)  # no block without a tile
     scatter_kernel.scatter_kernel[(grid,)](
         described(x, TILE["BM"], TILE["BK"]),
         weight_of(w, case["transposed"], TILE["BN"]),
@@ -156,7 +156,9 @@ def check_scatter(draw: random.Random) -> None:
     assert bool(stage[mine].isnan().all()), (what, "the own rows go to their own place")
     stage[mine] = own
     close(stage, made, what)
-    assert counters.tolist() == [each] * (size * subs), (what, counters, each)
+    first = (rank + 1) % size
+    raised = [[each // subs] * subs if c == first else [each, *[0] * (subs - 1)] for c in range(size)]
+    assert counters.view(size, subs).tolist() == raised, (what, counters, each)
 
 
 def check_sums(draw: random.Random) -> None:

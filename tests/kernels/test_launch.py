@@ -123,8 +123,9 @@ def test_ranges_of_a_chunk_cover_its_rows_once() -> None:
         assert 1 <= kernel.subs <= subs
         spans = [kernel.sub_rows(s) for s in range(kernel.subs)]
         assert [row for span in spans for row in span] == list(range(rows))
-        total = sum(kernel.tiles_per_part(s) for s in range(kernel.subs))
-        assert total == -(-rows // kernel.config.bm) * -(-4096 // kernel.config.bn)
+        each = -(-rows // kernel.config.bm) * -(-4096 // kernel.config.bn)
+        assert kernel.raised(1) * kernel.subs == each
+        assert {kernel.raised(chunk) for chunk in (0, 2, 3)} == {each}
 
 
 def test_maps_are_made_once_for_an_address() -> None:

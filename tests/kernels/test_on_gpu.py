@@ -171,7 +171,16 @@ def test_scatter_with_copies_behind_it(
         rows=rows, inner=inner, columns=columns, size=size, rank=rank, dtype=dtype,
         device=device, transposed=transposed, bias=has_bias, config=config, subs=2,
     )  # fmt: skip
-    counters, each = line.words.data_ptr(), kernel.tiles_per_part()
+    counters, subs = line.words.data_ptr(), kernel.subs
+    ranges = [
+        (chunk * subs + sub, kernel.raised(chunk), chunk, rows_of)
+        for chunk in ((rank + k) % size for k in range(1, size + 1))
+        for sub, rows_of in enumerate(
+            [kernel.sub_rows(s) for s in range(subs)]
+            if chunk == (rank + 1) % size
+            else [range(rows)]
+        )
+    ]
     for number in (1, 2):
         x = drawn(size * rows, inner, dtype=dtype)
         stage = filled(size * rows, columns, device=device, dtype=dtype)
@@ -179,22 +188,22 @@ def test_scatter_with_copies_behind_it(
         sent = torch.zeros(size * rows, columns, dtype=dtype).pin_memory()
         torch.cuda.synchronize()
         kernel.launch(torch.cuda.current_stream().cuda_stream, x, w, stage, own, bias, counters)
-        for sub in range(kernel.subs):
-            span = kernel.sub_rows(sub)
-            for k in range(1, size + 1):
-                chunk = (rank + k) % size
-                line.wait(chunk * kernel.subs + sub, number * each)
-                at = slice(chunk * rows + span.start, chunk * rows + span.stop)
-                source = own[span.start : span.stop] if chunk == rank else stage[at]
-                line.copy(sent[at], source)
+        for word, raised, chunk, span in ranges:
+            line.wait(word, number * raised)
+            at = slice(chunk * rows + span.start, chunk * rows + span.stop)
+            source = own[span.start : span.stop] if chunk == rank else stage[at]
+            line.copy(sent[at], source)
         torch.cuda.synchronize()
         mine = slice(rank * rows, (rank + 1) * rows)
         assert bool(stage[mine].isnan().all())
         stage[mine] = own
         assert_product(stage, x, plain, bias)
         assert torch.equal(sent, stage.cpu()), "a copy overtook the tiles that it waited for"
-        raised = line.words[: size * kernel.subs].tolist()
-        assert raised == [number * each] * (size * kernel.subs)
+        found = line.words[: size * subs].tolist()
+        wanted = [0] * len(found)
+        for word, raised, _, _ in ranges:
+            wanted[word] = number * raised
+        assert found == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

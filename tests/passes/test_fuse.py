@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from interlace.errors import PassError
-from interlace.ir import Call, Free, Fused, Op, Program, Put, Record, Wait, in_order, parse
+from interlace.ir import Call, Expect, Free, Fused, Op, Program, Put, Record, Wait, in_order, parse
 from interlace.passes import run_pipeline
 from interlace.passes.fuse import Fuse
 from interlace.passes.groups import SUM, groups
@@ -184,4 +184,7 @@ def test_puts_come_between_the_records_and_the_sum_in_order() -> None:
     (total,) = (i for i, op in enumerate(order) if isinstance(op, Call) and op.fn == SUM)
     assert max(puts) < total
     assert order[total].stream == "main"
+    expects = [i for i, op in enumerate(order) if isinstance(op, Expect) and op.site == kernel.site]
+    assert {order[i].stream for i in expects} == {"arrivals"}
+    assert max(puts) < min(expects) <= max(expects) < total
     assert at < min(i for i, op in enumerate(made.ops) if isinstance(op, Put) and i > at)

@@ -170,7 +170,7 @@ class FakeKernel:
         self._kind, self._driver, self._facts = kind, driver, facts
         self.config, self.subs = None, facts.get("subs", 1)
 
-    def tiles_per_part(self, sub: int = 0) -> int:
+    def raised(self, chunk: int) -> int:
         return TILES
 
     def sub_rows(self, sub: int) -> range:

@@ -1,11 +1,10 @@
 """The persistent GEMM whose rows leave for their owners as they are made, own rows last.
 
-Each rank's rows are cut in SUBS ranges, and each range of a rank's rows is a part:
+    part k = 0..W-2   stage[c] = x[c] @ w, each tile raises counters[c]       c = (rank + 1 + k) % W
+    part k = W-1      own = x[rank] @ w, each tile raises counters[rank]
 
-    for s, for k = 0..W-2    stage[c] = x[c] @ w, raising counters[c, s]      c = (rank + 1 + k) % W
-    for s                    own = x[rank] @ w, raising counters[rank, s]
-
-All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
+The rows of part 0 are cut in SUBS ranges, one after another and each with a counter, so that the
+first copy starts early. All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
 under way throughout. The counter of a tile is raised at k-step LATE of the block's next one, when
 its stores have long been performed: waiting for them at once costs 2 us a tile. There are no more
 blocks than tiles, and none waits for anything: peers wait for these tiles.
@@ -31,26 +30,17 @@ from interlace.kernels.device import (
 
 
 @triton.jit
-def find(part, SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr):
-    """Whose rows a part has, and which range of them."""
-    away: tl.constexpr = SIZE - 1 if SIZE > 1 else 1
-    chunk = (RANK + 1 + part % away) % SIZE
-    sub = part // away
-    if part >= (SIZE - 1) * SUBS:
-        chunk = RANK
-        sub = part - (SIZE - 1) * SUBS
-    return chunk, sub
-
-
-@triton.jit
 def publish(
     counters, tile, per_part,
     SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """Settles a tile's stores and raises the counter of its range."""
     settle(BY_TMA)
-    chunk, sub = find(tile // per_part, SIZE, RANK, SUBS)
-    raise_counter(counters + chunk * SUBS + sub)
+    part = tile // per_part
+    sub = 0
+    if part == 0:
+        sub = tile // (per_part // SUBS)
+    raise_counter(counters + (RANK + 1 + part) % SIZE * SUBS + sub)
 
 
 @triton.jit
@@ -80,20 +70,29 @@ def scatter_kernel(
     HALVES: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    m_tiles = tl.cdiv(rows, BM) // SUBS
+    m_tiles = tl.cdiv(rows, BM)
     n_tiles = tl.cdiv(columns, BN)
     k_tiles = tl.cdiv(inner, BK)
     per_part = m_tiles * n_tiles
-    tiles = per_part * SIZE * SUBS
+    tiles = per_part * SIZE
     programs = tl.num_programs(0)
     first = tl.program_id(0)
     # Not the last k-step if there are more: the compiler puts the epilogue before this branch.
     late = tl.maximum(min(LATE, k_tiles - 2), 0)
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN):
         part = tile // per_part
-        chunk, sub = find(part, SIZE, RANK, SUBS)
-        m, n = place(tile - part * per_part, m_tiles, n_tiles, GROUP_M)
-        row = (sub * m_tiles + m) * BM
+        chunk = (RANK + 1 + part) % SIZE
+        inside = tile - part * per_part
+        height = m_tiles
+        above = 0
+        if SUBS > 1:
+            if part == 0:
+                height = m_tiles // SUBS
+                sub = inside // (height * n_tiles)
+                inside -= sub * (height * n_tiles)
+                above = sub * height
+        m, n = place(inside, height, n_tiles, GROUP_M)
+        row = (above + m) * BM
         column = n * BN
         acc = tl.zeros([BM, BN], tl.float32)
         for k in range(k_tiles):

@@ -4,9 +4,10 @@
                            dtype=torch.bfloat16, device=device, subs=2)
     kernel.launch(stream, x, w, stage, own, None, counters)
 
-`counters` is the address of size * subs words. Each call adds `tiles_per_part(s)` to word
-c * subs + s, tile by tile, for every chunk c; the rows `sub_rows(s)` of stage[c] (of `own`, if c is
-the rank itself) may be read once the sum is reached. stage[rank] is neither read nor written.
+`counters` is the address of size * subs words. Each call adds `raised(c)` to word c * subs, tile by
+tile, for every chunk c; its rows of the stage (`own`, if c is the rank itself) may be read once that
+is reached. The chunk made first, rank + 1, has `subs` such words, of the rows `sub_rows(s)` each.
+stage[rank] is neither read nor written.
 """
 
 from __future__ import annotations
@@ -99,8 +100,9 @@ class ScatterMatmul:
         m_tiles = -(-rows // config.bm)
         self.subs = max(s for s in range(1, subs + 1) if m_tiles % s == 0)
         self._rows, self._sub = rows, m_tiles // self.subs * config.bm
-        self._raised = m_tiles // self.subs * -(-columns // config.bn)
+        self._first = (rank + 1) % size
         total = tiles(config, rows, columns, size)
+        self._per_part = total // size
         source = scatter_source(
             config,
             size=size,
@@ -119,13 +121,12 @@ class ScatterMatmul:
         self._bound = Recent(self._bind)
         self._numbers = (rows, columns, inner)
 
-    def tiles_per_part(self, sub: int = 0) -> int:
-        """How far one call raises the counter of that range of each other chunk."""
-        assert 0 <= sub < self.subs
-        return self._raised
+    def raised(self, chunk: int) -> int:
+        """How far one call raises each counter of that chunk."""
+        return self._per_part // (self.subs if chunk == self._first else 1)
 
     def sub_rows(self, sub: int) -> range:
-        """The rows of a chunk that the counter of that range speaks of."""
+        """The rows of the first chunk that the counter of that range speaks of."""
         return range(sub * self._sub, min((sub + 1) * self._sub, self._rows))
 
     def launch(

@@ -1,8 +1,7 @@
 """The calls that one kernel is to do: what `schedule` and `plan_memory` keep together for `fuse`.
 
-A group is a matmul of a site whose strategy is `fused`, chunk by chunk. The sums of a reduction are
-no part of it: but for the last they run beside the kernel, on a stream of their own, which also
-awaits what each adds.
+A group is a matmul of a site whose strategy is `fused`, chunk by chunk. The sum of a reduction is no
+part of it; what it adds is awaited on a stream of its own, as waiting keeps a stream.
 
     >>> groups(program)
     [(4, 6, 8, 10)]
@@ -30,20 +29,17 @@ def groups(program: Program) -> list[tuple[int, ...]]:
     return [tuple(members) for members in found.values() if len(members) > 1]
 
 
-def beside(program: Program) -> set[int]:
-    """What runs beside such kernels, as list indices: sums, and the expects before any sum."""
+def arrivals(program: Program) -> list[int]:
+    """What such sites await before they sum, as list indices, in order."""
     fused = {site.id for site in program.sites if site.strategy == FUSED}
-    found, last = set[int](), dict[int, int]()
+    found: list[int] = []
     for index, op in enumerate(program.ops if fused else ()):
-        if not (isinstance(op, Call) and op.fn == SUM and op.site in fused):
-            continue
-        found.add(index)
-        last[op.site] = index
-        before = index - 1
-        while isinstance(program.ops[before], Expect):
-            found.add(before)
-            before -= 1
-    return found - set(last.values())
+        if isinstance(op, Call) and op.fn == SUM and op.site in fused:
+            first = index
+            while isinstance(program.ops[first - 1], Expect):
+                first -= 1
+            found += range(first, index)
+    return found
 
 
 def used_by(ops: Iterable[Op]) -> set[str]:

@@ -39,7 +39,7 @@ class Scatter:
     width: int
     dtype: DType
     parts: int = 1
-    """Put: pieces that a rank's rows are computed and travel in."""
+    """Put: pieces that the rows made first are computed and travel in, to leave soon."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
@@ -65,7 +65,7 @@ class Scatter:
         return lambda index: self.emitter.part(stage, index, self.sizes)
 
     def _pieces(self) -> list[Slice | None]:
-        """Which of a rank's rows are computed and put together."""
+        """Which of the rows made first are computed and put together."""
         if self.parts == 1:
             return [None]
         rows = self.sizes[0]  # all are equal
@@ -78,12 +78,8 @@ class Scatter:
         row = matrices.chunk(index, e.size).view(largest, self.width)
         return e.head(row, self.sizes, owner, largest)
 
-    def _sum(self, slots: View, within: Slice | None = None) -> None:
+    def _sum(self, slots: View) -> None:
         e, largest = self.emitter, max(self.sizes)
-        if within is not None:
-            rows = slots.slice(1, within.start, within.stop)
-            e.sum_slots(rows, self.out.then(within))
-            return
         e.sum_slots(e.head(slots, self.sizes, e.rank, largest, dim=1), self.out)
 
     def _roots(self, compute: ComputeRows) -> None:
@@ -156,18 +152,16 @@ class Scatter:
         e, staged = self.emitter, self._staged()
         slots = self._alloc("slots", e.size, max(self.sizes), kind="symmetric")
         arrived = e.names.new(f"{slots.buffer}_arrived")
-        mine = self._rows(slots, e.rank, e.rank)
-        for number, within in enumerate(self._pieces(), start=1):
-            piece = (lambda view: view) if within is None else (lambda view: view.then(within))
-            for k in e.others:
-                chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
-                src, dst = piece(staged(chunk)), piece(self._rows(slots, e.rank, chunk))
+        for k in e.others:
+            chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
+            into = self._rows(slots, e.rank, chunk)
+            for within in self._pieces() if k == 1 else [None]:
+                src, dst = (v if within is None else v.then(within) for v in (staged(chunk), into))
                 compute(chunk, src, within)
                 e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
-                e.notify(arrived, to, number)
-        for number, within in enumerate(self._pieces(), start=1):
-            compute(e.rank, mine if within is None else mine.then(within), within)
-            for k in e.others:
-                e.expect(arrived, e.at(path.source.at(k)), number)
-            self._sum(slots, within)
+            e.notify(arrived, to)
+        compute(e.rank, self._rows(slots, e.rank, e.rank))
+        for k in e.others:
+            e.expect(arrived, e.at(path.source.at(k)))
+        self._sum(slots)
         e.free(slots)

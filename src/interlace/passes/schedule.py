@@ -1,8 +1,8 @@
 """schedule: order and streams in one pass, so that communication runs under compute.
 
 Compute goes to the stream `main`, communication to one stream `comm`, in the order in which its
-results are needed; sums of what a kernel reduces, which run beside it, go to `sums`. The pass plays
-the Program on these lanes: communication starts as soon as its data is there; compute whose input still travels gives way to compute that is ready, above all to
+results are needed; what a kernel's reduction awaits goes to `arrivals`. The pass plays the Program on
+these lanes: communication starts as soon as its data is there; compute whose input still travels gives way to compute that is ready, above all to
 what feeds more communication (the gradient of the input before the gradient of the weight). So a
 gather for a weight's gradient runs under the matmul for the input's, the scatter of the input's
 gradient under the weight's, and reductions that nobody awaits under the rest of the backward.
@@ -47,7 +47,7 @@ from interlace.ir import (
     Send,
 )
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
-from interlace.passes.groups import beside, groups, used_by
+from interlace.passes.groups import arrivals, groups, used_by
 from interlace.passes.insert_sync import clocks, strip_events
 
 HEAVY = frozenset(
@@ -56,7 +56,7 @@ HEAVY = frozenset(
 """Calls that weigh as much as a communication, by the operator's name (and all attention)."""
 
 WHOLE, LIGHT = 96, 8
-LANES = {"compute": "main", "comm": "comm", "sum": "sums"}
+LANES = {"compute": "main", "comm": "comm", "arrival": "arrivals"}
 """The stream of what takes a place on a lane, by its role."""
 FAR = 1 << 40
 
@@ -121,9 +121,9 @@ class _Player:
         self.program, self.ops, self.window = program, program.ops, window
         symmetric = symmetric_buffers(program)
         self.roles = [role(op, symmetric) for op in self.ops]
-        self.beside = sorted(beside(program))
-        for index in self.beside:
-            self.roles[index] = "sum"
+        self.arrivals = arrivals(program)
+        for index in self.arrivals:
+            self.roles[index] = "arrival"
         self.before = dependencies(program)
         self.after = followers(self.before)
         self.needs = self._needs()
@@ -181,14 +181,14 @@ class _Player:
         return [_on(self.ops[index], self.stream[index]) for index in self.listed]
 
     def _choices(self, near: dict[str, dict[int, int]]) -> list[tuple[int, str, int]]:
-        """What each lane could go on with; a kernel that was begun goes on with its own, and sums
-        and what they await keep their order."""
+        """What each lane could go on with; a kernel that was begun goes on with its own, and what
+        sums await keeps its order."""
         main = near["main"]
         if self.kernel:
             main = {index: main[index] for index in self.kernel[:1] if index in main}
-        first = next((i for i in self.beside if not self.placed[i]), -1)
-        sums = {index: when for index, when in near["sums"].items() if index == first}
-        lanes = {**near, "main": main, "sums": sums}
+        first = next((i for i in self.arrivals if not self.placed[i]), -1)
+        awaited = {index: when for index, when in near["arrivals"].items() if index == first}
+        lanes = {**near, "main": main, "arrivals": awaited}
         return [self._choose(lane, ready) for lane, ready in lanes.items() if ready]
 
     def _choose(self, lane: str, ready: dict[int, int]) -> tuple[int, str, int]:

@@ -51,7 +51,7 @@ def slices(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
 
 
 def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
-    """In how many pieces `fused` puts what a rank computes for another: `chunks` are of all ranks.
+    """In how many pieces `fused` puts what a rank computes first: as if `chunks` were of all ranks.
 
     Pieces let the first bytes leave sooner; a gather's rows are there from the start.
     """

@@ -69,8 +69,6 @@ class Links:
     """By team: what makes a stream wait until slots may be written again."""
     runs: Callable[[], int]
     """The number of this binding's run, from 1 on: what its own words count."""
-    extra: Callable[[Lane], Lane]
-    """A second stream beside one of the engine's own."""
     words: Callable[[str, int], int]
     """By team: the address of so many words of this rank's own, for kernels."""
     check: Callable[[], None]
@@ -107,8 +105,6 @@ class Binder:
         """By team: the stream and the end of the last exchange."""
         self._puts = {} if context.options.in_order else put_of(self.plan)
         self._unheld = {put: EventPoint(self.driver, self.event()) for put in self._puts.values()}
-        self._spread: dict[int, Lane] = {}
-        self._apart: dict[str, list[Lane]] = {}
         self._taken: set[tuple[int, str]] = set()
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
@@ -117,14 +113,14 @@ class Binder:
             item, step = op.members[number], self.member(index, op, number)
         else:
             item, step = op, self.bind(index, op)
-        before = [*self._joins(index, op), *self.takes(index, item)]
+        before = self.takes(item)
         if index in self._unheld:
-            before.append(self._unheld[index].record(self._lane(index, op)))
+            before.append(self._unheld[index].record(self.lanes[op.stream]))
         return [*before, *((step,) if step is not None else ())]
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
         """The function that issues an op; `member` is its number in the Fused at `index`."""
-        lane = self._lane(index, op)
+        lane = self.lanes[op.stream]
         match op:
             case Call() if (total := bind_sum(self, lane, op)) is not None:
                 return total
@@ -214,33 +210,9 @@ class Binder:
 
         return lane.within(run)
 
-    def spread(self, puts: Mapping[int, int]) -> None:
-        """Lets these ops take turns on two streams, by chunk: Note [Puts on two streams]."""
-        if len(set(puts.values())) < 2 or self.context.options.in_order:
-            return
-        own = self.lanes[self.plan.program.ops[min(puts)].stream]
-        turns = own, self.links.extra(own)
-        turn = {chunk: turns[i % 2] for i, chunk in enumerate(dict.fromkeys(puts.values()))}
-        self._spread |= {index: turn[chunk] for index, chunk in puts.items()}
-        self._apart.setdefault(own.name, []).append(turns[1])
-
-    def _lane(self, index: int, op: Op) -> Lane:
-        """The stream of an op."""
-        return self._spread.get(index) or self.lanes[op.stream]
-
-    def _joins(self, index: int, op: Op) -> list[Thunk]:
-        """Before the first other op of a stream whose ops took turns on two: it waits for both."""
-        if index in self._spread or isinstance(op, Alloc | Free):
-            return []
-        own, found = self.lanes[op.stream], list[Thunk]()
-        for lane in self._apart.pop(op.stream, []):
-            point = EventPoint(self.driver, self.event())
-            found += [point.record(lane), point.wait(own)]
-        return found
-
-    def takes(self, index: int, op: Op) -> list[Thunk]:
+    def takes(self, op: Op) -> list[Thunk]:
         """What stands before an op for the slots it writes: Note [When slots are taken]."""
-        lane, found = self._lane(index, op), list[Thunk]()
+        lane, found = self.lanes[op.stream], list[Thunk]()
         for access in op.writes():
             buffer = self.plan.buffers.get(access.view.buffer)
             if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
@@ -272,7 +244,7 @@ class Binder:
 
     def drop(self, name: str) -> Thunk:
         """Lets go of a tensor of this run."""
-        return self._drops.drop(name, self._lane)
+        return self._drops.drop(name)
 
     # -- signals ---------------------------------------------------------------------------------
 

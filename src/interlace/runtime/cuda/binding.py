@@ -42,8 +42,7 @@ class Binding:
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
         links = Links(
-            *(spaces, driver, self.take, lambda: self.runs, self.extra, self.words),
-            engine.check,
+            *(spaces, driver, self.take, lambda: self.runs, self.words, engine.check),
         )
         self.binder = Binder(context, self.lanes, links)
         self.steps = self._bind()
@@ -64,12 +63,6 @@ class Binding:
                 batch.run(lane.handle, side.run - 2, 0)
 
         return run
-
-    def extra(self, beside: Lane) -> Lane:
-        """One more stream."""
-        lane = Lane.own(f"{beside.name} 2", self.context.device)
-        self.sides.append(lane)
-        return lane
 
     def _bind(self) -> list[Thunk]:
         plan, watched = self.context.plan, self._watched

@@ -1,16 +1,16 @@
 """Lets go of tensors of a run while streams still read them: releases.py, Note [Whose memory].
 
 drops = Drops(program, values, lanes, device)
-thunk = drops.drop("h", lane_of)             # lane_of(index, op): the stream of an op
+thunk = drops.drop("h")
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from interlace.ir import Op, Program
+from interlace.ir import Program
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.releases import homes
 from interlace.runtime.values import Values
@@ -23,17 +23,17 @@ class Drops:
         self, program: Program, values: Values, lanes: Mapping[str, Lane], device: torch.device
     ) -> None:
         self._values, self._lanes, self._device = values, lanes, device
-        self._ops, self._homes = program.ops, homes(program)
-        self._users: dict[str, list[int]] = {}
-        for index, op in enumerate(program.ops):
+        self._homes = homes(program)
+        self._users: dict[str, dict[str, None]] = {}
+        for op in program.ops:
             for access in (*op.reads(), *op.writes()):
-                self._users.setdefault(access.view.buffer, []).append(index)
+                self._users.setdefault(access.view.buffer, {})[op.stream] = None
 
-    def drop(self, name: str, lane_of: Callable[[int, Op], Lane]) -> Thunk:
+    def drop(self, name: str) -> Thunk:
         """Gives the memory back to its stream, once the others have done with it."""
         items, places, device = self._values.items, self._values.family(name), self._device
         home = self._lanes[self._homes[name]]
-        users = [lane_of(index, self._ops[index]) for index in self._users.get(name, ())]
+        users = [self._lanes[stream] for stream in self._users.get(name, ())]
         others = {id(lane): lane for lane in users if lane is not home}
         streams = [lane.stream for lane in others.values()]
 

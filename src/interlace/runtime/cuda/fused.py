@@ -3,14 +3,6 @@
 `bind_kernel` gives None for whatever else, and its members then run one after another: slower, and
 the same result.
 
-Note [Puts on two streams]
-    A scatter's chunks leave by puts on another stream, each behind the event that its part records
-    and before the signal that its reader awaits. Where that is all that these ops do, the triples
-    take turns on two streams: a wait or a write of a word keeps a stream for some microseconds,
-    and the copy engine goes on with the other's put. What is kept of their order is all that
-    anybody can see: a range's bytes after its tiles, and its signal after its bytes and after the
-    signals of the same chunk before it.
-
 Note [The same bits in order]
     With the option `in_order` members run one by one. A matmul's bits may depend on what kernel
     does it, so those of a Fused that has a kernel are then done by the same code, part by part.
@@ -29,7 +21,6 @@ from interlace.runtime.cuda.parts import (
     ScatterParts,
     Shape,
     gather_of,
-    puts_of,
     scatter_of,
 )
 from interlace.runtime.values import DTYPES
@@ -45,7 +36,7 @@ def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | No
         return _gather(binder, lane, gather)
     scatter = scatter_of(binder.plan, op, index)
     if scatter is not None and _serves(binder, scatter.shape):
-        return _scatter(binder, lane, index, scatter)
+        return _scatter(binder, lane, scatter)
     return None
 
 
@@ -123,20 +114,18 @@ def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
     return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), y)
 
 
-def _scatter(binder: Binder, lane: Lane, index: int, parts: ScatterParts) -> Thunk | None:
+def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
     shape, values, items = parts.shape, binder.values, binder.values.items
     kernel: Any = _kernel(binder, parts)
     length = shape.rows // parts.subs
     ranges = [range(sub * length, (sub + 1) * length) for sub in range(parts.subs)]
     if kernel.subs != parts.subs or ranges != [kernel.sub_rows(s) for s in range(parts.subs)]:
         return None
-    runs, tiles = binder.links.runs, kernel.tiles_per_part(0)
-    counters = binder.links.words(parts.team, shape.size * parts.subs)
-    due = lambda: runs() * tiles  # noqa: E731
+    runs, counters = binder.links.runs, binder.links.words(parts.team, shape.size * parts.subs)
     for spot, chunk, sub in parts.records:
-        address = counters + 4 * (chunk * parts.subs + sub)
+        address, tiles = counters + 4 * (chunk * parts.subs + sub), kernel.raised(chunk)
+        due = lambda tiles=tiles: runs() * tiles  # noqa: E731
         binder.points[spot] = CounterPoint(binder.driver, address, due)
-    binder.spread(puts_of(binder.plan, parts, index))
     x, stage, own = values.at(*parts.x), values.at(*parts.stage), values.at(*parts.own)
     w = values.own(parts.weight)
     bias = None if parts.bias is None else values.own(parts.bias)

@@ -3,8 +3,8 @@
 With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
 
     gather    the own chunk's matmul, then for each other chunk: expect its arrival, its matmul
-    scatter   for each of `subs` ranges of a chunk's rows, the others' chunks: matmul into the stage;
-              then each range of the own one: matmul into its slot; records wherever somebody waits
+    scatter   the others' chunks, the first of them in `subs` ranges: matmul into the stage, record;
+              then the own one: matmul into its slot
 
 `gather_of` and `scatter_of` give None for whatever is not exactly that.
 """
@@ -12,7 +12,7 @@ With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from interlace.ir import (
     Alloc,
@@ -109,7 +109,7 @@ class ScatterParts:
     """The rank's own rows, in its slot."""
     bias: View | None
     records: tuple[tuple[Spot, int, int], ...]
-    """Where each range is recorded: the spot, its chunk and its number in it."""
+    """Where each chunk or range is recorded: the spot, the chunk and the number of the range."""
 
 
 def gather_of(plan: Plan, op: Fused) -> GatherParts | None:
@@ -164,38 +164,33 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
         return None
     size = len(plan.where.member(buffer.team).ranks)
-    subs, rest = divmod(len(op.parts), size)
-    others = (size - 1) * subs
-    first = None if rest or size < 2 else products[others]
-    part_shape = None if first is None else _shape(plan, first, buffer.team, size)
-    if first is None or part_shape is None:
+    subs, mine = len(op.parts) - size + 1, products[-1]
+    shape = None if size < 2 or subs < 1 else _shape(plan, mine, buffer.team, size)
+    if mine is None or shape is None or shape.rows % subs:
         return None
-    shape = replace(part_shape, rows=part_shape.rows * subs)
     rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
-    part_rows, first_x = rows // subs, box(first.a).offset - rank * rows * inner
-    own = box(first.out).offset
+    first_x, own = box(mine.a).offset - rank * rows * inner, box(mine.out).offset
     stage: tuple[str, int] | None = None
     records: list[tuple[Spot, int, int]] = []
     position = 0
     for nth, (part, product) in enumerate(zip(op.parts, products, strict=True)):
-        chunk, sub = (rank + 1 + nth % (size - 1)) % size, nth // (size - 1)
-        if nth >= others:
-            chunk, sub = rank, nth - others
+        sub, length = (nth, rows // subs) if nth < subs else (0, rows)
+        chunk = (rank + 1 + max(0, nth - subs + 1)) % size
         if product is None or (product.b, product.bias, product.a.buffer) != (
-            *(first.b, first.bias),
-            first.a.buffer,
+            *(mine.b, mine.bias),
+            mine.a.buffer,
         ):
             return None
-        at = chunk * rows + sub * part_rows
+        at = chunk * rows + sub * length
         if chunk == rank:
-            place, start = slots, own + sub * part_rows * columns
+            place, start = slots, own
         else:
             stage = stage or (product.out.buffer, box(product.out).offset - at * columns)
             place, start = stage[0], stage[1] + at * columns
         if not (
             product.out.buffer == place
-            and _is(box(product.out), start, part_rows, columns)
-            and _is(box(product.a), first_x + at * inner, part_rows, inner)
+            and _is(box(product.out), start, length, columns)
+            and _is(box(product.a), first_x + at * inner, length, inner)
             and all(isinstance(member, Record) for member in part[1:])
         ):
             return None
@@ -204,70 +199,14 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     assert stage is not None
     return ScatterParts(
         *(shape, buffer.team, subs),
-        (first.a.buffer, _matrix(first_x, size * rows, inner, shape.dtype)),
-        first.b,
+        (mine.a.buffer, _matrix(first_x, size * rows, inner, shape.dtype)),
+        mine.b,
         (stage[0], _matrix(stage[1], size * rows, columns, shape.dtype)),
         slots,
         (slots, _matrix(own, rows, columns, shape.dtype)),
-        first.bias,
+        mine.bias,
         tuple(records),
     )
-
-
-def puts_of(plan: Plan, parts: ScatterParts, fused: int) -> dict[int, int]:
-    """The waits, puts and signals by which the chunks of the op `fused` leave, each with its chunk,
-    if nothing else hangs on them; else none.
-
-    That is: each put stands right behind the wait for its range, and right before its signal; and
-    what else uses the stage or the slots is a sum of what came.
-    """
-    ops, shape = plan.program.ops, parts.shape
-    spots = {spot: (chunk, sub) for spot, chunk, sub in parts.records if chunk != shape.rank}
-    found: dict[int, int] = {}
-    moved: list[tuple[int, int]] = []
-    awaited: list[tuple[int, int]] = []
-    told: list[tuple[int, int]] = []
-    signal: tuple[str, int] | None = None  # its name, and what it says of the first range
-    part_rows = shape.rows // parts.subs
-    for index, op in enumerate(ops):
-        if index == fused or isinstance(op, Alloc | Free | Expect):
-            continue
-        if isinstance(op, Wait) and plan.waits[index, 0] in spots:
-            awaited.append(spots[plan.waits[index, 0]])
-            found[index] = awaited[-1][0]
-        elif isinstance(op, Put) and op.dst.buffer == parts.slots:
-            (peer,) = plan.members(op.team, op.peer)
-            src, dst = plan.box(op.src), plan.box(op.dst)
-            sub = (dst.offset - parts.own[1].offset) // (part_rows * shape.columns)
-            at = (peer * shape.rows + sub * part_rows) * shape.columns
-            into = parts.own[1].offset + sub * part_rows * shape.columns
-            if not (
-                awaited
-                and awaited[-1] == (peer, sub)
-                and op.src.buffer == parts.stage[0]
-                and _is(src, parts.stage[1].offset + at, part_rows, shape.columns)
-                and _is(dst, into, part_rows, shape.columns)
-            ):
-                return {}
-            moved.append((peer, sub))
-            found[index] = peer
-        elif isinstance(op, Notify) and op.team == parts.team and (
-            op.signal == signal[0] if signal else moved
-        ):
-            signal = signal or (op.signal, op.value)
-            peer, sub = moved[-1]
-            told.append((peer, sub))
-            if plan.members(op.team, op.peer) != (peer,) or op.value != signal[1] + sub:
-                return {}
-            found[index] = peer
-        elif isinstance(op, Call) and op.fn == SUM:
-            continue
-        elif {parts.slots, parts.stage[0]} & {
-            access.view.buffer for access in (*op.reads(), *op.writes())
-        }:
-            return {}
-    wanted = [(chunk, sub) for _, chunk, sub in parts.records if chunk != shape.rank]
-    return found if sorted(moved) == sorted(wanted) == sorted(awaited) == sorted(told) else {}
 
 
 def _signal(op: Fused) -> tuple[str, str, int] | None:
@@ -279,8 +218,10 @@ def _signal(op: Fused) -> tuple[str, str, int] | None:
     return *next(iter(told)), min(item.value for item in expects)
 
 
-def _shape(plan: Plan, one: Matmul, name: str, size: int) -> Shape | None:
+def _shape(plan: Plan, one: Matmul | None, name: str, size: int) -> Shape | None:
     """The whole matmul, from that of the own chunk."""
+    if one is None:
+        return None
     box: Callable[[View], Box] = plan.box
     a, b, out = box(one.a), box(one.b), box(one.out)
     team = plan.where.member(name)
