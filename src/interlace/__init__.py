@@ -10,6 +10,7 @@ from interlace.errors import InterlaceError
 from interlace.options import Options
 
 if TYPE_CHECKING:
+    from interlace.comm.teams import release_teams as release
     from interlace.comm.teams import reset_teams as reset
     from interlace.frontend.compile import compile
     from interlace.ir.builder import program
@@ -24,6 +25,7 @@ __all__ = [
     "parse",
     "parse_set",
     "program",
+    "release",
     "reset",
     "synchronize",
 ]
@@ -34,6 +36,7 @@ _LAZY = {
     "parse": ("interlace.ir.parser", "parse"),
     "parse_set": ("interlace.ir.parser", "parse_set"),
     "program": ("interlace.ir.builder", "program"),
+    "release": ("interlace.comm.teams", "release_teams"),
     "reset": ("interlace.comm.teams", "reset_teams"),
     "synchronize": ("interlace.runtime", "synchronize"),
 }

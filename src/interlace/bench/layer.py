@@ -10,6 +10,7 @@ interleaved on the same weights, each checked against eager DTensor before it is
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -234,6 +235,8 @@ def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None
             row |= {"world": ranks.size, **common}
         tell({"event": "rows", "rows": found})
         rows += found
+    torch.compiler.reset()  # with it go graphs that hold collectives, which NCCL would wait for
+    gc.collect()
     return None if ranks.me else {"rows": rows, "facts": common}
 
 

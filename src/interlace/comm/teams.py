@@ -21,7 +21,7 @@ import threading
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,13 @@ def host() -> str:
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
 
+class User(Protocol):
+    """What holds something that must go before the team does."""
+
+    def leave(self) -> None:
+        """Lets go of it."""
+
+
 class TeamComm:
     """A team's process group, with what its ranks share. Get it from `team_of`."""
 
@@ -100,6 +107,7 @@ class TeamComm:
         self.topic = f"{key}/{generation}"
         self.slots = SlotPool(self.board, f"{self.topic}/slots", self.ranks, self.me)
         self._cuda: CudaSide | None = None
+        self._users: weakref.WeakSet[User] = weakref.WeakSet()
 
     @property
     def size(self) -> int:
@@ -234,8 +242,14 @@ class TeamComm:
                 self._renewed.add(key)
                 self._own[key] = self._make(key[0], time_out_s)
 
+    def used_by(self, user: User) -> None:
+        """From now on this is told when the team goes."""
+        self._users.add(user)
+
     def close(self) -> None:
         """Lets go of the team's memory and connections."""
+        for user in list(self._users):
+            user.leave()
         self._own.clear()
         self._control = None
         self.slots.slots.clear()

@@ -86,6 +86,8 @@ class CudaEngine:
         if context.options.graph:
             with torch.cuda.device(self.device):
                 self.graphs = Graphs(self)
+            for team in context.crew.teams.values():
+                team.used_by(self)
 
     @property
     def failure(self) -> BaseException | None:
@@ -245,6 +247,12 @@ class CudaEngine:
             )
             for index, start, end in self._timed
         ]
+
+    def leave(self) -> None:
+        """Lets go of graphs: NCCL waits for those that it is in before it ends."""
+        self.watched.settle()
+        if self.graphs is not None:
+            self.graphs.drop()
 
     def close(self) -> None:
         """Waits for what is under way (bounded), then gives everything back."""

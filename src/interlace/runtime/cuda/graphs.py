@@ -222,11 +222,15 @@ class Graphs:
                     values.end()
             self._graphs.append(graph)
 
-    def close(self) -> None:
-        """Lets go of the graphs."""
+    def drop(self) -> None:
+        """Lets go of the graphs; the next run would capture them anew."""
         for graph in self._graphs:
             graph.reset()
         self._graphs, self._results, self._baked = [], [], []
+
+    def close(self) -> None:
+        """Lets go of the graphs and their events."""
+        self.drop()
         for binding in self._bindings:
             binding.close()
 
