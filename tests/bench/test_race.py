@@ -73,7 +73,7 @@ class Odd:
 
     mode = "eager"
     loose = 1
-    chosen = ""
+    chosen = text = ""
     predicted_s = float("nan")
 
     def __init__(self, name: str) -> None:

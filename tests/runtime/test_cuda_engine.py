@@ -119,7 +119,9 @@ def test_chunks_are_multiplied_once_they_are_there() -> None:
         total = order.one("call", MAIN, "interlace.sum_slots")
         for peer in (0, 2, 3):
             heard = word("t_slots_arrived", 1, peer, fake.space.number)
-            assert order.before(order.one("wait", MAIN, heard), total)
+            came = order.one("wait", None, heard)
+            assert log[came][1] != MAIN  # waiting for a word keeps a stream
+            assert order.before(came, total)
 
 
 def test_a_gathers_kernel_waits_for_the_words_of_this_rank() -> None:

@@ -10,6 +10,7 @@ A candidate that cannot serve the site says so by raising when it is opened.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -52,6 +53,8 @@ class Candidate(Protocol):
     chosen: str
     """What `auto` chose."""
     predicted_s: float
+    text: str
+    """What runs, where that is a Program: candidates with the same text are the same."""
 
     def open(self) -> Launch:
         """Sets up on all ranks together; returns what launches once."""
@@ -75,6 +78,7 @@ class Ours:
         self.loose = ranks.size if backends and case.op != "ag_gemm" else 1
         self.chosen = ""
         self.predicted_s = math.nan
+        self.text = ""
         self._case = case
         self._ranks = ranks
         self._calibration = calibration
@@ -100,6 +104,9 @@ class Ours:
             if options.strategy not in ("auto", site.strategy):
                 said = [r.text for r in program.remarks if r.pass_name == "decompose"]
                 raise UnsupportedError("; ".join(said) or f"{self.name} does not serve this site")
+        plain = {"reason": "", "serial_ms": None, "predicted_ms": None}
+        sites = tuple(dataclasses.replace(site, **plain) for site in program.sites)
+        self.text = str(program.replace(sites=sites, remarks=()))
         groups = {"tp": self._ranks.group}
         executor = Executor(program, groups=groups, device=device, options=options)
         self._executor = executor

@@ -141,6 +141,9 @@ def _case(
     for entry in entries:
         _open(entry, 2 * inputs.checks[entry.candidate.mode], ranks, tell, case)
     running = {_key(e): e for e in (*gemms, *entries) if e.problem is None and e.launch is not None}
+    twins = _twins(list(running.values()))
+    for key in twins:
+        running.pop(key)
     spent = max(ranks.maximum([time.monotonic() - begun]))
     sets = {
         key: inputs.whole if e in gemms else inputs.of(e.candidate.mode)
@@ -152,8 +155,14 @@ def _case(
         entry.timed, entry.problem = timed, timed.problem
         entry.host_s, entry.host_runs = timed.host_median, len(timed.host)
     if small:
-        for entry in entries:
-            _host(entry, inputs, ranks, settings.host_runs)
+        for entry in running.values():
+            if entry not in gemms:
+                _host(entry, inputs, ranks, settings.host_runs)
+    for entry in entries:
+        twin = twins.get(_key(entry))
+        if twin is not None:
+            entry.timed, entry.problem = twin.timed, twin.problem
+            entry.host_s, entry.host_runs = twin.host_s, twin.host_runs
     for entry in (*gemms, *entries):
         entry.launch = None
         entry.candidate.close()
@@ -167,6 +176,23 @@ def _case(
 
 def _key(entry: Entry) -> str:
     return f"{entry.candidate.name}/{entry.candidate.mode}"
+
+
+def _twins(entries: Sequence[Entry]) -> dict[str, Entry]:
+    """By key: candidates whose Program is that of another, which is timed for both: what `auto`
+    chose is the same launches as the fixed strategy, and would differ by noise alone."""
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        one = entry.candidate
+        if one.name != "auto" or not one.text:
+            continue
+        for other in entries:
+            if other is not entry and (other.candidate.text, other.candidate.mode) == (
+                *(one.text, one.mode),
+            ):
+                found[_key(entry)] = other
+                break
+    return found
 
 
 def _open(

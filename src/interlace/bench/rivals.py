@@ -30,7 +30,7 @@ WARM_UPS = 3
 class _Rival:
     """What candidates have in common that are not ours."""
 
-    chosen = ""
+    chosen = text = ""
     predicted_s = math.nan
     mode = "eager"
 

@@ -6,13 +6,15 @@
 A burst is a few launches one after another, with inputs in turn so that none lies in the cache,
 between two events of the current stream; before it ranks meet, and the device waits a moment so
 that launches stand back to back from the first on. A round gives every candidate a
-burst, and each round starts with another candidate: what drifts (clocks, heat) falls on all alike.
+burst, each round in another order and after a short rest: what drifts (clocks, heat) or is left by
+the one before falls on all alike.
 Of a burst the slowest rank counts, and over the rounds the median and the 90th percentile.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +36,8 @@ LAUNCHES = (8, 60)
 """but at least and at most so many."""
 LEAD_CYCLES = 400_000
 """How long the device waits before a burst, so that the host is ahead of it: some 0.2 ms."""
+REST_S = 5e-3
+"""How long the device rests before a burst."""
 ROUNDS = (3, 15)
 """At least and at most so many rounds."""
 
@@ -97,6 +101,8 @@ def burst(
     try:
         run(*inputs[first % len(inputs)])  # warm: the candidate before left its own traces
     finally:
+        ranks.synchronize()
+        time.sleep(REST_S)
         ranks.align()
     host: list[float] = []
     sets = [inputs[(first + 1 + i) % len(inputs)] for i in range(launches)]
@@ -151,9 +157,8 @@ def race(
     number, least, most = 0, *rounds
     begun = time.perf_counter()
     while names and number < most:
-        turn = number % len(names)
         failed: dict[str, str] = {}
-        for name in names[turn:] + names[:turn]:
+        for name in random.Random(number).sample(names, len(names)):  # the same on all ranks
             first = number * (launches[name] + 1)
             try:
                 each, host, mhz = burst(

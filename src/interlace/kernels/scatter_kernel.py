@@ -4,7 +4,9 @@
     part k = W-1      own = x[rank] @ w, each tile raises counters[rank]
 
 The rows of part 0 are cut in SUBS ranges, one after another and each with a counter, so that the
-first copy starts early. All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
+first copy starts early.
+
+All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
 under way throughout. The counter of a tile is raised at k-step LATE of the block's next one, when
 its stores have long been performed: waiting for them at once costs 2 us a tile. There are no more
 blocks than tiles, and none waits for anything: peers wait for these tiles.

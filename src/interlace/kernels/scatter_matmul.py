@@ -5,9 +5,9 @@
     kernel.launch(stream, x, w, stage, own, None, counters)
 
 `counters` is the address of size * subs words. Each call adds `raised(c)` to word c * subs, tile by
-tile, for every chunk c; its rows of the stage (`own`, if c is the rank itself) may be read once that
-is reached. The chunk made first, rank + 1, has `subs` such words, of the rows `sub_rows(s)` each.
-stage[rank] is neither read nor written.
+tile, for every chunk c; its rows of the stage (`own`, if c is the rank itself) may be read once
+that is reached. The chunk made first, rank + 1, has `subs` such words, of the rows `sub_rows(s)`
+each. stage[rank] is neither read nor written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The calls that one kernel is to do: what `schedule` and `plan_memory` keep together for `fuse`.
 
-A group is a matmul of a site whose strategy is `fused`, chunk by chunk. The sum of a reduction is no
-part of it; what it adds is awaited on a stream of its own, as waiting keeps a stream.
+A group is a matmul of a site whose strategy is `fused`, chunk by chunk. The sum of a reduction is
+no part of it; what it adds is awaited on a stream of its own, as waiting keeps a stream.
 
     >>> groups(program)
     [(4, 6, 8, 10)]
@@ -30,11 +30,11 @@ def groups(program: Program) -> list[tuple[int, ...]]:
 
 
 def arrivals(program: Program) -> list[int]:
-    """What such sites await before they sum, as list indices, in order."""
-    fused = {site.id for site in program.sites if site.strategy == FUSED}
+    """What sites that put await before they sum, as list indices, in order."""
+    sites = {s.id for s in program.sites if s.strategy == FUSED or s.protocol == "put"}
     found: list[int] = []
-    for index, op in enumerate(program.ops if fused else ()):
-        if isinstance(op, Call) and op.fn == SUM and op.site in fused:
+    for index, op in enumerate(program.ops if sites else ()):
+        if isinstance(op, Call) and op.fn == SUM and op.site in sites:
             first = index
             while isinstance(program.ops[first - 1], Expect):
                 first -= 1

@@ -51,7 +51,7 @@ def slices(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
 
 
 def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
-    """In how many pieces `fused` puts what a rank computes first: as if `chunks` were of all ranks.
+    """In how many pieces a rank puts what it computes first: as if `chunks` were of all ranks.
 
     Pieces let the first bytes leave sooner; a gather's rows are there from the start.
     """
@@ -209,8 +209,11 @@ class _Writer:
         self, site: ScatterSite, stage: View | None, out: View, sizes: tuple[int, ...], dtype: DType
     ) -> Scatter:
         """The reduction of a site into `out`."""
-        fused = self.row.name == "fused"
-        count = pieces(self.values, site, self.chunks) if fused else 1
+        layout, count = site.layout, 1
+        if self.row.name == "fused":
+            count = pieces(self.values, site, self.chunks)
+        elif layout.batch == 1 and not layout.padded and len(set(layout.rows)) == 1:
+            count = pieces(self.values, site, 0)
         cone = site.cone
         return Scatter(
             *(self.emitter, self.row, cone.value, stage, out, sizes, cone.width, dtype, count)

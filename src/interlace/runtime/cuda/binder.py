@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.slots import slot_keys
@@ -75,10 +74,9 @@ class Links:
     """Raises what has failed meanwhile."""
 
 
-def _alike(one: Expect, other: Op) -> TypeGuard[Expect]:
-    """Whether an op is an expect of the same stream, team and value."""
-    same = isinstance(other, Expect) and (one.team, one.value) == (other.team, other.value)
-    return same and one.stream == other.stream
+def _alike(one: Expect, other: Expect) -> bool:
+    """Whether two expects are of the same stream, team and value."""
+    return (one.stream, one.team, one.value) == (other.stream, other.team, other.value)
 
 
 class Binder:
@@ -264,11 +262,11 @@ class Binder:
         if ops[index] is op:
             mine = [i for i, other in enumerate(ops) if self.lanes[other.stream] is lane]
             at = mine.index(index)
-            if at and _alike(op, ops[mine[at - 1]]):
+            before = ops[mine[at - 1]] if at else None
+            if isinstance(before, Expect) and _alike(op, before):
                 return None
-            for other in mine[at + 1 :]:
-                following = ops[other]
-                if not _alike(op, following):
+            for following in (ops[other] for other in mine[at + 1 :]):
+                if not (isinstance(following, Expect) and _alike(op, following)):
                     break
                 row.append(following)
         space, value, driver = self.links.spaces[op.team], op.value, self.driver

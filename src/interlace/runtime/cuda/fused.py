@@ -97,7 +97,7 @@ def _kernel(binder: Binder, parts: GatherParts | ScatterParts) -> Any:
 
 
 def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
-    shape, values, items = parts.shape, binder.values, binder.values.items
+    values, items = binder.values, binder.values.items
     launch = _kernel(binder, parts).launch
     space = binder.links.spaces[parts.team]
     gates, value = space.own(parts.signal, 0), parts.value

@@ -15,20 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from interlace.ir import (
-    Alloc,
     Arg,
     Box,
     Call,
     DType,
     Expect,
-    Free,
     Fused,
-    Notify,
-    Put,
     Record,
     Spot,
     View,
-    Wait,
 )
 from interlace.runtime.plan import Plan
 
@@ -77,6 +72,7 @@ class Shape:
     dtype: DType
     transposed: bool
     """Whether the weight is the transpose of a matrix whose rows lie in a row."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatherParts:

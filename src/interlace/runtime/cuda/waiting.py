@@ -1,6 +1,6 @@
 """When a kernel that waits for peers may begin.
 
-    put_of(plan)[index]       # the first put that the peers' kernels like the Fused `index` wait for
+    put_of(plan)[index]       # the first put that the peers' kernels like that Fused wait for
 
 Note [Kernels that wait]
     A gather's kernel holds all processors while it waits for what the peers put. Whatever a rank
