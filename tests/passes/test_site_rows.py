@@ -33,6 +33,11 @@ def test_our_strategies_are_taken() -> None:
     assert {time.site for time in times} == {key}
 
 
+def test_the_least_counts_where_it_is_known() -> None:
+    rows = [row(least_us=240), row(least_us=""), row(least_us="nan")]
+    assert [time.seconds for time in site_times(rows)] == pytest.approx([240e-6, 250e-6])
+
+
 @pytest.mark.parametrize(
     ("op", "kind"),
     [("gemm_rs", "matmul_reduce_scatter"), ("gemm_ar", "matmul_all_reduce")],

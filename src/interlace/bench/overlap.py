@@ -298,6 +298,7 @@ def _rows(
                 "chosen": candidate.chosen if candidate.name == "auto" else "",
                 "median_us": median * 1e6,
                 "p90_us": entry.timed.p90 * 1e6 if median == median else math.nan,
+                "least_us": entry.timed.least * 1e6 if median == median else math.nan,
                 "host_us": host_s * 1e6,
                 "host_runs": entry.host_runs,
                 "speedup_eager": base.get("eager", math.nan) / median,

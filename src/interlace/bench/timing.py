@@ -60,6 +60,11 @@ class Timed:
         return statistics.median(self.rounds) if self.rounds else math.nan
 
     @property
+    def least(self) -> float:
+        """The least over the rounds: what a busy host or a hot GPU did not disturb."""
+        return min(self.rounds, default=math.nan)
+
+    @property
     def p90(self) -> float:
         """The 90th percentile over the rounds."""
         return percentile(self.rounds, 0.9)

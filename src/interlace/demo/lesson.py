@@ -96,7 +96,8 @@ class Lesson:
         if device == "cpu":
             return cls(model=Config(layers=layers), in_order=in_order, **given)
         model = replace(LARGE, layers=layers)
-        return cls(device=device, model=model, in_order=True, learning_rate=3e-4, **given)
+        # AdamW's first steps move every weight by the rate: in so wide a model, 3e-4 is too far.
+        return cls(device=device, model=model, in_order=True, learning_rate=3e-5, **given)
 
     def to_json(self) -> dict[str, Any]:
         """The lesson as plain data."""
