@@ -9,12 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.cuda_sites import OPEN, WORLD, logs_of, program, writes_what_peers_use
+from tests.runtime.cuda_sites import (
+    OPEN,
+    STRATEGIES,
+    WORLD,
+    logs_of,
+    program,
+    writes_what_peers_use,
+)
 from tests.support.fake_cuda import Fake, fake_engine, word
 from tests.support.fake_device import Entry, simulate
 
-from interlace.ir import Get, parse
+from interlace.ir import Fused, Get, parse
 from interlace.options import Options
+from interlace.passes import lower
+from interlace.runtime.cuda import binder
+from interlace.verify import check
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
@@ -43,6 +53,31 @@ def test_no_rank_waits_for_ever_nor_writes_too_early(
         word = next(entry[2] for entry in last if entry[0] == "write")
         last[:] = [entry for entry in last if entry[0::2][:2] != ("write", word)]
         assert simulate(logs, random.Random(seed))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_kernel_that_holds_all_processors_leaves_none_waiting(
+    waits: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """What stands before a rank's puts may need a processor; without the rule nothing would end."""
+    if not waits:
+        monkeypatch.setattr(binder, "put_of", lambda plan: {})
+    before, first, after = str(program("gather", "fused")).partition("    comm: put")
+    call = '    comm: call("aten.mul.out", w, w, out=w2)\n'
+    text = (before + call + first + after).replace(", y: out[", ", w2: out[bf16[16, 8]], y: out[")
+    made = parse(text)
+    assert check(made).sound
+    with contextlib.ExitStack() as stack:
+        fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
+        x, w, w2 = (torch.randn(n, m).bfloat16() for n, m in ((8, 16), (16, 8), (16, 8)))
+        logs: list[list[list[Entry]]] = []
+        for fake in fakes:
+            logs.append([])
+            for _ in range(4):
+                fake.run([x, w], [w2, torch.empty(32, 8, dtype=torch.bfloat16)])
+                logs[-1].append(list(fake.log))
+        ends = [not simulate(logs, random.Random(seed + number)) for number in range(20)]
+        assert all(ends) == waits
 
 
 def test_executors_of_one_team_in_any_order(seed: int) -> None:
@@ -102,3 +137,44 @@ def test_the_simulation_tells_what_is_written_too_early(seed: int) -> None:
         for number in range(200):
             simulate(bare, random.Random(seed + number), look)
         assert early
+
+
+LAYERS = """
+def f(tp: Team[4], x: bf16[8, 16], w: bf16[16, 16], v: bf16[16, 16], r: bf16[8, 16]):
+    full = empty(bf16[32, 16])
+    main: all_gather(x, full, team=tp)
+    other = empty(bf16[32, 16])
+    main: all_gather(r, other, team=tp)
+    main: call("aten.mm.default", full, w, out=(h := bf16[32, 16]))
+    main: call("aten.mm.default", other, w, out=(o := bf16[32, 16]))
+    main: call("aten.mul.Tensor", h, o, out=(a := bf16[32, 16]))
+    main: call("aten.mm.default", a, v, out=(t := bf16[32, 16]))
+    y = empty(bf16[8, 16])
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+    main: call("aten.add.Tensor", x, y, out=(z := bf16[8, 16]))
+    again = empty(bf16[32, 16])
+    main: all_gather(z, again, team=tp)
+    main: call("aten.mm.default", again, w, out=(b := bf16[32, 16]))
+    main: call("aten.mm.default", b, v, out=(c := bf16[32, 16]))
+    q = empty(bf16[8, 16])
+    main: reduce_scatter(c, q, reduce="sum", team=tp)
+    return z, q
+"""
+
+
+@pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges"])
+def test_layers_end_whatever_holds_the_processors(strategy: str, seed: int) -> None:
+    made = lower(parse(LAYERS), Options(**STRATEGIES[strategy]))
+    assert any(isinstance(op, Fused) for op in made.ops) == (strategy in ("fused", "ranges"))
+    with contextlib.ExitStack() as stack:
+        fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
+        shapes = ((8, 16), (16, 16), (16, 16), (8, 16))
+        given = [torch.randn(*shape).bfloat16() for shape in shapes]
+        logs: list[list[list[Entry]]] = []
+        for fake in fakes:
+            logs.append([])
+            for _ in range(4):
+                fake.run(given)
+                logs[-1].append(list(fake.log))
+        for number in range(20):
+            assert not simulate(logs, random.Random(seed + number))

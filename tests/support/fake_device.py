@@ -78,15 +78,17 @@ def steps(entry: Entry) -> Iterator[Entry]:
                 address = launch.counters + 4 * (chunk * launch.subs + sub)
                 yield ("raise", stream, address, TILES)
         return
+    yield ("hold", stream)  # all processors, till the last chunk has come
     for chunk in others:
         yield ("wait", stream, launch.gates + 4 * chunk, launch.expected)
+    yield ("let go", stream)
 
 
 def simulate(
     logs: Sequence[Sequence[Sequence[Entry]]], rng: random.Random, look: Look | None = None
 ) -> list[Entry]:
     """Does what the logs say, by rank and run; the entries that are never reached are the result's
-    first of each stream."""
+    first of each stream. Calls need a processor: a kernel that waits for peers leaves none."""
     queues: dict[tuple[int, int], deque[tuple[int, bool, Entry]]] = {}
     left: list[list[int]] = []
     for rank, runs in enumerate(logs):
@@ -109,12 +111,15 @@ def simulate(
 
     words: dict[tuple[int, int], int] = {}
     done = {(rank, 0) for rank in range(len(logs))}
+    held = set[int]()
 
     def key(rank: int, address: int) -> tuple[int, int]:
         return (-1 if address >= WORD else rank), address
 
     def ready(rank: int, entry: Entry) -> bool:
         what, _, *rest = entry
+        if what in ("call", "hold"):
+            return rank not in held
         if what == "wait":
             return reached(words.get(key(rank, rest[0]), 0), rest[1] & 0xFFFFFFFF)
         return what != "wait_event" or (rank, rest[0]) in done
@@ -141,5 +146,9 @@ def simulate(
             words[key(rank, rest[0])] = words.get(key(rank, rest[0]), 0) + rest[1]
         elif what == "record":
             done.add((rank, rest[0]))
+        elif what == "hold":
+            held.add(rank)
+        elif what == "let go":
+            held.discard(rank)
         left[rank][number] -= counts
     return []
