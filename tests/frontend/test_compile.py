@@ -111,7 +111,7 @@ def test_compiles_anew_by_signature(pool: Pool) -> None:
 
 
 def serial_has_one_stream() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """`overlap=False` leaves one stream; overlapped has two."""
+    """`overlap=False` leaves one stream; overlapped has more."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     w = distribute_tensor(torch.randn(6, 8), mesh, [Shard(0)])
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])

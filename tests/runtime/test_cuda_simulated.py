@@ -17,7 +17,7 @@ from tests.runtime.cuda_sites import (
     program,
     writes_what_peers_use,
 )
-from tests.support.fake_cuda import Fake, fake_engine, word
+from tests.support.fake_cuda import MAIN, Fake, fake_engine, word
 from tests.support.fake_device import Entry, simulate
 
 from interlace.ir import Fused, Get, parse
@@ -55,17 +55,18 @@ def test_no_rank_waits_for_ever_nor_writes_too_early(
         assert simulate(logs, random.Random(seed))
 
 
+@pytest.mark.parametrize("place", [1, 2, 3])
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_kernel_that_holds_all_processors_leaves_none_waiting(
-    waits: bool, monkeypatch: pytest.MonkeyPatch, seed: int
+    waits: bool, place: int, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """What stands before a rank's puts may need a processor; without the rule nothing would end."""
+    """What stands before any of a rank's puts may need a processor; without the rule none ends."""
     if not waits:
-        monkeypatch.setattr(binder, "put_of", lambda plan: {})
-    before, first, after = str(program("gather", "fused")).partition("    comm: put")
-    call = '    comm: call("aten.mul.out", w, w, out=w2)\n'
-    text = (before + call + first + after).replace(", y: out[", ", w2: out[bf16[16, 8]], y: out[")
-    made = parse(text)
+        monkeypatch.setattr(binder, "holds", lambda plan: {})
+    parts = str(program("gather", "fused")).split("    comm: put")
+    parts[place - 1] += '    comm: call("aten.mul.out", w, w, out=w2)\n'
+    text = "    comm: put".join(parts)
+    made = parse(text.replace(", y: out[", ", w2: out[bf16[16, 8]], y: out["))
     assert check(made).sound
     with contextlib.ExitStack() as stack:
         fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
@@ -78,6 +79,25 @@ def test_a_kernel_that_holds_all_processors_leaves_none_waiting(
                 logs[-1].append(list(fake.log))
         ends = [not simulate(logs, random.Random(seed + number)) for number in range(20)]
         assert all(ends) == waits
+
+
+@pytest.mark.parametrize("strategy", ["put", "fused", "ranges"])
+@pytest.mark.parametrize("shared", [("comm", "arrivals"), ("main", "comm", "arrivals")])
+def test_streams_may_share_a_queue_of_the_device(
+    strategy: str, shared: tuple[str, ...], seed: int
+) -> None:
+    """So they do with CUDA_DEVICE_MAX_CONNECTIONS=1, in the order in which ops are issued."""
+    with contextlib.ExitStack() as stack:
+        lowered = program("scatter", strategy)
+        fakes = [stack.enter_context(fake_engine(lowered, rank)) for rank in range(WORLD)]
+        logs = [logs_of(fake, "scatter", 3) for fake in fakes]
+        for runs, fake in zip(logs, fakes, strict=True):
+            lanes = {name: lane.handle for name, lane in fake.engine.binding.lanes.items()}
+            one = {lanes[name] for name in shared} | ({MAIN} if "main" in shared else set())
+            for log in runs:
+                log[:] = [(e[0], min(one) if e[1] in one else e[1], *e[2:]) for e in log]
+        for number in range(5):
+            assert not simulate(logs, random.Random(seed + number))
 
 
 def test_executors_of_one_team_in_any_order(seed: int) -> None:

@@ -233,6 +233,32 @@ def test_released_teams_can_be_set_up_again(pool: Pool, seed: int) -> None:
         assert same
 
 
+class Stuck:
+    """Something that cannot let go."""
+
+    def leave(self) -> None:
+        raise RuntimeError("the device is in error")
+
+
+def release_with_errors(seed: int) -> tuple[str, bool, bool]:
+    """A team goes whatever those who use it say, who hear of it while it is still there."""
+    group = dist.group.WORLD
+    assert group is not None
+    program = parse(gather_matmul_get(2))
+    Executor(program, groups={"tp": group}, options=OPTIONS).prepare()
+    team, stuck = team_of(group, "tp"), Stuck()
+    team.used_by(stuck)
+    error, text, _ = attempt(release_teams)
+    return f"{error}: {text}", team.is_set_up, team_of(group, "tp") is team
+
+
+def test_a_team_goes_though_its_users_fail(pool: Pool, seed: int) -> None:
+    for text, set_up, same in pool(2).run(release_with_errors, seed):
+        assert text == "RuntimeError: the device is in error"
+        assert not set_up
+        assert not same
+
+
 def share_slots(seed: int) -> tuple[int, int, bool]:
     """Two Executors whose slots have one name and size: one pool, one memory."""
     group = dist.group.WORLD

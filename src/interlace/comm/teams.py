@@ -16,6 +16,7 @@ Note [One queue per team]
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import weakref
@@ -248,14 +249,16 @@ class TeamComm:
 
     def close(self) -> None:
         """Lets go of the team's memory and connections."""
-        for user in list(self._users):
-            user.leave()
-        self._own.clear()
-        self._control = None
-        self.slots.slots.clear()
-        self._cuda = None
-        for life in self._lives:
-            life.close()
+        try:
+            for user in list(self._users):
+                user.leave()
+        finally:
+            self._own.clear()
+            self._control = None
+            self.slots.slots.clear()
+            self._cuda = None
+            for life in self._lives:
+                life.close()
 
 
 class _Registry:
@@ -282,8 +285,9 @@ class _Registry:
         with self._lock:
             teams = list(self._teams.values())
             self._teams.clear()
-        for team in teams:
-            team.close()
+        with contextlib.ExitStack() as all_of_them:  # also those after one that fails
+            for team in teams:
+                all_of_them.callback(team.close)
 
 
 _registry = _Registry()
@@ -306,7 +310,12 @@ def reset_teams(time_out_s: float = 60.0) -> None:
 
 
 def release_teams() -> None:
-    """Gives back everything that teams hold. Executors made before can no longer run."""
+    """Ends all teams: their connections, shared memory and CUDA graphs go, and Executors made
+    before can no longer run. Call it before `destroy_process_group`.
+
+    Runs under way are waited for, bounded. Device memory that peers map stays to the end of the
+    process: a peer may still read it.
+    """
     _registry.clear()
 
 

@@ -2,7 +2,7 @@
 
 total = sum_slots_cuda(slots)                  # slots: [W, ...], any stride between them
 kernel = SumSlots(size=4, dtype=torch.bfloat16, device=device)
-kernel.launch(stream, slots, stride, out, None, out.numel())       # pre-bound: by address
+kernel.launch(stream, slots, stride, out, out.numel())       # pre-bound: by address
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ BLOCK = 2048
 def sum_kernel(
     slots,
     out,
-    out2,
     stride,
     count,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SECOND: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -38,22 +36,20 @@ def sum_kernel(
         total += tl.load(slots + at, mask=inside).to(tl.float32)
     total = total.to(out.dtype.element_ty)
     tl.store(out + at, total, mask=inside)
-    if SECOND:
-        tl.store(out2 + at, total, mask=inside)
 
 
-def sum_source(*, size: int, dtype: torch.dtype, second: bool, aligned: bool) -> Source:
+def sum_source(*, size: int, dtype: torch.dtype, aligned: bool) -> Source:
     """What is compiled; `aligned`: addresses, stride and count are multiples of 16 bytes."""
     element = f"*{TYPES[dtype]}"
     elements = 16 // dtype.itemsize
     known = (16, elements) if aligned else (dtype.itemsize, 1)
     return Source(
         kernel=sum_kernel,
-        types={"slots": element, "out": element, "out2": element, "stride": "i64", "count": "i64"},
-        constants={"SIZE": size, "BLOCK": BLOCK, "SECOND": second},
+        types={"slots": element, "out": element, "stride": "i64", "count": "i64"},
+        constants={"SIZE": size, "BLOCK": BLOCK},
         num_warps=4 if dtype.itemsize == 4 else 8,
         divisible={
-            **dict.fromkeys(("slots", "out", "out2"), known[0]),
+            **dict.fromkeys(("slots", "out"), known[0]),
             **dict.fromkeys(("stride", "count"), known[1]),
         },
     )
@@ -68,18 +64,15 @@ class SumSlots:
         size: int,
         dtype: torch.dtype,
         device: torch.device,
-        second: bool = False,
         aligned: bool = True,
     ) -> None:
-        source = sum_source(size=size, dtype=dtype, second=second, aligned=aligned)
+        source = sum_source(size=size, dtype=dtype, aligned=aligned)
         self._program = Program(source, device)
 
-    def launch(
-        self, stream: int, slots: int, stride: int, out: int, out2: int | None, count: int
-    ) -> None:
+    def launch(self, stream: int, slots: int, stride: int, out: int, count: int) -> None:
         """Sums `count` elements of the slots, `stride` elements apart, on that stream."""
         grid = -(-count // BLOCK)
-        self._program.launch(stream, grid, (slots, out, out2 or 0, stride, count))
+        self._program.launch(stream, grid, (slots, out, stride, count))
 
 
 def serves(slots: torch.Tensor, out: torch.Tensor | None) -> bool:
@@ -99,12 +92,10 @@ def sum_slots_cuda(slots: torch.Tensor, out: torch.Tensor | None = None) -> torc
         kernel[(-(-count // BLOCK),)](
             slots,
             out,
-            out,
             slots.stride(0),
             count,
             SIZE=slots.shape[0],
             BLOCK=BLOCK,
-            SECOND=False,
             num_warps=4 if slots.dtype.itemsize == 4 else 8,
         )
     return out

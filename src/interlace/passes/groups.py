@@ -32,14 +32,13 @@ def groups(program: Program) -> list[tuple[int, ...]]:
 def arrivals(program: Program) -> list[int]:
     """What sites that put await before they sum, as list indices, in order."""
     sites = {s.id for s in program.sites if s.strategy == FUSED or s.protocol == "put"}
-    found: list[int] = []
+    found, awaited = list[int](), dict[int | None, list[int]]()
     for index, op in enumerate(program.ops if sites else ()):
-        if isinstance(op, Call) and op.fn == SUM and op.site in sites:
-            first = index
-            while isinstance(program.ops[first - 1], Expect):
-                first -= 1
-            found += range(first, index)
-    return found
+        if isinstance(op, Expect):
+            awaited.setdefault(op.site, []).append(index)
+        elif isinstance(op, Call) and op.fn == SUM and op.site in sites:
+            found += awaited.pop(op.site, [])
+    return sorted(found)
 
 
 def used_by(ops: Iterable[Op]) -> set[str]:

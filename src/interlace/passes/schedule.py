@@ -73,7 +73,7 @@ class Schedule:
 
     name: ClassVar[str] = "schedule"
     streams: int = 2
-    """1 keeps the order, and everything on `main`."""
+    """1 keeps the order, and everything on `main`; 2: compute apart from what it awaits."""
     window: int = 64
     """How many ops compute may be brought forward or held back: what bounds the memory it costs."""
 
@@ -96,9 +96,9 @@ def role(op: Op, symmetric: Container[str] = ()) -> str:
 
     `compute` and `comm` take a place on a lane; a site's copy into or out of a symmetric buffer is
     communication, one that packs rows for a matmul is compute. `late` ops (allocations, awaited
-    signals) go right before the first op that needs them, on its stream, so that they hold up
-    nothing else; `early` ones (signals raised, storage given back) right after the last op that
-    they need.
+    signals but for those before a sum of puts) go right before the first op that needs them, on
+    its stream, so that they hold up nothing else; `early` ones (signals raised, storage given
+    back) right after the last op that they need.
     """
     match op:
         case Expect() | Alloc():

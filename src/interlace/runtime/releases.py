@@ -44,6 +44,8 @@ def releases(program: Program) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for buffer in program.buffers().values():
         name = buffer.name
-        if buffer.kind == "fresh" and name not in kept and len(streams.get(name, ())) == 1:
+        if buffer.kind != "fresh" or name in kept or name not in last:
+            continue
+        if len(streams[name]) == 1:
             found.setdefault(last[name], []).append(name)
     return found

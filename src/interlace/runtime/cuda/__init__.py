@@ -7,6 +7,9 @@ transfers.py   collectives and messages
 exchanges.py   collectives that one kernel does
 parts.py       what the parts of a Fused op do
 fused.py       a Fused op as one persistent kernel
+sums.py        the sum of a reduction's slots
+waiting.py     when a kernel that waits for peers may begin
+drops.py       tensors of a run that streams still use
 runner.py      one run, from the caller's tensors to the results
 lanes.py       the streams of a Program and the points between them
 graphs.py      the same ops captured in two CUDA graphs

@@ -17,6 +17,7 @@ Note [When slots are taken]
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -51,7 +52,7 @@ from interlace.runtime.cuda.fused import bind_kernel, bind_member
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
 from interlace.runtime.cuda.sums import bind_sum
 from interlace.runtime.cuda.transfers import collective, messages
-from interlace.runtime.cuda.waiting import put_of
+from interlace.runtime.cuda.waiting import holds
 from interlace.runtime.engine import Context
 
 POLL_S = 0.0002
@@ -101,8 +102,12 @@ class Binder:
         self._drops = Drops(self.plan.program, self.values, lanes, context.device)
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
         """By team: the stream and the end of the last exchange."""
-        self._puts = {} if context.options.in_order else put_of(self.plan)
-        self._unheld = {put: EventPoint(self.driver, self.event()) for put in self._puts.values()}
+        self._holds = {} if context.options.in_order else holds(self.plan)
+        held = {put for puts in self._holds.values() for put in puts}
+        self._unheld = {put: EventPoint(self.driver, self.event()) for put in held}
+        self._on: dict[int, list[int]] = {}  # by stream: its ops
+        for index, op in enumerate(self.plan.program.ops):
+            self._on.setdefault(id(lanes[op.stream]), []).append(index)
         self._taken: set[tuple[int, str]] = set()
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
@@ -159,7 +164,7 @@ class Binder:
                 point = self.points.get(self.plan.waits[index, member])
                 return None if point is None else point.wait(lane)
             case Free(buffer=name) if self.plan.buffers[name].kind == "fresh":
-                return self.drop(name)
+                return self.drop(name, lane)
             case HostSync():
                 return self.host_sync(lane, index)
             case Collective():
@@ -240,9 +245,9 @@ class Binder:
         before = (op for op in self.plan.program.ops[:index] if op.stream == stream)
         return all(isinstance(op, Alloc | Record) for op in before)
 
-    def drop(self, name: str) -> Thunk:
-        """Lets go of a tensor of this run."""
-        return self._drops.drop(name)
+    def drop(self, name: str, lane: Lane) -> Thunk:
+        """Lets go of a tensor of this run, on that stream."""
+        return self._drops.drop(name, lane)
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -257,18 +262,21 @@ class Binder:
         return (lambda: batch.run(lane.handle, 0, space.base + value)) if words else None
 
     def expect(self, lane: Lane, index: int, op: Expect) -> Thunk | None:
-        """Makes the stream wait for the own words: those of all expects in a row at once."""
+        """Makes the stream wait for the own words: the last of expects in a row for those of all.
+
+        The first would have them wait before what this rank lists, and peers await, between them.
+        """
         row, ops = [op], self.plan.program.ops
         if ops[index] is op:
-            mine = [i for i, other in enumerate(ops) if self.lanes[other.stream] is lane]
-            at = mine.index(index)
-            before = ops[mine[at - 1]] if at else None
-            if isinstance(before, Expect) and _alike(op, before):
+            mine = self._on[id(lane)]
+            at = bisect_left(mine, index)
+            after = ops[mine[at + 1]] if at + 1 < len(mine) else None
+            if isinstance(after, Expect) and _alike(op, after):
                 return None
-            for following in (ops[other] for other in mine[at + 1 :]):
-                if not (isinstance(following, Expect) and _alike(op, following)):
+            for before in (ops[other] for other in reversed(mine[:at])):
+                if not (isinstance(before, Expect) and _alike(op, before)):
                     break
-                row.append(following)
+                row.append(before)
         space, value, driver = self.links.spaces[op.team], op.value, self.driver
         members = self.plan.members
         words = [space.own(e.signal, m) for e in row for m in members(e.team, e.peer)]
@@ -310,8 +318,8 @@ class Binder:
         bound = bind_kernel(self, lane, index, op)
         if bound is not None:
             self.kernels.append(index)
-            put = self._puts.get(index)  # waiting.py, Note [Kernels that wait]
-            return bound if put is None else in_turn([self._unheld[put].wait(lane), bound])
+            puts = self._holds.get(index, [])  # waiting.py, Note [Kernels that wait]
+            return in_turn([*(self._unheld[put].wait(lane) for put in puts), bound])
         steps = [self.bind(index, item, number) for number, item in enumerate(op.members)]
         found = [step for step in steps if step is not None]
         return in_turn(found) if found else None

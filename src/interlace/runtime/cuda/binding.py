@@ -74,7 +74,8 @@ class Binding:
             op = ops[index]
             steps += [watched(index, step) for step in binder.steps(index, op, number)]
             if number < 0 or not isinstance(op, Fused) or number == len(op.members) - 1:
-                steps += [binder.drop(name) for name in leaving.get(index, ())]
+                lane = self.lanes[op.stream]
+                steps += [binder.drop(name, lane) for name in leaving.get(index, ())]
         return steps
 
     def _watched(self, index: int, step: Thunk) -> Thunk:

@@ -1,7 +1,7 @@
 """Lets go of tensors of a run while streams still read them: releases.py, Note [Whose memory].
 
 drops = Drops(program, values, lanes, device)
-thunk = drops.drop("h")
+thunk = drops.drop("h", lane)
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ class Drops:
             for access in (*op.reads(), *op.writes()):
                 self._users.setdefault(access.view.buffer, {})[op.stream] = None
 
-    def drop(self, name: str) -> Thunk:
-        """Gives the memory back to its stream, once the others have done with it."""
+    def drop(self, name: str, lane: Lane) -> Thunk:
+        """Gives the memory back to its stream, once the others have done with it.
+
+        Where `lane`, on which it is let go, is that stream, it stands behind all uses already.
+        """
         items, places, device = self._values.items, self._values.family(name), self._device
         home = self._lanes[self._homes[name]]
         users = [self._lanes[stream] for stream in self._users.get(name, ())]
-        others = {id(lane): lane for lane in users if lane is not home}
-        streams = [lane.stream for lane in others.values()]
+        others = {id(user): user for user in users if user is not home}
+        streams = [other.stream for other in others.values()] if lane is not home else []
 
         def run() -> None:
             for stream in streams:

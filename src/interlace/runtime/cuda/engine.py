@@ -16,6 +16,7 @@ Note [A run on the streams]
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 
 from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver
-from interlace.errors import ExecutorError
+from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import Expect, Fused
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.graphs import Graphs
@@ -83,11 +84,11 @@ class CudaEngine:
         self._capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
         self.watched = Watched(self, context)
         watchdog().add(self.watched)
+        for team in context.crew.teams.values():
+            team.used_by(self)
         if context.options.graph:
             with torch.cuda.device(self.device):
                 self.graphs = Graphs(self)
-            for team in context.crew.teams.values():
-                team.used_by(self)
 
     @property
     def failure(self) -> BaseException | None:
@@ -249,8 +250,9 @@ class CudaEngine:
         ]
 
     def leave(self) -> None:
-        """Lets go of graphs: NCCL waits for those that it is in before it ends."""
-        self.watched.settle()
+        """Lets go of graphs, when no run is under way: NCCL waits for those that it is in."""
+        with contextlib.suppress(InterlaceError):
+            self.watched.finish()  # bounded: what stalls fails, and is let go
         if self.graphs is not None:
             self.graphs.drop()
 

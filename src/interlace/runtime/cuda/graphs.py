@@ -231,6 +231,7 @@ class Graphs:
     def close(self) -> None:
         """Lets go of the graphs and their events."""
         self.drop()
+        self._engine.driver.destroy_event(self._entry)
         for binding in self._bindings:
             binding.close()
 

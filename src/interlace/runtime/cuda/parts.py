@@ -28,7 +28,6 @@ from interlace.ir import (
 from interlace.runtime.plan import Plan
 
 MATMULS = ("aten.mm.out", "aten.addmm.out")
-SUM = "interlace.sum_slots"
 
 Place = tuple[str, Box]
 """A box of a buffer."""
@@ -100,7 +99,6 @@ class ScatterParts:
     x: Place
     weight: View
     stage: Place
-    slots: str
     own: Place
     """The rank's own rows, in its slot."""
     bias: View | None
@@ -198,7 +196,6 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
         (mine.a.buffer, _matrix(first_x, size * rows, inner, shape.dtype)),
         mine.b,
         (stage[0], _matrix(stage[1], size * rows, columns, shape.dtype)),
-        slots,
         (slots, _matrix(own, rows, columns, shape.dtype)),
         mine.bias,
         tuple(records),

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from interlace.ir import Box, Call, View
 from interlace.kernels.support import ALIGNMENT
 from interlace.runtime.cuda.lanes import Lane, Thunk
-from interlace.runtime.cuda.parts import SUM
 from interlace.runtime.values import DTYPES
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.binder import Binder
+
+SUM = "interlace.sum_slots"
 
 
 def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
@@ -52,6 +53,6 @@ def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
         if aligned and (source | target) % ALIGNMENT:
             slowly()
         else:
-            launch(lane.handle, source, stride, target, None, count)
+            launch(lane.handle, source, stride, target, count)
 
     return run

@@ -1,37 +1,47 @@
 """When a kernel that waits for peers may begin.
 
-    put_of(plan)[index]       # the first put that the peers' kernels like that Fused wait for
+    holds(plan)[index]        # the puts that must be at hand before the Fused at `index` begins
 
 Note [Kernels that wait]
     A gather's kernel holds all processors while it waits for what the peers put. Whatever a rank
     has to do before its own puts must not need a processor then: each rank would wait for a put
-    that stands behind a sum or a collective that no processor is left for. So the computing stream
-    waits, before such a kernel, for all that stands before the rank's own puts on their stream;
-    these are copies, and need none. What makes chunks for a reduction waits for nobody.
+    that stands behind a collective or a sum that no processor is left for. So the computing stream
+    waits, before such a kernel, until no such op stands before any put that the peers' kernels
+    wait for. Puts of bytes in a row are copies, and need none. What makes chunks for a reduction
+    waits for nobody.
 """
 
 from __future__ import annotations
 
-from interlace.ir import Alloc, Call, Expect, Free, Fused, Put, Record, Wait
+from interlace.ir import Alloc, Call, Expect, Free, Fused, Notify, Op, Put, Record, Wait
 from interlace.runtime.plan import Plan
+from interlace.runtime.releases import callers
 
 
-def put_of(plan: Plan) -> dict[int, int]:
-    """By Fused that awaits signals: the first put into the slots that it reads, unless nothing but
-    waits stands before it on its stream."""
-    found: dict[int, int] = {}
-    puts: dict[str, int] = {}
-    busy = set[str]()
+def holds(plan: Plan) -> dict[int, list[int]]:
+    """By Fused that awaits signals: on each stream, the first put behind the last op that may need
+    a processor, of those into the slots that it reads."""
+    found: dict[int, list[int]] = {}
+    main = callers(plan.program)
+    last: dict[str, int] = {}  # by stream: the last op that may need a processor
+    puts: dict[str, dict[str, int]] = {}  # by buffer and stream: the put that waits for it
     for index, op in enumerate(plan.program.ops):
-        if isinstance(op, Put) and op.stream in busy:
-            puts.setdefault(op.dst.buffer, index)
-        elif isinstance(op, Put):
-            puts.setdefault(op.dst.buffer, -1)
+        if isinstance(op, Put):
+            mine = puts.setdefault(op.dst.buffer, {})
+            if last.get(op.stream, -1) > mine.get(op.stream, -1):
+                mine[op.stream] = index
         if isinstance(op, Fused) and any(isinstance(member, Expect) for member in op.members):
-            read = [v.buffer for m in op.members if isinstance(m, Call) for v in m.views()]
-            first = [puts[name] for name in read if puts.get(name, -1) >= 0]
-            if first:
-                found[index] = min(first)
-        if not isinstance(op, Alloc | Free | Record | Wait):
-            busy.add(op.stream)
-    return found
+            read = {v.buffer for m in op.members if isinstance(m, Call) for v in m.views()}
+            found[index] = sorted(put for name in read for put in puts.get(name, {}).values())
+        if _may_need_processor(plan, index, op, main):
+            last[op.stream] = index
+    return {index: needed for index, needed in found.items() if needed}
+
+
+def _may_need_processor(plan: Plan, index: int, op: Op, main: str) -> bool:
+    """Whether an op, or what it waits for, may need one; what `main` did before is over."""
+    if isinstance(op, Put):
+        return not (plan.box(op.src).contiguous and plan.box(op.dst).contiguous)
+    if isinstance(op, Wait):
+        return plan.program.ops[plan.waits[index, 0][0]].stream != main
+    return not isinstance(op, Alloc | Free | Record | Notify)

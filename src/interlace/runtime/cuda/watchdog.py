@@ -13,6 +13,7 @@ error for the next call.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -23,7 +24,7 @@ from interlace.comm.board import named
 from interlace.comm.cuda.collectives import abort
 from interlace.comm.cuda.driver import relax_captures
 from interlace.comm.cuda.words import reached
-from interlace.errors import CommTimeoutError, InterlaceError
+from interlace.errors import CommTimeoutError, InterlaceError, TeamError
 from interlace.ir import Collective, Expect, Fused, Group, Recv, Send
 from interlace.runtime.engine import Context
 
@@ -109,8 +110,9 @@ class Watched:
                 return
             self.failure = error
         for team, resets in self._resets:
-            if team.resets == resets and team.is_set_up:
-                team.control.fail(error)
+            if team.resets == resets:
+                with contextlib.suppress(TeamError):  # released by now
+                    team.control.fail(error)
         engine = self._engine()
         if engine is None or self.idle:
             return
@@ -164,7 +166,9 @@ class Watched:
         """Returns when all that was issued has ended; raises what failed."""
         pause = 20e-6
         while not self.idle and self.failure is None:
-            time.sleep(pause)  # the watchdog bounds this loop
+            if self.past:  # the watchdog, which bounds this loop, looks at it no more
+                raise TeamError("runs were under way when their team was reset or released")
+            time.sleep(pause)
             pause = min(pause * 1.5, 0.002)
         if self.failure is not None:
             self.settle()
