@@ -200,3 +200,7 @@ def test_layers_end_whatever_holds_the_processors(strategy: str, seed: int) -> N
                 logs[-1].append(list(fake.log))
         for number in range(20):
             assert not simulate(logs, random.Random(seed + number))
+        # And if the device has one queue for all streams, in the order in which ops are issued.
+        alone = [[[(e[0], MAIN, *e[2:]) for e in log] for log in runs] for runs in logs]
+        for number in range(5):
+            assert not simulate(alone, random.Random(seed + number))
