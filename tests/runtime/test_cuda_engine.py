@@ -19,6 +19,7 @@ from tests.support.fake_cuda import MAIN, TILES, WORD, Launch, fake_engine, word
 from tests.support.fake_device import Entry, Order
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from interlace.errors import TeamError
 from interlace.ir import Get, parse
 from interlace.options import Options
 
@@ -363,3 +364,24 @@ def test_a_kernel_that_waits_begins_when_this_ranks_puts_wait_for_nothing() -> N
             for index in aside:
                 assert order.before(index, order.one("launch"))
             assert not any(order.before(put, order.one("launch")) for put in puts)
+
+
+def test_runs_under_way_when_their_team_goes_are_an_error_not_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with bound("gather", "put") as fake:
+        logs_of(fake, "gather", 2)
+        watched, (team,) = fake.engine.watched, fake.engine.context.crew.teams.values()
+        assert not watched.past
+        for done in (True, False):
+            monkeypatch.setattr(fake.driver, "done", lambda event, done=done: done, raising=False)
+            monkeypatch.setattr(team, "is_set_up", False)
+            assert watched.past
+            watched.look()  # the watchdog has nothing to do with it any more
+            assert watched.failure is None
+            if done:
+                watched.finish()
+                logs_of(fake, "gather", 1)  # one more that does not end
+                continue
+            with pytest.raises(TeamError, match="under way when their team was reset or released"):
+                watched.finish()

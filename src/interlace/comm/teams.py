@@ -247,6 +247,10 @@ class TeamComm:
         """From now on this is told when the team goes."""
         self._users.add(user)
 
+    def left_by(self, user: User) -> None:
+        """From now on this is told nothing more: it has let go by itself."""
+        self._users.discard(user)
+
     def close(self) -> None:
         """Lets go of the team's memory and connections."""
         try:

@@ -41,9 +41,7 @@ class Binding:
         self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
-        links = Links(
-            *(spaces, driver, self.take, lambda: self.runs, self.words, engine.check),
-        )
+        links = Links(spaces, driver, self.take, lambda: self.runs, self.words, engine.check)
         self.binder = Binder(context, self.lanes, links)
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]

@@ -258,6 +258,8 @@ class CudaEngine:
 
     def close(self) -> None:
         """Waits for what is under way (bounded), then gives everything back."""
+        for team in self.context.crew.teams.values():
+            team.left_by(self)  # whose events are gone after this
         watchdog().drop(self.watched)
         self.watched.settle()
         for owner in self._owners:
