@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
@@ -63,9 +64,25 @@ def test_a_race(pool: Pool) -> None:
         "uneven": None,
         "broken": "rank 1: ValueError: this rank alone",
     }
-    # Before the race a short burst each; then each round begins with another candidate.
+    # Before the race a short burst each; then all in every round, in its order.
     assert first["turns"] == ["quick", "uneven", "quick", "uneven", "quick", "uneven"]
     assert first["seen"] == [0, 1, 2]
+
+
+def ordered() -> list[str]:
+    """The candidates of several rounds, in the order in which they ran."""
+    order: list[str] = []
+    runs = {name: lambda number, name=name: order.append(name) for name in "abc"}
+    sets = {name: [(0,)] for name in runs}
+    race(here(CPU), runs, sets, seconds=0.1, rounds=(8, 8))
+    return [name for i, name in enumerate(order) if i == 0 or order[i - 1] != name]
+
+
+def test_every_candidate_follows_every_other(pool: Pool) -> None:
+    """Else one would always meet the clocks that the same other leaves."""
+    first, second = pool(2).run(ordered)
+    assert first == second, "ranks run the same together"
+    assert set(pairwise(first)) == set(permutations("abc", 2))
 
 
 class Odd:
@@ -126,3 +143,19 @@ def test_what_is_wrong_or_raises_is_a_row_without_a_time(pool: Pool) -> None:
     assert all(rows[name]["median_us"] != rows[name]["median_us"] for name in names[1:])
     assert min(closed) >= 1
     assert rows["gemm torch"]["r"] == pytest.approx(1.0, abs=1.0)
+
+
+def test_what_auto_chose_is_timed_once() -> None:
+    """A Program is a twin only of one that reads the same, in the same mode."""
+
+    def entry(name: str, text: str, mode: str = "eager") -> overlap.Entry:
+        odd: Any = Odd(name)
+        odd.text, odd.mode = text, mode
+        return overlap.Entry(odd)
+
+    put, fused = entry("put", "one"), entry("fused", "two")
+    others = [put, fused, entry("put", "one", "graph"), entry("sequential", "")]
+    assert overlap._twins([*others, entry("auto", "two")]) == {"auto/eager": fused}
+    assert overlap._twins([*others, entry("auto", "two", "graph")]) == {}
+    assert overlap._twins([*others, entry("auto", "")]) == {}
+    assert overlap._twins([put, entry("get", "one")]) == {}
