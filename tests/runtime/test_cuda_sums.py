@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ def test_sums_are_one_launch_unless_an_address_is_odd(
     odd: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wide load needs 16 bytes: what begins elsewhere is added up by another kernel."""
-    sums = pytest.importorskip("interlace.kernels.sums")
     launches: list[tuple[int, ...]] = []
 
     class Noted:
@@ -29,7 +29,9 @@ def test_sums_are_one_launch_unless_an_address_is_odd(
         def launch(self, *args: int) -> None:
             launches.append(args)
 
-    monkeypatch.setattr(sums, "SumSlots", Noted)
+    kernels = {"sums": {"SumSlots": Noted}, "launch": {"TYPES": {torch.float32: "fp32"}}}
+    for name, content in kernels.items():
+        monkeypatch.setitem(sys.modules, f"interlace.kernels.{name}", SimpleNamespace(**content))
     start = {name: int(name == odd) for name in ("slots", "out")}
     slots = torch.arange(17.0)[start["slots"] :][:16].view(2, 8)
     out = torch.zeros(9)[start["out"] :][:8]
