@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from interlace.kernels.configs import CONFIGS, WITH_TAIL, Config
+from interlace.kernels.configs import CONFIGS, SPECIALIZED, WITH_TAIL, Config
 from interlace.kernels.gather_matmul import gather_source
 from interlace.kernels.scatter_matmul import scatter_source
 
@@ -24,7 +24,7 @@ EVENTS = {
     "load": r"cp\.async\.bulk\.tensor\.2d\.shared::(?:cluster|cta)\.global",
     "store": r"cp\.async\.bulk\.tensor\.2d\.global",
     "performed": r"cp\.async\.bulk\.wait_group\s+0;",
-    "barrier": r"bar\.sync\s+0;",
+    "barrier": r"bar\.(?:sync\s+0|warp\.sync\s+-1);",
     "raise": r"(?:atom|red)\.global\.sys\.(?:release|acq_rel)\.add",
     "multiply": r"wgmma\.mma_async",
     "write": r"st\.global\.v4",
@@ -85,16 +85,47 @@ def test_counters_rise_after_the_stores(config: Config, by_tma: bool) -> None:
     assert seen.index("multiply") < raised[0]
 
 
-def test_a_scatter_waits_for_nobody() -> None:
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_warp_that_loads_waits_for_chunks(transposed: bool) -> None:
+    """It alone does, in one place: wait, fence, and only then any load (own rows' stand apart)."""
+    large = SPECIALIZED[0]
+    source = gather_source(
+        large, size=4, dtype=torch.bfloat16, transposed=transposed, bias=transposed
+    )
+    seen = events_of(source)
+    assert seen.count("acquire") == 1
+    wait = seen.index("acquire")
+    assert seen[wait + 1] == "proxy_fence"
+    assert seen.index("load") > wait
+    assert "multiply" not in seen[wait:], "warps that multiply do not wait here"
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_each_half_of_a_tile_rises_after_its_stores(transposed: bool) -> None:
+    """As above, by the warp that stores."""
+    large = SPECIALIZED[0]
+    source = scatter_source(
+        large, size=4, rank=1, dtype=torch.bfloat16, transposed=transposed, bias=transposed, subs=2
+    )
+    seen = events_of(source)
+    raised = [index for index, event in enumerate(seen) if event == "raise"]
+    assert len(raised) == 2, "one for each half"
+    for index in raised:
+        assert seen[index - 3 : index] == ["performed", "proxy_fence", "barrier"]
+        assert seen[index - 4] == "store"
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0][0], SPECIALIZED[0]], ids=name)
+def test_a_scatter_waits_for_nobody(config: Config) -> None:
     """Its peers wait for it: were some of its blocks kept off their processors, nothing ended."""
-    seen = events_of(scatter_source(CONFIGS[0][0], size=4, rank=2, dtype=torch.float16))
+    seen = events_of(scatter_source(config, size=4, rank=2, dtype=torch.float16))
     assert "acquire" not in seen
 
 
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_other_sizes_compile_without_spilling(size: int, transposed: bool) -> None:
-    for config in (CONFIGS[0][0], WITH_TAIL):
+    for config in (CONFIGS[0][0], WITH_TAIL, SPECIALIZED[0]):
         for kind in (gather_source, scatter_source):
             more: dict[str, Any] = {"rank": size - 1} if kind is scatter_source else {}
             assert events_of(

@@ -31,6 +31,10 @@ def gather_source(
     tail: bool = False,
 ) -> Source:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
+    if config.specialized:
+        assert by_tma
+        assert not tail
+        return _specialized(config, size, dtype, transposed, bias, gated)
     element = TYPES[dtype]
     a = block_type(dtype, config.bm, config.bk)
 
@@ -74,6 +78,38 @@ def gather_source(
     )
 
 
+def _specialized(
+    config: Config, size: int, dtype: torch.dtype, transposed: bool, bias: bool, gated: bool
+) -> Source:
+    """The kernel of specialized_gather.py."""
+    from interlace.kernels.specialized_gather import gather_kernel as kernel
+
+    half, bn, bk = config.bm // 2, config.bn, config.bk
+    a = block_type(dtype, half, bk, gluon=True)
+    types = {
+        "x_desc": a,
+        "slots_desc": a,
+        "w_desc": block_type(dtype, *((bn, bk) if transposed else (bk, bn)), gluon=True),
+        "y_desc": block_type(dtype, half, bn, gluon=True),
+        "bias": f"*{TYPES[dtype]}",
+        "gates": "*u32",
+        "expected": "u32",
+        **dict.fromkeys(("rows", "columns", "inner", "rank"), "i32"),
+    }
+    constants = {
+        "SIZE": size,
+        "BM": config.bm,
+        "BN": bn,
+        "BK": bk,
+        "GROUP_M": config.group_m,
+        "STAGES": config.stages,
+        "TRANSPOSED": transposed,
+        "BIAS": bias,
+        "GATED": gated and size > 1,
+    }
+    return Source(kernel=kernel, types=types, constants=constants, num_warps=config.warps)
+
+
 class GatherMatmul:
     """y[c] = (x if c == rank else slots[c]) @ w, for each chunk c as it comes, own chunk first."""
 
@@ -111,11 +147,13 @@ class GatherMatmul:
         self._grid = min(processors * config.blocks, total)
         weight = (columns, inner) if transposed else (inner, columns)
         result = (size * rows, columns)
-        shapes = ((rows, inner), (size * rows, inner), weight, result, weight, result)
+        shapes = [(rows, inner), (size * rows, inner), weight, result, weight, result]
+        if config.specialized:
+            shapes = shapes[:4]
+        self._specialized = config.specialized
         self._operands = [Descriptors(self._program, i, shape) for i, shape in enumerate(shapes)]
         self._bound = Recent(self._bind)
         self._numbers = (rows, columns, inner, rank)
-        self._known: dict[tuple[int, int, int, int, int], tuple[Any, ...]] = {}
 
     def launch(
         self,
@@ -142,5 +180,7 @@ class GatherMatmul:
     def _bind(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
         """The arguments up to the gates."""
         x, slots, w, y, bias = addresses
-        each = zip(self._operands, (x, slots, w, y, w, y), strict=True)
-        return (*(arg for operand, at in each for arg in operand.make(at)), y, bias)
+        operands = (x, slots, w, y) if self._specialized else (x, slots, w, y, w, y)
+        each = zip(self._operands, operands, strict=True)
+        made = (arg for operand, at in each for arg in operand.make(at))
+        return (*made, bias) if self._specialized else (*made, y, bias)

@@ -34,9 +34,15 @@ TYPES: Mapping[torch.dtype, str] = {
 """Triton's names of the element types that the kernels take."""
 
 
-def block_type(dtype: torch.dtype, rows: int, columns: int) -> str:
-    """The signature of a tensor descriptor whose tiles have that shape."""
-    return f"tensordesc<{TYPES[dtype]}[{rows}, {columns}]>"
+def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = False) -> str:
+    """The signature of a tensor descriptor whose tiles have that shape; Gluon's say the layout."""
+    layout = ""
+    if gluon:
+        from triton.experimental.gluon import language as gl
+
+        element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+        layout = f",{gl.NVMMASharedLayout.get_default_for([rows, columns], element)!r}"
+    return f"tensordesc<{TYPES[dtype]}[{rows}, {columns}]{layout}>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,12 @@ class Source:
             for index, name in enumerate(names)
             if name in known
         }
-        source = ASTSource(self.kernel, signature, dict(self.constants), attributes)
+        form = ASTSource
+        if self.kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            form = GluonASTSource
+        source = form(self.kernel, signature, dict(self.constants), attributes)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return compile_source(source, target=target, options=options)
 

@@ -36,6 +36,9 @@ def scatter_source(
     by_tma: bool = True,
 ) -> Source:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
+    if config.specialized:
+        assert by_tma
+        return _specialized(config, size, rank, dtype, transposed, bias, subs)
     element = TYPES[dtype]
     halves = config.halves and by_tma
     to = block_type(dtype, config.bm, config.bn // (2 if halves else 1))
@@ -74,6 +77,44 @@ def scatter_source(
     )
 
 
+def _specialized(
+    config: Config,
+    size: int,
+    rank: int,
+    dtype: torch.dtype,
+    transposed: bool,
+    bias: bool,
+    subs: int,
+) -> Source:
+    """The kernel of specialized_scatter.py."""
+    from interlace.kernels.specialized_scatter import scatter_kernel as kernel
+
+    half, bn, bk = config.bm // 2, config.bn, config.bk
+    to = block_type(dtype, half, bn, gluon=True)
+    types = {
+        "x_desc": block_type(dtype, half, bk, gluon=True),
+        "w_desc": block_type(dtype, *((bn, bk) if transposed else (bk, bn)), gluon=True),
+        "stage_desc": to,
+        "own_desc": to,
+        "bias": f"*{TYPES[dtype]}",
+        "counters": "*u32",
+        **dict.fromkeys(("rows", "columns", "inner"), "i32"),
+    }
+    constants = {
+        "SIZE": size,
+        "RANK": rank,
+        "SUBS": subs,
+        "BM": config.bm,
+        "BN": bn,
+        "BK": bk,
+        "GROUP_M": config.group_m,
+        "STAGES": config.stages,
+        "TRANSPOSED": transposed,
+        "BIAS": bias,
+    }
+    return Source(kernel=kernel, types=types, constants=constants, num_warps=config.warps)
+
+
 class ScatterMatmul:
     """x @ w, with each rank's rows apart; see the module for the rest."""
 
@@ -103,6 +144,7 @@ class ScatterMatmul:
         self._first = (rank + 1) % size
         total = tiles(config, rows, columns, size)
         self._per_part = total // size
+        self._raises = 2 if config.specialized else 1  # each half of such a tile does
         source = scatter_source(
             config,
             size=size,
@@ -111,7 +153,7 @@ class ScatterMatmul:
             transposed=transposed,
             bias=bias,
             subs=self.subs,
-            by_tma=rows % config.bm == 0,
+            by_tma=size == 1 or rows % config.bm == 0,
         )
         self._program = Program(source, device)
         self._grid = min(processors * config.blocks, total)
@@ -123,7 +165,8 @@ class ScatterMatmul:
 
     def raised(self, chunk: int) -> int:
         """How far one call raises each counter of that chunk."""
-        return self._per_part // (self.subs if chunk == self._first else 1)
+        tiles = self._per_part // (self.subs if chunk == self._first else 1)
+        return tiles * self._raises
 
     def sub_rows(self, sub: int) -> range:
         """The rows of the first chunk that the counter of that range speaks of."""
@@ -154,4 +197,5 @@ class ScatterMatmul:
         """The arguments up to the counters."""
         *operands, bias = addresses
         each = zip(self._operands, operands, strict=True)
-        return (*(arg for operand, at in each for arg in operand.make(at)), *operands[2:], bias)
+        made = (arg for operand, at in each for arg in operand.make(at))
+        return (*made, bias) if self.config.specialized else (*made, *operands[2:], bias)

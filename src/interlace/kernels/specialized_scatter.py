@@ -1,0 +1,173 @@
+"""The GEMM of scatter_kernel.py with one warp for loads and one for stores.
+
+A tile's counter may rise once its stores are performed, some 2 us after they began. The warp that
+issues them waits for that; those that multiply go on with the next tile.
+"""
+
+# Triton's language is not Python to a type checker.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from interlace.kernels.specialized import (
+    LOADER_REGISTERS,
+    WORKER_REGISTERS,
+    add_bias,
+    load_tile,
+    multiply_tile,
+    place,
+    publish,
+    ring,
+)
+
+
+@gluon.jit
+def scatter_place(
+    tile, rows, m_tiles, n_tiles,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, BM: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """A tile's chunk, its row in the chunk, its tile column, and the number of its counter."""
+    per_part = m_tiles * n_tiles
+    part = tile // per_part
+    chunk = (RANK + 1 + part) % SIZE
+    inside = tile - part * per_part
+    height = m_tiles
+    sub = 0
+    if SUBS > 1:
+        if part == 0:
+            height = m_tiles // SUBS
+            sub = inside // (height * n_tiles)
+            inside -= sub * (height * n_tiles)
+    m, n = place(inside, height, n_tiles, GROUP_M)
+    return chunk, (sub * height + m) * BM, n, chunk * SUBS + sub
+
+
+@gluon.jit
+def scatter_load(
+    x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads."""
+    at = 0
+    phase = 1
+    for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
+        chunk, row, n, _ = scatter_place(
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, BM, GROUP_M
+        )
+        at, phase = load_tile(
+            x_desc, w_desc, chunk * rows + row, n * BN, k_tiles, a, b, full, empty, at, phase,
+            BM, BN, BK, STAGES, TRANSPOSED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def scatter_work(
+    bias, rows, columns, m_tiles, n_tiles, k_tiles, a, b, out, full, empty, made, sent,
+    HALF: gl.constexpr, SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """A group of warps that multiplies its half of every tile and hands it on."""
+    at = 0
+    phase = 0
+    turn = 1
+    for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
+        acc, at, phase = multiply_tile(
+            k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
+        )
+        if BIAS:
+            _, _, n, _ = scatter_place(tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, BM, GROUP_M)
+            acc = add_bias(acc, bias, n * BN, columns, BN)
+        mbarrier.wait(sent.index(HALF), turn)
+        out.index(HALF).store(acc.to(out.dtype))
+        fence_async_shared()
+        mbarrier.arrive(made.index(HALF), count=1)
+        turn ^= 1
+
+
+@gluon.jit
+def scatter_store(
+    stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """The warp that stores each half of a tile and says so."""
+    phase = 0
+    for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
+        chunk, row, n, counter = scatter_place(
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, BM, GROUP_M
+        )
+        for half in gl.static_range(2):
+            mbarrier.wait(made.index(half), phase)
+            at = row + half * (BM // 2)
+            if chunk == RANK:
+                tma.async_copy_shared_to_global(own_desc, [at, n * BN], out.index(half))
+            else:
+                at += chunk * rows
+                tma.async_copy_shared_to_global(stage_desc, [at, n * BN], out.index(half))
+            publish(counters + counter)
+            mbarrier.arrive(sent.index(half), count=1)
+        phase ^= 1
+
+
+@gluon.jit
+def scatter_kernel(
+    x_desc, w_desc, stage_desc, own_desc, bias, counters, rows, columns, inner,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """What scatter_kernel.py describes; each half of a tile raises its counter once."""
+    m_tiles = gl.cdiv(rows, BM)
+    n_tiles = gl.cdiv(columns, BN)
+    k_tiles = gl.cdiv(inner, BK)
+    a, b, out, full, empty = ring(x_desc, w_desc, own_desc, BM, BN, BK, STAGES, TRANSPOSED)
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    sent = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(made.index(i), count=1)
+        mbarrier.init(sent.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (
+                scatter_work,
+                (
+                    bias, rows, columns, m_tiles, n_tiles, k_tiles,
+                    a, b, out, full, empty, made, sent, 0, SIZE, RANK, SUBS,
+                    BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
+                ),
+            ),
+            (
+                scatter_work,
+                (
+                    bias, rows, columns, m_tiles, n_tiles, k_tiles,
+                    a, b, out, full, empty, made, sent, 1, SIZE, RANK, SUBS,
+                    BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
+                ),
+            ),
+            (
+                scatter_load,
+                (
+                    x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
+                    SIZE, RANK, SUBS, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED,
+                ),
+            ),
+            (
+                scatter_store,
+                (
+                    stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
+                    SIZE, RANK, SUBS, BM, BN, GROUP_M,
+                ),
+            ),
+        ],
+        [4, 1, 1],
+        [WORKER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
