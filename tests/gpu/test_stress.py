@@ -33,7 +33,7 @@ class Jitter:
         self.on = False
 
     def __call__(self, rank: int, index: int, op: Op) -> None:
-        if self.on and self.random.random() < 0.25:
+        if self.on and self.random.random() < 0.4:
             self.slept += 1
             torch.cuda._sleep(int(self.random.random() ** 3 * LONGEST))
 
