@@ -20,6 +20,8 @@ class Matmul:
     lhs: int
     rows: tuple[int, ...] = ()
     """Arguments that may have one row for each row of the result (else they are passed whole)."""
+    batched: bool = False
+    """Whether each of several stacks of rows is multiplied by a matrix of its own."""
 
 
 MATMULS = {
@@ -29,6 +31,20 @@ MATMULS = {
     "aten.addmm.default": Matmul("aten.addmm.out", 1, (0,)),
     "aten._scaled_mm.default": Matmul("aten._scaled_mm.out", 0, (2,)),
 }
+
+BATCHED = {
+    "aten.bmm.out": Matmul("aten.bmm.out", 0, batched=True),
+    "aten.baddbmm.out": Matmul("aten.baddbmm.out", 1, (0,), batched=True),
+    "aten.bmm.default": Matmul("aten.bmm.out", 0, batched=True),
+    "aten.baddbmm.default": Matmul("aten.baddbmm.out", 1, (0,), batched=True),
+}
+"""Products of stacks of matrices, such as a rank's experts: overlapped with all-to-alls."""
+
+
+def matmul_of(fn: str) -> Matmul | None:
+    """What is known of a matrix product, of one stack or of several; None for another call."""
+    return MATMULS.get(fn) or BATCHED.get(fn)
+
 
 _UNARY = (
     *("abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "gelu", "hardswish", "leaky_relu"),
