@@ -46,6 +46,19 @@ def matmul_of(fn: str) -> Matmul | None:
     return MATMULS.get(fn) or BATCHED.get(fn)
 
 
+_PERMUTED = " (it puts rows in an order that is data: no chunk's place is known beforehand)"
+BY_DATA = {
+    **{f"aten.{name}": _PERMUTED for name in ("index", "gather", "take", "scatter")},
+    "aten._grouped_mm": " whose groups have sizes known beforehand",
+}
+"""What to add to a refusal, by how an operator's name begins, where data decide on its rows."""
+
+
+def by_data(fn: str) -> str:
+    """What to add to the refusal of an operator whose rows are decided by data."""
+    return next((why for name, why in BY_DATA.items() if fn.startswith(name)), "")
+
+
 _UNARY = (
     *("abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "gelu", "hardswish", "leaky_relu"),
     *("log", "log1p", "log2", "mish", "neg", "reciprocal", "relu", "round", "rsqrt", "sigmoid"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from interlace.errors import ProgramError
 from interlace.ir import Arg, Call, Op, View
-from interlace.passes.aten import CASTS, POINTWISE, matmul_of
+from interlace.passes.aten import CASTS, POINTWISE, by_data, matmul_of
 from interlace.passes.rows import Refused
 from interlace.passes.values import Values
 
@@ -66,7 +66,8 @@ def cone_of(
         what = made[1].fn if made and isinstance(made[1], Call) else "no operator of the program"
         if made and made[0] in taken:
             raise Refused("its matmul is overlapped with another communication")
-        raise Refused(f"{what}, not a matmul with pointwise operators after it, makes its rows")
+        kind = f"not a matmul{by_data(what)} with pointwise operators after it"
+        raise Refused(f"{what}, {kind}, makes its rows")
     kept_out = set(taken)
     while True:
         found.clear()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.ir import Call, Collective, Op, View
-from interlace.passes.aten import MATMULS, matmul_of
+from interlace.passes.aten import MATMULS, by_data, matmul_of
 from interlace.passes.cone import Cone, cone_of, lhs_of, result_of
 from interlace.passes.layout import Layout, balanced_sizes, gather_layout, scatter_layout
 from interlace.passes.rows import Refused, Run
@@ -194,8 +194,7 @@ def _rows_of(
     matmul = known(call.fn) if isinstance(call, Call) else None
     if not isinstance(call, Call) or matmul is None:
         taker = call.fn if isinstance(call, Call) else type(call).__name__.lower()
-        by_data = next((why for part, why in BY_DATA.items() if part in taker), "")
-        raise Refused(f"{taker}, not a matmul{by_data}, takes the {what} tensor")
+        raise Refused(f"{taker}, not a matmul{by_data(taker)}, takes the {what} tensor")
     lhs = call.args[matmul.lhs]
     rest = [view for view in call.views() if view != lhs and view.buffer in related]
     if not isinstance(lhs, View) or lhs.buffer not in related:
@@ -215,14 +214,6 @@ def _rows_of(
     layout = gather_layout(contents, width * box.dtype.itemsize, shards, what)
     _check_stacks(layout, box.sizes[0] if matmul.batched else 0)
     return layout, width
-
-
-BY_DATA = {
-    "index": " (it puts rows in an order that is data: no chunk's place is known beforehand)",
-    "gather": " (it puts rows in an order that is data: no chunk's place is known beforehand)",
-    "_grouped_mm": " whose groups have sizes known beforehand",
-}
-"""What to add, by a part of an operator's name, where data decide which rows it takes."""
 
 
 def _check_stacks(layout: Layout, stacks: int) -> None:

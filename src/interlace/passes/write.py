@@ -218,12 +218,9 @@ class _Writer:
         assert op.dst is not None
         first, *rest = self.values.box(op.dst).sizes
         sizes = (first // self.emitter.size, *rest)
-        if (
-            layout.batch > 1
-            and not layout.padded
-            and sizes == (layout.batch, layout.rows[0], width)
-        ):
-            return Place(rows.view(-1, width), rows)
+        if layout.batch > 1 and not layout.padded:
+            stacks = layout.batch, layout.rows[0], width
+            return Place(rows.view(-1, width), rows if sizes == stacks else rows.view(*stacks))
         shard = rows if sizes == (layout.shard[0], width) else rows.view(-1, width)
         return in_shard(self.emitter, shard, layout, index, width)
 
