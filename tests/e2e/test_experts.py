@@ -1,0 +1,270 @@
+"""Mixture-of-experts layers over an expert-parallel axis: overlapped equals eager, bit for bit.
+
+Every rank has some experts and sends them tokens by an all-to-all with room for a fixed number of
+tokens. Nothing is summed across ranks and chunks cut only the rows of matmuls, so outputs and all
+gradients are those of plain torch wherever matmuls of row chunks are (`has_avx512`), and on small
+integers everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from tests.support.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import interlace
+from interlace.demo.launch import has_avx512
+from interlace.frontend import capture
+from interlace.ir import Collective, Program
+
+DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
+EXPERTS, ROOM, DIM, HIDDEN = 2, 16, 32, 64
+"""Experts of a rank, tokens from each rank to each expert, and sizes."""
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "peer-get": {"strategy": "peer", "protocol": "get"},
+    "peer-put": {"strategy": "peer", "protocol": "put"},
+    "shift": {"strategy": "shift"},
+    "auto": {"strategy": "auto"},
+}
+
+
+class Experts(nn.Module):
+    """Experts of one rank, between two all-to-alls: (ranks * EXPERTS, ROOM, DIM) both ways."""
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.group, self.ranks = group, group.size()
+        self.up = nn.Parameter(torch.empty(EXPERTS, DIM, HIDDEN, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, DIM, dtype=dtype))
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return funcol.all_to_all_single_autograd(x, None, None, self.group)
+
+    def to_experts(self, x: Tensor) -> Tensor:
+        """By sending rank, then expert -> by expert: (EXPERTS, ranks * ROOM, DIM)."""
+        return x.view(self.ranks, EXPERTS, ROOM, DIM).transpose(0, 1).reshape(EXPERTS, -1, DIM)
+
+    def from_experts(self, y: Tensor) -> Tensor:
+        y = y.view(EXPERTS, self.ranks, ROOM, DIM).transpose(0, 1)
+        return y.reshape(self.ranks * EXPERTS, ROOM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(torch.bmm(self.to_experts(self.exchange(x)), self.up))
+        return self.exchange(self.from_experts(torch.bmm(h, self.down)))
+
+
+class Einsum(Experts):
+    """The same in the spelling of GShard."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        got = self.exchange(x.view(self.ranks, EXPERTS, ROOM, DIM))
+        h = torch.relu(torch.einsum("wech,ehf->wecf", got, self.up))
+        return self.exchange(torch.einsum("wecf,efh->wech", h, self.down)).view(x.shape)
+
+
+class Grouped(Experts):
+    """The same by grouped matmuls of equal groups."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=x.device)
+        ends = ends * (self.ranks * ROOM)
+        rows = self.to_experts(self.exchange(x)).reshape(-1, DIM)
+        h = torch.relu(torch._grouped_mm(rows, self.up, ends))
+        return self.exchange(self.from_experts(torch._grouped_mm(h, self.down, ends)))
+
+
+class Gated(Experts):
+    """Two matmuls take the tokens; experts have biases."""
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(group, dtype)
+        self.gate = nn.Parameter(torch.empty(EXPERTS, DIM, HIDDEN, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(EXPERTS, 1, DIM, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.to_experts(self.exchange(x))
+        h = torch.relu(torch.bmm(tokens, self.gate)) * torch.bmm(tokens, self.up)
+        return self.exchange(self.from_experts(torch.bmm(h, self.down) + self.bias))
+
+
+class Routed(nn.Module):
+    """A whole layer: each token goes to its best expert while there is room, and is scaled."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.experts = Experts(group)
+        self.router = nn.Parameter(torch.empty(DIM, self.experts.ranks * EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(x @ self.router, -1)
+        best, expert = weights.max(-1)
+        chosen = F.one_hot(expert, weights.shape[-1])
+        place = (chosen.cumsum(0) * chosen).sum(-1) - 1
+        room = F.one_hot(place.clamp(max=ROOM), ROOM + 1)[:, :ROOM]
+        mask = (chosen[:, :, None] * room[:, None, :]).to(x.dtype)
+        tokens = torch.einsum("sec,sh->ech", mask, x)
+        return torch.einsum("sec,ech->sh", mask * best[:, None, None], self.experts(tokens))
+
+
+def filled(module: nn.Module, seed: int, exact: bool) -> nn.Module:
+    """Parameters of this rank alone: experts differ between ranks, a router does not matter."""
+    g = torch.Generator().manual_seed(seed + dist.get_rank())
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if exact:
+                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=g))
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=g) / DIM**0.5)
+    return module
+
+
+def step(fn: Any, module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """The output, and the gradients of the input and of all parameters."""
+    module.zero_grad()
+    given = x.clone().requires_grad_()
+    y = fn(given)
+    y.backward(grad)
+    grads = [given.grad, *(parameter.grad for parameter in module.parameters())]
+    assert all(g is not None for g in grads)
+    return [y.detach().clone(), *(g.clone() for g in grads if g is not None)]
+
+
+def group_of(axes: int) -> dist.ProcessGroup:
+    """The expert-parallel axis of a mesh: all ranks, or half of them beside another axis."""
+    torch.compiler.reset()
+    world = dist.get_world_size()
+    if axes == 1:
+        return init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)).get_group("ep")
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep"))
+    return mesh.get_group("ep")
+
+
+def compare(
+    kind: type[Experts], axes: int, dtype: str, exact: bool, seed: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """On one rank: what differs between eager and compiled, and the sites of both passes."""
+    group = group_of(axes)
+    torch.manual_seed(seed + dist.get_rank())
+    module: nn.Module = filled(kind(group, getattr(torch, dtype)), seed, exact)
+    sizes = (group.size() * EXPERTS, ROOM, DIM)
+    return against_eager(module, sizes, dtype, exact, options)
+
+
+def against_eager(
+    module: nn.Module, sizes: tuple[int, ...], dtype: str, exact: bool, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Three steps of a module, eager and compiled."""
+    found: dict[str, Any] = {"different": [], "far": 0.0}
+    given = {"time_out_s": 30.0, **options}
+    with capture() as captured:
+        compiled = torch.compile(
+            module, backend="interlace", options=given, fullgraph=True, dynamic=False
+        )
+        for number in range(3):  # the slots are used in turn
+            draw = torch.randint(-1, 2, (2, *sizes)) if exact else torch.randn(2, *sizes)
+            x, grad = draw.to(getattr(torch, dtype))
+            wanted, got = step(module, module, x, grad), step(compiled, module, x, grad)
+            for i, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+                found["far"] = max(found["far"], (mine - theirs).abs().max().item())
+                if not torch.equal(mine, theirs):
+                    found["different"].append(f"step {number}, tensor {i}")
+        programs = captured.programs
+    found["sites"] = [[(site.kind, site.strategy) for site in p.sites] for p in programs]
+    found["whole"] = [left_whole(program) for program in programs]
+    return found
+
+
+def left_whole(program: Program) -> int:
+    """The all-to-alls that stay as they are."""
+    return sum(isinstance(op, Collective) and op.kind == "all_to_all" for op in program.ops)
+
+
+def assert_overlapped(found: dict[str, Any], strategy: str) -> None:
+    """Both all-to-alls of both passes are cut, except as `auto` chooses."""
+    assert len(found["sites"]) == 2
+    for sites, whole in zip(found["sites"], found["whole"], strict=True):
+        assert [kind for kind, _ in sites] == [DISPATCH, COMBINE]
+        if strategy != "auto":
+            assert {name for _, name in sites} == {strategy.split("-")[0]}
+            assert whole == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equals_eager(pool: Pool, strategy: str, ranks: int, seed: int) -> None:
+    args = (Experts, 1, "float32", False, seed, STRATEGIES[strategy])
+    for found in pool(ranks).run(compare, *args, time_out_s=100.0):
+        assert_overlapped(found, strategy)
+        assert found["far"] < 1e-5
+        if has_avx512():
+            assert not found["different"]
+
+
+@pytest.mark.parametrize("kind", [Einsum, Grouped, Gated])
+def test_other_spellings(pool: Pool, kind: type[Experts], seed: int) -> None:
+    """On integers, which are exact in bf16 too (grouped matmuls take no other type on GPUs)."""
+    dtype = "bfloat16" if kind is Grouped else "float32"
+    args = (kind, 1, dtype, True, seed, STRATEGIES["peer-get"])
+    for found in pool(2).run(compare, *args, time_out_s=100.0):
+        kinds = [[kind for kind, _ in sites] for sites in found["sites"]]
+        assert kinds[0] == [DISPATCH, COMBINE]
+        assert kinds[1][0] == DISPATCH
+        assert not found["different"]
+
+
+def test_one_axis_of_two(pool: Pool, seed: int) -> None:
+    args = (Experts, 2, "float32", True, seed, STRATEGIES["peer-get"])
+    for found in pool(4).run(compare, *args, time_out_s=100.0):
+        assert_overlapped(found, "peer-get")
+        assert not found["different"]
+
+
+def compare_routed(seed: int, options: dict[str, Any]) -> dict[str, Any]:
+    """On one rank: a whole layer with its router, against eager."""
+    group = group_of(1)
+    torch.manual_seed(seed + dist.get_rank())
+    return against_eager(filled(Routed(group), seed, False), (48, DIM), "float32", False, options)
+
+
+@pytest.mark.parametrize("strategy", ["peer-get", "peer-put"])
+def test_a_layer_with_a_router(pool: Pool, strategy: str, seed: int) -> None:
+    for found in pool(2).run(compare_routed, seed, STRATEGIES[strategy], time_out_s=100.0):
+        assert_overlapped(found, strategy)
+        assert found["far"] < 1e-5
+        if has_avx512():
+            assert not found["different"]
+
+
+def compare_in_order(seed: int) -> list[str]:
+    """On one rank: overlapped and the same ops one after another, without gradients too."""
+    group = group_of(1)
+    module = filled(Experts(group), seed, False)
+    torch.manual_seed(seed + dist.get_rank())
+    x, grad = torch.randn(2, group.size() * EXPERTS, ROOM, DIM)
+    traces: list[list[Tensor]] = []
+    for options in ({}, {"in_order": True}):
+        torch.compiler.reset()
+        given = {"time_out_s": 30.0, **STRATEGIES["peer-get"], **options}
+        compiled = torch.compile(module, backend="interlace", options=given)
+        trace = step(compiled, module, x, grad)
+        with torch.no_grad():
+            trace.append(compiled(x))
+        traces.append(trace)
+    interlace.reset()
+    return [
+        f"tensor {i}"
+        for i, (mine, theirs) in enumerate(zip(*traces, strict=True))
+        if not torch.equal(mine, theirs)
+    ]
+
+
+def test_equals_in_order(pool: Pool, seed: int) -> None:
+    for different in pool(2).run(compare_in_order, seed, time_out_s=100.0):
+        assert not different
