@@ -7,6 +7,7 @@ integers everywhere.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.e2e.experts import (
 )
 from tests.support.pool import Pool
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 import interlace
@@ -174,3 +176,31 @@ def compare_in_order(seed: int) -> list[str]:
 def test_equals_in_order(pool: Pool, seed: int) -> None:
     for different in pool(2).run(compare_in_order, seed, time_out_s=100.0):
         assert not different
+
+
+def compare_readme(code: str, seed: int) -> dict[str, Any]:
+    """On one rank: the function that the README shows, against eager."""
+    group = group_of(1)
+
+    class Shown(Experts):
+        def forward(self, x: Tensor) -> Tensor:
+            return experts(x, self.up, self.down, self.group)
+
+    names: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    names["all_to_all_single_autograd"] = all_to_all_single_autograd
+    exec(code, names)
+    experts = names["experts"]
+    torch.manual_seed(seed + dist.get_rank())
+    module, sizes = filled(Shown(group), seed, False), (group.size() * EXPERTS, ROOM, DIM)
+    return against_eager(module, sizes, "float32", False, STRATEGIES["peer-get"])
+
+
+def test_the_function_of_the_readme(pool: Pool, seed: int) -> None:
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    blocks = readme.read_text().split("```python\n")[1:]
+    (code,) = (block.split("```")[0] for block in blocks if block.startswith("def experts("))
+    for found in pool(2).run(compare_readme, code, seed, time_out_s=100.0):
+        assert_overlapped(found, "peer-get")
+        assert found["far"] < 1e-5
+        if has_avx512():
+            assert not found["different"]

@@ -104,6 +104,40 @@ def test_the_verifier_sees_a_chunk_taken_too_early() -> None:
     assert any(error.kind == "race" for error in check(broken).errors)
 
 
+TWO_AXES = """def f(tp: Team[2], ep: Team[2], x: f32[6, 8], w1: f32[8, 8], w2: f32[2, 8, 4],
+      w3: f32[2, 4, 8], w4: f32[8, 5]):
+    full = empty(f32[12, 8])
+    main: all_gather(x, full, team=tp)
+    main: call("aten.mm.default", full, w1, out=(a := f32[12, 8]))
+    r = empty(f32[4, 3, 8])
+    main: all_to_all(a.view(4, 3, 8), r, team=ep)
+    main: call("aten.clone.default", r.view(2, 2, 3, 8).permute(1, 0, 2, 3),
+               memory_format="@contiguous_format", out=(t := f32[2, 2, 3, 8]))
+    main: call("aten.bmm.default", t.view(2, 6, 8), w2, out=(h := f32[2, 6, 4]))
+    main: call("aten.bmm.default", h, w3, out=(y := f32[2, 6, 8]))
+    main: call("aten.clone.default", y.view(2, 2, 3, 8).permute(1, 0, 2, 3),
+               memory_format="@contiguous_format", out=(s := f32[2, 2, 3, 8]))
+    back = empty(f32[4, 3, 8])
+    main: all_to_all(s.view(4, 3, 8), back, team=ep)
+    main: call("aten.remainder.Scalar", back.view(12, 8), 3, out=(c := f32[12, 8]))
+    main: call("aten.mm.default", c, w4, out=(d := f32[12, 5]))
+    out = empty(f32[6, 5])
+    main: reduce_scatter(d, out, reduce="sum", team=tp)
+    return out
+"""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_beside_tensor_parallelism(strategy: str, seed: int) -> None:
+    """Experts on one axis of a mesh, gathers and scatters on the other."""
+    sample = as_sample(parse(TWO_AXES), seed)
+    made = decomposed(sample.program, STRATEGIES[strategy])
+    kinds = ["all_gather_matmul", DISPATCH, COMBINE, "matmul_reduce_scatter"]
+    assert [site.kind for site in made.sites] == kinds
+    assert {site.strategy for site in made.sites} == {strategy.split("-")[0]}
+    assert_overlaps(made, sample, seed)
+
+
 @pytest.mark.parametrize("options", ["ring", "broadcast", "pipeline"])
 def test_what_cannot_serve_says_why(options: str) -> None:
     made = decomposed(parse(layer(2, 2, 3, 8, 5)), f"strategy={options}")
