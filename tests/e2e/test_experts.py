@@ -17,6 +17,7 @@ from tests.e2e.experts import (
     DIM,
     EXPERTS,
     ROOM,
+    Counted,
     Einsum,
     Experts,
     Gated,
@@ -85,6 +86,7 @@ def against_eager(
                     found["different"].append(f"step {number}, tensor {i}")
         programs = captured.programs
     found["sites"] = [[(site.kind, site.strategy) for site in p.sites] for p in programs]
+    found["reasons"] = [site.reason for p in programs for site in p.sites]
     found["whole"] = [left_whole(program) for program in programs]
     return found
 
@@ -124,6 +126,15 @@ def test_other_spellings(pool: Pool, kind: type[Experts], seed: int) -> None:
         kinds = [[kind for kind, _ in sites] for sites in found["sites"]]
         assert kinds[0] == [DISPATCH, COMBINE]
         assert kinds[1][0] == DISPATCH
+        assert not found["different"]
+
+
+def test_what_data_decide_stays_whole_and_says_so(pool: Pool, seed: int) -> None:
+    args = (Counted, 1, "bfloat16", True, seed, STRATEGIES["peer-get"])
+    for found in pool(2).run(compare, *args, time_out_s=100.0):
+        assert found["sites"] == [[("all_to_all", "serial")] * 2] * 2
+        assert found["whole"] == [2, 2]
+        assert all("groups have sizes known beforehand" in why for why in found["reasons"])
         assert not found["different"]
 
 

@@ -67,7 +67,7 @@ def drawn(rng: random.Random, w: int) -> str:
 
 def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     """(kinds, text) by name, for a team of `w` ranks."""
-    m = 3 * w
+    m, n = 3 * w, 3 * w - 1
     head = f"def f(tp: Team[{w}], x: f32[{w}, 2, 3, 8]"
     got = f"""r = empty(f32[{w}, 2, 3, 8])
     main: all_to_all(x, r, team=tp)
@@ -181,6 +181,59 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     main: call("aten.baddbmm.default", y, b, u, out=(z := f32[2, {m}, 5]))
     {sent}
     return out, z
+""",
+        ),
+        "shared-weight-back": (
+            (COMBINE,),
+            f"""def f(tp: Team[{w}], a: f32[{2 * m}, 8], w: f32[8, 5]):
+    main: call("aten.mm.default", a, w, out=(z := f32[{2 * m}, 5]))
+    {sent}
+    return out
+""",
+        ),
+        "cast-then-back": (
+            (COMBINE,),
+            f"""def f(tp: Team[{w}], a: bf16[2, {m}, 8], w: bf16[2, 8, 5]):
+    main: call("aten.bmm.default", a, w, out=(y := bf16[2, {m}, 5]))
+    main: call("aten._to_copy.default", y, dtype=f32, out=(z := f32[2, {m}, 5]))
+    {sent}
+    return out
+""",
+        ),
+        "received-given": (
+            (DISPATCH,),
+            f"""{head}, w: f32[2, 8, 5], r: out[f32[{w}, 2, 3, 8]]):
+    main: all_to_all(x, r, team=tp)
+    {clone("r.permute(1, 0, 2, 3)", "t", f"2, {w}, 3, 8")}
+    main: call("aten.bmm.default", t.view(2, {m}, 8), w, out=(y := f32[2, {m}, 5]))
+    return r, y
+""",
+        ),
+        "last-row-dropped": (
+            (DISPATCH,),
+            f"""def f(tp: Team[{w}], x: f32[{m}, 8], w: f32[8, 5]):
+    r = empty(f32[{m}, 8])
+    main: all_to_all(x, r, team=tp)
+    main: call("aten.mm.default", r[0:{n}], w, out=(y := f32[{n}, 5]))
+    return y
+""",
+        ),
+        "last-row-of-experts-dropped": (
+            (DISPATCH,),
+            f"""{head}, w: f32[2, 8, 5]):
+    {got}
+    main: call("aten.slice.Tensor", t.view(2, {m}, 8), 1, 0, {n}, out=(v := f32[2, {n}, 8]))
+    main: call("aten.bmm.default", v, w, out=(y := f32[2, {n}, 5]))
+    return y
+""",
+        ),
+        "last-row-padded": (
+            (COMBINE,),
+            f"""def f(tp: Team[{w}], a: f32[2, {n}, 8], w: f32[2, 8, 5]):
+    main: call("aten.bmm.default", a, w, out=(y := f32[2, {n}, 5]))
+    main: call("aten.constant_pad_nd.default", y, (0, 0, 0, 1), 0, out=(z := f32[2, {m}, 5]))
+    {sent}
+    return out
 """,
         ),
         "there-and-back": (
