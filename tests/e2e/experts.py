@@ -68,6 +68,8 @@ class Grouped(Experts):
 class Counted(Experts):
     """Groups whose ends are data, as where tokens were counted: no chunk can be cut beforehand."""
 
+    ends: Tensor
+
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(group, dtype)
         ends = torch.tensor([3, EXPERTS * self.ranks * ROOM], dtype=torch.int32)

@@ -236,6 +236,24 @@ def spellings(w: int) -> dict[str, tuple[tuple[str, ...], str]]:
     return out
 """,
         ),
+        "batch-and-sequence": (
+            (DISPATCH, COMBINE),
+            f"""def f(tp: Team[{w}], x: f32[{2 * w}, 3, 8], w: f32[8, 5], u: f32[5, 8]):
+    r = empty(f32[{2 * w}, 3, 8])
+    main: all_to_all(x, r, team=tp)
+    main: call("aten.cat.default", ({", ".join(f"r.chunk({i}, {w})" for i in range(w))}), 1,
+               out=(t := f32[2, {m}, 8]))
+    main: call("aten.mm.default", t.view({2 * m}, 8), w, out=(h := f32[{2 * m}, 5]))
+    main: call("aten.relu.default", h.view(2, {m}, 5), out=(a := f32[2, {m}, 5]))
+    main: call("aten.mm.default", a.view({2 * m}, 5), u, out=(y := f32[{2 * m}, 8]))
+    main: call("aten.cat.default",
+               ({", ".join(f"y.view(2, {m}, 8).chunk({i}, {w}, dim=1)" for i in range(w))}),
+               out=(s := f32[{2 * w}, 3, 8]))
+    out = empty(f32[{2 * w}, 3, 8])
+    main: all_to_all(s, out, team=tp)
+    return out
+""",
+        ),
         "there-and-back": (
             (DISPATCH, "all_to_all"),
             f"""{head}, w: f32[2, 8, 5]):

@@ -11,11 +11,12 @@ from tests.passes.experts import COMBINE, DISPATCH, REFUSED, drawn, layer, spell
 from tests.passes.samples import Sample, integers
 from tests.passes.spellings import as_sample
 from tests.passes.test_choose import key_of
-from tests.passes.test_decompose import AFTER, assert_overlaps
+from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 
 from interlace.cost import SiteKey, default_machine, simulate
 from interlace.ir import Call, Collective, Program, parse, validate
-from interlace.passes import parse_pipeline, run_pipeline
+from interlace.options import Options
+from interlace.passes import lower, parse_pipeline, run_pipeline
 from interlace.passes.candidates import plain_program, predictions
 from interlace.verify import check
 
@@ -92,6 +93,16 @@ def test_sound(name: str, ranks: int) -> None:
     program = parse(spellings(ranks)[name][1])
     for options in STRATEGIES.values():
         check(run_pipeline(decomposed(program, options), AFTER)).raise_if_unsound()
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+def test_all_of_lowering(ranks: int, seed: int) -> None:
+    """With regions compiled, and the choice left to `auto`: right and sound as well."""
+    sample = as_sample(parse(spellings(ranks)["pointwise-then-back"][1]), seed)
+    for machine in (default_machine("cpu"), H200):
+        made = lower(sample.program, Options(regions="inductor"), machine)
+        check(made).raise_if_unsound()
+        assert_equal(made, sample, seed, runs=2)
 
 
 def test_the_verifier_sees_a_chunk_taken_too_early() -> None:

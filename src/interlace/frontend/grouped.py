@@ -34,12 +34,16 @@ def equal_groups(graph: fx.Graph) -> list[fx.Node]:
     known: dict[fx.Node, torch.Tensor | None] = {}
     made: list[fx.Node] = []
     for node in list(graph.nodes):
-        if str(node.target) == GROUPED and (steps := _steps(node, known)) is not None:
-            made.append(_batched(graph, node, steps))
+        if str(node.target) != GROUPED:
+            continue
+        with unset_fake_temporarily():  # constants are real
+            groups = _groups(node, known)
+        if groups is not None:
+            made.append(_batched(graph, node, groups))
     return made
 
 
-def _steps(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> int | None:
+def _groups(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> int | None:
     """The groups of a grouped matmul that a batch of matmuls can do (0: they are a dimension)."""
     x, w, offs, bias, out_dtype = bound(node)
     left, right, value = x.meta["val"], w.meta["val"], node.meta["val"]
@@ -93,9 +97,8 @@ def _computed(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch
     if "device" in kwargs:
         kwargs |= {"device": torch.device("cpu")}
     kwargs.pop("pin_memory", None)
-    with unset_fake_temporarily():
-        target: Any = node.target
-        result = target(*fx.map_arg(node.args, real), **fx.map_arg(kwargs, real))
+    target: Any = node.target
+    result = target(*fx.map_arg(node.args, real), **fx.map_arg(kwargs, real))
     return result if isinstance(result, torch.Tensor) else None
 
 
