@@ -8,7 +8,8 @@ import pytest
 
 from interlace.cost import GemmTime, default_machine
 from interlace.cost.gemm import gemm_seconds
-from interlace.ir import DType
+from interlace.cost.op_times import op_seconds
+from interlace.ir import DType, parse
 
 H200 = default_machine("cuda")
 
@@ -51,3 +52,16 @@ def test_a_measured_one_counts_less_the_further_away() -> None:
     assert gemm_seconds(machine, DType.bf16, 4096, 4096, 4096, 2) == gemm_seconds(
         H200, DType.bf16, 4096, 4096, 4096, 2
     ), "batches were not measured"
+
+
+def test_equal_groups_take_what_a_batch_takes() -> None:
+    text = """def f(x: bf16[4096, 512], w: bf16[4, 512, 768], ends: i32[4]):
+    main: call("aten._grouped_mm.default", x, w, ends, out=(y := bf16[4096, 768]))
+    main: call("aten.bmm.default", x.view(4, 1024, 512), w, out=(z := bf16[4, 1024, 768]))
+    return y, z
+"""
+    program = parse(text)
+    box = program.boxes(0)
+    grouped, batched = (op_seconds(op, box, H200, {}) for op in program.ops)
+    assert grouped == pytest.approx(batched, rel=1e-3)
+    assert grouped > H200.launch_s

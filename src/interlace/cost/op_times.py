@@ -40,7 +40,10 @@ from interlace.ir import (
 
 Boxes = Callable[[View], Box]
 
-_MATMULS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "matmul": 0, "_scaled_mm": 0, "linear": 0}
+_MATMULS = {
+    **dict.fromkeys(("mm", "bmm", "matmul", "linear", "_scaled_mm", "_grouped_mm"), 0),
+    **dict.fromkeys(("addmm", "baddbmm"), 1),
+}
 """Operators that multiply matrices, and where their first matrix stands among the arguments."""
 
 

@@ -26,7 +26,7 @@ class SiteKey:
     """Which site, up to the strategy."""
 
     kind: str
-    """As the IR calls it: `all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`."""
+    """As the IR calls it: `all_gather_matmul`, `matmul_reduce_scatter`, `all_to_all_matmul`, ..."""
     dtype: str
     m: int
     k: int

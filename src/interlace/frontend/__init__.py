@@ -7,6 +7,7 @@ artefact.py       a compiled graph, with a bound Program for each signature
 binding.py        serial Program -> overlapped, agreed on, bound
 specialise.py     symbolic graphs made concrete
 partition.py      what is saved between forward and backward, and what is gathered again
+grouped.py        grouped matmuls of equal groups as batches of matmuls
 consent.py        ranks decide alike on what depends on their own sizes
 import_fx.py      an AOT graph as a serial Program (importer.py walks, emitter.py writes)
 normalise.py      one spelling for what torch writes in several

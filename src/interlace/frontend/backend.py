@@ -26,6 +26,7 @@ from interlace.errors import InterlaceError, OptionError
 from interlace.frontend.artefact import Artefact, Setting
 from interlace.frontend.capture import notice
 from interlace.frontend.devices import device_of
+from interlace.frontend.grouped import equal_groups
 from interlace.frontend.locs import argument, is_state, label
 from interlace.frontend.machine import shared_machine
 from interlace.frontend.partition import Partition
@@ -61,6 +62,8 @@ class Compilation:
 
     def _compiler(self, kind: str) -> Callable[[fx.GraphModule, Any], Artefact]:
         def compiler(gm: fx.GraphModule, example_inputs: Any) -> Artefact:
+            if kind == "inference":
+                equal_groups(gm.graph)  # the others were one graph before
             meshes = dict.fromkeys((*self.setting.meshes, *graph_meshes(gm)))
             setting = replace(self.setting, meshes=tuple(meshes))
             artefact = Artefact(kind, gm, setting, self._stays(kind, gm))

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from interlace.cost import Machine
 from interlace.frontend.checkpoints import mark_checkpoints
 from interlace.frontend.consent import consent_of_ranks
+from interlace.frontend.grouped import equal_groups
 from interlace.frontend.locs import location
 from interlace.frontend.types import dtype_of
 
@@ -58,6 +59,7 @@ class Partition:
         self, joint: fx.GraphModule, joint_inputs: Any, **given: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Forward and backward graph of a joint one."""
+        equal_groups(joint.graph)
         mark_checkpoints(joint.graph)
         self.mark(joint.graph)
         own_opaque_outputs(joint.graph, given["num_fwd_outputs"])

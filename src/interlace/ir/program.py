@@ -62,7 +62,8 @@ class Site:
 
     id: int
     kind: str
-    """`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, or a collective's kind."""
+    """`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, `all_to_all_matmul`,
+    `matmul_all_to_all`, or a collective's kind."""
     module: str = ""
     strategy: str = "serial"
     protocol: str | None = None

@@ -17,7 +17,7 @@ from interlace.ir.types import TableEntry
 from interlace.passes.blocks import Blocks
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.overlaps import representatives
-from interlace.passes.recognise import SITE_KINDS, GatherSite, ScatterSite, recognise
+from interlace.passes.recognise import GatherSite, ScatterSite, recognise, site_kind
 from interlace.passes.rows import Refused
 from interlace.passes.values import Values
 
@@ -90,7 +90,7 @@ def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, 
         else:
             blocks.add(site.ops, site.kept)
             taken.update(site.ops)
-            found.append(Found(i, SITE_KINDS[op.kind], site))
+            found.append(Found(i, site_kind(op.kind, site), site))
     return tuple(found)
 
 

@@ -20,6 +20,8 @@ class Matmul:
     lhs: int
     rows: tuple[int, ...] = ()
     """Arguments that may have one row for each row of the result (else they are passed whole)."""
+    batched: bool = False
+    """Whether each of several stacks of rows is multiplied by a matrix of its own."""
 
 
 MATMULS = {
@@ -29,6 +31,33 @@ MATMULS = {
     "aten.addmm.default": Matmul("aten.addmm.out", 1, (0,)),
     "aten._scaled_mm.default": Matmul("aten._scaled_mm.out", 0, (2,)),
 }
+
+BATCHED = {
+    "aten.bmm.out": Matmul("aten.bmm.out", 0, batched=True),
+    "aten.baddbmm.out": Matmul("aten.baddbmm.out", 1, (0,), batched=True),
+    "aten.bmm.default": Matmul("aten.bmm.out", 0, batched=True),
+    "aten.baddbmm.default": Matmul("aten.baddbmm.out", 1, (0,), batched=True),
+}
+"""Products of stacks of matrices, such as a rank's experts: overlapped with all-to-alls."""
+
+
+def matmul_of(fn: str) -> Matmul | None:
+    """What is known of a matrix product, of one stack or of several; None for another call."""
+    return MATMULS.get(fn) or BATCHED.get(fn)
+
+
+_PERMUTED = " (it puts rows in an order that is data: no chunk's place is known beforehand)"
+BY_DATA = {
+    **{f"aten.{name}": _PERMUTED for name in ("index", "gather", "take", "scatter")},
+    "aten._grouped_mm": " whose groups have sizes known beforehand",
+}
+"""What to add to a refusal, by how an operator's name begins, where data decide on its rows."""
+
+
+def by_data(fn: str) -> str:
+    """What to add to the refusal of an operator whose rows are decided by data."""
+    return next((why for name, why in BY_DATA.items() if fn.startswith(name)), "")
+
 
 _UNARY = (
     *("abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "gelu", "hardswish", "leaky_relu"),

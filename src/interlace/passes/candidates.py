@@ -104,6 +104,16 @@ def plain_program(site: SiteKey) -> Program:
                 f"{head.format(m)}{matmul.format('x')}    out = empty({t}[{mine}, {n}])\n"
                 f'    main: reduce_scatter(y, out, reduce="sum", team=tp{splits})\n    return out\n'
             )
+        case "all_to_all_matmul":
+            text = (
+                f"{head.format(m)}    got = empty({t}[{m}, {k}])\n"
+                f"    main: all_to_all(x, got, team=tp)\n{matmul.format('got')}    return y\n"
+            )
+        case "matmul_all_to_all":
+            text = (
+                f"{head.format(m)}{matmul.format('x')}    out = empty({t}[{m}, {n}])\n"
+                "    main: all_to_all(y, out, team=tp)\n    return out\n"
+            )
         case _:
             text = (
                 f"{head.format(m)}{matmul.format('x')}    out = empty({t}[{m}, {n}])\n"

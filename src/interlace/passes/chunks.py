@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
-from interlace.passes.aten import CASTS, MATMULS, POINTWISE
+from interlace.passes.aten import CASTS, POINTWISE, Matmul, matmul_of
 from interlace.passes.cone import Cone, lhs_of, operand_kind, result_of
 from interlace.passes.emitter import Emitter
 from interlace.passes.layout import Layout
@@ -75,6 +75,12 @@ class Pick:
         stacked = matrix.view(self.stacks, self.height, width)
         return Place(None, stacked.then(dataclasses.replace(self.step, dim=1)))
 
+    def cut(self, view: View, box: Box, width: int) -> Place:
+        """These rows of a value: of a full matrix, or of its stacks as they are."""
+        if self.stacks > 1 and box.sizes == (self.stacks, self.height, width):
+            return Place(None, view.then(dataclasses.replace(self.step, dim=1)))
+        return self.of(matrix(view, box, self.stacks * self.height, width), width)
+
     def packed(self, emitter: Emitter, matrix: View, width: int) -> Place:
         """These rows lying together at the head of a matrix of `max(counts)` rows."""
         flat = emitter.head(matrix, self.counts, self.index, max(self.counts))
@@ -125,9 +131,11 @@ class Compute:
         """The rows that `pick` names of a matmul's result, from `lhs` into `out`."""
         if pick.empty:
             return
-        spec = MATMULS[op.fn]
-        result = result_of(op)
-        assert result is not None
+        spec, result = matmul_of(op.fn), result_of(op)
+        assert spec is not None and result is not None  # noqa: PT018
+        if spec.batched:
+            self._batched(op, spec, lhs.rows, out.rows, pick)
+            return
         width = self.values.box(result).sizes[1]
         rows = self.values.box(lhs_of(op)).sizes[0]
         cut = {i: self._rows_of(arg, pick, rows) for i, arg in enumerate(op.args) if i in spec.rows}
@@ -151,6 +159,25 @@ class Compute:
                 call(stack(lhs.rows), stack(out.rows), stack)
         else:
             self._packed(op, lhs, out, pick, width, call)
+
+    def _batched(self, op: Call, spec: Matmul, left: View, right: View, pick: Pick) -> None:
+        """The same of several stacks, each times a matrix of its own: all of them in one call."""
+
+        def stacked(view: View, width: int) -> View:
+            return view if pick.stacks > 1 else view.view(1, -1, width)
+
+        args: list[Arg] = list(op.args)
+        args[spec.lhs] = stacked(left, self.values.box(lhs_of(op)).sizes[-1])
+        for i in spec.rows:
+            arg = args[i]
+            sizes = self.values.box(arg).sizes if isinstance(arg, View) else ()
+            if isinstance(arg, View) and len(sizes) > 1 and sizes[-2] == pick.height > 1:
+                args[i] = arg.then(dataclasses.replace(pick.step, dim=len(sizes) - 2))
+        result = result_of(op)
+        assert result is not None
+        out = stacked(right, self.values.box(result).sizes[-1])
+        changed = {"fn": spec.out, "args": tuple(args), "outs": (out,), "fresh": ()}
+        self.emitter.emit(dataclasses.replace(op, **changed))
 
     def _packed(
         self,
@@ -202,32 +229,35 @@ class Compute:
             box = self.values.box(result)
             width = box.numel // cone.rows
             if name in cone.used:
-                place = pick.of(matrix(View(name), box, cone.rows, width), width)
+                place = pick.cut(View(name), box, width)
             elif name == cone.value:
                 place = target
             else:
                 place = self._scratch(f"{name}_chunk", box.dtype, pick, width)
             places[name] = place
-            if op.fn in MATMULS:
-                lhs = lhs_of(op)
-                self.matmul(op, pick.of(lhs, self.values.box(lhs).sizes[1]), place, pick)
+            if matmul_of(op.fn):
+                lhs = self.values.box(lhs_of(op))
+                self.matmul(op, pick.cut(lhs_of(op), lhs, lhs.sizes[-1]), place, pick)
             else:
-                self._pointwise(op, box, places, place, pick, cone.rows)
+                self._pointwise(op, box, places, place, pick, cone)
         self.emitter.copy(places[cone.value].rows, target.rows)
 
     def _pointwise(
-        self, op: Call, box: Box, places: dict[str, Place], out: Place, pick: Pick, rows: int
+        self, op: Call, box: Box, places: dict[str, Place], out: Place, pick: Pick, cone: Cone
     ) -> None:
+        rows = cone.rows
+
         def cut(arg: Arg) -> Arg:
             if not isinstance(arg, View):
                 return arg
             here = self.values.box(arg)
             if here.sizes == box.sizes and arg.buffer in places and self.values.whole(arg):
                 return places[arg.buffer].rows
-            match operand_kind(self.values, arg, box.sizes, rows):
+            match operand_kind(self.values, arg, box.sizes, rows, cone.stacks):
                 case "rows" | "column":
-                    width = here.numel // rows
-                    return pick.of(matrix(arg, here, rows, width), width).rows
+                    return pick.cut(arg, here, here.numel // rows).rows
+                case "stack":
+                    return arg
                 case _:
                     return arg if len(here.sizes) <= 1 else arg.view(here.numel)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from interlace.errors import ProgramError
 from interlace.ir import Arg, Call, Op, View
-from interlace.passes.aten import CASTS, MATMULS, POINTWISE
+from interlace.passes.aten import CASTS, POINTWISE, by_data, matmul_of
 from interlace.passes.rows import Refused
 from interlace.passes.values import Values
 
@@ -30,6 +30,16 @@ class Cone:
     """Values of the cone that others use as well."""
     transposed: bool
     """Whether every matmul contracts over rows, as the gradient of a weight does."""
+    stacks: int = 0
+    """How many stacks of rows, each times a matrix of its own; 0: one matrix for all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The rows of a matmul, and its stacks."""
+
+    rows: int
+    stacks: int = 0
 
 
 def result_of(op: Op) -> View | None:
@@ -42,20 +52,26 @@ def result_of(op: Op) -> View | None:
     return None
 
 
-def cone_of(values: Values, value: str, taken: set[int], inside: Iterable[int]) -> Cone:
-    """The cone behind a value; `inside` are the ops that use it within the site. Or Refused."""
+def cone_of(
+    values: Values, value: str, taken: set[int], inside: Iterable[int], batched: bool = False
+) -> Cone:
+    """The cone behind a value; `inside` are the ops that use it within the site. Or Refused.
+
+    `batched` also takes matmuls of several stacks.
+    """
     found: dict[int, Call] = {}
-    rows = _find_rows(values, value, taken, set())
-    if rows is None:
+    shape = _find_rows(values, value, taken, set(), batched)
+    if shape is None:
         made = values.maker(value)
         what = made[1].fn if made and isinstance(made[1], Call) else "no operator of the program"
         if made and made[0] in taken:
             raise Refused("its matmul is overlapped with another communication")
-        raise Refused(f"{what}, not a matmul with pointwise operators after it, makes its rows")
+        kind = f"not a matmul{by_data(what)} with pointwise operators after it"
+        raise Refused(f"{what}, {kind}, makes its rows")
     kept_out = set(taken)
     while True:
         found.clear()
-        _collect(values, value, rows, kept_out, found)
+        _collect(values, value, shape, kept_out, found)
         results = {out.buffer: i for i, op in found.items() if (out := result_of(op)) is not None}
         needed_whole = {results[name] for name in _needed_whole(values, found) if name in results}
         if not needed_whole:
@@ -72,15 +88,18 @@ def cone_of(values: Values, value: str, taken: set[int], inside: Iterable[int]) 
         or values.buffers[name].kind == "output"
         or not known.issuperset(values.users.get(name, ()))
     )
-    lhs = [values.box(lhs_of(op)) for op in found.values() if op.fn in MATMULS]
-    transposed = all(box.strides[0] == 1 and box.strides[1] > 1 for box in lhs)
+    lhs = [values.box(lhs_of(op)) for op in found.values() if matmul_of(op.fn)]
+    transposed = all(box.strides[-2] == 1 and box.strides[-1] > 1 for box in lhs)
+    rows = shape.rows
     width = values.box(View(value)).numel // rows if rows else values.box(View(value)).sizes[-1]
-    return Cone(value, rows, width, ops, used, transposed)
+    return Cone(value, rows, width, ops, used, transposed, shape.stacks)
 
 
 def lhs_of(op: Call) -> View:
     """The matrix whose rows become the rows of a matmul's result."""
-    lhs = op.args[MATMULS[op.fn].lhs]
+    matmul = matmul_of(op.fn)
+    assert matmul is not None, op.fn
+    lhs = op.args[matmul.lhs]
     assert isinstance(lhs, View)
     return lhs
 
@@ -90,18 +109,22 @@ def operands(op: Call) -> tuple[Arg, ...]:
     return (*op.args, *(value for _, value in op.kwargs))
 
 
-def _is_matmul(values: Values, op: Op, rows: int | None) -> bool:
-    if not isinstance(op, Call) or op.fn not in MATMULS or result_of(op) is None:
-        return False
-    lhs = op.args[MATMULS[op.fn].lhs]
+def _matmul_shape(values: Values, op: Op) -> _Shape | None:
+    """The rows of a call that is a matmul."""
+    matmul = matmul_of(op.fn) if isinstance(op, Call) else None
+    if not isinstance(op, Call) or matmul is None or result_of(op) is None:
+        return None
+    lhs = op.args[matmul.lhs]
     if not isinstance(lhs, View):
-        return False
+        return None
     sizes = values.box(lhs).sizes
-    return len(sizes) == 2 and sizes[1] > 0 and rows in (None, sizes[0])
+    if len(sizes) != (3 if matmul.batched else 2) or not sizes[-1]:
+        return None
+    return _Shape(sizes[0] * sizes[1], sizes[0]) if matmul.batched else _Shape(sizes[0])
 
 
-def _is_rowwise(values: Values, op: Op, rows: int) -> bool:
-    """Whether a pointwise call or a cast can be cut into chunks of `rows` rows."""
+def _is_rowwise(values: Values, op: Op, shape: _Shape) -> bool:
+    """Whether a pointwise call or a cast can be cut into chunks of such rows."""
     out = result_of(op)
     if not isinstance(op, Call) or out is None or op.fn not in {*POINTWISE, *CASTS}:
         return False
@@ -109,16 +132,19 @@ def _is_rowwise(values: Values, op: Op, rows: int) -> bool:
         return False
     sizes = values.box(out).sizes
     return all(
-        operand_kind(values, view, sizes, rows) is not None
+        operand_kind(values, view, sizes, shape.rows, shape.stacks) is not None
         for arg in operands(op)
         if isinstance(view := arg, View)
     )
 
 
-def operand_kind(values: Values, view: View, sizes: tuple[int, ...], rows: int) -> str | None:
+def operand_kind(
+    values: Values, view: View, sizes: tuple[int, ...], rows: int, stacks: int = 0
+) -> str | None:
     """How a pointwise operand goes with a result of these sizes that is cut into rows.
 
-    `rows` (cut alike), `column` (one element a row), `vector` (the same for every row), `scalar`.
+    `rows` (cut alike), `column` (one element a row), `vector` (the same for every row), `scalar`,
+    `stack` (the same for every row of a stack: the bias of an expert).
     """
     box = values.box(view)
     last = sizes[-1] if sizes else 1
@@ -136,6 +162,8 @@ def operand_kind(values: Values, view: View, sizes: tuple[int, ...], rows: int) 
             return "vector"
         if padded[:-1] == sizes[:-1] and padded[-1] == 1:
             return "column" if _viewable(values, view, (rows, 1)) else None
+        if len(sizes) == 3 and padded[:2] == (stacks, 1) and padded[2] in (1, last):
+            return "stack"
     return None
 
 
@@ -160,38 +188,42 @@ def _inner(values: Values, op: Call) -> Iterable[View]:
 def _needed_whole(values: Values, found: dict[int, Call]) -> Iterable[str]:
     """The operands of the cone's ops that are not cut along with them."""
     for op in found.values():
-        cut = set[View]() if op.fn in MATMULS else set(_inner(values, op))
+        cut = set[View]() if matmul_of(op.fn) else set(_inner(values, op))
         yield from (view.buffer for view in op.views() if view not in cut)
 
 
-def _find_rows(values: Values, name: str, taken: set[int], seen: set[str]) -> int | None:
+def _find_rows(
+    values: Values, name: str, taken: set[int], seen: set[str], batched: bool
+) -> _Shape | None:
     """The rows of the first matmul behind a value."""
     made = values.maker(name)
     if made is None or made[0] in taken or name in seen:
         return None
     seen.add(name)
     op = made[1]
-    if _is_matmul(values, op, None):
-        assert isinstance(op, Call)
-        return values.box(lhs_of(op)).sizes[0]
+    shape = _matmul_shape(values, op)
+    if shape is not None:
+        return shape if batched or not shape.stacks else None
     if isinstance(op, Call) and op.fn in {*POINTWISE, *CASTS} and result_of(op) is not None:
         for view in _inner(values, op):
-            rows = _find_rows(values, view.buffer, taken, seen)
-            if rows is not None and _is_rowwise(values, op, rows):
-                return rows
+            shape = _find_rows(values, view.buffer, taken, seen, batched)
+            if shape is not None and _is_rowwise(values, op, shape):
+                return shape
     return None
 
 
-def _collect(values: Values, name: str, rows: int, taken: set[int], found: dict[int, Call]) -> None:
+def _collect(
+    values: Values, name: str, shape: _Shape, taken: set[int], found: dict[int, Call]
+) -> None:
     made = values.maker(name)
     if made is None or made[0] in taken or made[0] in found:
         return
     op = made[1]
     if not isinstance(op, Call):
         return
-    if _is_matmul(values, op, rows):
+    if _matmul_shape(values, op) == shape:
         found[made[0]] = op
-    elif _is_rowwise(values, op, rows):
+    elif _is_rowwise(values, op, shape):
         found[made[0]] = op
         for view in _inner(values, op):
-            _collect(values, view.buffer, rows, taken, found)
+            _collect(values, view.buffer, shape, taken, found)

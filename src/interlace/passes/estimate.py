@@ -25,7 +25,7 @@ from interlace.passes.cone import result_of
 from interlace.passes.emitter import Names
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import InsertSync
-from interlace.passes.recognise import SITE_KINDS, GatherSite, ScatterSite
+from interlace.passes.recognise import GatherSite, ScatterSite, site_kind
 from interlace.passes.schedule import Schedule
 from interlace.passes.strategies import Strategy
 from interlace.passes.values import Values
@@ -94,9 +94,8 @@ class Estimator:
             ops = write(values, names, site, row, chunks, ALONE)
         alone = isolated(values, op, ops, names)
         if row is not None:
-            alone = alone.replace(
-                sites=(Site(id=ALONE, kind=SITE_KINDS[op.kind], strategy=row.name),)
-            )
+            kind = site_kind(op.kind, site)
+            alone = alone.replace(sites=(Site(id=ALONE, kind=kind, strategy=row.name),))
         return seconds_alone(alone, self.machine)
 
 
@@ -134,7 +133,7 @@ def site_key(values: Values, site: GatherSite | ScatterSite, graph: bool = False
     world = values.program.team(op.team).size
     if isinstance(site, GatherSite):
         outs = (result_of(values.program.ops[i]) for i in site.matmuls)
-        columns = sum(values.box(out).sizes[1] for out in outs if out is not None)
+        columns = sum(values.box(out).sizes[-1] for out in outs if out is not None)
         sizes = site.layout.total, site.width, columns
     else:
         calls = [values.program.ops[i] for i in site.cone.ops]
@@ -143,7 +142,8 @@ def site_key(values: Values, site: GatherSite | ScatterSite, graph: bool = False
         sizes = site.cone.rows, inner, site.cone.width
     m, k, n = (max(1, size) for size in sizes)
     dtype = str(values.box(op.dst).dtype)
-    return SiteKey(kind=SITE_KINDS[op.kind], dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
+    kind = site_kind(op.kind, site)
+    return SiteKey(kind=kind, dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
 
 
 def _plain(site: GatherSite | ScatterSite) -> bool:

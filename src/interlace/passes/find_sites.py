@@ -1,8 +1,9 @@
 """find_sites: every collective of a serial Program gets a Site, and its ops the site's number.
 
 Sites are found by meaning (`analysis.py`): an all-gather whose rows one or several matmuls take,
-or matmuls whose rows, pointwise operators between, a reduce-scatter or an all-reduce sums. A
-collective that is neither is a site of its own kind, with the reason, and runs as it is.
+or matmuls whose rows, pointwise operators between, a reduce-scatter or an all-reduce sums; and an
+all-to-all on either side of the matmuls of a rank's experts. A collective that is neither is a site
+of its own kind, with the reason, and runs as it is.
 
     site(1, "all_gather_matmul", "layers.0.mlp.up")
     site(2, "all_gather", "layers.0.mlp.up", reason="aten.mm.default takes the gathered tensor as

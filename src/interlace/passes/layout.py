@@ -53,13 +53,15 @@ def balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total // parts + (i < total % parts) for i in range(parts))
 
 
-def gather_layout(contents: Contents, row_bytes: int, shard_bytes: Sequence[int]) -> Layout:
+def gather_layout(
+    contents: Contents, row_bytes: int, shard_bytes: Sequence[int], what: str = "gathered"
+) -> Layout:
     """The layout of a matrix made of the shards of a gather, or Refused."""
     runs = in_rows(contents, row_bytes)
     if any(size % row_bytes for size in shard_bytes):
         raise Refused("a row of the matmul is spread over several ranks' shards")
     if any(run.source == PAD for run in runs):
-        raise Refused("padding stands between the gathered rows")
+        raise Refused(f"padding stands between the {what} rows")
     shards = [size // row_bytes for size in shard_bytes]
     used = [sum(run.length for run in runs if run.source == r) for r in range(len(shards))]
 
@@ -68,7 +70,7 @@ def gather_layout(contents: Contents, row_bytes: int, shard_bytes: Sequence[int]
             for rank, rows in enumerate(layout.rows):
                 yield Run(0, rows, rank, b * layout.pitch[rank])
 
-    return _fit(runs, used, shards, pieces, "gathered")
+    return _fit(runs, used, shards, pieces, what)
 
 
 def scatter_layout(

@@ -1,4 +1,4 @@
-"""One collective at a time: the rows it brings to matmuls, or the matmuls whose rows it sums.
+"""One collective at a time: the rows it brings to matmuls, or the matmuls whose rows it takes away.
 
 By meaning, not by spelling: `Values` follows the rows through views and data movement, and
 `layout.py` says how they are dealt to the ranks. What is no site is refused with a reason.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.ir import Call, Collective, Op, View
-from interlace.passes.aten import MATMULS
+from interlace.passes.aten import MATMULS, by_data, matmul_of
 from interlace.passes.cone import Cone, cone_of, lhs_of, result_of
 from interlace.passes.layout import Layout, balanced_sizes, gather_layout, scatter_layout
 from interlace.passes.rows import Refused, Run
@@ -22,7 +22,7 @@ from interlace.passes.values import Values
 
 @dataclass(frozen=True, slots=True)
 class GatherSite:
-    """An all-gather and the matmuls that take its rows."""
+    """An all-gather, or an all-to-all, and the matmuls that take its rows."""
 
     collective: int
     layout: Layout
@@ -45,7 +45,7 @@ class GatherSite:
 
 @dataclass(frozen=True, slots=True)
 class ScatterSite:
-    """Matmuls, row by row what follows them, and the reduction of the result."""
+    """Matmuls, row by row what follows them, and the reduction or the all-to-all of the result."""
 
     collective: int
     layout: Layout
@@ -67,21 +67,43 @@ SITE_KINDS = {
     "reduce_scatter": "matmul_reduce_scatter",
     "all_reduce": "matmul_all_reduce",
 }
+EXCHANGE = "all_to_all"
+
+
+def site_kind(kind: str, site: GatherSite | ScatterSite) -> str:
+    """What a site of a collective of this kind is called."""
+    if kind != EXCHANGE:
+        return SITE_KINDS[kind]
+    return "all_to_all_matmul" if isinstance(site, GatherSite) else "matmul_all_to_all"
 
 
 def recognise(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
     """The site of collective `i`, or Refused; the ops `taken` belong to others."""
     if op.kind == "barrier":
         raise Refused("it moves nothing")
-    if op.kind not in SITE_KINDS:
+    if op.kind not in {*SITE_KINDS, EXCHANGE}:
         raise Refused(f"{op.kind} is not overlapped chunk by chunk")
     if op.src is None or op.dst is None or not op.dst.covers_buffer:
         raise Refused("it does not fill a buffer of its own")
     if values.maker(op.dst.buffer) is None:
         raise Refused(f"{op.dst.buffer} is written by others too")
-    if op.kind == "all_gather":
+    if op.kind == EXCHANGE:
+        return _exchange(values, i, op, taken)
+    made = _gather if op.kind == "all_gather" else _scatter
+    return made(values, i, op, taken)
+
+
+def _exchange(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
+    """An all-to-all of even parts: before matmuls (tokens go to experts), or else after them."""
+    if op.splits is not None:
+        raise Refused("its parts are uneven")
+    try:
         return _gather(values, i, op, taken)
-    return _scatter(values, i, op, taken)
+    except Refused as before:
+        try:
+            return _scatter(values, i, op, taken)
+        except Refused as after:
+            raise Refused(f"after it: {before}; before it: {after}") from None
 
 
 # gathers
@@ -101,7 +123,7 @@ def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSi
     for j in uses:
         call = values.program.ops[j]
         try:
-            layout, width = _rows_of(values, call, name, related, origin, shards)
+            layout, width = _rows_of(values, call, name, related, origin, shards, op.kind)
             if j in taken:
                 raise Refused("its matmul is overlapped with another communication")
             if shape is not None and shape != (layout, width):
@@ -113,7 +135,7 @@ def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSi
         accepted.append(j)
         moved |= values.between(_lhs(call).buffer, name)
     if shape is None:
-        raise Refused(reasons[0] if reasons else _unused(values, name))
+        raise Refused(reasons[0] if reasons else _unused(values, name, op.kind))
     moves = _dead(values, moved, set(accepted))
     others = set(values.users.get(name, ())) - set(accepted) - set(moves)
     whole = bool(others) or name in values.returned or values.buffers[name].kind == "output"
@@ -166,28 +188,40 @@ def _rows_of(
     related: set[str],
     origin: tuple[Run, ...],
     shards: Sequence[int],
+    kind: str,
 ) -> tuple[Layout, int]:
-    matmul = MATMULS.get(call.fn) if isinstance(call, Call) else None
+    known, what = (matmul_of, "received") if kind == EXCHANGE else (MATMULS.get, "gathered")
+    matmul = known(call.fn) if isinstance(call, Call) else None
     if not isinstance(call, Call) or matmul is None:
-        what = call.fn if isinstance(call, Call) else type(call).__name__.lower()
-        raise Refused(f"{what}, not a matmul, takes the gathered tensor")
+        taker = call.fn if isinstance(call, Call) else type(call).__name__.lower()
+        raise Refused(f"{taker}, not a matmul{by_data(taker)}, takes the {what} tensor")
     lhs = call.args[matmul.lhs]
     rest = [view for view in call.views() if view != lhs and view.buffer in related]
     if not isinstance(lhs, View) or lhs.buffer not in related:
         raise Refused(
-            f"{call.fn} takes the gathered tensor as its right-hand side or its bias: it travels "
+            f"{call.fn} takes the {what} tensor as its right-hand side or its bias: it travels "
             "as a whole, under other computation"
         )
     if rest or call.views().count(lhs) > 1:
-        raise Refused(f"{call.fn} takes the gathered tensor twice")
+        raise Refused(f"{call.fn} takes the {what} tensor twice")
     if result_of(call) is None or values.root(lhs.buffer) != name:
-        raise Refused(f"{call.fn} takes more than the gathered tensor as its rows")
+        raise Refused(f"{call.fn} takes more than the {what} tensor as its rows")
     box = values.box(lhs)
-    if len(box.sizes) != 2 or box.sizes[1] == 0:
+    if len(box.sizes) != (3 if matmul.batched else 2) or box.sizes[-1] == 0:
         raise Refused(f"{call.fn} contracts over nothing")
-    width = box.sizes[1]
+    width = box.sizes[-1]
     contents = values.contents(lhs, name, origin)
-    return gather_layout(contents, width * box.dtype.itemsize, shards), width
+    layout = gather_layout(contents, width * box.dtype.itemsize, shards, what)
+    _check_stacks(layout, box.sizes[0] if matmul.batched else 0)
+    return layout, width
+
+
+def _check_stacks(layout: Layout, stacks: int) -> None:
+    """Every rank has rows, one after another, of every stack of a matmul of several."""
+    if stacks and layout.total and layout.batch != stacks:
+        raise Refused(
+            f"the rows of each rank are not one stretch of each of the matmul's {stacks} stacks"
+        )
 
 
 def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, ...]:
@@ -204,10 +238,11 @@ def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, 
     return tuple(sorted(dead))
 
 
-def _unused(values: Values, name: str) -> str:
+def _unused(values: Values, name: str, kind: str) -> str:
     held = uses_of(values, name)[1]
     leaves = any(n in values.returned or values.buffers[n].kind == "output" for n in held)
-    return "its result leaves the program" if leaves else "nothing takes the gathered tensor"
+    what = "received" if kind == EXCHANGE else "gathered"
+    return "its result leaves the program" if leaves else f"nothing takes the {what} tensor"
 
 
 # scatters
@@ -219,15 +254,17 @@ def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> Scatter
     moved = values.between(op.src.buffer, root)
     moves = _dead(values, moved, {i})
     kept = tuple(sorted(set(moved.values()) - set(moves)))
-    cone = cone_of(values, root, taken, {i, *moves})
-    if cone.transposed and not values.users.get(op.dst.buffer):
+    exchange = op.kind == EXCHANGE
+    cone = cone_of(values, root, taken, {i, *moves}, exchange)
+    if cone.transposed and not exchange and not values.users.get(op.dst.buffer):
         raise Refused(
             "it reduces the gradient of a weight, for which nothing here waits: "
             "it runs under the computation that follows"
         )
     box = values.box(op.src)
     if box.dtype != values.buffers[root].dtype or not values.whole(View(root)):
-        raise Refused("it reduces other bytes than the matmul's rows")
+        does = "sends" if exchange else "reduces"
+        raise Refused(f"it {does} other bytes than the matmul's rows")
     row = cone.width * box.dtype.itemsize
     total = cone.rows
     contents = values.contents(op.src, root, (Run(0, total * row, 0, 0),) if total * row else ())
@@ -239,6 +276,7 @@ def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> Scatter
         layout = Layout(1, rows, rows)
     else:
         layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)
+        _check_stacks(layout, cone.stacks)
     outs = (result_of(values.program.ops[j]) for j in cone.ops)
     names = [op.dst.buffer, *(out.buffer for out in outs if out is not None)]
     declared = tuple(values.allocs[n] for n in names if n in values.allocs)

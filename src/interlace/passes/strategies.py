@@ -9,8 +9,9 @@ A `Line` gives an offset from the rank, counted modulo the team:
     2
 
 Gathers take the local rows first, at step 0; scatters compute the rank's own rows last, after step
-W - 1. `reduces` states the order in which a scatter adds the W partial results of a row, which is
-all that can make it differ from the serial collective.
+W - 1. An all-to-all goes the way of a gather before matmuls, and of a scatter after them. `reduces`
+states the order in which a scatter adds the W partial results of a row, which is all that can make
+it differ from the serial collective.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Strategy:
     scatter: Path | None = None
     accumulates: bool = False
     """Whether a partial result picks up each rank's part on its way, instead of all at the end."""
+    alone: str = ""
+    """Why it cannot serve an all-to-all, each chunk of which is for one rank; empty: it can."""
 
 
 NEAR_FIRST = Path(chunk=Line(0, 1), to=Line(0, -1), source=Line(0, 1))
@@ -72,21 +75,24 @@ NEIGHBOURS = Path(chunk=Line(0, -1), to=Line(1), source=Line(-1), sent=Line(1, -
 
 _RANK_ORDER = "in the order of the ranks, in fp32, rounded once"
 _BACKEND = "as the backend's collective does"
+_FOR_ALL = "a chunk passes all ranks, and each of an all-to-all's is for one"
+_SLICES = "slices of what each rank gets lie apart in an all-to-all, which takes one stretch"
+_KERNEL = "its kernel does no all-to-alls"
 
 STRATEGIES: dict[tuple[str, str | None], Strategy] = {
     (row.name, row.transport if row.name == "peer" else None): row
     for row in (
-        Strategy("pipeline", "slices", "collectives", _BACKEND),
-        Strategy("broadcast", "roots", "collectives", _BACKEND),
+        Strategy("pipeline", "slices", "collectives", _BACKEND, alone=_SLICES),
+        Strategy("broadcast", "roots", "collectives", _BACKEND, alone=_FOR_ALL),
         Strategy("shift", "ranks", "messages", _RANK_ORDER, NEAR_FIRST, OWNERS),
         Strategy(
             *("ring", "ranks", "messages"),
             "rows of rank c: c+1, c+2, ..., c, rounded to the element type after each",
-            *(NEIGHBOURS, NEIGHBOURS, True),
+            *(NEIGHBOURS, NEIGHBOURS, True, _FOR_ALL),
         ),
         Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS),
         Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS),
-        Strategy("fused", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS),
+        Strategy("fused", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS, alone=_KERNEL),
         Strategy("exchange", "whole", "collectives", _RANK_ORDER),
     )
 }

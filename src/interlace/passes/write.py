@@ -11,9 +11,11 @@ from interlace.ir import Buffer, Call, Collective, DType, Index, Op, Slice, View
 from interlace.passes.chunks import Compute, Pick, Place, in_shard, matrix, zero_padding
 from interlace.passes.cone import result_of
 from interlace.passes.emitter import Emitter, Names
+from interlace.passes.exchanges import Combine, Dispatch
 from interlace.passes.fusable import unfit
 from interlace.passes.gathers import Gather, Take
-from interlace.passes.recognise import GatherSite, ScatterSite
+from interlace.passes.layout import Layout
+from interlace.passes.recognise import EXCHANGE, GatherSite, ScatterSite
 from interlace.passes.scatters import Scatter
 from interlace.passes.slices import Slices
 from interlace.passes.strategies import Strategy
@@ -34,6 +36,8 @@ def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> st
     op = _collective(values, site)
     if not site.layout.total:
         return "it has no rows"
+    if op.kind == EXCHANGE and row.alone:
+        return row.alone
     if row.cut == "slices" and slices(values, site, 0) < 2:
         return "each rank has a single row"
     if row.name == "fused":
@@ -88,7 +92,9 @@ def write(
     emitter = Emitter(names, values.program.team(op.team), op, number)
     writer = _Writer(values, emitter, row, chunks)
     if isinstance(site, GatherSite):
-        writer.gather(site, op)
+        (writer.dispatch if op.kind == EXCHANGE else writer.gather)(site, op)
+    elif op.kind == EXCHANGE:
+        writer.combine(site, op)
     elif op.kind == "all_reduce":
         writer.all_reduce(site, op)
     else:
@@ -123,10 +129,7 @@ class _Writer:
         """An all-gather and the matmuls of its rows."""
         e, layout, width = self.emitter, site.layout, site.width
         assert op.src is not None and op.dst is not None  # noqa: PT018
-        for i in site.matmuls:
-            result = result_of(self.values.program.ops[i])
-            assert result is not None
-            self.declare(result.buffer, "fresh")
+        self.declare_results(site)
         name = op.dst.buffer
         sliced = self.row.cut == "slices"
         if site.whole:
@@ -163,8 +166,63 @@ class _Writer:
         op = self.values.program.ops[i]
         result = result_of(op)
         assert isinstance(op, Call) and result is not None  # noqa: PT018
-        out = pick.of(result, self.values.box(result).sizes[1])
-        self.compute.matmul(op, rows, out, pick)
+        box = self.values.box(result)
+        self.compute.matmul(op, rows, pick.cut(result, box, box.sizes[-1]), pick)
+
+    def declare_results(self, site: GatherSite) -> None:
+        """Declares what the matmuls of a gather make."""
+        for i in site.matmuls:
+            result = result_of(self.values.program.ops[i])
+            assert result is not None
+            self.declare(result.buffer, "fresh")
+
+    # all-to-alls
+
+    def dispatch(self, site: GatherSite, op: Collective) -> None:
+        """An all-to-all and the matmuls of what it brings."""
+        assert op.src is not None and op.dst is not None  # noqa: PT018
+        self.declare_results(site)
+        whole, name = View(op.dst.buffer), op.dst.buffer
+        if site.whole:
+            self.declare(name, self.values.buffers[name].kind)
+        elif self.row.transport != "put":
+            self.declare(name, "local")
+
+        def take(index: Index, rows: View) -> None:
+            pick = Pick.ranks(self.emitter, site.layout, index)
+            for i in site.matmuls:
+                self.matmul(i, pick, self.part(rows, op, site.layout, index, site.width))
+
+        box = self.values.box(op.dst)
+        exchange = Dispatch(self.emitter, self.row, name, box.sizes, box.dtype)
+        exchange.run(op.src, whole, take, keep=site.whole)
+
+    def combine(self, site: ScatterSite, op: Collective) -> None:
+        """Matmuls and the all-to-all of what they make."""
+        assert op.dst is not None
+        self.redeclare(op.dst.buffer)
+        self.stage(site, in_place=False)
+        layout, cone = site.layout, site.cone
+
+        def compute(index: Index, rows: View) -> None:
+            if layout.padded:
+                zero_padding(self.emitter, rows, layout, cone.width)
+            place = self.part(rows, op, layout, index, cone.width)
+            self.compute.cone(cone, Pick.ranks(self.emitter, layout, index), place)
+
+        box = self.values.box(op.dst)
+        Combine(self.emitter, self.row, cone.value, box.sizes, box.dtype).run(op.dst, compute)
+
+    def part(self, rows: View, op: Collective, layout: Layout, index: Index, width: int) -> Place:
+        """Where the rows of one rank's part of an all-to-all lie."""
+        assert op.dst is not None
+        first, *rest = self.values.box(op.dst).sizes
+        sizes = (first // self.emitter.size, *rest)
+        if layout.batch > 1 and not layout.padded:
+            stacks = layout.batch, layout.rows[0], width
+            return Place(rows.view(-1, width), rows if sizes == stacks else rows.view(*stacks))
+        shard = rows if sizes == (layout.shard[0], width) else rows.view(-1, width)
+        return in_shard(self.emitter, shard, layout, index, width)
 
     # reductions
 

@@ -1,0 +1,153 @@
+"""Layers of experts on GPUs: the bits of eager and of in order, and faster than serial if large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.experts import DIM, EXPERTS, ROOM, Experts, Gated, Grouped, filled, step
+from tests.passes.experts import layer
+from tests.runtime.programs import world_group
+from tests.support.pool import Ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from interlace.frontend import capture
+from interlace.ir import parse
+from interlace.options import Options
+from interlace.passes import lower
+from interlace.runtime import Executor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "serial": {"strategy": "serial"},
+    "shift": {"strategy": "shift"},
+    "peer-get": {"strategy": "peer", "protocol": "get"},
+    "peer-put": {"strategy": "peer", "protocol": "put"},
+    "exchange": {"strategy": "exchange"},
+    "auto-regions": {"strategy": "auto", "regions": "auto"},
+    "graph": {"strategy": "peer", "graph": True},
+}
+
+
+def compare(kind: type[Experts], dtype: str, seed: int, options: dict[str, Any]) -> list[str]:
+    """On one rank: which tensors of three steps differ from eager, on small integers."""
+    torch.compiler.reset()
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    world, wanted_type = dist.get_world_size(), getattr(torch, dtype)
+    group = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",)).get_group("ep")
+    module = filled(kind(group, wanted_type), seed, exact=True).to("cuda")
+    torch.manual_seed(seed + dist.get_rank())
+    given = {"time_out_s": 30.0, "regions": "eager", **options}
+    wrong: list[str] = []
+    with capture() as captured:
+        compiled = torch.compile(
+            module, backend="interlace", options=given, fullgraph=True, dynamic=False
+        )
+        for number in range(3):  # the slots are used in turn
+            sizes = (2, world * EXPERTS, ROOM, DIM)
+            x, grad = torch.randint(-1, 2, sizes, device="cuda").to(wanted_type)
+            wanted, got = step(module, module, x, grad), step(compiled, module, x, grad)
+            torch.cuda.synchronize()
+            for i, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+                if not torch.equal(mine, theirs):
+                    wrong.append(f"step {number}, tensor {i}")
+        kinds = [site.kind for site in captured.programs[0].sites]
+        taken = {site.strategy for program in captured.programs for site in program.sites}
+    if kinds != ["all_to_all_matmul", "matmul_all_to_all"]:
+        wrong.append(f"sites {kinds}")
+    if options["strategy"] not in (*taken, "auto"):
+        wrong.append(f"no site is overlapped by {options['strategy']}: {taken}")
+    torch.compiler.reset()
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equals_eager_on_integers(gpus: Ranks, strategy: str, dtype: str, seed: int) -> None:
+    for wrong in gpus.run(compare, Experts, dtype, seed, STRATEGIES[strategy], time_out_s=150):
+        assert not wrong
+
+
+@pytest.mark.parametrize("kind", [Gated, Grouped])
+def test_other_spellings(gpus: Ranks, kind: type[Experts], seed: int) -> None:
+    dtype = "bfloat16" if kind is Grouped else "float32"
+    for wrong in gpus.run(compare, kind, dtype, seed, STRATEGIES["peer-get"], time_out_s=150):
+        assert not wrong
+
+
+TOKENS, WIDE, INNER = 1024, 4096, 3584
+"""From each rank to each of four experts a rank, and the sizes of an 8x7B model's, halved."""
+
+
+def inputs_of(world: int, tokens: int, seed: int) -> list[torch.Tensor]:
+    """Tokens and both weights of this rank, in bf16."""
+    g = torch.Generator("cuda").manual_seed(seed + dist.get_rank())
+    shapes = ((world * 4, tokens, WIDE), (4, WIDE, INNER), (4, INNER, WIDE))
+    return [
+        torch.randn(shape, generator=g, device="cuda", dtype=torch.bfloat16) / shape[-2] ** 0.5
+        for shape in shapes
+    ]
+
+
+def prepared(world: int, tokens: int, **options: Any) -> Executor:
+    """A layer of four experts a rank, bound."""
+    chosen = Options(time_out_s=30.0, **options)
+    program = lower(parse(layer(world, 4, tokens, WIDE, INNER, "bf16")), chosen)
+    return Executor(program, groups={"tp": world_group()}, options=chosen).prepare()
+
+
+def compare_in_order(seed: int) -> list[str]:
+    """On one rank: which strategies give other bits than their ops one after another."""
+    world, wrong = dist.get_world_size(), []
+    inputs = inputs_of(world, 100, seed)
+    for name in ("shift", "peer-get", "peer-put"):
+        results: list[torch.Tensor] = []
+        for in_order in (False, True):
+            executor = prepared(world, 100, in_order=in_order, **STRATEGIES[name])
+            for _ in range(3):
+                (result,) = executor.run(inputs)
+            executor.synchronize()
+            results.append(result.clone())
+            torch.cuda.synchronize()
+            dist.barrier()
+            executor.close()
+        if not torch.equal(*results):
+            wrong.append(name)
+    return wrong
+
+
+def test_equals_in_order(gpus: Ranks, seed: int) -> None:
+    for wrong in gpus.run(compare_in_order, seed, time_out_s=150):
+        assert not wrong
+
+
+def timed(seed: int, rounds: int = 15) -> dict[str, float]:
+    """On one rank: the median milliseconds of a large layer by strategy, run in turn."""
+    world = dist.get_world_size()
+    inputs = inputs_of(world, TOKENS, seed)
+    names = ("serial", "peer-get", "peer-put")
+    executors = {name: prepared(world, TOKENS, **STRATEGIES[name]) for name in names}
+    spans: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 5):
+        for name, executor in executors.items():
+            dist.barrier()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(3):
+                executor.run(inputs)
+            stop.record()
+            torch.cuda.synchronize()
+            if number >= 5:
+                spans[name].append(start.elapsed_time(stop) / 3)
+    for executor in executors.values():
+        executor.close()
+    return {name: sorted(found)[rounds // 2] for name, found in spans.items()}
+
+
+def test_a_large_layer_gains(gpus: Ranks, seed: int) -> None:
+    for found in gpus.run(timed, seed, time_out_s=150):
+        print({name: f"{took:.3f} ms" for name, took in found.items()})
+        assert min(found["peer-get"], found["peer-put"]) < 0.95 * found["serial"], found
