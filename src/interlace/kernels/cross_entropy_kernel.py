@@ -82,21 +82,20 @@ def stats_kernel(
             pivot = cap_logits(pivot, softcap)
         pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
     if not EVEN and not STRIDED:
-        c, inside = edges(head, end, groups, VEC)
-        inside = inside & counted & (part == 0)
-        x = tl.load(base + c, mask=inside, other=float("-inf")).to(tl.float32)
+        column, rim = edges(head, end, groups, VEC)
+        rim = rim & counted & (part == 0)
+        few = tl.load(base + column, mask=rim, other=float("-inf")).to(tl.float32)
         if CAP:
-            x = tl.where(inside, cap_logits(x, softcap), float("-inf"))
-        top = tl.max(x, 0)
-        m = tl.full((LANES,), 0.0, tl.float32) + top
-        d = tl.where(lane == 0, tl.sum(tl.exp2((x - finite(top)) * LOG2E), 0), 0.0)
+            few = tl.where(rim, cap_logits(few, softcap), float("-inf"))
+        m = tl.zeros((LANES,), tl.float32) + tl.max(few, 0)
+        d = tl.where(lane == 0, tl.sum(tl.exp2((few - finite(tl.max(few, 0))) * LOG2E), 0), 0.0)
         if SMOOTH:
-            away = x - pivot
+            apart = few - pivot
             if WEIGHTED:
-                w = tl.load(weight + c - head, mask=inside, other=0.0).to(tl.float32)
-                away = away * w
-                mass = tl.where(lane == 0, tl.sum(w, 0), 0.0)
-            s = tl.where(lane == 0, tl.sum(tl.where(inside, away, 0.0), 0), 0.0)
+                own = tl.load(weight + column - head, mask=rim, other=0.0).to(tl.float32)
+                apart = apart * own
+                mass = tl.where(lane == 0, tl.sum(own, 0), 0.0)
+            s = tl.where(lane == 0, tl.sum(tl.where(rim, apart, 0.0), 0), 0.0)
     for k in range(first, last, U * LANES):
         g = k + group
         if STRIDED:
@@ -298,12 +297,12 @@ def grad_kernel(
     group = tl.arange(0, LANES)[None, :, None] + LANES * tl.arange(0, U)[:, None, None]
     element = tl.arange(0, VEC)[None, None, :]
     if not EVEN and not STRIDED:
-        c, inside = edges(head, end, groups, VEC)
-        inside = inside & (part == 0)
-        x = tl.load(base + c, mask=inside & counted, other=0.0)
-        g = slope(x, c - head, weight, inside, column, m, shift, a, b, h, softcap,
-                  SMOOTH, WEIGHTED, CAP)  # fmt: skip
-        tl.store(into + c, g.to(grad.dtype.element_ty), mask=inside)
+        place_of, rim = edges(head, end, groups, VEC)
+        rim = rim & (part == 0)
+        few = tl.load(base + place_of, mask=rim & counted, other=0.0)
+        few = slope(few, place_of - head, weight, rim, column, m, shift, a, b, h, softcap,
+                    SMOOTH, WEIGHTED, CAP)  # fmt: skip
+        tl.store(into + place_of, few.to(grad.dtype.element_ty), mask=rim)
     for k in range(first, last, U * LANES):
         g = k + group
         c = g * VEC + element

@@ -23,12 +23,14 @@ from interlace.kernels.cross_entropy_kernel import (
 WARPS = 8
 """Warps of a program, at most: fewer where a row is short."""
 UNROLL = 4
-"""Loads of 16 bytes that each thread has under way."""
+"""Loads of 16 bytes that each thread has under way at a time, forward,"""
+GRAD_UNROLL = 2
+"""and backward: 32 registers a thread, so that a processor is full."""
 PROGRAMS = 2048
 """Rows are split into parts until there are about so many programs: some four waves of an H200."""
 PART_TILES = 2
 """Tiles that a part of a row has at least,"""
-GRAD_TILES = 4
+GRAD_TILES = 8
 """and those of a program of the backward pass."""
 MERGED_ROWS = 128
 """Rows that a program of `merge_kernel` joins."""
@@ -42,7 +44,7 @@ class Layout:
     __slots__ = ("alike", "dims", "even", "flags", "logits", "numbers", "rows", "strided", "target",
                  "tile", "unroll", "vec", "warps")  # fmt: skip
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, unroll: int = UNROLL) -> None:
         logits, target = problem.logits, problem.target
         groups = collapse(target.shape, logits.stride()[:-1], target.stride())
         if len(groups) > MAX_DIMS:
@@ -77,7 +79,7 @@ class Layout:
             "ZLOSS": terms.z_loss != 0.0,
             "CAP": terms.softcap != 0.0,
         }
-        self.warps, self.unroll = WARPS, UNROLL
+        self.warps, self.unroll = WARPS, unroll
         while self.unroll > 1 and self.unroll * self.warps * 32 * vec >= 2 * local:
             self.unroll //= 2
         while self.warps > 1 and self.unroll * self.warps * 32 * vec >= 2 * local:
@@ -238,7 +240,7 @@ def gradient(
 ) -> torch.Tensor:
     """The gradient of the logits; `upstream` is a number, or one for each row."""
     logits, terms = problem.logits, problem.terms
-    layout = Layout(problem)
+    layout = Layout(problem, GRAD_UNROLL)
     if into is None:
         into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     local = layout.numbers[1]

@@ -49,7 +49,7 @@ def span(sizes, offset, classes, RANK: tl.constexpr, WORLD: tl.constexpr, MEASUR
 @triton.jit
 def cap_logits(x, softcap):
     """softcap * tanh(x / softcap): a series near zero, where 1 - 2 / (e^2u + 1) cancels."""
-    u = x / softcap
+    u = x * (1.0 / softcap)
     size = tl.abs(u)
     far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2E)) + 1.0)
     far = tl.where(u < 0, -far, far)
@@ -138,6 +138,6 @@ def slope(x, c, weight, inside, column, m, shift, a, b, h, softcap,
             g -= b
     g = tl.where(c == column, g - h, g)
     if CAP:
-        u = x / softcap
+        u = x * (1.0 / softcap)
         g *= 1.0 - u * u
     return g
