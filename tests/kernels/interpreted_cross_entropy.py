@@ -55,7 +55,8 @@ def strided(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> 
     if how == "offset":
         return torch.randn(3 + torch.Size(shape).numel()).to(dtype)[3:].view(shape)
     if how == "permuted" and len(batch) > 1:
-        return torch.randn(*reversed(batch), classes).to(dtype).transpose(0, len(batch) - 1)
+        back = range(len(batch) - 1, -1, -1)
+        return torch.randn(*reversed(batch), classes).to(dtype).permute(*back, len(batch))
     return torch.randn(shape).to(dtype)
 
 

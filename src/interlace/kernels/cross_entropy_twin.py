@@ -138,7 +138,9 @@ def losses(problem: Problem, found: torch.Tensor) -> tuple[torch.Tensor, torch.T
     kept[1] = log_sum.masked_fill(ignored, 0.0)
     kept[2] = counted.masked_fill(ignored | ~known, 0.0)
     note(problem, ~ignored & ~known)
-    return loss.view(problem.target.shape), kept
+    shaped = loss.new_empty(problem.target.shape)  # no view: whoever has it may write to it
+    shaped.view(-1).copy_(loss)
+    return shaped, kept
 
 
 def kinds(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +169,7 @@ def total(
     by: torch.Tensor | float = kept[2].sum() if mean else 1.0
     if denominator is not None:
         by = denominator
-    divisor = torch.as_tensor(by, dtype=losses.dtype, device=losses.device)
+    divisor = torch.as_tensor(by, dtype=losses.dtype, device=losses.device).reshape(())
     return losses.sum() / divisor, divisor
 
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from interlace.errors import InputError
 from interlace.kernels.cross_entropy import Terms, steps_for
 from interlace.nn.functional.linear_chunks import Chunks, Grads
+from interlace.nn.functional.once import first_order
 from interlace.nn.functional.row_loss import LOGITS, check_options
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
@@ -141,44 +141,50 @@ class LinearCrossEntropy(torch.autograd.Function):
         denominator: torch.Tensor | float | None,
     ) -> torch.Tensor:
         wanted = ctx.needs_input_grad[:3]
-        each_row = reduction == "none"
+        rowwise = reduction == "none"
         grads = None
-        if any(wanted) and not each_row:
+        if any(wanted) and not rowwise:
             grads = Grads.empty(hidden, weight, bias, wanted, chunks.accumulate_dtype)
         loss, kept = chunks.forward(hidden, weight, bias, grads)
-        ctx.chunks, ctx.each_row = chunks, each_row
-        if each_row:
+        ctx.each_row = rowwise
+        if rowwise:
+            ctx.chunks = chunks
             target, class_weight = chunks.target, chunks.class_weight
             ctx.save_for_backward(hidden, weight, bias, target, class_weight, kept)
             return loss
         mean = reduction == "mean"
         loss, divisor = steps_for(hidden).total(loss, kept, mean, denominator)
         if grads is not None:
-            ctx.types = hidden.dtype, weight.dtype, bias.dtype if bias is not None else None
+            ctx.dtype = hidden.dtype
             ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, divisor)
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.each_row:
-            hidden, weight, bias, *_, kept = ctx.saved_tensors  # checks what was written to since
-            wanted = ctx.needs_input_grad[:3]
-            grads = Grads.empty(hidden, weight, bias, wanted, ctx.chunks.accumulate_dtype)
-            ctx.chunks.backward(hidden, weight, bias, kept, upstream.contiguous(), grads)
-            found = (grads.hidden, grads.weight, grads.bias)
-            like = (hidden, weight, bias)
-            done = (None if g is None else g.to(t.dtype) for g, t in zip(found, like, strict=True))
-            return (*done, None, None, None)
-        *found, divisor = ctx.saved_tensors
-        scale = (upstream / divisor).view(1)  # of one dimension: it takes part in promotion
-        pairs = zip(found, ctx.types, strict=True)
-        return (*(None if g is None else scaled(g, scale, to) for g, to in pairs), None, None, None)
+        with torch.no_grad():
+            found = each_row(ctx, upstream) if ctx.each_row else scaled_by(ctx, upstream)
+        return (*(first_order(grad) for grad in found), None, None, None)
 
 
-def scaled(tensor: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """tensor * scale in the wider of both types, rounded once, into a tensor of its own."""
-    return torch.mul(tensor, scale, out=torch.empty_like(tensor, dtype=dtype))
+def each_row(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
+    """The gradients by the upstream gradient of each row: all is computed here."""
+    hidden, weight, bias, *_, kept = ctx.saved_tensors  # checks what was written to since
+    wanted = ctx.needs_input_grad[:3]
+    grads = Grads.empty(hidden, weight, bias, wanted, ctx.chunks.accumulate_dtype)
+    ctx.chunks.backward(hidden, weight, bias, kept, upstream.contiguous(), grads)
+    found = (grads.hidden, grads.weight, grads.bias)
+    return [None if grad is None else grad.to(hidden.dtype) for grad in found]
+
+
+def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
+    """The gradients that forward computed, by one upstream gradient, rounded once."""
+    *found, divisor = ctx.saved_tensors
+    scale = (upstream / divisor).view(1)  # of one dimension: it takes part in promotion
+    return [
+        None if grad is None
+        else torch.mul(grad, scale, out=torch.empty_like(grad, dtype=ctx.dtype))
+        for grad in found
+    ]  # fmt: skip
 
 
 def check_operands(

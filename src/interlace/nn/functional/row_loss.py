@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from interlace.errors import InputError
 from interlace.kernels.cross_entropy import Problem, Shards, Terms, steps_for
+from interlace.nn.functional.once import first_order
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
 from interlace.nn.functional.vocabulary import (
@@ -143,12 +143,12 @@ class CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, target, weight, kept, divisor = ctx.saved_tensors
         problem = Problem(logits, target, weight, ctx.terms, ctx.shards, ctx.word)
-        grad = steps_for(logits).gradient(problem, kept, upstream, divisor)
-        return (grad, *(None,) * 9)
+        with torch.no_grad():
+            grad = steps_for(logits).gradient(problem, kept, upstream, divisor)
+        return (first_order(grad), *(None,) * 9)
 
 
 def check_inputs(
