@@ -125,6 +125,7 @@ def reference(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
     loss.backward(up.double())
     assert leaf.grad is not None
     grad, loss = leaf.grad, loss.detach()
+    grad[y == -100] = 0.0  # also where none counts: not 0 / 0
     if bool(bad.any()):
         grad[bad] = torch.nan
         loss = loss.masked_fill(bad, torch.nan) if case.reduction == "none" else loss * torch.nan
@@ -155,7 +156,7 @@ def room(
     more = (4 + spread + (case.softcap or 0.0)) * scale
     smallest = torch.finfo(case.dtype).smallest_normal * torch.finfo(case.dtype).eps
     eps = torch.finfo(case.dtype).eps / 2
-    slack = grad.abs() * eps + more.view(*case.batch, 1) + smallest
+    slack = grad.nan_to_num().abs() * eps + more.nan_to_num().view(*case.batch, 1) + smallest
     return allowed, slack
 
 

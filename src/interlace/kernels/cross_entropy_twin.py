@@ -70,6 +70,14 @@ def span(problem: Problem) -> tuple[torch.Tensor | int, torch.Tensor | int]:
     return shards.sizes[: shards.rank].sum(), shards.sizes.sum()
 
 
+def share(problem: Problem) -> torch.Tensor | float:
+    """What smoothing gives each class."""
+    classes = span(problem)[1]
+    if isinstance(classes, torch.Tensor):
+        classes = classes.to(wide(problem.logits.dtype))
+    return problem.terms.smoothing / classes
+
+
 def stats(problem: Problem) -> torch.Tensor:
     """[1, K, rows] of this rank's classes; the target's logit and weight are left to `pack`."""
     logits, weight, terms = problem.logits, problem.weight, problem.terms
@@ -128,7 +136,7 @@ def losses(problem: Problem, found: torch.Tensor) -> tuple[torch.Tensor, torch.T
     if terms.smoothing:
         mass = found[:, 4].sum(0)
         away = (found[:, 3] + found[:, 4] * (finite(found[:, 0]) - base)).sum(0)
-        each = terms.smoothing / span(problem)[1]
+        each = share(problem)
         loss = (1.0 - terms.smoothing) * loss + each * (mass * log_sum - away)
         kept[3] = mass
     if terms.z_loss:
@@ -186,7 +194,7 @@ def gradient(
         into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     ignored, known = kinds(problem)
     counted = known & ~ignored
-    start, classes = span(problem)
+    start, _ = span(problem)
     column = problem.target.reshape(-1).long() - start
     base, log_sum, own = kept[:3]
     up = torch.ones_like(base)
@@ -194,7 +202,7 @@ def gradient(
         up = upstream.reshape(-1).expand_as(base)
         up = up if divisor is None else up / divisor
     h = own * (1.0 - terms.smoothing)
-    a = h + terms.smoothing / classes * kept[3] if terms.smoothing else h
+    a = h + share(problem) * kept[3] if terms.smoothing else h
     if terms.z_loss:
         a = a + 2.0 * terms.z_loss * (base + log_sum)
     flat = into.view(-1, logits.shape[-1]) if into.numel() else into
@@ -204,7 +212,7 @@ def gradient(
         g = torch.exp((x - base[at, None]) - log_sum[at, None]) * a[at, None]
         if terms.smoothing:
             even = g.new_ones(()) if weight is None else weight.to(g.dtype)
-            g -= terms.smoothing / classes * even
+            g -= share(problem) * even
         here = column[at]
         rows = ((here >= 0) & (here < x.shape[1]) & counted[at]).nonzero()[:, 0]
         g[rows, here[rows]] -= h[at][rows]

@@ -58,7 +58,8 @@ def cross_entropy(
             never written to. With `group`, this rank's classes: those of rank 0 come first.
             A DTensor may be cut over its classes, which then gives the group.
         target: (...), int64 or int32, of any strides; the same on all ranks of the group.
-        weight: (classes,): what each class counts; with `group`, of this rank's classes.
+        weight: (classes,): what each class counts; with `group`, of this rank's classes (beside
+            logits that are a DTensor: a DTensor, or that of all classes).
         ignore_index: rows with this target have loss and gradient 0, and do not count.
         reduction: "none": a loss for each row; "sum"; "mean": the sum, divided by the sum of the
             weights of the targets that count (their number, without weights; NaN if none does).
@@ -91,6 +92,9 @@ def cross_entropy(
         if group is not None:
             raise InputError("logits are a DTensor, whose mesh says the group: leave out `group`")
         logits, group, shard_sizes = cut_of(logits, -1, "logits")
+        if weight is not None and shard_sizes and tuple(weight.shape) == (sum(shard_sizes),):
+            if not is_dtensor(weight):  # every rank has it whole
+                weight = weight.split(shard_sizes)[group.rank()]
     target = full_of(target, "target")
     if weight is not None and is_dtensor(weight):
         weight = cut_of(weight, 0, "weight")[0]

@@ -64,7 +64,7 @@ def find_shards(
 
 def start_gather(into: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Waiting:
     """Starts to gather each rank's tensor along a new first dimension."""
-    return group._allgather_base(into, own).wait
+    return group._allgather_base(into.view(-1), own.view(-1)).wait
 
 
 def gather(packed: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
