@@ -72,7 +72,12 @@ def targets(draw: random.Random, batch: tuple[int, ...], classes: int, bad: bool
 
 def close(got: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: float, what: object) -> None:
     torch.testing.assert_close(
-        got.double(), wanted.double(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{m}\n{what}"
+        got.double(),
+        wanted.double(),
+        rtol=rtol,
+        atol=atol,
+        equal_nan=True,
+        msg=lambda m: f"{m}\n{what}",
     )
 
 
@@ -102,7 +107,15 @@ def check(draw: random.Random) -> None:
     launch.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
     measured = world > 1 and draw.random() < 0.5
     device_sizes = torch.tensor(sizes) if measured else None
-    what = (dtype, batch, sizes, terms, weights is not None, [s.stride() for s in shards], y.stride())
+    what = (
+        dtype,
+        batch,
+        sizes,
+        terms,
+        weights is not None,
+        [s.stride() for s in shards],
+        y.stride(),
+    )
     problems: list[Problem] = []
     for rank, shard in enumerate(shards):
         start = sum(sizes[:rank])
@@ -117,7 +130,8 @@ def check(draw: random.Random) -> None:
         results = [launch.losses(p, packed) for p in problems]
     whole = Problem(
         torch.cat([shard.double() for shard in shards], -1), y,
-        None if weights is None else weights.double(), terms, Shards.alone(classes), new_word("cpu"),
+        None if weights is None else weights.double(), terms, Shards.alone(classes),
+        new_word("cpu"),
     )  # fmt: skip
     wanted, figures = twin.alone(whole)
     for loss, kept in results:

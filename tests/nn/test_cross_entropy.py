@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def verify(case: Case) -> None:
     assert not (wrong := far(first, gradient, slack)), (wrong, case)
     x.grad = None
     loss.backward(up)
+    assert x.grad is not None
     assert torch.equal(x.grad.nan_to_num(nan=9.0), first.nan_to_num(nan=9.0)), "a second backward"
     assert torch.equal(x.detach(), before)
     assert x._version == version
@@ -50,9 +52,7 @@ GRID = list(itertools.product(
 
 
 @pytest.mark.parametrize(("dtype", "layout", "reduction", "smoothing"), GRID)
-def test_grid(
-    dtype: torch.dtype, layout: str, reduction: str, smoothing: float, seed: int
-) -> None:
+def test_grid(dtype: torch.dtype, layout: str, reduction: str, smoothing: float, seed: int) -> None:
     for weighted in (False, True):
         verify(Case(seed=seed, dtype=dtype, layout=layout, reduction=reduction,
                     smoothing=smoothing, weighted=weighted))  # fmt: skip
@@ -138,7 +138,7 @@ def test_masked_logits(smoothing: float) -> None:
 
 
 def test_faults_known_elsewhere(seed: int) -> None:
-    """The first row ignored, the loss scaled, sliced logits and labels, gradients of any strides."""
+    """First rows ignored, a scaled loss, sliced logits and labels, gradients of any strides."""
     torch.manual_seed(seed)
     whole, labels = torch.randn(3, 6, 11), torch.randint(0, 11, (3, 6))
     labels[0, :3] = -100
@@ -161,7 +161,9 @@ def test_faults_known_elsewhere(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["int", "float", "tensor", "int tensor"])
 def test_denominator(kind: str) -> None:
     x, y = torch.randn(4, 9, requires_grad=True), torch.tensor([1, -100, 3, 8])
-    by = {"int": 6, "float": 6.0, "tensor": torch.tensor(6.0), "int tensor": torch.tensor([6])}[kind]
+    by = {"int": 6, "float": 6.0, "tensor": torch.tensor(6.0), "int tensor": torch.tensor([6])}[
+        kind
+    ]
     total = cross_entropy(x, y, reduction="sum").detach()
     for reduction in ("mean", "sum"):
         loss = cross_entropy(x, y, reduction=reduction, denominator=by)
@@ -212,7 +214,10 @@ def test_a_target_that_is_no_class() -> None:
     ],
 )
 def test_what_does_not_fit(change: dict, told: str) -> None:
-    given = {"logits": torch.zeros(4, 9), "target": torch.zeros(4, dtype=torch.int64)} | change
+    given: dict[str, Any] = {
+        "logits": torch.zeros(4, 9),
+        "target": torch.zeros(4, dtype=torch.int64),
+    } | change
     with pytest.raises(InputError) as caught:
         cross_entropy(**given)
     assert told in str(caught.value)

@@ -135,9 +135,7 @@ def masked(sizes: tuple[int, ...]) -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         mine = theirs.grad[:, start : start + sizes[rank]]
-        torch.testing.assert_close(
-            ours.grad.double(), mine, equal_nan=True, rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(ours.grad.double(), mine, equal_nan=True, rtol=1e-6, atol=1e-6)
 
 
 def test_masked(pool: Pool) -> None:
@@ -195,18 +193,18 @@ def by_dtensor(classes: int) -> None:
     y[2] = -100
     weight = torch.linspace(0.5, 1.5, classes)
     plain = full.clone().requires_grad_()
-    options = {"label_smoothing": 0.1, "z_loss": 0.01}
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01}
     wanted = cross_entropy(plain, y, weight, **options)
     wanted.backward()
     for placement in (Shard(1), Shard(-1), Replicate()):
         for weights in (weight, distribute_tensor(weight, mesh, [Shard(0)])):
             if isinstance(placement, Replicate) and isinstance(weights, DTensor):
                 continue
-            x = distribute_tensor(full.clone(), mesh, [placement]).requires_grad_()
+            x: Any = distribute_tensor(full.clone(), mesh, [placement]).requires_grad_()
             targets = distribute_tensor(y, mesh, [Replicate()])
             for target in (y, targets):
                 x.grad = None
-                loss = cross_entropy(x, target, weights, **options)
+                loss: Any = cross_entropy(x, target, weights, **options)
                 assert isinstance(loss, DTensor)
                 assert loss.placements == (Replicate(),)
                 loss.backward()

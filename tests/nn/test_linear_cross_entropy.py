@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.support.pool import Pool
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import InputError, TargetError, UnsupportedError
 from interlace.nn import LinearCrossEntropyLoss
@@ -97,7 +98,13 @@ def check(seed: int, dtype: torch.dtype, reduction: str, chunk: int | None) -> N
     )  # fmt: skip
     accumulate = draw.choice([None, dtype])
     loss = linear_cross_entropy(
-        parts[0], parts[1], target, parts[2], chunk_size=chunk, accumulate_dtype=accumulate, **options
+        parts[0],
+        parts[1],
+        target,
+        parts[2],
+        chunk_size=chunk,
+        accumulate_dtype=accumulate,
+        **options,
     )
     wanted = unfused(exact, target, dtype, **options)
     eps = max(torch.finfo(dtype).eps, 2.0**-22) * 8
@@ -150,7 +157,7 @@ def test_frozen_parts_have_no_gradient(frozen: tuple[bool, ...], reduction: str,
 def test_no_rows(reduction: str) -> None:
     parts = leaves(torch.randn(0, 4), torch.randn(6, 4))
     target = torch.zeros(0, dtype=torch.int64)
-    loss = linear_cross_entropy(*parts, target, reduction=reduction)
+    loss = linear_cross_entropy(parts[0], parts[1], target, reduction=reduction)
     assert loss.shape == ((0,) if reduction == "none" else ())
     loss.sum().backward()
     assert [p.grad.shape for p in parts] == [(0, 4), (6, 4)]
@@ -170,7 +177,7 @@ def test_hidden_of_more_dimensions_and_autocast(seed: int) -> None:
     )
     torch.testing.assert_close(loss.reshape(-1), wanted)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(*parts[:2], target.view(3, 4))
+        loss = linear_cross_entropy(parts[0], parts[1], target.view(3, 4))
     loss.backward()
     assert parts[1].grad.dtype == torch.float32
     same = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), target)
@@ -218,7 +225,7 @@ def test_chunks_are_small_and_gemms_are_not() -> None:
     assert default_size(8, 0) >= 1
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """The largest tensor that an operation gives."""
 
     def __init__(self) -> None:
@@ -239,7 +246,9 @@ def test_logits_are_never_whole(reduction: str, seed: int) -> None:
     hidden, weight, _, target, _ = drawn(seed, rows, inner, classes, torch.float32)
     parts = leaves(hidden, weight)
     with Largest() as largest:
-        loss = linear_cross_entropy(*parts, target, reduction=reduction, chunk_size=chunk)
+        loss = linear_cross_entropy(
+            parts[0], parts[1], target, reduction=reduction, chunk_size=chunk
+        )
         loss.sum().backward()
     assert chunk * classes <= largest.numel < rows * classes / 4
 
@@ -300,7 +309,7 @@ def by_dtensor() -> None:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     hidden, weight, _, target, _ = drawn(7, 9, 8, 11, torch.float32)
     plain = leaves(hidden, weight)
-    wanted = linear_cross_entropy(*plain, target)
+    wanted = linear_cross_entropy(plain[0], plain[1], target)
     wanted.backward()
     own = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
     (whole,) = leaves(hidden)

@@ -45,7 +45,7 @@ class CrossEntropyLoss(nn.Module):
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """The loss; a `denominator` stands for that of this call."""
-        given = self.options if denominator is None else self.options | {"denominator": denominator}
+        given = with_denominator(self.options, denominator)
         return cross_entropy(logits, target, self.weight, **given)
 
     def extra_repr(self) -> str:
@@ -86,7 +86,7 @@ class LinearCrossEntropyLoss(nn.Module):
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """The loss; a `denominator` stands for that of this call."""
-        given = self.options if denominator is None else self.options | {"denominator": denominator}
+        given = with_denominator(self.options, denominator)
         return linear_cross_entropy(
             hidden, weight, target, bias, class_weight=self.class_weight, **given
         )
@@ -94,6 +94,13 @@ class LinearCrossEntropyLoss(nn.Module):
     def extra_repr(self) -> str:
         """The options."""
         return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+def with_denominator(
+    options: dict[str, Any], denominator: torch.Tensor | float | None
+) -> dict[str, Any]:
+    """The options, with this denominator if one is given."""
+    return options if denominator is None else {**options, "denominator": denominator}
 
 
 SHARED = (

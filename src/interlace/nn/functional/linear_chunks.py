@@ -41,7 +41,7 @@ class Grads:
         """Nothing yet; of `hidden` in its own type, of the others in `dtype`."""
         fresh = hidden.shape[0] == 0  # no chunk will write them
         new: Any = torch.zeros_like if fresh else torch.empty_like
-        layout = {"memory_format": torch.contiguous_format}
+        layout: Any = {"memory_format": torch.contiguous_format}
         return Grads(
             torch.empty_like(hidden, **layout) if wanted[0] else None,
             new(weight, dtype=dtype, **layout) if wanted[1] else None,
@@ -167,8 +167,8 @@ class Chunks:
         if chunk.start == 0:
             self.ready()
         packed = steps.pack(chunk.problem, found)
-        chunk.gathered = packed.new_empty(self.shards.world, *packed.shape)
-        chunk.wait = start_gather(chunk.gathered, packed, self.group)
+        chunk.gathered = gathered = packed.new_empty(self.shards.world, *packed.shape)
+        chunk.wait = start_gather(gathered, packed, self.group)
         return chunk
 
     def _add(

@@ -16,7 +16,7 @@ import torch
 from interlace.errors import InputError
 from interlace.kernels.cross_entropy import Terms, steps_for
 from interlace.nn.functional.linear_chunks import Chunks, Grads
-from interlace.nn.functional.once import first_order
+from interlace.nn.functional.once import eager, first_order
 from interlace.nn.functional.row_loss import LOGITS, check_options
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
@@ -29,7 +29,7 @@ from interlace.nn.functional.vocabulary import (
 )
 
 
-@torch.compiler.disable
+@eager
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

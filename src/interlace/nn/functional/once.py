@@ -8,11 +8,21 @@ the inputs alone do, what follows from the gradient would silently have none.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from interlace.errors import UnsupportedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """The function as it is, where torch.compile breaks its graph: what it does is one kernel."""
+    disabled: Any = torch.compiler.disable(function)
+    return disabled
 
 
 class FirstOrder(torch.autograd.Function):

@@ -18,7 +18,7 @@ import torch
 
 from interlace.errors import InputError
 from interlace.kernels.cross_entropy import Problem, Shards, Terms, steps_for
-from interlace.nn.functional.once import first_order
+from interlace.nn.functional.once import eager, first_order
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
 from interlace.nn.functional.vocabulary import (
@@ -35,7 +35,7 @@ REDUCTIONS = ("none", "mean", "sum")
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-@torch.compiler.disable
+@eager
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -86,9 +86,9 @@ def cross_entropy(
             device has come so far; with `check_targets`, at once.
         InputError: shapes, types or options that do not fit.
     """
-    mesh = None
+    mesh: Any = None
     if is_dtensor(logits):
-        mesh = logits.device_mesh
+        mesh = getattr(logits, "device_mesh")  # noqa: B009
         if group is not None:
             raise InputError("logits are a DTensor, whose mesh says the group: leave out `group`")
         logits, group, shard_sizes = cut_of(logits, -1, "logits")
