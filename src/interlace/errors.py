@@ -78,3 +78,11 @@ class ExecutorError(InterlaceError):
 
 class OptionError(InterlaceError):
     """An option has a value that it cannot take."""
+
+
+class InputError(InterlaceError, ValueError):
+    """A tensor or an argument of a layer or a loss does not fit the others, or cannot be so."""
+
+
+class TargetError(InterlaceError, IndexError):
+    """A target is no class: neither of the vocabulary nor `ignore_index`."""

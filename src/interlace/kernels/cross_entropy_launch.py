@@ -1,0 +1,263 @@
+"""Launches the kernels of the cross-entropy: how they are cut, and how rows of any strides lie.
+
+    found = stats(problem)              # the steps of cross_entropy.py, on CUDA
+
+Everything is enqueued on the current stream; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from interlace.kernels.cross_entropy import Problem
+from interlace.kernels.cross_entropy_kernel import (
+    grad_kernel,
+    merge_kernel,
+    stats_kernel,
+    total_kernel,
+)
+
+WARPS = 8
+"""Warps of a program, at most: fewer where a row is short."""
+UNROLL = 4
+"""Loads of 16 bytes that each thread has under way at a time, forward,"""
+GRAD_UNROLL = 2
+"""and backward: 32 registers a thread, so that a processor is full."""
+PROGRAMS = 2048
+"""Rows are split into parts until there are about so many programs: some four waves of an H200."""
+PART_TILES = 2
+"""Tiles that a part of a row has at least,"""
+GRAD_TILES = 8
+"""and those of a program of the backward pass."""
+MERGED_ROWS = 128
+"""Rows that a program of `merge_kernel` joins."""
+MAX_DIMS = 3
+"""Batch dimensions that no single stride describes, at most; more are copied."""
+
+
+class Layout:
+    """Where the rows of the logits and of the target lie, and how kernels are cut for them."""
+
+    __slots__ = ("alike", "dims", "even", "flags", "logits", "numbers", "rows", "strided", "target",
+                 "tile", "unroll", "vec", "warps")  # fmt: skip
+
+    def __init__(self, problem: Problem, unroll: int = UNROLL) -> None:
+        logits, target = problem.logits, problem.target
+        groups = collapse(target.shape, logits.stride()[:-1], target.stride())
+        if len(groups) > MAX_DIMS:
+            target = target.contiguous()
+            groups = collapse(target.shape, logits.stride()[:-1], target.stride())
+        local = logits.shape[-1]
+        if len(groups) > MAX_DIMS:  # the last resort
+            logits, target = logits.reshape(-1, local), target.view(-1)
+            groups = collapse(target.shape, logits.stride()[:-1], target.stride())
+        self.logits, self.target = logits, target
+        self.rows = rows = target.numel()
+        self.dims = len(groups)
+        (_, s0, t0), (n1, s1, t1), (n2, s2, t2) = [(1, 0, 0)] * (MAX_DIMS - self.dims) + groups
+        stride = logits.stride(-1) if local > 1 else 1
+        self.strided = stride != 1
+        self.vec = vec = 16 // logits.element_size()
+        self.even = not (local % vec or s0 % vec or s1 % vec or s2 % vec)
+        apart = (s2 - local, s1 - n2 * local, s0 - n1 * n2 * local)
+        self.alike = not any(step % vec for step in apart[: self.dims]) and not self.strided
+        shards, terms = problem.shards, problem.terms
+        self.numbers = (
+            rows, local, shards.offset, shards.classes, terms.ignore_index,
+            n1, n2, s0, s1, s2, stride, t0, t1, t2,
+        )  # fmt: skip
+        self.flags = {
+            "RANK": shards.rank,
+            "WORLD": shards.world,
+            "MEASURED": shards.sizes is not None,
+            "DIMS": self.dims,
+            "SMOOTH": terms.smoothing != 0.0,
+            "WEIGHTED": problem.weight is not None,
+            "ZLOSS": terms.z_loss != 0.0,
+            "CAP": terms.softcap != 0.0,
+        }
+        self.warps, self.unroll = WARPS, unroll
+        while self.unroll > 1 and self.unroll * self.warps * 32 * vec >= 2 * local:
+            self.unroll //= 2
+        while self.warps > 1 and self.unroll * self.warps * 32 * vec >= 2 * local:
+            self.warps //= 2
+        self.tile = self.unroll * self.warps * 32  # in groups of `vec` elements
+
+    def cut(self) -> dict[str, Any]:
+        """How the kernels that go through the vocabulary are cut."""
+        return {
+            "STRIDED": self.strided,
+            "EVEN": self.even,
+            "U": self.unroll,
+            "LANES": 32 * self.warps,
+            "VEC": self.vec,
+            "num_warps": self.warps,
+        }
+
+    def parts(self) -> tuple[int, int]:
+        """How many parts the rows are split into, and groups a part: a whole number of tiles."""
+        tiles = -(-(-(-self.numbers[1] // self.vec) + 1) // self.tile)
+        wanted = min(-(-PROGRAMS // max(self.rows, 1)), -(-tiles // PART_TILES))
+        each = -(-tiles // max(wanted, 1))
+        return -(-tiles // each), each * self.tile
+
+
+def collapse(
+    shape: tuple[int, ...], one: tuple[int, ...], two: tuple[int, ...]
+) -> list[tuple[int, int, int]]:
+    """The dimensions (size, stride of one, of two), joined where one stride does for both."""
+    found: list[tuple[int, int, int]] = []
+    for size, a, b in zip(shape, one, two, strict=True):
+        if size == 1:
+            continue
+        if found:
+            before, step, other = found[-1]
+            if step == size * a and other == size * b:
+                found[-1] = (before * size, a, b)
+                continue
+        found.append((size, a, b))
+    return found or [(1, 0, 0)]
+
+
+def on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Makes the tensor's device the current one, if it is not."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+def stats(problem: Problem) -> torch.Tensor:
+    """[parts, K, rows] of this rank's classes, but for the target's logit and weight."""
+    layout = Layout(problem)
+    count, each = layout.parts()
+    found = torch.empty(
+        count, problem.num_stats, layout.rows, dtype=torch.float32, device=problem.logits.device
+    )
+    _stats(problem, layout, count, each, found, None, None)
+    return found
+
+
+def _stats(problem: Problem, layout: Layout, count: int, each: int, found: Any, kept: Any,
+           losses: Any) -> None:  # fmt: skip
+    terms = problem.terms
+    if not layout.rows:
+        return
+    kernel: Any = stats_kernel
+    with on(problem.logits):
+        kernel[(layout.rows, count)](
+            layout.logits, layout.target, problem.weight, found, kept, losses, problem.word,
+            problem.shards.sizes, *layout.numbers,
+            terms.smoothing, terms.z_loss, terms.softcap, each,
+            FINISH=losses is not None, **layout.flags, **layout.cut(),
+        )  # fmt: skip
+
+
+def _merge(problem: Problem, layout: Layout, found: torch.Tensor, merged: Any, kept: Any,
+           losses: Any, picks: bool) -> None:  # fmt: skip
+    terms = problem.terms
+    if not layout.rows:
+        return
+    kernel: Any = merge_kernel
+    with on(problem.logits):
+        kernel[(-(-layout.rows // MERGED_ROWS),)](
+            found, merged, layout.logits, layout.target, problem.weight, kept, losses,
+            problem.word, problem.shards.sizes, layout.numbers[0], found.shape[0],
+            *layout.numbers[1:], terms.smoothing, terms.z_loss, terms.softcap,
+            PICK=picks, FINISH=losses is not None, BLOCK=MERGED_ROWS, **layout.flags,
+        )  # fmt: skip
+
+
+def pack(problem: Problem, found: torch.Tensor) -> torch.Tensor:
+    """[K, rows]: what this rank sends."""
+    merged = torch.empty(found.shape[1:], dtype=torch.float32, device=found.device)
+    _merge(problem, Layout(problem), found, merged, None, None, picks=True)
+    return merged
+
+
+def losses(problem: Problem, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's loss, and maximum, log of the sum, weight (and mass) of each row."""
+    loss, kept = _results(problem)
+    _merge(problem, Layout(problem), found, None, kept, loss, picks=False)
+    return loss, kept
+
+
+def alone(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """`losses` where no other rank has classes: one kernel, unless the rows are few."""
+    layout = Layout(problem)
+    count, each = layout.parts()
+    loss, kept = _results(problem)
+    if count == 1:
+        _stats(problem, layout, count, each, None, kept, loss)
+        return loss, kept
+    shape = count, problem.num_stats, layout.rows
+    found = torch.empty(shape, dtype=torch.float32, device=loss.device)
+    _stats(problem, layout, count, each, found, None, None)
+    _merge(problem, layout, found, None, kept, loss, picks=True)
+    return loss, kept
+
+
+def _results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    target, device = problem.target, problem.logits.device
+    loss = torch.empty(target.shape, dtype=torch.float32, device=device)
+    kept = torch.empty(problem.num_kept, target.numel(), dtype=torch.float32, device=device)
+    return loss, kept
+
+
+def total(
+    losses: torch.Tensor,
+    kept: torch.Tensor,
+    mean: bool,
+    denominator: torch.Tensor | float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the losses over its divisor, and that."""
+    loss = torch.empty((), dtype=torch.float32, device=losses.device)
+    divisor = torch.empty((), dtype=torch.float32, device=losses.device)
+    given = denominator if isinstance(denominator, torch.Tensor) else None
+    if given is not None and given.device != losses.device:
+        given = given.to(losses.device, non_blocking=True)
+    number = float(denominator) if given is None and denominator is not None else 1.0
+    rows = losses.numel()
+    block = min(4096, max(32, 1 << (rows - 1).bit_length())) if rows else 32
+    kernel: Any = total_kernel
+    with on(losses):
+        kernel[(1,)](
+            losses, kept if mean else None, loss, divisor, given, number, rows,
+            MEAN=mean and denominator is None, GIVEN=given is not None,
+            BLOCK=block, num_warps=max(1, min(16, block // 128)),
+        )  # fmt: skip
+    return loss, divisor
+
+
+def gradient(
+    problem: Problem,
+    kept: torch.Tensor,
+    upstream: torch.Tensor | None,
+    divisor: torch.Tensor | None,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of the logits; `upstream` is a number, or one for each row."""
+    logits, terms = problem.logits, problem.terms
+    layout = Layout(problem, GRAD_UNROLL)
+    if into is None:
+        into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    local = layout.numbers[1]
+    if not layout.rows or not local:
+        return into
+    each = GRAD_TILES * layout.tile
+    count = -(-(-(-local // layout.vec) + 1) // each)
+    per_row = upstream is not None and upstream.dim() > 0
+    if per_row and upstream is not None:
+        upstream = upstream.reshape(-1).contiguous()
+    kernel: Any = grad_kernel
+    with on(logits):
+        kernel[(layout.rows, count)](
+            layout.logits, layout.target, problem.weight, kept, upstream, divisor, into,
+            problem.shards.sizes, *layout.numbers, local,
+            terms.smoothing, terms.z_loss, terms.softcap, each,
+            ALIKE=layout.alike, PER_ROW=per_row, DIVIDED=divisor is not None,
+            SCALED=upstream is not None, **layout.flags, **layout.cut(),
+        )  # fmt: skip
+    return into

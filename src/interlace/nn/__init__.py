@@ -1,0 +1,10 @@
+"""Layers and losses, each of use without a compiled schedule.
+
+from interlace.nn import CrossEntropyLoss
+
+loss = CrossEntropyLoss(label_smoothing=0.1)(logits, target)
+"""
+
+from interlace.nn.losses import CrossEntropyLoss, LinearCrossEntropyLoss
+
+__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]

@@ -1,0 +1,118 @@
+"""Losses as modules.
+
+loss = CrossEntropyLoss(label_smoothing=0.1, group=tp)(logits, target)
+loss = LinearCrossEntropyLoss(z_loss=1e-4)(hidden, head.weight, target)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.nn.functional import cross_entropy, linear_cross_entropy
+
+
+class CrossEntropyLoss(nn.Module):
+    """`interlace.nn.functional.cross_entropy` with its options set.
+
+    Takes the arguments of `torch.nn.CrossEntropyLoss` (without the deprecated ones), then those of
+    the function. Logits are (..., classes): the classes come last. `weight` is a buffer.
+    """
+
+    weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.options = known(
+            {"ignore_index": ignore_index, "reduction": reduction}
+            | {"label_smoothing": label_smoothing} | options
+        )  # fmt: skip
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        denominator: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """The loss; a `denominator` stands for that of this call."""
+        given = with_denominator(self.options, denominator)
+        return cross_entropy(logits, target, self.weight, **given)
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """`interlace.nn.functional.linear_cross_entropy` with its options set.
+
+    The weight and the bias are the caller's: an output layer's, often tied to the embedding's.
+    """
+
+    class_weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        class_weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.options = known(
+            {"ignore_index": ignore_index, "reduction": reduction}
+            | {"label_smoothing": label_smoothing} | options,
+            ("chunk_size", "accumulate_dtype", "overlap"),
+        )  # fmt: skip
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        denominator: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """The loss; a `denominator` stands for that of this call."""
+        given = with_denominator(self.options, denominator)
+        return linear_cross_entropy(
+            hidden, weight, target, bias, class_weight=self.class_weight, **given
+        )
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+def with_denominator(
+    options: dict[str, Any], denominator: torch.Tensor | float | None
+) -> dict[str, Any]:
+    """The options, with this denominator if one is given."""
+    return options if denominator is None else {**options, "denominator": denominator}
+
+
+SHARED = (
+    "ignore_index", "reduction", "label_smoothing",
+    "group", "z_loss", "softcap", "denominator", "check_targets", "shard_sizes",
+)  # fmt: skip
+"""Options of both functions."""
+
+
+def known(options: dict[str, Any], more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The options, all of which the function takes."""
+    for name in options:
+        if name not in (*SHARED, *more):
+            raise TypeError(f"a loss takes no argument {name!r}; it takes {(*SHARED, *more)}")
+    return options

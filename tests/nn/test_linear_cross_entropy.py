@@ -1,0 +1,325 @@
+"""The cross-entropy of a linear layer in chunks, on one rank and over a cut vocabulary."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.support.pool import Pool
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from interlace.errors import InputError, TargetError, UnsupportedError
+from interlace.nn import LinearCrossEntropyLoss
+from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
+from interlace.nn.functional.linear_loss import default_size
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def drawn(seed: int, rows: int, inner: int, classes: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """hidden, weight, bias, target and class weights."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, inner, generator=generator).to(dtype)
+    weight = (torch.randn(classes, inner, generator=generator) * inner**-0.5).to(dtype)
+    bias = torch.randn(classes, generator=generator).to(dtype)
+    target = torch.randint(0, classes, (rows,), generator=generator)
+    target[torch.rand(rows, generator=generator) < 0.2] = -100
+    return hidden, weight, bias, target, torch.rand(classes, generator=generator) + 0.5
+
+
+def leaves(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if t is None else t.detach().clone().requires_grad_() for t in tensors)
+
+
+def unfused(parts: Parts, target: torch.Tensor, dtype: torch.dtype, **options: Any) -> torch.Tensor:
+    """What torch computes, in fp64."""
+    hidden, weight, bias = parts
+    logits = F.linear(hidden, weight, bias)
+    cap, z_loss = options.pop("softcap", None), options.pop("z_loss", 0.0)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    by, reduction = options.pop("denominator", None), options.pop("reduction")
+    class_weight = options.pop("class_weight", None)
+    class_weight = None if class_weight is None else class_weight.double()
+    rows = F.cross_entropy(logits, target, class_weight, reduction="none", **options)
+    rows = rows + z_loss * logits.logsumexp(-1) ** 2 * (target != -100)
+    if reduction == "none":
+        return rows
+    if reduction == "mean" and by is None:
+        counted = target != -100
+        by = counted.sum()
+        if class_weight is not None:
+            by = (class_weight[target.clamp(min=0)] * counted).sum()
+    return rows.sum() / (1.0 if by is None else by)
+
+
+def compare(found: Parts, wanted: Parts, dtype: torch.dtype) -> list[str]:
+    """What is off by more than a few roundings of the type, of the largest element.
+
+    Logits and their gradient are rounded to the type, and so are the products and their scaling.
+    """
+    eps = {torch.float64: 2.0**-42, torch.float32: 2.0**-20}.get(dtype, torch.finfo(dtype).eps * 4)
+    wrong = []
+    for name, a, b in zip(("hidden", "weight", "bias"), found, wanted, strict=True):
+        if a is None or b is None:
+            continue
+        assert a.dtype == dtype
+        error = (a.double() - b).abs().max() if b.numel() else torch.zeros(())
+        if not error <= eps * max(1e-6, b.abs().max().item() if b.numel() else 0.0):
+            wrong.append(f"{name} is off by {error:.3g} of {b.abs().max():.3g}")
+    return wrong
+
+
+def options_of(draw: random.Random, reduction: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "reduction": reduction,
+        "label_smoothing": draw.choice([0.0, 0.1]),
+        "z_loss": draw.choice([0.0, 0.01]),
+        "softcap": draw.choice([None, 5.0]),
+    }
+    if reduction != "none":
+        found["denominator"] = draw.choice([None, 7.5])
+    return found
+
+
+def check(seed: int, dtype: torch.dtype, reduction: str, chunk: int | None) -> None:
+    draw = random.Random(seed)
+    hidden, weight, bias, target, class_weight = drawn(seed, 23, 16, 41, dtype)
+    bias = bias if draw.random() < 0.5 else None
+    options = options_of(draw, reduction)
+    if draw.random() < 0.5:
+        options["class_weight"] = class_weight
+    parts, exact = leaves(hidden, weight, bias), leaves(
+        hidden.double(), weight.double(), None if bias is None else bias.double()
+    )  # fmt: skip
+    accumulate = draw.choice([None, dtype])
+    loss = linear_cross_entropy(
+        parts[0],
+        parts[1],
+        target,
+        parts[2],
+        chunk_size=chunk,
+        accumulate_dtype=accumulate,
+        **options,
+    )
+    wanted = unfused(exact, target, dtype, **options)
+    eps = max(torch.finfo(dtype).eps, 2.0**-22) * 8
+    torch.testing.assert_close(loss.double(), wanted, rtol=eps, atol=eps)
+    up = torch.randn(loss.shape, generator=torch.Generator().manual_seed(seed))
+    up = 2.0 + up.abs()  # so that no sum of gradients is much smaller than its parts
+    wanted.backward(up.double())
+    for _ in range(2):
+        for part in parts:
+            if part is not None:
+                part.grad = None
+        loss.backward(up.to(loss.dtype), retain_graph=True)
+        grads = tuple(None if p is None else p.grad for p in parts)
+        theirs = tuple(None if p is None else p.grad for p in exact)
+        assert not (wrong := compare(grads, theirs, dtype)), (wrong, options, accumulate, bias)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 23, 100])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
+)
+def test_as_unfused(dtype: torch.dtype, reduction: str, chunk: int | None, seed: int) -> None:
+    for number in range(3):
+        check(seed + number, dtype, reduction, chunk)
+
+
+@pytest.mark.parametrize("frozen", list(itertools.product([True, False], repeat=3)), ids=str)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_frozen_parts_have_no_gradient(frozen: tuple[bool, ...], reduction: str, seed: int) -> None:
+    hidden, weight, bias, target, _ = drawn(seed, 9, 8, 11, torch.float32)
+    every, some = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
+    for part, is_frozen in zip(some, frozen, strict=True):
+        part.requires_grad_(not is_frozen)
+    losses = [
+        linear_cross_entropy(h, w, target, b, reduction=reduction, chunk_size=4)
+        for h, w, b in (every, some)
+    ]
+    assert torch.equal(*losses)
+    losses[0].sum().backward()
+    if all(frozen):
+        assert not losses[1].requires_grad
+        return
+    losses[1].sum().backward()
+    for a, b, is_frozen in zip(every, some, frozen, strict=True):
+        assert (b.grad is None) if is_frozen else torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_no_rows(reduction: str) -> None:
+    parts = leaves(torch.randn(0, 4), torch.randn(6, 4))
+    target = torch.zeros(0, dtype=torch.int64)
+    loss = linear_cross_entropy(parts[0], parts[1], target, reduction=reduction)
+    assert loss.shape == ((0,) if reduction == "none" else ())
+    loss.sum().backward()
+    assert [p.grad.shape for p in parts] == [(0, 4), (6, 4)]
+    if reduction != "mean":
+        assert not parts[1].grad.any()
+
+
+def test_hidden_of_more_dimensions_and_autocast(seed: int) -> None:
+    hidden, weight, bias, target, _ = drawn(seed, 12, 8, 11, torch.float32)
+    parts = leaves(hidden.view(3, 4, 8), weight, bias)
+    loss = linear_cross_entropy(parts[0][:, :-1], parts[1], target.view(3, 4)[:, 1:], parts[2],
+                                reduction="none")  # fmt: skip
+    assert loss.shape == (3, 3)
+    rows = hidden.view(3, 4, 8)[:, :-1].reshape(-1, 8)
+    wanted = cross_entropy(
+        F.linear(rows, weight, bias), target.view(3, 4)[:, 1:].reshape(-1), reduction="none"
+    )
+    torch.testing.assert_close(loss.reshape(-1), wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(parts[0], parts[1], target.view(3, 4))
+    loss.backward()
+    assert parts[1].grad.dtype == torch.float32
+    same = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), target)
+    assert torch.equal(loss, same)
+
+
+def test_errors() -> None:
+    hidden, weight, target = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 5, 1])
+    with pytest.raises(InputError, match="take one type"):
+        linear_cross_entropy(hidden.bfloat16(), weight, target)
+    with pytest.raises(InputError, match=r"the weight is \(classes, in\)"):
+        linear_cross_entropy(hidden, weight.t(), target)
+    with pytest.raises(InputError, match="targets are"):
+        linear_cross_entropy(hidden, weight, target[:2])
+    with pytest.raises(InputError, match="one for each class"):
+        linear_cross_entropy(hidden, weight, target, torch.zeros(4))
+    with pytest.raises(InputError, match="there are 5 classes"):
+        linear_cross_entropy(hidden, weight, target, class_weight=torch.ones(4))
+    with pytest.raises(InputError, match="chunk_size is 0"):
+        linear_cross_entropy(hidden, weight, target, chunk_size=0)
+    with pytest.raises(TargetError, match="row 1 is 5"):
+        linear_cross_entropy(hidden, weight, target, check_targets=True)
+    assert linear_cross_entropy(hidden, weight, target, chunk_size=2).isnan()
+    with pytest.raises(TargetError, match="is 5, where there are classes 0 to 4"):
+        raise_pending()
+    weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target.clamp(max=4))
+    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiated again"):
+        grad.sum().backward()
+
+
+def test_module() -> None:
+    hidden, weight, target = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 4, 1])
+    loss = LinearCrossEntropyLoss(label_smoothing=0.1, chunk_size=2)
+    wanted = linear_cross_entropy(hidden, weight, target, label_smoothing=0.1, chunk_size=2)
+    assert torch.equal(loss(hidden, weight, target), wanted)
+
+
+def test_chunks_are_small_and_gemms_are_not() -> None:
+    assert default_size(8192, 128256) == 1024
+    assert default_size(100, 128256) == 256
+    assert default_size(1 << 20, 128256) == 1024
+    assert default_size(1 << 20, 32000) == 4096
+    assert default_size(8, 0) >= 1
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that an operation gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_logits_are_never_whole(reduction: str, seed: int) -> None:
+    rows, inner, classes, chunk = 256, 8, 512, 32
+    hidden, weight, _, target, _ = drawn(seed, rows, inner, classes, torch.float32)
+    parts = leaves(hidden, weight)
+    with Largest() as largest:
+        loss = linear_cross_entropy(
+            parts[0], parts[1], target, reduction=reduction, chunk_size=chunk
+        )
+        loss.sum().backward()
+    assert chunk * classes <= largest.numel < rows * classes / 4
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+def cut(seed: int, sizes: tuple[int, ...], dtype: torch.dtype, told: bool) -> tuple[Any, ...]:
+    """What is wrong on this rank; the bits of the loss and gradients, with and without overlap."""
+    rank, wrong, bits = dist.get_rank(), [], []
+    hidden, weight, bias, target, class_weight = drawn(seed, 23, 16, sum(sizes), dtype)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    for reduction in ("none", "mean", "sum"):
+        draw = random.Random(f"{seed}{reduction}")
+        options = options_of(draw, reduction)
+        if draw.random() < 0.5:
+            options["class_weight"] = class_weight
+        exact = leaves(hidden.double(), weight.double(), bias.double())
+        wanted = unfused(exact, target, dtype, **options)
+        up = 2.0 + torch.rand(wanted.shape, generator=torch.Generator().manual_seed(seed))
+        wanted.backward(up.double())
+        theirs = (exact[0].grad, exact[1].grad[own], exact[2].grad[own])
+        if "class_weight" in options:
+            options["class_weight"] = class_weight[own]
+        results = []
+        for overlap in (True, False):
+            parts = leaves(hidden, weight[own], bias[own])
+            loss = linear_cross_entropy(
+                parts[0], parts[1], target, parts[2], chunk_size=5, overlap=overlap,
+                group=dist.group.WORLD, shard_sizes=sizes if told else None, **options,
+            )  # fmt: skip
+            loss.backward(up.to(loss.dtype))
+            found = tuple(part.grad for part in parts)
+            results.append((loss.detach(), *found))
+            eps = max(torch.finfo(dtype).eps, 2.0**-22) * 8
+            if not torch.allclose(loss.double(), wanted, rtol=eps, atol=eps):
+                wrong.append(f"the loss is {loss}, not {wanted}")
+            wrong += compare(found, theirs, dtype)
+        for a, b in zip(*results, strict=True):
+            if not torch.equal(a, b):
+                wrong.append("overlapped is not in order, bit for bit")
+        bits += [t.double().tolist() for t in (results[0][0], results[0][1])]
+    return wrong, bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(20, 20), (40, 1), (7, 0, 30), (10, 11, 3, 1)], ids=str)
+def test_cut(pool: Pool, sizes: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
+    for told in (False, True):
+        found = pool(len(sizes)).run(cut, seed, sizes, dtype, told)
+        assert not any(wrong for wrong, _ in found), found
+        assert all(bits == found[0][1] for _, bits in found), "loss and hidden's gradient"
+
+
+def by_dtensor() -> None:
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    hidden, weight, _, target, _ = drawn(7, 9, 8, 11, torch.float32)
+    plain = leaves(hidden, weight)
+    wanted = linear_cross_entropy(plain[0], plain[1], target)
+    wanted.backward()
+    own = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    (whole,) = leaves(hidden)
+    loss = linear_cross_entropy(whole, own, target)
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    assert isinstance(own.grad, DTensor)
+    torch.testing.assert_close(own.grad.full_tensor(), plain[1].grad)
+    torch.testing.assert_close(whole.grad, plain[0].grad)
+
+
+def test_a_dtensor_as_weight(pool: Pool) -> None:
+    pool(3).run(by_dtensor)
