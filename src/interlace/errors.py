@@ -78,3 +78,7 @@ class ExecutorError(InterlaceError):
 
 class OptionError(InterlaceError):
     """An option has a value that it cannot take."""
+
+
+class OptimizerError(InterlaceError, ValueError):
+    """An optimizer was given an argument, a parameter or a state that it cannot take."""
