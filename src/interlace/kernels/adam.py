@@ -26,6 +26,7 @@ Note [Remainders]
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,10 +125,10 @@ def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
         gain=(-1.0 if hyper.maximize else 1.0) / scale,
         l2=hyper.weight_decay if hyper.coupled else 0.0,
         from_g=0.0 if near else 1.0,
-        slope=1 - beta1 if near else -beta1,
+        slope=1 - beta1 if near else 0.0 - beta1,
         beta2=beta2,
         rest2=1 - beta2,
-        correction=1 / (1 - power(beta2, step)) ** 0.5,
+        correction=1 / math.sqrt(1 - power(beta2, step)),
         eps=hyper.eps,
         size=hyper.lr / (1 - power(beta1, step)),
         decay=1.0 if hyper.coupled else 1 - hyper.lr * hyper.weight_decay,
@@ -212,6 +213,11 @@ def split(master: Tensor, p: Tensor, remainder: Tensor) -> None:
     remainder.copy_(bits - (top << 16))
 
 
+def root(x: Tensor) -> Tensor:
+    """The square root of fp32, correctly rounded: torch's own on a CPU may be off by one bit."""
+    return x.double().sqrt_().float()
+
+
 def update_twin(
     spec: Spec, flat: Flat, row: Scalars, *, key: int, base: int = 0, chunk: int | None = None
 ) -> None:
@@ -242,7 +248,7 @@ def _update_chunk(spec: Spec, c: Flat, row: Scalars, first: int, keys: tuple[int
     if c.vmax is not None:
         top = torch.maximum(c.vmax.float(), v)
         c.vmax.copy_(top)
-    x = x * row.decay - m * row.size / (top.sqrt() * row.correction + row.eps)
+    x = x * row.decay - m * row.size / (root(top) * row.correction + row.eps)
 
     words = random_words(first, x.numel(), keys, x.device) if spec.stochastic else None
     store(c.m, m, None if words is None else words & 0xFFFF)

@@ -149,13 +149,18 @@ def adam_kernel(
     table, owners, dynamic, count, rows,
     P_KIND: tl.constexpr, G_KIND: tl.constexpr, M_KIND: tl.constexpr, V_KIND: tl.constexpr,
     MASTER: tl.constexpr, AMSGRAD: tl.constexpr, COUPLED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr, COUNTED: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     owner = tl.load(owners.to(tl.pointer_type(tl.int32)) + block)
     own = table.to(tl.pointer_type(tl.int64)) + owner * FIELDS
     changing = dynamic.to(tl.pointer_type(tl.int64)) + owner
-    row = rows.to(tl.pointer_type(tl.float64)) + tl.load(changing + count) * ROWS
+    row = rows.to(tl.pointer_type(tl.float64))
+    if COUNTED:
+        row += owner * ROWS
+    else:
+        row += tl.load(changing + count) * ROWS
     start = (block - tl.load(own + FIRST)) * CHUNK
     left = tl.minimum(tl.load(own + LENGTH) - start, CHUNK).to(tl.int32)
     gain = tl.load(row).to(tl.float32)
@@ -227,23 +232,22 @@ def prepare_kernel(
     lr = tl.where(where != 0, given.to(tl.float64), lr)
     beta1, beta2 = tl.load(hyper + 2), tl.load(hyper + 3)
     decay, sign, coupled = tl.load(hyper + 5), tl.load(hyper + 6), tl.load(hyper + 7)
-    if scale != 0:
-        sign /= tl.load(scale.to(tl.pointer_type(tl.float32))).to(tl.float64)
-    skip = 0.0
-    if found_inf != 0:
-        skip = tl.load(found_inf.to(tl.pointer_type(tl.float32)))
+    scaled = tl.load(scale.to(tl.int64).to(tl.pointer_type(tl.float32)), mask=scale != 0, other=1.0)
+    sign /= scaled.to(tl.float64)
+    skip = tl.load(found_inf.to(tl.int64).to(tl.pointer_type(tl.float32)), mask=found_inf != 0, other=0.0)
+    skips = tl.zeros([BLOCK], tl.float32) + skip
 
     steps = tl.load(table.to(tl.pointer_type(tl.int64)) + at * FIELDS + STEP, mask=inside, other=0)
     steps = steps.to(tl.pointer_type(tl.float32))
     step = tl.load(steps, mask=inside, other=0.0) + 1.0
-    tl.store(steps, step, mask=inside & (skip == 0.0))
+    tl.store(steps, step, mask=inside & (skips == 0.0))
     left = step.to(tl.int32)
     power1 = tl.full([BLOCK], 1.0, tl.float64)
     power2 = power1
     square1, square2 = beta1, beta2
     for _ in range(25):  # a step counted in fp32 is below 2^25
-        power1 = tl.where(left & 1 != 0, power1 * square1, power1)
-        power2 = tl.where(left & 1 != 0, power2 * square2, power2)
+        power1 = tl.where((left & 1) != 0, power1 * square1, power1)
+        power2 = tl.where((left & 1) != 0, power2 * square2, power2)
         square1 *= square1
         square2 *= square2
         left >>= 1
@@ -253,7 +257,7 @@ def prepare_kernel(
     tl.store(row, sign, mask=inside)
     tl.store(row + 1, tl.where(coupled != 0, decay, 0.0), mask=inside)
     tl.store(row + 2, tl.where(near, 0.0, one), mask=inside)
-    tl.store(row + 3, tl.where(near, 1.0 - beta1, -beta1), mask=inside)
+    tl.store(row + 3, tl.where(near, 1.0 - beta1, 0.0 - beta1), mask=inside)
     tl.store(row + 4, beta2, mask=inside)
     tl.store(row + 5, 1.0 - beta2, mask=inside)
     tl.store(row + 6, 1.0 / tl.sqrt(1.0 - power2), mask=inside)
@@ -261,7 +265,7 @@ def prepare_kernel(
     tl.store(row + 8, lr / (1.0 - power1), mask=inside)
     tl.store(row + 9, tl.where(coupled != 0, 1.0, 1.0 - lr * decay), mask=inside)
     tl.store(row + 10, step.to(tl.float64), mask=inside)
-    tl.store(row + 11, one * skip, mask=inside)
+    tl.store(row + 11, skips.to(tl.float64), mask=inside)
 
 
 def tile_of(spec: Spec) -> int:
@@ -271,8 +275,12 @@ def tile_of(spec: Spec) -> int:
     return WARPS * 32 * (4 if len(stored) > 1 else 8)
 
 
-def adam_source(spec: Spec, *, aligned: bool) -> Source:
-    """What is compiled; `aligned`: every tensor starts at a multiple of 16 bytes."""
+def adam_source(spec: Spec, *, aligned: bool, counted: bool = False) -> Source:
+    """What is compiled.
+
+    `aligned`: every tensor starts at a multiple of 16 bytes. `counted`: `prepare_kernel` has made
+    a row for each tensor.
+    """
     return Source(
         kernel=adam_kernel,
         types=dict.fromkeys(("table", "owners", "dynamic", "count", "rows"), "i64"),
@@ -286,6 +294,7 @@ def adam_source(spec: Spec, *, aligned: bool) -> Source:
             "COUPLED": spec.coupled,
             "STOCHASTIC": spec.stochastic and torch.bfloat16 in (spec.p, spec.m, spec.v),
             "ALIGNED": aligned,
+            "COUNTED": counted,
             "CHUNK": CHUNK,
             "TILE": tile_of(spec),
             "FIELDS": FIELDS,

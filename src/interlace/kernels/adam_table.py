@@ -72,7 +72,7 @@ class Launch:
         self.device, self.pins = device, device.type == "cuda"
         self.baked: list[tuple[Tensor | None, ...]] = []
         self._count = len(works)
-        self._program = Program(adam_source(spec, aligned=aligned), device)
+        self._program = Program(adam_source(spec, aligned=aligned, counted=counts), device)
         self._prepare = Program(prepare_source(), device) if counts else None
         blocks = torch.tensor([-(-work.count // CHUNK) for work in works])
         first = blocks.cumsum(0) - blocks

@@ -24,8 +24,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import reduce
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, or_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,7 +104,7 @@ class Plan:
         for launch, members in self.launches:
             there = self.entries[members[0]].counted_there
             with torch.cuda.device(launch.device) if launch.pins else nullcontext():
-                addresses = [self._addresses[i] for i in members]
+                addresses = list(map(self._addresses.__getitem__, members))
                 if there:
                     self._launch_counting(launch, addresses, members, scale, found_inf)
                 elif rows:
@@ -168,23 +169,18 @@ class Plan:
             there = [
                 _placed(grad, entry.param) for grad, entry in zip(there, self.entries, strict=True)
             ]
-        if any(grad.layout != torch.strided for grad in there):
-            for number, grad in enumerate(there):
+        if not (self._contiguous and all(map(Tensor.is_contiguous, there))):  # sparse: neither
+            for number, (grad, entry) in enumerate(zip(there, self.entries, strict=True)):
                 check_grad(grad, number)
-        if not (self._contiguous and all(map(Tensor.is_contiguous, there))):
-            there = [
-                laid_out(grad, local(entry.param))
-                for grad, entry in zip(there, self.entries, strict=True)
-            ]
+                there[number] = laid_out(grad, local(entry.param))
         self._grads = there
         self._addresses = list(map(Tensor.data_ptr, there))
 
-    def _kinds_of_grads(self) -> list[tuple[torch.dtype, bool]]:
-        """What of the gradients decides on the kernel: dtypes, and whether they are aligned."""
-        return [
-            (grad.dtype, at % 16 == 0)
-            for grad, at in zip(self._grads, self._addresses, strict=True)
-        ]
+    def _kinds_of_grads(self) -> tuple[list[torch.dtype], list[int]]:
+        """What of the gradients decides on the kernel: dtypes, and which are not aligned."""
+        odd = reduce(or_, self._addresses, 0) & 15
+        places = [i for i, at in enumerate(self._addresses) if at & 15] if odd else []
+        return [grad.dtype for grad in self._grads], places
 
     def _count(
         self, scale: Tensor | None, found_inf: Tensor | None
