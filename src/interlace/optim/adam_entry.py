@@ -133,6 +133,8 @@ def update_singly(entry: Entry, grad: Tensor, row: Scalars) -> None:
     m, v, vmax, w = (None if t is None else flatten(t) for t in entry.tensors())
     assert m is not None
     assert v is not None
+    if w is not None and entry.spec.master == "remainder":
+        w = w.view(torch.int16)
     p = flatten(param)
     flat = Flat(p, flatten(grad), m, v, vmax, w)
     update_twin(entry.spec, flat, row, key=entry.key, base=entry.base)

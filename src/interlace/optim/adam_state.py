@@ -24,6 +24,9 @@ from interlace.kernels.adam import join, split
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (None, "fp32", "remainder")
+REMAINDER = torch.bfloat16
+"""What the 16 bits of a remainder are declared as: they are an int16, which neither NCCL nor gloo
+gathers, so that no full state dict could be had of sharded ones. Read it as `.view(torch.int16)`."""
 KEPT = (
     "exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "stochastic_rounding",
     "foreach", "fused", "capturable", "differentiable",
@@ -88,7 +91,7 @@ def tensors_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype
     kind = master_of(param, group)
     if kind is not None:
         names[{"fp32": "master", "remainder": "remainder"}[kind]] = (
-            torch.float32 if kind == "fp32" else torch.int16
+            torch.float32 if kind == "fp32" else REMAINDER
         )
     return names
 
@@ -113,6 +116,11 @@ def conform(name: str, value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
             f"{type(param).__name__}: load it with torch.distributed.checkpoint.state_dict"
         )
     mine, its = local(param), local(value)
+    if name == "remainder" and its.dtype != REMAINDER:
+        raise OptimizerError(
+            f"the state 'remainder' is {its.dtype}: its 16 bits are kept as {REMAINDER} and have "
+            "been lost in a cast; load the checkpoint without it, and masters start anew"
+        )
     if its.dtype == dtype and its.device == mine.device and its.shape == mine.shape:
         want = mine.stride() if is_dense(mine) else its.contiguous().stride()
         if its.stride() == want:
@@ -131,8 +139,6 @@ def ready(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> Non
             state[name] = empty_like(param, dtype).copy_(param.detach())
         else:
             state[name] = empty_like(param, dtype).zero_()
-    if "max_exp_avg_sq" in names and state["max_exp_avg_sq"].dtype != names["max_exp_avg_sq"]:
-        raise AssertionError("conformed above")
     for name in ("master", "remainder", "max_exp_avg_sq"):
         if name not in names:
             state.pop(name, None)
@@ -142,15 +148,15 @@ def _convert_master(param: Tensor, names: Mapping[str, Any], state: dict[str, An
     """A master where a remainder is kept, or the other way round: the exact value goes over."""
     if "remainder" in names and "remainder" not in state and "master" in state:
         master = conform("master", state.pop("master"), param, torch.float32)
-        state["remainder"] = empty_like(param, torch.int16)
+        state["remainder"] = empty_like(param, REMAINDER)
         split_into = empty_like(param, param.dtype)
-        split(local(master), local(split_into), local(state["remainder"]))
+        split(local(master), local(split_into), local(state["remainder"]).view(torch.int16))
         param.detach().copy_(split_into)
     elif "master" in names and "master" not in state and "remainder" in state:
-        rest = conform("remainder", state.pop("remainder"), param, torch.int16)
+        rest = conform("remainder", state.pop("remainder"), param, REMAINDER)
         state["master"] = empty_like(param, torch.float32)
         source = empty_like(param, param.dtype).copy_(param.detach())
-        local(state["master"]).copy_(join(local(source), local(rest)))
+        local(state["master"]).copy_(join(local(source), local(rest).view(torch.int16)))
 
 
 def fit(name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
