@@ -86,3 +86,7 @@ class InputError(InterlaceError, ValueError):
 
 class TargetError(InterlaceError, IndexError):
     """A target is no class: neither of the vocabulary nor `ignore_index`."""
+
+
+class OptimizerError(InterlaceError, ValueError):
+    """An optimizer was given an argument, a parameter or a state that it cannot take."""

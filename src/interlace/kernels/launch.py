@@ -59,6 +59,8 @@ class Source:
     num_warps: int
     num_stages: int = 1
     divisible: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """More of the compiler's options, as `{"enable_fp_fusion": False}`."""
 
     def compile(self, target: GPUTarget = HOPPER) -> CompiledKernel:
         """The compiled kernel: its PTX and cubin are in `.asm`."""
@@ -77,7 +79,7 @@ class Source:
 
             form = GluonASTSource
         source = form(self.kernel, signature, dict(self.constants), attributes)
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
         return compile_source(source, target=target, options=options)
 
 

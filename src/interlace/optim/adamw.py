@@ -1,0 +1,272 @@
+"""Adam and AdamW with states in the dtype you choose, all parameters in one launch.
+
+    optimizer = AdamW(
+        model.parameters(), lr=3e-4, weight_decay=0.1,
+        exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16, master_weights="remainder",
+    )
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+It is a torch.optim.Optimizer: groups, closures, hooks, schedulers, GradScaler, checkpoints and
+DTensor parameters (FSDP2) work as they do there, and torch.optim.AdamW loads its state and it
+theirs. What differs is said in the classes.
+
+Note [Bytes]
+    For a bf16 parameter, beside the gradient: fp32 master and moments 14 bytes an element;
+    remainders and fp32 moments 12; bf16 moments and fp32 master 10; bf16 moments and remainders 8,
+    which hold the same master bit for bit; bf16 moments alone 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from interlace.errors import OptimizerError
+from interlace.optim.adam_plan import Plan
+from interlace.optim.adam_state import KEPT, MASTERS, STATE_DTYPES, check_param, fit, master_of
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, arXiv:1412.6980), its weight decay an L2 penalty on the gradient.
+
+    The arguments up to `fused` are torch.optim.Adam's. `foreach` and `differentiable` cannot be
+    asked for; `fused=True` is allowed, and like `capturable` puts `step` on the device. Then:
+
+    - `exp_avg_dtype`, `exp_avg_sq_dtype`: float32 or bfloat16, what the moments are stored in
+      (`max_exp_avg_sq` as `exp_avg_sq`). All arithmetic is fp32.
+    - `master_weights`: for bf16 and fp16 parameters, None, "fp32" (a float32 master beside each;
+      what else writes the parameter is undone by the next step) or "remainder" (16 bits beside a
+      bf16 parameter that make it the exact master, rounded to nearest). fp32 parameters need none.
+    - `stochastic_rounding`: whatever is stored in bf16 with loss (moments, and parameters without
+      masters) is rounded up or down at random, so that the mean is right. Rounded to nearest, a
+      bf16 second moment never decays at beta2=0.999, and updates below half a step of the
+      parameter are lost. `max_exp_avg_sq` and fp16 parameters are always rounded to nearest.
+    - `seed`: of that rounding. The random bits depend on it, on the parameter's place in the
+      groups, on its step and on the element, so replicas round alike and a resumed run goes on bit
+      for bit, also on another number of ranks if parameters are sharded by rows.
+
+    All may be set per group. Parameters are float32, bfloat16 or float16, dense or strided, on any
+    device; without a gradient they are left alone. Loading keeps this optimizer's own storage
+    (dtypes, masters, rounding) and takes everything else from the checkpoint; tensors that fit are
+    taken as they are. Errors are OptimizerError (a ValueError).
+
+    With `capturable=True` steps and learning rate stay on the device, and a step can be captured in
+    a CUDA graph once one has run outside. With that or `fused=True` a GradScaler's scale and
+    overflow are handled on the device as well; gradients stay scaled. A learning rate given as a
+    CUDA tensor without either makes each step wait for the device.
+    """
+
+    coupled = True
+    """Whether weight decay goes through the gradient."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self._forget()
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "exp_avg_dtype": exp_avg_dtype,
+            "exp_avg_sq_dtype": exp_avg_sq_dtype,
+            "master_weights": master_weights,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+        }
+        check_group(defaults)
+        super().__init__(params, defaults)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks: then it gives scale and overflow to `step` and does not wait."""
+        return all(group["capturable"] or group["fused"] for group in self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group as torch.optim does; raises OptimizerError for what Adam cannot serve."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            for param in group["params"]:
+                check_param(param)
+                master_of(param, group)
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient; gives the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in params]
+        if self._plan is None or not self._plan.holds(self, params, grads):
+            self._forget()
+            self._plan = Plan(self, params, grads)
+        self._plan.run(
+            scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None)
+        )
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what this class, or torch.optim.Adam(W), saved; every tensor in its own dtype.
+
+        Options that say how states are stored and run stay as they are; see the class. Raises
+        ValueError where groups differ and OptimizerError where a state fits no parameter.
+        """
+
+        def hold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            self._arrived = given
+            return {**given, "state": {}}  # torch would cast it to the parameters' dtype
+
+        handle = self.register_load_state_dict_pre_hook(hold)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._arrived = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Part of loading, of unpickling and of copying: plans are made anew."""
+        state = dict(state)
+        own = self.__dict__.get("param_groups") or [{} for _ in state["param_groups"]]
+        arrived = self.__dict__.get("_arrived")
+        defaults = state.get("defaults") or self.defaults
+        for group, before in zip(state["param_groups"], own, strict=True):
+            for name, value in defaults.items():
+                group.setdefault(name, before.get(name, value))
+            group.update({name: before[name] for name in KEPT if name in before})
+        super().__setstate__(state)
+        self._forget()
+        if arrived is not None:
+            self._take_state(arrived)
+
+    def _take_state(self, given: Mapping[str, Any]) -> None:
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        homes = (
+            (param, group) for group in self.param_groups for param in group["params"]
+        )
+        owners = dict(zip(numbers, homes, strict=True))
+        for number, values in given["state"].items():
+            if number not in owners:
+                self.state[number] = values
+                continue
+            param, group = owners[number]
+            self.state[param] = {
+                name: fit(name, value, param, group) for name, value in values.items()
+            }
+
+    def _forget(self) -> None:
+        """Nothing is known of where tensors lie; but what captured graphs read is kept."""
+        plan: Plan | None = self.__dict__.get("_plan")
+        baked = [launch for launch, _ in plan.launches if launch.baked] if plan else []
+        self._baked: list[Any] = [*self.__dict__.get("_baked", ()), *baked]
+        self._plan: Plan | None = None
+
+
+class AdamW(Adam):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101): parameters decay apart from the gradient.
+
+    The arguments and all else are `Adam`'s; the default of `weight_decay` is torch.optim.AdamW's.
+    """
+
+    coupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weights: str | None = None,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            *(params, lr, betas, eps, weight_decay, amsgrad),
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+        )
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raises OptimizerError for options that cannot be."""
+    lr, betas = group["lr"], tuple(group["betas"])
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise OptimizerError(f"lr is a tensor of {lr.numel()} elements: give it one")
+    if isinstance(lr, Tensor) or lr >= 0:
+        lr = 0.0
+    for name, value in (("lr", lr), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
+        if not value >= 0:
+            raise OptimizerError(f"{name}={value}: it cannot be negative")
+    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise OptimizerError(f"betas={group['betas']}: two numbers from 0 up to, but not, 1")
+    if group["foreach"] or group["differentiable"]:
+        raise OptimizerError(
+            "foreach=True and differentiable=True are torch.optim's own ways to run: there is one "
+            "implementation here, which needs no foreach and is not differentiated through"
+        )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if group[name] not in STATE_DTYPES:
+            raise OptimizerError(
+                f"{name}={group[name]}: torch.float32 or torch.bfloat16 (float16 has too few "
+                "exponents for squared gradients)"
+            )
+    if group["master_weights"] not in MASTERS:
+        raise OptimizerError(f"master_weights={group['master_weights']!r}: one of {MASTERS}")
+    if not isinstance(group["seed"], int):
+        raise OptimizerError(f"seed={group['seed']!r}: an integer")

@@ -1,0 +1,223 @@
+"""Runs the Adam kernels in Triton's interpreter, on the CPU; `python interpreted_adam.py <seed> <n>`.
+
+Whole optimizers: tables, addresses and rows of scalars are those that a GPU would get. Each case
+is stepped twice, by the kernel and by the twin, and everything must have the same bits.
+"""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import warnings
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+
+from interlace.kernels import adam_kernel, adam_table
+from interlace.kernels.adam import Hyper, Spec, key_of, scalars, update_twin
+from interlace.optim import Adam, AdamW, adam_entry
+
+warnings.filterwarnings("ignore", message="overflow encountered")
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def patch_index(tensor: Any, scope: Any) -> None:
+    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = patch_index
+LAUNCHED: list[str] = []
+
+
+class Interpreted:
+    """Stands in for a compiled kernel."""
+
+    def __init__(self, source: Any, device: torch.device) -> None:
+        self.source = source
+
+    def launch(self, stream: int, grid: int, args: tuple[int, ...]) -> None:
+        LAUNCHED.append(self.source.kernel.fn.__name__)
+        self.source.kernel[(grid,)](*args, **self.source.constants)
+
+
+adam_table.Program = Interpreted  # type: ignore[misc]
+
+
+def params_of(draw: random.Random, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """Parameters of many sizes, empty ones and odd addresses among them."""
+    made = []
+    for _ in range(draw.randint(1, 4)):
+        count = draw.choice([0, 1, 7, 8, 1030, 4099, 16384, 16384 + 1029])
+        start = draw.choice([0, 0, 1, 3])
+        whole = torch.randn(count + start).to(draw.choice(dtypes))
+        param = whole[start:]
+        if count % 4 == 0 and draw.random() < 0.5:
+            param = param.view(4, -1).t()
+        made.append(param.detach().requires_grad_())
+    return made
+
+
+def options_of(draw: random.Random) -> dict[str, Any]:
+    dtypes = [torch.float32, torch.bfloat16]
+    return {
+        "lr": draw.choice([1e-3, 0.3]),
+        "betas": draw.choice([(0.9, 0.999), (0.3, 0.7), (0.0, 0.0)]),
+        "weight_decay": draw.choice([0.0, 0.1]),
+        "amsgrad": draw.random() < 0.4,
+        "maximize": draw.random() < 0.3,
+        "exp_avg_dtype": draw.choice(dtypes),
+        "exp_avg_sq_dtype": draw.choice(dtypes),
+        "stochastic_rounding": draw.random() < 0.7,
+        "seed": draw.randrange(1 << 40),
+    }
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """For comparing: NaNs of any kind are equal, and zeros only if their signs are."""
+    tensor = tensor.detach()
+    if not tensor.is_floating_point():
+        return tensor
+    whole = tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    return torch.where(tensor.isnan(), torch.zeros_like(whole) - 7, whole)
+
+
+def same(mine: torch.Tensor, other: torch.Tensor, what: object) -> None:
+    differ = (bits(mine) != bits(other)).nonzero()[:5].tolist()
+    shown = [(at, mine[tuple(at)].item(), other[tuple(at)].item()) for at in differ]
+    assert not differ, (what, shown)
+
+
+def gradients(params: list[torch.Tensor], skip: int | None) -> list[torch.Tensor | None]:
+    made: list[torch.Tensor | None] = []
+    for i, param in enumerate(params):
+        grad = torch.randn_like(param) * 10.0 ** random.randint(-6, 3)
+        if param.numel() > 20:
+            flat = grad.as_strided((param.numel(),), (1,), grad.storage_offset())
+            flat[:9] = torch.tensor([0.0, -0.0, float("nan"), float("inf"), 1e30, 1e-30, 1, 2, 3])
+        made.append(None if i == skip else grad)
+    return made
+
+
+def check_optimizer(draw: random.Random) -> None:
+    """The same steps through the kernel and through the twin."""
+    master = draw.choice([None, "fp32", "remainder"])
+    dtypes = [torch.float32, torch.bfloat16] + ([torch.float16] if master != "remainder" else [])
+    params, options = params_of(draw, dtypes), options_of(draw)
+    options |= {"master_weights": master, "fused": draw.choice([None, True])}
+    twins = [p.detach().clone().requires_grad_() for p in params]
+    kind = draw.choice([Adam, AdamW])
+    by_kernel, by_twin = kind(params, **options), kind(twins, **options)
+    for step in range(3):
+        skip = draw.choice([None, 0])
+        grads = gradients(params, skip)
+        for param, twin, grad in zip(params, twins, grads, strict=True):
+            param.grad = grad
+            twin.grad = None if grad is None else grad.clone()
+        amp = {"grad_scale": torch.tensor(1024.0), "found_inf": torch.tensor(float(step == 1))}
+        if options["fused"]:
+            vars(by_kernel).update(amp)
+            vars(by_twin).update(amp)
+        LAUNCHED.clear()
+        adam_entry.served = lambda device: True
+        by_kernel.step()
+        if any(grad is not None and grad.numel() for grad in grads):
+            assert "adam_kernel" in LAUNCHED, (options, LAUNCHED)
+        adam_entry.served = lambda device: False
+        LAUNCHED.clear()
+        by_twin.step()
+        assert not LAUNCHED
+        for number, (param, twin) in enumerate(zip(params, twins, strict=True)):
+            what = (kind.__name__, options, step, number, param.shape, param.dtype)
+            what = (*what, by_kernel.state[param].get("step"), by_twin.state[twin].get("step"))
+            same(param, twin, what)
+            mine, other = by_kernel.state[param], by_twin.state[twin]
+            assert sorted(mine) == sorted(other), what
+            for name in mine:
+                raw = [s[name].view(torch.int16) if name == "remainder" else s[name]
+                       for s in (mine, other)]  # fmt: skip
+                same(*raw, (name, *what))
+
+
+def check_far(draw: random.Random) -> None:
+    """Elements on both sides of number 2^32: the random words take the upper half in."""
+    count = 1031
+    base = (draw.randrange(3) << 32) - draw.randrange(count) + (1 << 32)
+    spec = Spec(p=torch.bfloat16, g=torch.bfloat16, m=torch.bfloat16, v=torch.bfloat16,
+                stochastic=True)  # fmt: skip
+    made = [torch.randn(count).abs().bfloat16() for _ in range(4)]
+    flat = adam_entry.Flat(*(t.clone() for t in made))
+    key = key_of(draw.randrange(1 << 64), 5)
+    hyper = Hyper(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    row = scalars(hyper, draw.randrange(1, 10**6))
+    update_twin(spec, flat, row, key=key, base=base, chunk=draw.choice([None, 100]))
+    p, g, m, v = made
+    work = adam_table.Work(
+        p.data_ptr(), m.data_ptr(), v.data_ptr(), 0, 0, count=count, base=base, key=key, step=0
+    )
+    launch = adam_table.Launch(torch.device("cpu"), spec, [work], aligned=True, counts=False)
+    launch.run([g.data_ptr()], [row], [0])
+    for mine, other, name in zip((p, m, v), (flat.p, flat.m, flat.v), "pmv", strict=True):
+        assert torch.equal(mine, other), (name, base)
+
+
+def check_prepare(draw: random.Random) -> None:
+    """The scalars that the device works out are those of the host, to the last bit."""
+    steps = [float(draw.choice([0, 1, 2, 9, 999, 12345, 10**6, 2**24 - 1])) for _ in range(200)]
+    counts = torch.tensor(steps)
+    works = [
+        adam_table.Work(0, 0, 0, 0, 0, count=0, base=0, key=0, step=counts[i].data_ptr())
+        for i in range(200)
+    ]
+    hypers = [
+        Hyper(
+            lr=draw.random(),
+            betas=(draw.random(), 1 - draw.random() / 1000),
+            eps=1e-8,
+            weight_decay=draw.random(),
+            maximize=draw.random() < 0.5,
+            coupled=draw.random() < 0.5,
+        )
+        for _ in range(3)
+    ]
+    row_of = [draw.randrange(3) for _ in steps]
+    f32 = torch.float32
+    spec = Spec(p=f32, g=f32, m=f32, v=f32)
+    launch = adam_table.Launch(torch.device("cpu"), spec, works, aligned=True, counts=True)
+    rate, scale = torch.tensor(0.125), torch.tensor(4.0)
+    rates = [rate if i == 1 else hyper.lr for i, hyper in enumerate(hypers)]
+    launch.run_counting(
+        [0] * 200, list(zip(rates, hypers, strict=True)), row_of, scale=scale, found_inf=None
+    )
+    assert counts.tolist() == [step + 1 for step in steps]
+    from dataclasses import replace
+
+    assert launch._rows is not None
+    for i, (step, row) in enumerate(zip(steps, launch._rows.tolist(), strict=True)):
+        hyper = replace(hypers[row_of[i]], lr=float(rates[row_of[i]]))
+        assert tuple(row) == tuple(scalars(hyper, int(step) + 1, 4.0)), (i, step, hyper)
+    skip = torch.tensor(2.0)
+    launch.run_counting(
+        [0] * 200, list(zip(rates, hypers, strict=True)), row_of, scale=None, found_inf=skip
+    )
+    assert counts.tolist() == [step + 1 for step in steps], "a skipped step is not counted"
+    assert all(row[11] == 2.0 for row in launch._rows.tolist())
+
+
+if __name__ == "__main__":
+    drawn = random.Random(int(sys.argv[1]))
+    random.seed(int(sys.argv[1]))
+    torch.manual_seed(int(sys.argv[1]))
+    check_prepare(drawn)
+    check_far(drawn)
+    for _ in range(int(sys.argv[2])):
+        check_optimizer(drawn)
+    print("all right")

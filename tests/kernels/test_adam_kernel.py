@@ -1,0 +1,86 @@
+"""The Adam kernels without a GPU: their bits in Triton's interpreter, and what their PTX says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import interlace
+from interlace.kernels.adam import Spec
+from interlace.kernels.adam_kernel import adam_source, prepare_source, tile_of
+
+SCRIPT = Path(__file__).with_name("interpreted_adam.py")
+SOURCE = Path(interlace.__file__).parents[1]
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+SPECS = {
+    "fp32": Spec(p=FP32, g=FP32, m=FP32, v=FP32),
+    "fp32-bf16-moments": Spec(p=FP32, g=FP32, m=BF16, v=BF16, stochastic=True),
+    "bf16": Spec(p=BF16, g=BF16, m=BF16, v=BF16, stochastic=True),
+    "bf16-nearest": Spec(p=BF16, g=BF16, m=BF16, v=BF16),
+    "bf16-remainder": Spec(p=BF16, g=BF16, m=BF16, v=BF16, master="remainder", stochastic=True),
+    "bf16-remainder-fp32-moments": Spec(p=BF16, g=BF16, m=FP32, v=FP32, master="remainder"),
+    "bf16-master": Spec(p=BF16, g=BF16, m=BF16, v=BF16, master="fp32", stochastic=True),
+    "fp16-master": Spec(p=FP16, g=FP16, m=FP32, v=BF16, master="fp32", stochastic=True),
+    "bf16-fp32-gradient": Spec(p=BF16, g=FP32, m=BF16, v=BF16, stochastic=True),
+    "amsgrad": Spec(p=BF16, g=BF16, m=BF16, v=FP32, amsgrad=True, coupled=True, stochastic=True),
+}
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_kernel_has_the_bits_of_the_twin(seed: int, part: int) -> None:
+    """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
+    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
+    code += f"sys.argv[1:] = ['{seed + part}', '5']\n"
+    code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "all right"
+
+
+def streams(spec: Spec) -> tuple[list[int], list[int]]:
+    """Bytes of an element of each tensor that is read, and of each that is written."""
+    moments = [spec.m.itemsize, spec.v.itemsize] + [spec.v.itemsize] * spec.amsgrad
+    master = {None: [], "fp32": [4], "remainder": [2]}[spec.master]
+    read = [spec.g.itemsize, *moments, *master]
+    read += [] if spec.master == "fp32" else [spec.p.itemsize]
+    return read, [*moments, *master, spec.p.itemsize]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_accesses_are_wide_and_nothing_spills(name: str) -> None:
+    """Every stream moves in as few and as wide instructions as its bytes allow."""
+    spec = SPECS[name]
+    ptx = adam_source(spec, aligned=True).compile().asm["ptx"]
+    assert "ld.local" not in ptx
+    assert "st.shared" not in ptx, "elements change threads"
+    each = tile_of(spec) // 128
+    for what, sizes in zip(("ld", "st"), streams(spec), strict=True):
+        words = re.findall(rf"{what}\.global\.v([24])\.b32", ptx)
+        assert sum(map(int, words)) * 4 == sum(sizes) * each, (what, words)
+        assert len(words) == sum(-(-size * each // 16) for size in sizes)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_nothing_is_contracted_or_approximate(name: str) -> None:
+    """What the twin does in two roundings the kernel does in two: see the module's docstring."""
+    for source in (adam_source(SPECS[name], aligned=False), prepare_source()):
+        ptx = source.compile().asm["ptx"]
+        assert not re.search(r"\b(fma|mad)\.\w*\.?f(32|64)|\.ftz|\.approx|\.full", ptx)
+    ptx = adam_source(SPECS[name], aligned=True).compile().asm["ptx"]
+    assert "div.rn.f32" in ptx
+    assert "sqrt.rn.f32" in ptx
+
+
+def test_what_is_not_aligned_is_not_read_wide() -> None:
+    ptx = adam_source(SPECS["bf16"], aligned=False).compile().asm["ptx"]
+    assert not re.search(r"(ld|st)\.global\.v", ptx)

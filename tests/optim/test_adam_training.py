@@ -1,0 +1,75 @@
+"""A language model trained with low-precision states ends where one with fp32 states does.
+
+Where that is, is known up to noise: the spread over runs in fp32 that differ in their seed alone
+(initial weights and order of batches). What rounding does must be less.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from interlace.demo.data import Batches, read_text
+from interlace.demo.lesson import Config
+from interlace.demo.model import Transformer
+from interlace.optim import AdamW
+
+BF16 = torch.bfloat16
+MOMENTS: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
+SMALL = Config(layers=2, dim=64, heads=4, hidden=192, sequence=64, batch=8)
+
+
+def losses(steps: int, seed: int, dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float]:
+    """The loss on text that is not trained on: before, and after that many steps."""
+    text = read_text(400_000)
+    torch.manual_seed(seed)
+    model = Transformer(SMALL).to(dtype)
+    optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.1, **options)
+    batches = Batches(text[:-50_000], SMALL.sequence, SMALL.batch, seed)
+    unseen = Batches(text[-50_000:], SMALL.sequence, 64)
+
+    def loss_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+    def measure() -> float:
+        with torch.no_grad():
+            return loss_of(unseen[0]).item()
+
+    first = measure()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20, 2 * (1 - step / steps))
+        optimizer.zero_grad()
+        loss_of(batches[step]).backward()
+        optimizer.step()
+    return first, measure()
+
+
+def check(steps: int, dtype: torch.dtype, master: str | None, seeds: range) -> None:
+    """Seed by seed, so that what the seeds have in common cancels."""
+    wide = [losses(steps, seed, dtype, {"master_weights": master and "fp32"}) for seed in seeds]
+    narrow = [losses(steps, seed, dtype, {**MOMENTS, "master_weights": master}) for seed in seeds]
+    ends = [end for _, end in wide]
+    noise = statistics.stdev(ends)
+    apart = [mine - its for (_, mine), its in zip(narrow, ends, strict=True)]
+    print(f"fp32 states end at {ends}, bf16 moments {apart} from there; noise {noise:.4f}")
+    assert all(start - end > 1 for start, end in wide + narrow), "it learns"
+    assert abs(statistics.mean(apart)) < noise
+
+
+def test_ends_within_noise_after_a_few_steps() -> None:
+    check(60, torch.float32, None, range(4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, None), (BF16, "remainder"), (BF16, "fp32")]
+)
+def test_ends_within_noise_after_a_thousand_steps(dtype: torch.dtype, master: str | None) -> None:
+    check(1000, dtype, master, range(4))
