@@ -78,3 +78,11 @@ class ExecutorError(InterlaceError):
 
 class OptionError(InterlaceError):
     """An option has a value that it cannot take."""
+
+
+class GroupError(InterlaceError, ValueError):
+    """Rows and group sizes of a grouped operation do not fit each other, or its weights."""
+
+
+class GradientError(InterlaceError, RuntimeError):
+    """A gradient came when its sum was already being reduced, or from where it is not awaited."""
