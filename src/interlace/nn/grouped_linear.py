@@ -72,8 +72,8 @@ class GroupedLinear(nn.Module):
     def accumulate_into(self, weight: GradAccumulator | None) -> None:
         """From now on backward adds the weight's gradient to this accumulator; None ends that.
 
-        The accumulator must be this weight's own: `GradientError` otherwise. Copies of the module
-        are not attached.
+        The accumulator must be this weight's own: `GradientError` otherwise. It takes what autograd
+        brings as well, until its `close()`. Copies of the module are not attached.
         """
         if weight is not None and weight.param is not self.weight:
             raise GradientError("the accumulator is another Parameter's: make it of this weight")

@@ -67,8 +67,9 @@ class GradReducer:
 
     `params`: a module, whose `GroupedLinear`s and the like are attached, or Parameters. Those that
     are frozen take no part; all others must be on one device. `group`: the ranks (of one host, as for
-    every Executor), by default all. On the CPU a gloo group of the same ranks is made, whose order
-    is nobody else's business; on CUDA it is used itself, as by DDP. `bucket_bytes` bounds a bucket, unless one Parameter
+    every Executor), by default all. Between the first bucket that goes and the return of `finish()`
+    nothing else may use it, for buckets go when they are complete; without one, a gloo group is
+    made on the CPU. `bucket_bytes` bounds a bucket, unless one Parameter
     is larger. `main_grad_dtype` is float32, float64 or bfloat16, or None for each Parameter's own.
     `op` is "mean" (the sum, then divided) or "sum". Every rank gives the same.
 
@@ -313,9 +314,7 @@ def _bucket(params: list[nn.Parameter], dtype: torch.dtype, size: int) -> Bucket
     whole, views, at = ALIGNMENT // dtype.itemsize, [], 0
     for param in params:
         part = flat[at : at + param.numel()]
-        dense = torch._prims_common.is_non_overlapping_and_dense(param)
-        views.append(
-            part.as_strided(param.shape, param.stride()) if dense else part.view(param.shape)
-        )
+        strides = torch.empty_like(param, device="meta").stride()  # the Parameter's, if it is dense
+        views.append(part.as_strided(param.shape, strides))
         at += -(-param.numel() // whole) * whole
     return Bucket(tuple(params), flat, tuple(views))

@@ -53,13 +53,11 @@ class Reductions:
     ) -> None:
         self._flats, self._options = list(flats), options
         self._device = flats[0].device
+        self._own: Any = None
+        if group is None and self._device.type == "cpu":
+            group = self._own = dist.new_group(backend="gloo")
         given: Any = group or dist.group.WORLD
         ranks = dist.get_process_group_ranks(given)
-        self._own: Any = None  # on the CPU: a thread's order on a group cannot be another's too
-        if self._device.type == "cpu":
-            given = self._own = dist.new_group(
-                ranks, backend="gloo", use_local_synchronization=True
-            )
         self._executors = [
             Executor(
                 reduction(index, flat, len(ranks), op),
