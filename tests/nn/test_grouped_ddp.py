@@ -8,6 +8,7 @@ chosen so that no sum rounds.
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def train(seed: int, frozen: str, none: bool, as_view: bool, unused: bool) -> li
         for param in looped.get_submodule(name).parameters():
             param.requires_grad_(False)
     attach(model)
-    more = {"gradient_as_bucket_view": as_view, "find_unused_parameters": unused}
+    more: Any = {"gradient_as_bucket_view": as_view, "find_unused_parameters": unused}
     pair = [DistributedDataParallel(each, **more) for each in (model, looped)]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in pair]
     wrong: list[str] = []

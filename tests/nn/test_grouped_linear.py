@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def pair(seed: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> tu
     return layer, Loop(layer)
 
 
-def rows(tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rows(tokens: int, dtype: torch.dtype = torch.float32) -> Any:
     return torch.randn(tokens, 24, dtype=dtype)
 
 
@@ -101,6 +102,7 @@ def test_begins_as_that_many_linears(seed: int) -> None:
     torch.manual_seed(seed)
     for group in range(3):
         linear = nn.Linear(8, 16)
+        assert layer.bias is not None
         assert equal(layer.weight[group], linear.weight)
         assert equal(layer.bias[group], linear.bias)
 
@@ -282,7 +284,8 @@ def test_a_hook_on_the_parameter_still_sees_its_gradient(seed: int) -> None:
     assert len(seen) == 1
 
 
-def test_autocast_leaves_the_gradient_with_the_original(seed: int) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_leaves_the_gradient_with_the_original(inside: bool, seed: int) -> None:
     """The cast copy owns nothing: the fp32 weight's buffer has the fp32 product of bf16 rows."""
     layer, _ = pair(seed)
     main = torch.zeros_like(layer.weight)
@@ -293,7 +296,8 @@ def test_autocast_leaves_the_gradient_with_the_original(seed: int) -> None:
         y = layer(x, [0, 9, 0, 0])
     assert y.dtype == torch.bfloat16
     dy = torch.randn_like(y)
-    y.backward(dy)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        y.backward(dy)
     assert torch.equal(main[1], dy.float().t() @ x.detach().bfloat16().float())
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
@@ -386,8 +390,13 @@ def test_operators_for_compilers_agree(seed: int) -> None:
     dy = torch.randn_like(y)
     y.backward(dy)
     wanted.backward(dy)
-    tight = {"rtol": 1e-5, "atol": 1e-5}  # sums of 24 to 40 terms near 1, in another order
+    tight: dict[str, Any] = {
+        "rtol": 1e-5,
+        "atol": 1e-5,
+    }  # sums of 24 to 40 terms near 1, in another order
     torch.testing.assert_close(y, wanted, **tight)
-    torch.testing.assert_close(mine.grad, torch.cat([theirs.grad[:16], theirs.grad[16:] * 0]), **tight)
+    torch.testing.assert_close(
+        mine.grad, torch.cat([theirs.grad[:16], theirs.grad[16:] * 0]), **tight
+    )
     torch.testing.assert_close(layer.weight.grad, loop.grads("weight"), **tight)
     torch.testing.assert_close(layer.bias.grad, loop.grads("bias"), **tight)

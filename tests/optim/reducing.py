@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,7 +38,8 @@ class Looped(nn.Module):
         self.outer.load_state_dict(twin.outer.state_dict())
         self.up = nn.ModuleList(nn.Linear(DIM, HIDDEN) for _ in range(GROUPS))
         self.down = nn.ModuleList(nn.Linear(HIDDEN, DIM, bias=False) for _ in range(GROUPS))
-        for layers, grouped in ((self.up, twin.up), (self.down, twin.down)):
+        pairs: Any = ((self.up, twin.up), (self.down, twin.down))
+        for layers, grouped in pairs:
             for group, layer in enumerate(layers):
                 layer.weight.data.copy_(grouped.weight.data[group])
                 if grouped.bias is not None:

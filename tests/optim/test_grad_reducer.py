@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +45,9 @@ def train_beside_ddp(seed: int, overlap: bool) -> list[str]:
     model = mixture(seed)
     looped = Looped(model)
     parallel = DistributedDataParallel(looped, gradient_as_bucket_view=True)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (model, looped)]
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (model, looped)
+    ]
     wrong: list[str] = []
     options = Options(overlap=overlap, time_out_s=20)
     with GradReducer(model, bucket_bytes=SMALL, options=options) as reducer:
@@ -70,20 +74,24 @@ def test_has_the_bits_of_a_loop_under_ddp(pool: Pool, overlap: bool, seed: int) 
     assert pool(2).run(train_beside_ddp, seed, overlap) == [[], []]
 
 
+def keep_rows(
+    calls: list[tuple[str, torch.Tensor, torch.Tensor]], name: str, x: torch.Tensor
+) -> Callable[[torch.Tensor], None]:
+    """A hook that notes a layer's rows with the gradient of its result."""
+    rows = x.detach().clone()
+    return lambda dy: calls.append((name, rows, dy.clone()))
+
+
 def local_sum(model: Mixture, seed: int, step: int) -> dict[str, torch.Tensor]:
     """This rank's gradients of a step: each micro-batch's, added in fp32 in their order."""
     total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     dtype = model.inner.weight.dtype
     for micro in range(MICRO):
         calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-
-        def keep(name: str, x: torch.Tensor) -> Callable[[torch.Tensor], None]:
-            rows = x.detach().clone()
-            return lambda dy: calls.append((name, rows, dy.clone()))
-
+        keep = partial(keep_rows, calls)
         handles = [
             getattr(model, name).register_forward_hook(
-                lambda _, args, y, name=name: void(y.register_hook(keep(name, args[0])))
+                lambda _, args, y, name=name, keep=keep: void(y.register_hook(keep(name, args[0])))
             )
             for name in ("up", "down")
         ]
@@ -194,7 +202,7 @@ def test_without_overlap_nothing_is(pool: Pool, seed: int) -> None:
 def other_ways_round(seed: int) -> list[str]:
     """Ranks whose backwards complete buckets in opposite orders; what is wrong."""
     torch.manual_seed(seed)
-    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+    layers: Any = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
     for layer in layers:
         layer.weight.data.copy_(torch.randint(-2, 3, (8, 8)))
     rank, wrong = dist.get_rank(), []
@@ -318,7 +326,8 @@ def shape_of_it(seed: int) -> None:
     before = {thread.ident for thread in threading.enumerate()}
     model = mixture(seed, torch.bfloat16)
     model.inner.bias.requires_grad_(False)
-    channels = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    convolution: Any = nn.Conv2d(4, 8, 3)
+    channels = convolution.to(memory_format=torch.channels_last)
     params = [*model.parameters(), *model.parameters(), *channels.parameters()]
     with GradReducer(params, bucket_bytes=SMALL, main_grad_dtype=None) as reducer:
         reducer.attach(model)

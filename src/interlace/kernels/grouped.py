@@ -1,4 +1,4 @@
-"""The products of a grouped linear layer: rows sorted by group, each group with a weight of its own.
+"""The products of a grouped linear layer: rows sorted by group, a weight for each group.
 
     groups = Groups.of([3, 0, 5], num_groups=3, tokens=9, device=x.device, by_kernel=False)
     y = multiply(x, weight, bias, groups)            # [9, out]; row 8 is padding: 0
@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,7 +97,9 @@ class Groups:
             raise GroupError(f"group sizes {list(sizes)}: give whole numbers from 0 up")
         total = sum(sizes)
         if total > tokens:
-            raise GroupError(f"group sizes {list(sizes)} ask for {total} rows, and there are {tokens}")
+            raise GroupError(
+                f"group sizes {list(sizes)} ask for {total} rows, and there are {tokens}"
+            )
         ends = None
         if by_kernel:
             host = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -168,11 +171,11 @@ def input_gradient(dy: torch.Tensor, weight: torch.Tensor, groups: Groups) -> to
 def weight_gradient(
     dy: torch.Tensor, x: torch.Tensor, groups: Groups, *, out: torch.Tensor, accumulate: bool
 ) -> torch.Tensor:
-    """`out[g] (+)= dy[rows of g].T @ x[rows of g]`, rounded once to `out`'s type before it is added.
+    """`out[g] (+)= dy[rows of g].T @ x[rows of g]`, rounded to `out`'s type before it is added.
 
-    dy [tokens, out] and x [tokens, in], both contiguous, out [groups, out, in]. An empty group gives
-    zeros, and leaves `out[g]` alone where it accumulates. No temporary is larger than one group's
-    gradient; by kernel there is none.
+    dy [tokens, out] and x [tokens, in], both contiguous; out [groups, out, in]. An empty group
+    gives zeros, and leaves `out[g]` alone where it accumulates. No temporary is larger than one
+    group's gradient; by kernel there is none.
     """
     if groups.ends is not None and out.is_contiguous():
         return _launch_wgrad(dy, x, groups, out, accumulate)
@@ -212,7 +215,7 @@ def _host(groups: Groups) -> Groups:
         return groups
     assert groups.ends is not None
     ends = [0, *groups.ends.tolist()]
-    sizes = tuple(max(0, b - a) for a, b in zip(ends, ends[1:], strict=False))
+    sizes = tuple(max(0, b - a) for a, b in pairwise(ends))
     return Groups(groups.num, groups.tokens, sizes, groups.ends, groups.padded)
 
 

@@ -57,7 +57,9 @@ class GroupedLinear(nn.Module):
         self.out_features = out_features
         shape = num_groups, out_features, in_features
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
+        )
         self._accumulator: GradAccumulator | None = None
         self.reset_parameters()
 
@@ -79,21 +81,20 @@ class GroupedLinear(nn.Module):
             raise GradientError("the accumulator is another Parameter's: make it of this weight")
         self._accumulator = weight
 
-    def forward(
-        self, x: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """x [tokens, in_features], sorted by group, to [tokens, out_features].
 
         `group_sizes` has num_groups entries: a list, or int32 or int64 on the CPU or x's device.
         Rows behind the last group are padding: they give 0, and get a gradient of 0. `GroupError`
         for what does not fit; sizes on a GPU are not read by the host, and are cut off at `tokens`.
-        Under autocast x, weight and bias are cast to its type, and the gradients are the originals'.
+        Under autocast x, weight and bias are cast to its type, and gradients are the originals'.
         """
         if torch.compiler.is_compiling() and self._accumulator is None:
             if _traceable(self, x, group_sizes):
                 assert isinstance(group_sizes, torch.Tensor)
                 return grouped_linear_ops(x, self.weight, self.bias, group_sizes, torch.bfloat16)
-        return self._eager(x, group_sizes)
+        eager: Any = self._eager  # whose decorator has no types
+        return eager(x, group_sizes)
 
     @torch.compiler.disable
     def _eager(self, x: torch.Tensor, group_sizes: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -107,7 +108,7 @@ class GroupedLinear(nn.Module):
         )
         if self._accumulator is not None and self._accumulator.param is not self.weight:
             raise GradientError(
-                "the weight was replaced after accumulate_into(): make an accumulator of the new one"
+                "the weight was replaced after accumulate_into(): make another accumulator"
             )
         return _GroupedLinear.apply(x, self.weight, self.bias, groups, dtype, self._accumulator)
 
@@ -170,21 +171,23 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.x_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         cast = None if bias is None else bias.to(dtype)
-        return grouped.multiply(rows, weight.to(dtype), cast, groups)
+        with torch.autocast(x.device.type, enabled=False):
+            return grouped.multiply(rows, weight.to(dtype), cast, groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         rows, weight = ctx.saved_tensors
         groups: Groups = ctx.groups
-        dy = _dense(dy, ctx.dtype)
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            dx = grouped.input_gradient(dy, weight.to(ctx.dtype), groups).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            dw = _weight_gradient(dy, rows, weight, groups, ctx.accumulator)
-        if ctx.needs_input_grad[2]:
-            db = grouped.bias_gradient(dy, groups).to(ctx.bias_dtype)
+        with torch.autocast(dy.device.type, enabled=False):  # a backward may be called under it
+            dy = _dense(dy, ctx.dtype)
+            if ctx.needs_input_grad[0]:
+                dx = grouped.input_gradient(dy, weight.to(ctx.dtype), groups).to(ctx.x_dtype)
+            if ctx.needs_input_grad[1]:
+                dw = _weight_gradient(dy, rows, weight, groups, ctx.accumulator)
+            if ctx.needs_input_grad[2]:
+                db = grouped.bias_gradient(dy, groups).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None
 
 

@@ -78,7 +78,8 @@ class GradAccumulator:
         self.writer: Any = None
         """On CUDA, the stream that wrote last."""
         self._node: Any = get_gradient_edge(param).node  # kept, or else its hooks go
-        me = weakref.ref(self)  # the node belongs to C++, where a cycle would stay for ever
+        # The node belongs to C++, where a cycle would stay for ever.
+        me: weakref.ref[GradAccumulator] = weakref.ref(self)
         handles = [
             self._node.register_prehook(lambda *_: _call(me, "_settle")),
             param.register_post_accumulate_grad_hook(lambda _: _call(me, "_take")),
@@ -145,7 +146,9 @@ class GradAccumulator:
             return True
         try:
             return torch._C._will_engine_execute_node(self._node)
-        except RuntimeError:  # torch's answer inside `torch.autograd.grad`, for a leaf that it wants
+        except (
+            RuntimeError
+        ):  # torch's answer inside `torch.autograd.grad`, for a leaf that it wants
             return False
 
     def _settle(self) -> None:

@@ -32,7 +32,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -66,11 +66,11 @@ class GradReducer:
     """Main gradients of some Parameters, reduced over a process group.
 
     `params`: a module, whose `GroupedLinear`s and the like are attached, or Parameters. Those that
-    are frozen take no part; all others must be on one device. `group`: the ranks (of one host, as for
-    every Executor), by default all. Between the first bucket that goes and the return of `finish()`
-    nothing else may use it, for buckets go when they are complete; without one, a gloo group is
-    made on the CPU. `bucket_bytes` bounds a bucket, unless one Parameter
-    is larger. `main_grad_dtype` is float32, float64 or bfloat16, or None for each Parameter's own.
+    are frozen take no part; all others must be on one device. `group`: the ranks (of one host, as
+    for every Executor), by default all. Between the first bucket that goes and the return of
+    `finish()` nothing else may use it, for buckets go when they are complete; without one, a gloo
+    group is made on the CPU. `bucket_bytes` bounds a bucket, unless one Parameter is larger.
+    `main_grad_dtype` is float32, float64 or bfloat16, or None for each Parameter's own.
     `op` is "mean" (the sum, then divided) or "sum". Every rank gives the same.
 
     `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `finish()`
@@ -103,8 +103,8 @@ class GradReducer:
         self._reductions = Reductions(
             [bucket.flat for bucket in self._buckets], group, op, self._options
         )
-        self._accumulators: dict[nn.Parameter, GradAccumulator] = {}
-        self._bucket_of: dict[nn.Parameter, int] = {}
+        self._accumulators: dict[torch.Tensor, GradAccumulator] = {}
+        self._bucket_of: dict[torch.Tensor, int] = {}
         for index, bucket in enumerate(self._buckets):
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
@@ -112,7 +112,7 @@ class GradReducer:
         self._lock = threading.Lock()
         self._sync = True
         self._finished = self._closed = False
-        self._wanted: dict[nn.Parameter, int] | None = None
+        self._wanted: dict[torch.Tensor, int] | None = None
         self._begin()
         self._attached: list[Any] = []
         if isinstance(params, nn.Module):
@@ -125,13 +125,13 @@ class GradReducer:
         """The buckets in the order in which they are reduced."""
         return self._buckets
 
-    def accumulator(self, param: nn.Parameter) -> GradAccumulator:
+    def accumulator(self, param: torch.Tensor) -> GradAccumulator:
         """Where a layer of one's own adds that Parameter's gradient."""
         if param not in self._accumulators:
             raise GradientError(f"the Parameter {list(param.shape)} was not given, or was frozen")
         return self._accumulators[param]
 
-    def main_grad(self, param: nn.Parameter) -> torch.Tensor:
+    def main_grad(self, param: torch.Tensor) -> torch.Tensor:
         """The main gradient of a Parameter: its shape, a view of its bucket."""
         grad = self.accumulator(param).grad
         assert grad is not None
@@ -140,9 +140,9 @@ class GradReducer:
     def attach(self, module: nn.Module) -> None:
         """Lets every layer inside that can do so add to its weight's main gradient in place."""
         for layer in module.modules():
-            weight = getattr(layer, "weight", None)
-            if hasattr(layer, "accumulate_into") and weight in self._accumulators:
-                layer.accumulate_into(self._accumulators[weight])
+            attach: Any = getattr(layer, "accumulate_into", None)
+            if attach is not None and layer.weight in self._accumulators:
+                attach(self.accumulator(cast("torch.Tensor", layer.weight)))
                 self._attached.append(layer)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class GradReducer:
 
     def _begin(self) -> None:
         """A step without any gradient yet."""
-        self._seen: dict[nn.Parameter, int] = {}
+        self._seen: dict[torch.Tensor, int] = {}
         self._left = [set(bucket.params) for bucket in self._buckets]
         self._gone, self._finished = 0, False
         self._refuse(None)

@@ -96,7 +96,7 @@ class Reductions:
                 self._ends[index].record()
 
     def wait(self) -> None:
-        """Returns, or on CUDA lets the current stream go on, when all that were started are over."""
+        """Returns when all are over; on CUDA at once, and the current stream comes after them."""
         if self._worker is not None:
             self._worker.wait(self._options.time_out_s)
         else:
