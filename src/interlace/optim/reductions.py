@@ -55,8 +55,8 @@ class Reductions:
         self._device = flats[0].device
         self._own: Any = None
         if group is None and self._device.type == "cpu":
-            group = self._own = dist.new_group(backend="gloo")
-        given: Any = group or dist.group.WORLD
+            self._own = dist.new_group(backend="gloo")
+        given: Any = self._own or group or dist.group.WORLD
         ranks = dist.get_process_group_ranks(given)
         self._executors = [
             Executor(
