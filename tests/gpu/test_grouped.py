@@ -92,15 +92,16 @@ def test_exact_sums_have_the_bits_of_a_loop_of_linears(case: str, bias: bool, ki
         part = slice(start, start + size)
         rows: Any = x.detach()[part].clone().requires_grad_()
         weight: Any = layer.weight.detach()[group].clone().requires_grad_()
-        offset: Any = None
-        if layer.bias is not None:
-            offset = layer.bias.detach()[group].clone().requires_grad_()
+        offset: Any = layer.bias if layer.bias is None else layer.bias.detach()[group].clone()
+        if offset is not None:
+            offset.requires_grad_()
         wanted: Any = nn.functional.linear(rows, weight, offset)
         wanted.backward(dy[part])
         assert torch.equal(y[part], wanted), group
         assert torch.equal(x.grad[part], rows.grad), group
         assert torch.equal(layer.weight.grad[group], weight.grad), group
-        if bias:
+        if offset is not None:
+            assert bias
             assert torch.equal(layer.bias.grad[group], offset.grad), group
         start += size
 
