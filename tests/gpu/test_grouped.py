@@ -62,6 +62,11 @@ def layer_of(sizes: list[int], inner: int, outer: int, bias: bool = True) -> Any
     return GroupedLinear(len(sizes), inner, outer, bias, device="cuda", dtype=BF16)
 
 
+def own(param: torch.Tensor, group: int) -> Any:
+    """A leaf with one group's values."""
+    return param.detach()[group].clone().requires_grad_()
+
+
 def sizes_on(sizes: list[int], kind: str) -> object:
     return sizes if kind == "list" else torch.tensor(sizes, device="cuda", dtype=torch.int64)
 
@@ -92,16 +97,13 @@ def test_exact_sums_have_the_bits_of_a_loop_of_linears(case: str, bias: bool, ki
         part = slice(start, start + size)
         rows: Any = x.detach()[part].clone().requires_grad_()
         weight: Any = layer.weight.detach()[group].clone().requires_grad_()
-        offset: Any = layer.bias if layer.bias is None else layer.bias.detach()[group].clone()
-        if offset is not None:
-            offset.requires_grad_()
+        offset = None if layer.bias is None else own(layer.bias, group)
         wanted: Any = nn.functional.linear(rows, weight, offset)
         wanted.backward(dy[part])
         assert torch.equal(y[part], wanted), group
         assert torch.equal(x.grad[part], rows.grad), group
         assert torch.equal(layer.weight.grad[group], weight.grad), group
         if offset is not None:
-            assert bias
             assert torch.equal(layer.bias.grad[group], offset.grad), group
         start += size
 
