@@ -78,7 +78,7 @@ def test_exact_sums_have_the_bits_of_a_loop_of_linears(case: str, bias: bool, ki
     sizes, tokens, inner, outer = CASES[case]
     layer = layer_of(sizes, inner, outer, bias)
     layer.weight.data.copy_(sparse(*layer.weight.shape))
-    if layer.bias is not None:
+    if bias:
         layer.bias.data.copy_(whole(*layer.bias.shape))
     total = sum(sizes)
     x: Any = sparse(tokens, inner)
@@ -97,7 +97,7 @@ def test_exact_sums_have_the_bits_of_a_loop_of_linears(case: str, bias: bool, ki
         part = slice(start, start + size)
         rows: Any = x.detach()[part].clone().requires_grad_()
         weight: Any = layer.weight.detach()[group].clone().requires_grad_()
-        offset = None if layer.bias is None else own(layer.bias, group)
+        offset = own(layer.bias, group) if bias else None
         wanted: Any = nn.functional.linear(rows, weight, offset)
         wanted.backward(dy[part])
         assert torch.equal(y[part], wanted), group
