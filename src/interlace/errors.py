@@ -90,3 +90,11 @@ class TargetError(InterlaceError, IndexError):
 
 class OptimizerError(InterlaceError, ValueError):
     """An optimizer was given an argument, a parameter or a state that it cannot take."""
+
+
+class GroupError(InterlaceError, ValueError):
+    """Rows and group sizes of a grouped operation do not fit each other, or its weights."""
+
+
+class GradientError(InterlaceError, RuntimeError):
+    """A gradient came when its sum was already being reduced, or from where it is not awaited."""

@@ -1,10 +1,11 @@
 """Layers and losses, each of use without a compiled schedule.
 
-from interlace.nn import CrossEntropyLoss
+from interlace.nn import CrossEntropyLoss, GroupedLinear
 
 loss = CrossEntropyLoss(label_smoothing=0.1)(logits, target)
 """
 
+from interlace.nn.grouped_linear import GroupedLinear
 from interlace.nn.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 
-__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
+__all__ = ["CrossEntropyLoss", "GroupedLinear", "LinearCrossEntropyLoss"]

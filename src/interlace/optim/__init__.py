@@ -1,8 +1,12 @@
-"""Optimizers that keep torch.optim's conventions, with low-precision states and one launch a step.
+"""What sums, reduces and applies gradients: torch.optim's conventions, and objects in place of flags.
 
-    optimizer = interlace.optim.AdamW(model.parameters(), lr=3e-4, exp_avg_sq_dtype=torch.bfloat16)
+from interlace.optim import AdamW, GradAccumulator, GradReducer
+
+optimizer = AdamW(model.parameters(), lr=3e-4, exp_avg_sq_dtype=torch.bfloat16)
 """
 
 from interlace.optim.adamw import Adam, AdamW
+from interlace.optim.grad_accumulator import GradAccumulator
+from interlace.optim.grad_reducer import GradReducer
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "GradAccumulator", "GradReducer"]

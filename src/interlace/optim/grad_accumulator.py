@@ -1,0 +1,182 @@
+"""Where one Parameter's gradient is summed: an object that layers are given, and nothing else.
+
+    weight = GradAccumulator(layer.weight)                       # sums in `.grad` itself
+    layer.accumulate_into(weight)
+    weight = GradAccumulator(p, torch.zeros_like(p, dtype=torch.float32), on_ready=reduce_it)
+
+A layer that can add to a gradient in place asks `destination()` in its backward, adds there and
+returns None to autograd. What autograd itself brings, from other uses of the same Parameter, is
+added too: the accumulator has the sum of everything. It is *ready* when a backward has done all
+uses of the Parameter that it had. Nothing is kept on the Parameter but hooks of torch's own, and
+no gradient is made up.
+
+Note [When a gradient is complete]
+    A backward that reaches a leaf ends at the leaf's node, once, after every use in that graph has
+    run, with the sum of what they returned, or with nothing at all if they returned None. So the
+    hook after that node is the one place that says "complete", for tied weights, for gradients
+    that went into a buffer, and inside checkpoints alike. It is what torch's own DDP hooks.
+    A checkpoint with `use_reentrant=True` runs backwards inside a backward: then, as after several
+    backwards of one graph, a Parameter is ready several times, which a reducer must expect.
+
+Note [Streams]
+    The node runs on the stream where the leaf was first used, and nothing makes that stream wait
+    for a layer that returned None on another. The accumulator therefore knows who wrote last:
+    the next writer waits for it, and so does the node, and what comes after the node.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from interlace.errors import GradientError
+
+
+class GradAccumulator:
+    """Sums the gradient of one Parameter in a buffer, or in its `.grad`.
+
+    `buffer` has the Parameter's shape, any floating type, and is added to from what it holds: zero
+    it first. Without one the sum is `param.grad`: a layer adds to it in place where it exists,
+    which is right under `DistributedDataParallel`, best with `gradient_as_bucket_view=True` (then
+    `.grad` is the bucket, and the gradient is never copied) and `zero_grad(set_to_none=False)`.
+
+    `on_ready(accumulator)` is called whenever a backward has completed the gradient, by the thread
+    that runs it. The Parameter must require a gradient: `GradientError` otherwise.
+    """
+
+    def __init__(
+        self,
+        param: torch.nn.Parameter,
+        buffer: torch.Tensor | None = None,
+        *,
+        on_ready: Callable[[GradAccumulator], None] | None = None,
+    ) -> None:
+        if not param.requires_grad or not param.is_leaf:
+            raise GradientError(
+                f"a tensor of shape {list(param.shape)} is no Parameter that requires a gradient: "
+                "frozen Parameters need no accumulator"
+            )
+        if buffer is not None and (
+            buffer.shape != param.shape
+            or buffer.device != param.device
+            or not buffer.is_floating_point()
+            or buffer.requires_grad
+        ):
+            raise GradientError(
+                f"a buffer {buffer.dtype} {list(buffer.shape)} on {buffer.device} cannot hold the "
+                f"gradient of {param.dtype} {list(param.shape)} on {param.device}"
+            )
+        self.param = param
+        self.buffer = buffer
+        self.on_ready = on_ready
+        self._refusal: str | None = None
+        self._cuda = param.device.type == "cuda"
+        self.writer: Any = None
+        """On CUDA, the stream that wrote last."""
+        self._node: Any = get_gradient_edge(param).node  # kept, or else its hooks go
+        # The node belongs to C++, where a cycle would stay for ever.
+        me: weakref.ref[GradAccumulator] = weakref.ref(self)
+        handles = [
+            self._node.register_prehook(lambda *_: _call(me, "_settle")),
+            param.register_post_accumulate_grad_hook(lambda _: _call(me, "_take")),
+            self._node.register_hook(lambda *_: _call(me, "mark_ready")),
+        ]
+        self._finalizer = weakref.finalize(self, _remove, handles)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The sum so far."""
+        return self.param.grad if self.buffer is None else self.buffer
+
+    @torch.no_grad()
+    def accumulate(self, dw: torch.Tensor) -> None:
+        """Adds `dw`, of the Parameter's shape and any floating type, to the sum.
+
+        `GradientError` if the shape differs, or the sum is being reduced already.
+        """
+        if dw.shape != self.param.shape:
+            raise GradientError(
+                f"a gradient of shape {list(dw.shape)} for a Parameter of {list(self.param.shape)}"
+            )
+        self._settle()
+        if self.grad is not None:
+            self.grad.add_(dw)
+        else:
+            self.param.grad = dw.to(self.param.dtype, copy=True)
+
+    def destination(self) -> torch.Tensor | None:
+        """The tensor that a layer may add this gradient to, in its backward; None: return it.
+
+        It is to be returned where there is no sum yet, where hooks on the Parameter want to see it,
+        and where a backward collects it for `torch.autograd.grad` or does not want it at all.
+        """
+        if self.grad is None or self.param._backward_hooks or not self._accumulates():
+            return None
+        self._settle()
+        return self.grad
+
+    def mark_ready(self) -> None:
+        """Says that the gradient is complete. After a backward of torch's this is done already."""
+        if self._cuda:
+            self.writer = torch.cuda.current_stream(self.param.device)
+        if self.on_ready is not None:
+            self.on_ready(self)
+
+    def refuse(self, why: str | None) -> None:
+        """From now on what comes is an error, which says why; with None it is welcome again."""
+        self._refusal = why
+
+    def close(self) -> None:
+        """Takes the hooks away: from now on gradients go to `.grad` as ever."""
+        self.refuse("its accumulator was closed")
+        self._finalizer()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise GradientError("an accumulator belongs to one Parameter: make another for the copy")
+
+    # -- inside a backward -----------------------------------------------------------------------
+
+    def _accumulates(self) -> bool:
+        """Whether the backward under way sums this gradient, as `backward()` does."""
+        if torch._C._current_graph_task_id() < 0:
+            return True
+        try:
+            return torch._C._will_engine_execute_node(self._node)
+        except (
+            RuntimeError
+        ):  # torch's answer inside `torch.autograd.grad`, for a leaf that it wants
+            return False
+
+    def _settle(self) -> None:
+        """The current stream comes after who wrote last; see Note [Streams]."""
+        if self._refusal is not None:
+            raise GradientError(
+                f"a gradient of a Parameter {list(self.param.shape)} came late: {self._refusal}"
+            )
+        if self._cuda:
+            stream = torch.cuda.current_stream(self.param.device)
+            if self.writer is not None and self.writer != stream:
+                stream.wait_stream(self.writer)
+            self.writer = stream
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Moves what autograd brought into the buffer."""
+        if self.buffer is not None and self.param.grad is not None:
+            self.buffer.add_(self.param.grad)
+            self.param.grad = None
+
+
+def _call(accumulator: weakref.ref[GradAccumulator], method: str) -> None:
+    found = accumulator()
+    if found is not None:
+        getattr(found, method)()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

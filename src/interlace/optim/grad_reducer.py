@@ -1,0 +1,320 @@
+"""Sums gradients in flat buffers and reduces them over data parallelism, under the backward.
+
+    with GradReducer(model, group) as reducer:            # every rank of the group, together
+        for batches in steps:
+            for batch in batches[:-1]:
+                with reducer.no_sync():
+                    loss(model, batch).backward()
+            loss(model, batches[-1]).backward()           # buckets go as they become complete
+            reducer.finish()                              # main gradients are the mean from here on
+            with reducer.as_grads():
+                optimizer.step()
+            reducer.zero()
+
+Each bucket has a flat buffer of *main gradients*, fp32 by default also for bf16 Parameters, and one
+Program, an all-reduce of that buffer. Layers with `accumulate_into`, such as `GroupedLinear`, add
+to it in place; other gradients move there as they come, and `.grad` is None again.
+
+Note [When a bucket goes]
+    Buckets go in index order on every rank, whatever order they become complete in, so ranks always
+    meet in the same one. Index 0 holds the Parameters that were registered last. A bucket is
+    complete when each of its Parameters was ready as often as in the step before. In the first step
+    all go in `finish()`, while that is counted: a Parameter may be ready several times in a step,
+    by several backwards or reentrant checkpoints, and one that was counted too low would be reduced
+    without its rest. What was not ready at the end goes in `finish()`, with what there is of it: 0
+    for a Parameter that was not used. A gradient for a bucket that is gone is a `GradientError`,
+    never a wrong sum; `relearn()` before a change of the model's course avoids it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from interlace.cost import Timeline
+from interlace.errors import GradientError, OptionError
+from interlace.optim.grad_accumulator import GradAccumulator
+from interlace.optim.reductions import Reductions
+from interlace.options import Options
+
+ALIGNMENT = 128
+"""Bytes that each Parameter's main gradient begins at a multiple of."""
+GONE = (
+    "its bucket is being reduced. It was ready oftener than in the steps before: call "
+    "relearn() before a step whose backwards differ"
+)
+OVER = "its sum was reduced already: call zero() after the optimizer's step"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some Parameters' main gradients, and the flat buffer that they are views of."""
+
+    params: tuple[nn.Parameter, ...]
+    flat: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+
+
+class GradReducer:
+    """Main gradients of some Parameters, reduced over a process group.
+
+    `params`: a module, whose `GroupedLinear`s and the like are attached, or Parameters. Those that
+    are frozen take no part; all others must be on one device. `group`: the ranks (of one host, as
+    for every Executor), by default all. Between the first bucket that goes and the return of
+    `finish()` nothing else may use it, for buckets go when they are complete; without one, a gloo
+    group is made on the CPU. `bucket_bytes` bounds a bucket, unless one Parameter is larger.
+    `main_grad_dtype` is float32, float64 or bfloat16, or None for each Parameter's own.
+    `op` is "mean" (the sum, then divided) or "sum". Every rank gives the same.
+
+    `options`: `time_out_s` bounds every wait for a peer, `overlap=False` reduces in `finish()`
+    only, with the same bits, `transport="peer"` sums in rank order, `trace` keeps `timelines()`.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = 25 << 20,
+        main_grad_dtype: torch.dtype | None = torch.float32,
+        op: str = "mean",
+        options: Options | None = None,
+    ) -> None:
+        if op not in ("mean", "sum") or bucket_bytes < 1:
+            raise OptionError(f"op={op!r}, bucket_bytes={bucket_bytes}: mean or sum, from 1 up")
+        if main_grad_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
+            raise OptionError(f"main_grad_dtype={main_grad_dtype}: float32, float64 or bfloat16")
+        given = params.parameters() if isinstance(params, nn.Module) else params
+        listed = [p for p in dict.fromkeys(given) if p.requires_grad]
+        if len({p.device for p in listed}) > 1 or not listed:
+            raise GradientError(
+                f"{len(listed)} Parameters that require gradients, on "
+                f"{sorted({str(p.device) for p in listed})}: give some, on one device"
+            )
+        self._buckets = _fill(listed[::-1], main_grad_dtype, bucket_bytes)
+        self._options = options or Options()
+        self._reductions = Reductions(
+            [bucket.flat for bucket in self._buckets], group, op, self._options
+        )
+        self._accumulators: dict[torch.Tensor, GradAccumulator] = {}
+        self._bucket_of: dict[torch.Tensor, int] = {}
+        for index, bucket in enumerate(self._buckets):
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
+                self._bucket_of[param] = index
+        self._lock = threading.Lock()
+        self._sync = True
+        self._finished = self._closed = False
+        self._wanted: dict[torch.Tensor, int] | None = None
+        self._begin()
+        self._attached: list[Any] = []
+        if isinstance(params, nn.Module):
+            self.attach(params)
+
+    # -- what it holds ---------------------------------------------------------------------------
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets in the order in which they are reduced."""
+        return self._buckets
+
+    def accumulator(self, param: torch.Tensor) -> GradAccumulator:
+        """Where a layer of one's own adds that Parameter's gradient."""
+        if param not in self._accumulators:
+            raise GradientError(f"the Parameter {list(param.shape)} was not given, or was frozen")
+        return self._accumulators[param]
+
+    def main_grad(self, param: torch.Tensor) -> torch.Tensor:
+        """The main gradient of a Parameter: its shape, a view of its bucket."""
+        grad = self.accumulator(param).grad
+        assert grad is not None
+        return grad
+
+    def attach(self, module: nn.Module) -> None:
+        """Lets every layer inside that can do so add to its weight's main gradient in place."""
+        for layer in module.modules():
+            attach: Any = getattr(layer, "accumulate_into", None)
+            if attach is not None and layer.weight in self._accumulators:
+                attach(self.accumulator(cast("torch.Tensor", layer.weight)))
+                self._attached.append(layer)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only add to the main gradients: for all micro-batches but the last."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def finish(self) -> None:
+        """Reduces what is left, and returns when main gradients are the same on every rank.
+
+        On a GPU it returns at once, and the current stream comes after the reductions. Collective.
+        Raises what made a reduction fail, on the CPU: every rank then calls `reset()`.
+        """
+        self._check(self._finished, "finish() was called before: call zero() after each step")
+        stray = [list(p.shape) for p in self._accumulators if p.grad is not None]
+        if stray:
+            raise GradientError(
+                f"Parameters of shapes {stray} have a .grad that was not moved into their main "
+                "gradient: was it set by hand, or the Parameter's data replaced? Make another "
+                "GradReducer after such a change"
+            )
+        with self._lock:
+            self._launch(len(self._buckets))
+            self._finished = True
+            self._refuse(OVER)
+        self._reductions.wait()
+        self._wanted = self._wanted or dict(self._seen)
+
+    @contextlib.contextmanager
+    def as_grads(self) -> Iterator[None]:
+        """Inside, each Parameter's `.grad` is its main gradient: for clipping, and an optimizer.
+
+        Where the types differ, `.grad` has the main gradient's, not the Parameter's: an optimizer
+        must take that (torch's fused and foreach AdamW do not).
+        """
+        dtypes = {param: param.grad_dtype for param in self._accumulators}
+        for param, accumulator in self._accumulators.items():
+            assert accumulator.buffer is not None
+            if accumulator.buffer.dtype != param.dtype:
+                param.grad_dtype = accumulator.buffer.dtype
+            param.grad = accumulator.buffer
+        try:
+            yield
+        finally:
+            for param, dtype in dtypes.items():
+                param.grad = None
+                param.grad_dtype = dtype
+
+    def zero(self) -> None:
+        """Begins a new step: main gradients are 0."""
+        self._check(self._gone > 0 and not self._finished, "buckets are on the way: finish() first")
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.flat.zero_()
+        self._begin()
+
+    def relearn(self) -> None:
+        """Forgets how often Parameters were ready: the next step reduces in `finish()` only."""
+        self._check(self._gone > 0 and not self._finished, "buckets are on the way: finish() first")
+        self._wanted = None
+
+    def reset(self) -> None:
+        """After a failure, on every rank together: main gradients are 0, and steps may go on."""
+        self._check(False, "")
+        self._reductions.reset()
+        self._finished, self._wanted = True, None
+        self.zero()
+
+    def done(self, index: int) -> bool:
+        """Whether a bucket's reduction has ended in this step."""
+        return index < self._gone and self._reductions.done(index)
+
+    def timelines(self) -> list[Timeline]:
+        """When each bucket's reduction ran last; needs the option `trace`."""
+        return self._reductions.timelines()
+
+    # -- inside a backward -----------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """A step without any gradient yet."""
+        self._seen: dict[torch.Tensor, int] = {}
+        self._left = [set(bucket.params) for bucket in self._buckets]
+        self._gone, self._finished = 0, False
+        self._refuse(None)
+
+    def _refuse(self, why: str | None, bucket: Bucket | None = None) -> None:
+        for param in self._accumulators if bucket is None else bucket.params:
+            self._accumulators[param].refuse(why)
+
+    def _ready(self, accumulator: GradAccumulator) -> None:
+        """Counts, and lets go of the buckets that are complete."""
+        if not self._sync:
+            return
+        param = accumulator.param
+        with self._lock:
+            self._seen[param] = self._seen.get(param, 0) + 1
+            if self._wanted is None or self._seen[param] < self._wanted.get(param, 1):
+                return
+            self._left[self._bucket_of[param]].discard(param)
+            if not self._options.overlap:
+                return
+            complete = self._gone
+            while complete < len(self._left) and not self._left[complete]:
+                complete += 1
+            self._launch(complete)
+
+    def _launch(self, end: int) -> None:
+        """Starts the reductions of the buckets up to `end` that have not gone."""
+        for index in range(self._gone, end):
+            bucket = self._buckets[index]
+            self._refuse(GONE, bucket)
+            self._gone = index + 1
+            writers = [self._accumulators[param].writer for param in bucket.params]
+            self._reductions.start(index, writers)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def _check(self, wrong: bool, why: str) -> None:
+        if self._closed:
+            raise GradientError("this GradReducer is closed: make another")
+        if wrong:
+            raise GradientError(why)
+
+    def close(self) -> None:
+        """Takes hooks, thread and process group away; gradients go to `.grad` again."""
+        if self._closed:
+            return
+        self._closed = True
+        for layer in self._attached:
+            layer.accumulate_into(None)
+        for accumulator in self._accumulators.values():
+            accumulator.close()
+        self._reductions.close()
+
+    def __enter__(self) -> GradReducer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _fill(
+    params: Sequence[nn.Parameter], dtype: torch.dtype | None, bucket_bytes: int
+) -> list[Bucket]:
+    """Parameters in that order, in buckets of one type and at most so many bytes."""
+    filled: list[tuple[torch.dtype, list[nn.Parameter], int]] = []
+    for param in params:
+        kind = dtype or param.dtype
+        whole = ALIGNMENT // kind.itemsize
+        numel = -(-param.numel() // whole) * whole
+        if filled:
+            last, members, size = filled[-1]
+            if last == kind and (size + numel) * kind.itemsize <= bucket_bytes:
+                members.append(param)
+                filled[-1] = kind, members, size + numel
+                continue
+        filled.append((kind, [param], numel))
+    return [_bucket(members, kind, max(size, 1)) for kind, members, size in filled]
+
+
+def _bucket(params: list[nn.Parameter], dtype: torch.dtype, size: int) -> Bucket:
+    flat = torch.zeros(size, dtype=dtype, device=params[0].device)
+    whole, views, at = ALIGNMENT // dtype.itemsize, [], 0
+    for param in params:
+        part = flat[at : at + param.numel()]
+        strides = torch.empty_like(param, device="meta").stride()  # the Parameter's, if it is dense
+        views.append(part.as_strided(param.shape, strides))
+        at += -(-param.numel() // whole) * whole
+    return Bucket(tuple(params), flat, tuple(views))

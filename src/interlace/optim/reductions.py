@@ -1,0 +1,218 @@
+"""Runs one all-reduce Program for each of some flat tensors, beside whatever else is going on.
+
+    reductions = Reductions(flats, group, "mean", Options())     # every rank, together
+    reductions.start(0)                # returns at once; every rank starts them in the same order
+    reductions.wait()                  # or raises what made one fail
+
+On CUDA a run is issued at once, on a stream of its own, which the current one joins in `wait`. On
+the CPU a run ends when the reduction has: there one thread of this object's does them, one after
+another. In both cases the Executor bounds what waits for a peer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.cost import Timeline
+from interlace.errors import CommTimeoutError, ExecutorError
+from interlace.ir import Program
+from interlace.options import Options
+from interlace.runtime import Executor
+
+NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
+REDUCES = {"mean": "avg", "sum": "sum"}
+
+
+def reduction(index: int, flat: torch.Tensor, size: int, op: str) -> Program:
+    """The Program of one bucket: an all-reduce in place."""
+    with interlace.program(f"reduce_bucket_{index}", mesh={"dp": size}) as p:
+        main_grad = p.input("main_grad", NAMES[flat.dtype], (flat.numel(),))
+        with p.stream("comm"):
+            p.all_reduce(main_grad, reduce=REDUCES[op])
+    return p.program
+
+
+class Reductions:
+    """The Executors of some flat tensors."""
+
+    def __init__(
+        self,
+        flats: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        op: str,
+        options: Options,
+    ) -> None:
+        self._flats, self._options = list(flats), options
+        self._device = flats[0].device
+        self._own: Any = None
+        if group is None and self._device.type == "cpu":
+            self._own = dist.new_group(backend="gloo")
+        given: Any = self._own or group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(given)
+        self._executors = [
+            Executor(
+                reduction(index, flat, len(ranks), op),
+                groups={"dp": given},
+                device=self._device,
+                options=options,
+            )
+            for index, flat in enumerate(flats)
+        ]
+        for executor in self._executors:
+            executor.prepare()
+        self._worker: Any = None
+        self._stream: Any = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            self._ends = [torch.cuda.Event() for _ in flats]
+        else:
+            self._worker = Worker([self._run(index) for index in range(len(flats))])
+            self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    def _run(self, index: int) -> Callable[[], None]:
+        executor, flat = self._executors[index], self._flats[index]
+        return lambda: void(executor.run([flat]))
+
+    def start(self, index: int, writers: Sequence[Any] = ()) -> None:
+        """Starts one; on CUDA after the current stream and `writers`, the streams that wrote it."""
+        if self._worker is not None:
+            self._worker.put(index)
+            return
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            for stream in {current, *filter(None, writers)}:
+                self._stream.wait_stream(stream)
+            with torch.cuda.stream(self._stream):
+                self._executors[index].run([self._flats[index]])
+                self._ends[index].record()
+
+    def wait(self) -> None:
+        """Returns when all are over; on CUDA at once, and the current stream comes after them."""
+        if self._worker is not None:
+            self._worker.wait(self._options.time_out_s)
+        else:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def done(self, index: int) -> bool:
+        """Whether this one, which was started, is over."""
+        if self._worker is not None:
+            return self._worker.is_done(index)
+        return self._ends[index].query()
+
+    def reset(self) -> None:
+        """After a failure, every rank: nothing is under way any more."""
+        if self._worker is not None:
+            self._worker.clear(self._options.time_out_s)
+        self._executors[0].reset()  # which resets the team of all
+
+    def timelines(self) -> list[Timeline]:
+        """Of each Executor's last run."""
+        return [executor.timeline() for executor in self._executors]
+
+    def close(self) -> None:
+        """Ends thread, Executors and process group."""
+        if self._worker is not None:
+            self._finalizer()
+        for executor in self._executors:
+            if self._worker is None:
+                executor.synchronize()
+            executor.close()
+        if self._own is not None and dist.is_initialized():
+            dist.destroy_process_group(self._own)
+
+
+def void(_: object) -> None:
+    """Drops a result."""
+
+
+class Worker:
+    """A thread that runs the functions whose numbers it is given, in that order."""
+
+    def __init__(self, runs: Sequence[Callable[[], None]]) -> None:
+        self._runs = list(runs)
+        self._changed = threading.Condition()
+        self._asked: deque[int] = deque()
+        self._done: set[int] = set()
+        self._error: BaseException | None = None
+        self._busy = self._over = False
+        self._thread = threading.Thread(target=self._live, name="interlace reductions", daemon=True)
+        self._thread.start()
+
+    def put(self, index: int) -> None:
+        """Asks for a run. After a failure it is dropped: `wait` raises that."""
+        with self._changed:
+            if self._over:
+                raise ExecutorError("the thread of the reductions has ended: make another reducer")
+            self._done.discard(index)
+            if self._error is None:
+                self._asked.append(index)
+                self._changed.notify_all()
+
+    def is_done(self, index: int) -> bool:
+        """Whether that run has ended well."""
+        with self._changed:
+            return index in self._done
+
+    def wait(self, time_out_s: float) -> None:
+        """Returns when nothing is asked for; raises what went wrong, once."""
+        with self._changed:
+            self._idle(time_out_s)
+            if self._error is not None:
+                raise self._error
+
+    def clear(self, time_out_s: float) -> None:
+        """Drops what was asked for and what went wrong."""
+        with self._changed:
+            self._asked.clear()
+            self._idle(time_out_s)
+            self._error = None
+
+    def _idle(self, time_out_s: float) -> None:
+        """Waits; each run bounds itself, so that one that does not is a fault of its own."""
+        while self._asked or self._busy:
+            before, deadline = len(self._asked), time.monotonic() + 2 * time_out_s
+            while len(self._asked) == before and (self._asked or self._busy):
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise CommTimeoutError(
+                        f"a reduction did not end within {2 * time_out_s:g} s, "
+                        f"with {before} behind it"
+                    )
+
+    def stop(self) -> None:
+        """Ends the thread, after the run that it is in."""
+        with self._changed:
+            self._over = True
+            self._asked.clear()
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def _live(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                while not self._asked and not self._over:
+                    self._changed.wait()
+                if self._over:
+                    return
+                index = self._asked.popleft()
+                self._busy = True
+            try:
+                self._runs[index]()
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._asked.clear()
+            else:
+                with self._changed:
+                    self._done.add(index)

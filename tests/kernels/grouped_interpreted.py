@@ -1,0 +1,149 @@
+"""Runs the kernels of grouped linear layers in Triton's interpreter, beside their twins.
+
+`python grouped_interpreted.py <seed> <cases>`. The interpreter cuts bfloat16 off instead of
+rounding, so elements are half or float here.
+"""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from typing import Any
+
+import torch
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from interlace.kernels import grouped
+from interlace.kernels.grouped import Groups
+from interlace.kernels.grouped_kernel import rows_kernel, sums_kernel, wgrad_kernel
+
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def patch_index(tensor: Any, scope: Any) -> None:
+    """Lets loop bounds be tensors with NumPy 2.4, where an array of one element is no int."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = patch_index
+
+BM, BN, BK = 16, 32, 16
+
+
+def groups_of(draw: random.Random) -> tuple[Groups, torch.Tensor]:
+    """Ragged groups, some empty, often with padding; and their ends."""
+    num = draw.randint(1, 5)
+    sizes = [draw.choice([0, 0, 1, 7, BK, 2 * BK, 37]) for _ in range(num)]
+    tokens = max(1, sum(sizes) + draw.choice([0, 0, 5]))
+    ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return Groups(num, tokens, tuple(sizes), None, sum(sizes) < tokens), ends
+
+
+def spoil(matrix: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Padding may hold anything."""
+    matrix[groups.total :] = float("nan")
+    return matrix
+
+
+def described(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def check_wgrad(draw: random.Random) -> None:
+    groups, ends = groups_of(draw)
+    rows, columns = draw.choice([8, 16, 24, 40]), draw.choice([8, 32, 72])
+    dtype = draw.choice([torch.float16, torch.float32])
+    kind = draw.choice([torch.float32, dtype])
+    accumulate = draw.random() < 0.6
+    # Whole numbers: their products and sums are exact, and so must the results be.
+    dy = spoil(torch.randint(-4, 5, (groups.tokens, rows)).to(dtype), groups)
+    x = spoil(torch.randint(-4, 5, (groups.tokens, columns)).to(dtype), groups)
+    shape = groups.num, rows, columns
+    out = torch.randint(-8, 9, shape).to(kind) / 2 if accumulate else torch.full(shape, torch.nan)
+    out, wanted = out.to(kind), out.to(kind).clone()
+    grid = groups.num * -(-rows // BM) * -(-columns // BN)
+    wgrad_kernel[(grid,)](
+        described(dy, BK, BM), described(x, BK, BN), dy, x, ends, out, groups.tokens, rows, columns,
+        BM=BM, BN=BN, BK=BK, GROUP_M=2, ACCUMULATE=accumulate,
+    )  # fmt: skip
+    grouped.weight_gradient(dy, x, groups, out=wanted, accumulate=accumulate)
+    assert torch.equal(out, wanted), (groups, dtype, kind, accumulate)
+
+
+def check_rounding(draw: random.Random) -> None:
+    """The product is rounded to the buffer's type first, then the sum is, as the twin does it."""
+    groups, ends = groups_of(draw)
+    dy = spoil(torch.randn(groups.tokens, 16).half(), groups)
+    x = spoil(torch.randn(groups.tokens, 32).half(), groups)
+    before = torch.randn(groups.num, 16, 32).half() * 8
+    made, out = torch.empty_like(before), before.clone()
+    for into, accumulate in ((made, False), (out, True)):
+        wgrad_kernel[(groups.num,)](
+            described(dy, BK, BM), described(x, BK, BN), dy, x, ends, into, groups.tokens, 16, 32,
+            BM=BM, BN=BN, BK=BK, GROUP_M=2, ACCUMULATE=accumulate,
+        )  # fmt: skip
+    assert torch.equal(out, before + made), groups
+    wanted = torch.empty(before.shape)
+    grouped.weight_gradient(dy.float(), x.float(), groups, out=wanted, accumulate=False)
+    torch.testing.assert_close(made.float(), wanted, rtol=2e-3, atol=2e-3)
+
+
+def check_sums(draw: random.Random) -> None:
+    groups, ends = groups_of(draw)
+    columns = draw.choice([8, 32, 72])
+    dy = spoil(torch.randint(-4, 5, (groups.tokens, columns)).half(), groups)
+    out = torch.full((groups.num, columns), torch.nan).half()
+    sums_kernel[(groups.num * -(-columns // BN),)](
+        dy, ends, out, groups.tokens, columns, BK=BK, BN=BN
+    )
+    assert torch.equal(out, grouped.bias_gradient(dy, groups)), groups
+
+
+def check_rows(draw: random.Random) -> None:
+    groups, ends = groups_of(draw)
+    columns, biased = draw.choice([8, 32, 72]), draw.random() < 0.5
+    y = spoil(torch.randn(groups.tokens, columns).half(), groups)
+    bias = torch.randn(groups.num, columns).half()
+    wanted = y.clone()
+    wanted[groups.total :] = 0
+    for group, start, end in groups.spans():
+        if biased:
+            wanted[start:end] = (wanted[start:end].float() + bias[group].float()).half()
+    rows_kernel[(-(-groups.tokens // BK), -(-columns // BN))](
+        y, bias, ends, groups.num, groups.tokens, columns, BIAS=biased, BK=BK, BN=BN
+    )
+    assert torch.equal(y, wanted), (groups, biased)
+
+
+def check_bounds(draw: random.Random) -> None:
+    """Sizes that ask for more rows than there are read and write nothing out of bounds."""
+    tokens, ends = 20, torch.tensor([16, 900, 950], dtype=torch.int32)
+    dy = torch.randint(-4, 5, (tokens + 64, 16)).half()
+    x = torch.randint(-4, 5, (tokens + 64, 32)).half()
+    out = torch.full((3, 16, 32), torch.nan)
+    wgrad_kernel[(3,)](
+        described(dy[:tokens], BK, BM), described(x[:tokens], BK, BN), dy, x, ends, out,
+        tokens, 16, 32, BM=BM, BN=BN, BK=BK, GROUP_M=2, ACCUMULATE=False,
+    )  # fmt: skip
+    groups = Groups(3, tokens, (16, 4, 0), None, False)
+    wanted = torch.empty_like(out)
+    grouped.weight_gradient(dy[:tokens], x[:tokens], groups, out=wanted, accumulate=False)
+    assert torch.equal(out, wanted)
+
+
+if __name__ == "__main__":
+    drawn = random.Random(int(sys.argv[1]))
+    torch.manual_seed(int(sys.argv[1]))
+    for check in (check_wgrad, check_rounding, check_sums, check_rows):
+        for _ in range(int(sys.argv[2])):
+            check(drawn)
+    check_bounds(drawn)
+    print("all right")

@@ -1,0 +1,123 @@
+"""One Parameter's sum: what it takes, from whom, and when it says that it is ready."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from interlace.errors import GradientError
+from interlace.optim import GradAccumulator
+
+
+def test_moves_what_autograd_brings(seed: int) -> None:
+    """A bf16 Parameter's gradients are added up in fp32, in order, and `.grad` is gone."""
+    torch.manual_seed(seed)
+    param = nn.Parameter(torch.randn(33, dtype=torch.bfloat16))
+    main = torch.zeros(33)
+    accumulator = GradAccumulator(param, main)
+    wanted = torch.zeros(33)
+    for _ in range(3):
+        dy = torch.randn(33, dtype=torch.bfloat16)
+        (param * dy).sum().backward()
+        wanted += dy
+        assert param.grad is None
+    assert torch.equal(main, wanted)
+    assert accumulator.grad is main
+
+
+def test_is_ready_once_in_each_backward_that_reaches_it() -> None:
+    param, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    ready: list[GradAccumulator] = []
+    accumulator = GradAccumulator(param, torch.zeros(3), on_ready=ready.append)
+    (param * 2 + param).sum().backward()
+    assert ready == [accumulator]
+    other.sum().backward()
+    assert ready == [accumulator]
+    (param * other).sum().backward()
+    assert ready == [accumulator] * 2
+
+
+def test_takes_from_layers_of_ones_own() -> None:
+    """Without a buffer the sum is `.grad`, which is made where there is none."""
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    ready: list[GradAccumulator] = []
+    accumulator = GradAccumulator(param, on_ready=ready.append)
+    assert accumulator.destination() is None
+    accumulator.accumulate(torch.full((3,), 2.0))
+    assert param.grad is not None
+    assert param.grad.dtype == torch.bfloat16
+    assert accumulator.destination() is param.grad
+    accumulator.accumulate(torch.full((3,), 3.0))
+    accumulator.mark_ready()
+    assert param.grad.tolist() == [5.0] * 3
+    assert ready == [accumulator]
+
+
+def test_a_gradient_of_another_shape_is_refused() -> None:
+    accumulator = GradAccumulator(nn.Parameter(torch.ones(3)), torch.zeros(3))
+    with pytest.raises(GradientError, match=r"shape \[1\] for a Parameter of \[3\]"):
+        accumulator.accumulate(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.zeros(4),
+        torch.zeros(3, dtype=torch.int32),
+        torch.zeros(3, device="meta"),
+        torch.zeros(3, requires_grad=True),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused(buffer: torch.Tensor) -> None:
+    with pytest.raises(GradientError, match="cannot hold the gradient"):
+        GradAccumulator(nn.Parameter(torch.ones(3)), buffer)
+
+
+def test_what_comes_late_is_an_error_not_a_wrong_sum() -> None:
+    param, main = nn.Parameter(torch.ones(3)), torch.zeros(3)
+    accumulator = GradAccumulator(param, main)
+    accumulator.refuse("it is over")
+    with pytest.raises(GradientError, match="came late: it is over"):
+        param.sum().backward()
+    with pytest.raises(GradientError, match="came late: it is over"):
+        accumulator.accumulate(torch.ones(3))
+    with pytest.raises(GradientError, match="came late: it is over"):
+        accumulator.destination()
+    assert not main.any()
+    accumulator.refuse(None)
+    param.sum().backward()
+    assert main.tolist() == [1.0] * 3
+
+
+def test_leaves_nothing_behind() -> None:
+    """No attribute on the Parameter, no hook after `close()`, and no cycle that stays."""
+    param, main = nn.Parameter(torch.ones(3)), torch.zeros(3)
+    before = set(vars(param))
+    accumulator = GradAccumulator(param, main)
+    assert set(vars(param)) == before
+    accumulator.close()
+    param.sum().backward()
+    assert param.grad is not None
+    assert not main.any()
+    gone = weakref.ref(accumulator)
+    del accumulator
+    gc.collect()
+    assert gone() is None
+    kept = weakref.ref(GradAccumulator(param, main))
+    gc.collect()
+    assert kept() is None
+    param.sum().backward()
+    assert param.grad.tolist() == [2.0] * 3
+
+
+def test_belongs_to_one_parameter() -> None:
+    accumulator = GradAccumulator(nn.Parameter(torch.ones(3)))
+    with pytest.raises(GradientError, match="make another for the copy"):
+        copy.deepcopy(accumulator)
+    with pytest.raises(GradientError, match="no Parameter that requires a gradient"):
+        GradAccumulator(nn.Parameter(torch.ones(3), requires_grad=False))

@@ -1,0 +1,233 @@
+"""What can go wrong with a GradReducer is an error on every rank, never a wrong gradient."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.optim.reducing import batch, loss_of, mixture
+from tests.support.pool import Pool
+from torch import nn
+
+from interlace.errors import (
+    AgreementError,
+    CommTimeoutError,
+    GradientError,
+    InterlaceError,
+    OptionError,
+    PeerError,
+)
+from interlace.optim import GradReducer
+from interlace.optim.reductions import Worker
+from interlace.options import Options
+
+
+def step(reducer: GradReducer, model: nn.Module, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    reducer.finish()
+
+
+def late(seed: int) -> str:
+    """A second backward in a step, after steps that had one: its buckets are gone."""
+    torch.manual_seed(seed)
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with GradReducer(model, options=Options(time_out_s=10)) as reducer:
+        for _ in range(2):
+            step(reducer, model, x)
+            reducer.zero()
+        model(x).sum().backward()
+        with pytest.raises(GradientError) as caught:
+            model(x).sum().backward()
+        with pytest.raises(GradientError, match="finish\\(\\) first"):
+            reducer.zero()
+        with pytest.raises(GradientError, match="finish\\(\\) first"):
+            reducer.relearn()
+        reducer.finish()
+        with pytest.raises(GradientError, match="call zero"):
+            model(x).sum().backward()
+        with pytest.raises(GradientError, match="call zero"):
+            reducer.finish()
+        reducer.zero()
+        reducer.relearn()
+        for _ in range(2):
+            for _ in range(2):
+                model(x).sum().backward()
+            reducer.finish()
+            assert torch.equal(reducer.main_grad(model.weight), torch.full((4, 4), 4.0))
+            reducer.zero()
+    return str(caught.value)
+
+
+def test_a_late_gradient_is_an_error(pool: Pool, seed: int) -> None:
+    for told in pool(2).run(late, seed):
+        assert "came late: its bucket is being reduced" in told
+        assert "relearn()" in told
+
+
+def strays(seed: int) -> None:
+    model = nn.Linear(4, 4)
+    with GradReducer(model, options=Options(time_out_s=10)) as reducer:
+        model.weight.grad = torch.ones(4, 4)
+        with pytest.raises(GradientError, match=r"\[\[4, 4\]\] have a .grad that was not moved"):
+            reducer.finish()
+        model.weight.grad = None
+        reducer.finish()
+    with pytest.raises(GradientError, match="is closed"):
+        reducer.finish()
+    with pytest.raises(GradientError, match="is closed"):
+        reducer.zero()
+
+
+def test_a_gradient_that_was_not_moved_is_an_error(pool: Pool, seed: int) -> None:
+    pool(1).run(strays, seed)
+
+
+def refusals() -> None:
+    linear = nn.Linear(4, 4)
+    with pytest.raises(OptionError, match="mean or sum"):
+        GradReducer(linear, op="max")
+    with pytest.raises(OptionError, match="main_grad_dtype"):
+        GradReducer(linear, main_grad_dtype=torch.float16)
+    with pytest.raises(OptionError, match="bucket_bytes=0"):
+        GradReducer(linear, bucket_bytes=0)
+    with pytest.raises(GradientError, match="0 Parameters"):
+        GradReducer(linear.requires_grad_(False))
+    mixed = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, device="meta"))]
+    with pytest.raises(GradientError, match=r"2 Parameters .* on \['cpu', 'meta'\]"):
+        GradReducer(mixed)
+
+
+def test_refuses_what_it_cannot_do(pool: Pool) -> None:
+    pool(1).run(refusals)
+
+
+def disagree() -> str:
+    """Ranks whose Parameters differ."""
+    with pytest.raises(InterlaceError) as caught:
+        GradReducer(nn.Linear(4, 4 + 100 * dist.get_rank()), options=Options(time_out_s=5))
+    assert isinstance(caught.value, AgreementError)
+    return str(caught.value)
+
+
+def test_ranks_must_have_the_same_parameters(pool: Pool) -> None:
+    for told in pool(2).run(disagree, replace=True):
+        assert "rank" in told
+
+
+def stalls(seed: int) -> tuple[str, float]:
+    """Rank 1 does not come to the third step in time; afterwards both go on."""
+    model = mixture(seed)
+    x, sizes = batch(seed, 0)
+    options = Options(time_out_s=2)
+    with GradReducer(model, bucket_bytes=1 << 11, options=options) as reducer:
+        for _ in range(2):
+            loss_of(model, x, sizes).backward()
+            reducer.finish()
+            wanted = reducer.main_grad(model.up.weight).clone()
+            reducer.zero()
+        dist.barrier()
+        began = time.monotonic()
+        if dist.get_rank() == 1:
+            time.sleep(3.5)
+        error: Any = None
+        try:
+            loss_of(model, x, sizes).backward()
+            reducer.finish()
+        except InterlaceError as caught:
+            error = caught
+            reducer.zero()
+            loss_of(model, x, sizes).backward()
+            with pytest.raises(type(caught)):  # until every rank calls reset()
+                reducer.finish()
+        took = time.monotonic() - began
+        assert isinstance(error, CommTimeoutError | PeerError), error
+        dist.barrier()
+        reducer.reset()
+        for _ in range(2):
+            loss_of(model, x, sizes).backward()
+            reducer.finish()
+            assert torch.equal(reducer.main_grad(model.up.weight), wanted)
+            reducer.zero()
+    return str(error), took
+
+
+def test_a_rank_that_stalls_is_an_error_and_can_be_mended(pool: Pool, seed: int) -> None:
+    results = pool(2).run(stalls, seed, replace=True)
+    assert "reduce_bucket" in results[0][0]
+    assert all(took < 12 for _, took in results)
+
+
+def dropped(seed: int) -> None:
+    """A reducer that nobody closes goes with its model, and its thread with it."""
+    model = mixture(seed)
+    reducer = GradReducer(model, options=Options(time_out_s=5))
+    gone = weakref.ref(reducer)
+    del reducer
+    x, sizes = batch(seed, 0)
+    loss_of(model, x, sizes).backward()
+    kept = gone()
+    assert kept is not None, "attached layers keep what they add to"
+    assert kept.main_grad(model.up.weight).any()
+    del kept, model
+    gc.collect()
+    assert gone() is None
+    assert not [t for t in threading.enumerate() if t.name == "interlace reductions"]
+
+
+def test_a_forgotten_reducer_leaves_no_thread(pool: Pool, seed: int) -> None:
+    pool(1).run(dropped, seed, replace=True)
+
+
+# -- the thread of the CPU ------------------------------------------------------------------------
+
+
+def test_thread_keeps_the_order_and_the_first_error() -> None:
+    seen: list[int] = []
+
+    def fail() -> None:
+        raise PeerError("made up")
+
+    worker = Worker([lambda: seen.append(0), lambda: seen.append(1), fail])
+    for index in (1, 0, 1):
+        worker.put(index)
+    worker.wait(5)
+    assert seen == [1, 0, 1]
+    assert worker.is_done(0)
+    assert not worker.is_done(2)
+    worker.put(2)
+    worker.put(0)
+    for _ in range(2):
+        with pytest.raises(PeerError, match="made up"):
+            worker.wait(5)
+    assert not worker.is_done(2)
+    assert seen == [1, 0, 1], "nothing runs after a failure"
+    worker.clear(5)
+    worker.put(0)
+    worker.wait(5)
+    assert seen == [1, 0, 1, 0]
+    worker.stop()
+    with pytest.raises(InterlaceError, match="has ended"):
+        worker.put(0)
+
+
+def test_thread_that_hangs_is_waited_for_in_bounds() -> None:
+    go = threading.Event()
+    worker = Worker([lambda: void(go.wait(20))])
+    worker.put(0)
+    began = time.monotonic()
+    with pytest.raises(CommTimeoutError, match=r"did not end within 0\.2 s"):
+        worker.wait(0.1)
+    assert time.monotonic() - began < 5
+    go.set()
+    worker.wait(5)
+    worker.stop()
+
+
+def void(_: object) -> None:
+    return

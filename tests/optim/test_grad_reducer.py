@@ -1,0 +1,391 @@
+"""GradReducer on real processes: exact main gradients, reduced while backward goes on.
+
+What goes wrong is in test_grad_faults.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.optim.reducing import Looped, Mixture, batch, grads_alike, loss_of, mixture
+from tests.support.pool import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from interlace.ir import parse
+from interlace.nn import GroupedLinear
+from interlace.optim import GradReducer
+from interlace.optim.reductions import reduction
+from interlace.options import Options
+
+MICRO, STEPS = 3, 4
+SMALL = 1 << 11
+"""Bytes of a bucket: the mixture then has several."""
+
+
+def backward(reducer: GradReducer, model: nn.Module, seed: int, step: int) -> None:
+    """A step's micro-batches."""
+    dtype = next(model.parameters()).dtype
+    for micro in range(MICRO):
+        with nullcontext() if micro == MICRO - 1 else reducer.no_sync():
+            loss_of(model, *batch(seed, step * MICRO + micro, dtype)).backward()
+
+
+def train_beside_ddp(seed: int, overlap: bool) -> list[str]:
+    """Steps with an optimizer; what differs from a loop of Linears under torch's DDP."""
+    model = mixture(seed)
+    looped = Looped(model)
+    parallel = DistributedDataParallel(looped, gradient_as_bucket_view=True)
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (model, looped)
+    ]
+    wrong: list[str] = []
+    options = Options(overlap=overlap, time_out_s=20)
+    with GradReducer(model, bucket_bytes=SMALL, options=options) as reducer:
+        assert len(reducer.buckets) > 3
+        for step in range(STEPS):
+            backward(reducer, model, seed, step)
+            reducer.finish()
+            optimizers[1].zero_grad(set_to_none=False)
+            for micro in range(MICRO):
+                with nullcontext() if micro == MICRO - 1 else parallel.no_sync():
+                    loss_of(parallel, *batch(seed, step * MICRO + micro)).backward()
+            found = {n: reducer.main_grad(p) for n, p in model.named_parameters()}
+            wrong += [f"step {step}: {each}" for each in grads_alike(model, looped, found)]
+            with reducer.as_grads():
+                optimizers[0].step()
+            optimizers[1].step()
+            wrong += [n for n, p in model.named_parameters() if p.grad is not None]
+            reducer.zero()
+    return wrong
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_has_the_bits_of_a_loop_under_ddp(pool: Pool, overlap: bool, seed: int) -> None:
+    assert pool(2).run(train_beside_ddp, seed, overlap) == [[], []]
+
+
+def keep_rows(
+    calls: list[tuple[str, torch.Tensor, torch.Tensor]], name: str, x: torch.Tensor
+) -> Callable[[torch.Tensor], None]:
+    """A hook that notes a layer's rows with the gradient of its result."""
+    rows = x.detach().clone()
+    return lambda dy: calls.append((name, rows, dy.clone()))
+
+
+def local_sum(model: Mixture, seed: int, step: int) -> dict[str, torch.Tensor]:
+    """This rank's gradients of a step: each micro-batch's, added in fp32 in their order."""
+    total = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    dtype = model.inner.weight.dtype
+    for micro in range(MICRO):
+        calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        keep = partial(keep_rows, calls)
+        handles = [
+            getattr(model, name).register_forward_hook(
+                lambda _, args, y, name=name, keep=keep: void(y.register_hook(keep(name, args[0])))
+            )
+            for name in ("up", "down")
+        ]
+        x, sizes = batch(seed, step * MICRO + micro, dtype)
+        grads = torch.autograd.grad(loss_of(model, x, sizes), list(model.parameters()))
+        for handle in handles:
+            handle.remove()
+        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+            if name not in ("up.weight", "down.weight"):
+                total[name] += grad  # autograd's own, rounded to the Parameter's type
+        for name, rows, dy in calls:
+            start = 0
+            for group, size in enumerate(sizes.tolist()):
+                part = slice(start, start + size)
+                if size:  # of the rows as they are, never rounded
+                    made = dy[part].float().t() @ rows[part].float()
+                    total[f"{name}.weight"][group] += made
+                start += size
+    return total
+
+
+def void(_: object) -> None:
+    return
+
+
+def main_grads(
+    seed: int, dtype: torch.dtype, transport: str, op: str
+) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Steps' main gradients, and this rank's own part of them."""
+    model = mixture(seed, dtype)
+    found, own = [], []
+    options = Options(transport=transport, time_out_s=20)
+    with GradReducer(model, bucket_bytes=SMALL, op=op, options=options) as reducer:
+        for step in range(2):
+            backward(reducer, model, seed, step)
+            reducer.finish()
+            found.append({n: reducer.main_grad(p).clone() for n, p in model.named_parameters()})
+            reducer.zero()
+    for step in range(2):
+        own.append(local_sum(model, seed, step))
+    return found, own
+
+
+@pytest.mark.parametrize(
+    ("world", "transport", "op"),
+    [(2, "auto", "mean"), (2, "auto", "sum"), (3, "peer", "mean"), (4, "peer", "sum")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_gradients_are_exact(
+    pool: Pool, world: int, transport: str, op: str, dtype: torch.dtype, seed: int
+) -> None:
+    """The fp32 sum of micro-batches in order, then over ranks in order, then divided."""
+    ranks = pool(world).run(main_grads, seed, dtype, transport, op)
+    for step in range(2):
+        for name in ranks[0][0][step]:
+            wanted = ranks[0][1][step][name].clone()
+            for _, own in ranks[1:]:
+                wanted += own[step][name]
+            if op == "mean":
+                wanted /= world
+            for found, _ in ranks:
+                assert found[step][name].dtype == torch.float32
+                assert torch.equal(found[step][name], wanted), (name, step)
+
+
+# -- overlap --------------------------------------------------------------------------------------
+
+
+def waits_inside(seed: int, overlap: bool) -> list[bool]:
+    """By step: whether the first bucket was reduced before backward came to the first layer.
+
+    Backward stands still there until it is, or the time is over.
+    """
+    model, seen = mixture(seed), []
+    options = Options(overlap=overlap, time_out_s=20, trace=True)
+    with GradReducer(model, bucket_bytes=SMALL, options=options) as reducer:
+
+        def look(_: object) -> None:
+            expected = overlap and step > 0
+            deadline = time.monotonic() + (15 if expected else 0.1)
+            while not reducer.done(0) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            seen.append(reducer.done(0))
+
+        for step in range(3):
+            x, sizes = batch(seed, step)
+            made = model.inner(x)
+            made.register_hook(look)
+            model.outer(model.down(torch.relu(model.up(made, sizes)), sizes)).sum().backward()
+            left = time.perf_counter()
+            reducer.finish()
+            first, last = reducer.timelines()[0].spans[0], reducer.timelines()[-1].spans[-1]
+            assert (first.end_s < left) == (overlap and step > 0)
+            assert last.start_s >= first.end_s
+            reducer.zero()
+    return seen
+
+
+def test_is_reduced_while_backward_goes_on(pool: Pool, seed: int) -> None:
+    """From the second step on: the first one learns. Backward itself waits to see it."""
+    assert pool(2).run(waits_inside, seed, True) == [[False, True, True]] * 2
+
+
+def test_without_overlap_nothing_is(pool: Pool, seed: int) -> None:
+    assert pool(2).run(waits_inside, seed, False) == [[False] * 3] * 2
+
+
+def other_ways_round(seed: int) -> list[str]:
+    """Ranks whose backwards complete buckets in opposite orders; what is wrong."""
+    torch.manual_seed(seed)
+    layers: Any = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+    for layer in layers:
+        layer.weight.data.copy_(torch.randint(-2, 3, (8, 8)))
+    rank, wrong = dist.get_rank(), []
+    order = list(layers) if rank else list(layers)[::-1]
+    with GradReducer(layers, bucket_bytes=1, options=Options(time_out_s=20)) as reducer:
+        for step in range(3):
+            x = torch.full((2, 8), float(rank + step + 1))
+            for layer in order:  # one backward each: the order is this one
+                layer(x).sum().backward()
+            reducer.finish()
+            wanted = torch.full((8, 8), 2.0 * (1.5 + step))
+            wrong += [
+                f"step {step}, layer {index}"
+                for index, layer in enumerate(layers)
+                if not torch.equal(reducer.main_grad(layer.weight), wanted)
+            ]
+            reducer.zero()
+    return wrong
+
+
+def test_ranks_may_complete_buckets_in_other_orders(pool: Pool, seed: int) -> None:
+    assert pool(2).run(other_ways_round, seed) == [[], []]
+
+
+# -- courses of a step ----------------------------------------------------------------------------
+
+
+class Course(nn.Module):
+    """Experts used in unusual ways, with whole numbers: sums are exact in any order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.shared, self.rest = GroupedLinear(4, 16, 16), GroupedLinear(4, 16, 16)
+        draw = torch.Generator().manual_seed(seed)
+        for param in self.parameters():
+            param.data.copy_(torch.randint(-2, 3, param.shape, generator=draw))
+
+
+def course(kind: str, model: Course, x: torch.Tensor, rank: int) -> None:
+    """One micro-batch."""
+    sizes = [3, 0, 7, 2]
+    use = model.shared
+    match kind:
+        case "tied":
+            (use(x, sizes) + use(x + 1, sizes)).sum().backward()
+        case "retain_graph":
+            loss = use(x, sizes).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        case "checkpoint" | "reentrant checkpoint":
+            reentrant = kind == "reentrant checkpoint"
+            y = checkpoint(use, x, sizes, use_reentrant=reentrant)
+            z = checkpoint(use, x + 1, sizes, use_reentrant=reentrant)
+            assert isinstance(y, torch.Tensor)
+            assert isinstance(z, torch.Tensor)
+            (y + z).sum().backward()
+        case "unused by one rank":
+            y = use(x, sizes)
+            (y + model.rest(x, sizes) if rank == 0 else y).sum().backward()
+        case "unused by all":
+            use(x, sizes).sum().backward()
+        case "frozen":
+            (use(x, sizes) + model.rest(x, sizes)).sum().backward()
+        case _:
+            raise AssertionError(kind)
+
+
+def run_course(kind: str, seed: int, micro: int, no_sync: bool) -> list[str]:
+    """What differs from the same courses of all ranks in one process."""
+    model, twin = Course(seed), Course(seed)
+    if kind == "frozen":
+        model.rest.requires_grad_(False)
+        twin.rest.requires_grad_(False)
+    world, wrong = dist.get_world_size(), []
+    draw = torch.Generator().manual_seed(seed)
+    with GradReducer(model, bucket_bytes=SMALL, options=Options(time_out_s=20)) as reducer:
+        for step in range(3):
+            twin.zero_grad()
+            for number in range(micro):
+                xs = torch.randint(-3, 4, (world, 12, 16), generator=draw).float()
+                for rank in range(world):
+                    course(kind, twin, xs[rank].clone().requires_grad_(), rank)
+                last = number == micro - 1
+                with reducer.no_sync() if no_sync and not last else nullcontext():
+                    rank = dist.get_rank()
+                    course(kind, model, xs[rank].clone().requires_grad_(), rank)
+            reducer.finish()
+            for (name, param), other in zip(
+                model.named_parameters(), twin.parameters(), strict=True
+            ):
+                if param.requires_grad:
+                    wanted = torch.zeros_like(other) if other.grad is None else other.grad / world
+                    if not torch.equal(reducer.main_grad(param), wanted):
+                        wrong.append(f"step {step}, {name}")
+            reducer.zero()
+    return wrong
+
+
+COURSES = (
+    *("tied", "retain_graph", "checkpoint", "reentrant checkpoint", "unused by one rank"),
+    *("unused by all", "frozen"),
+)
+
+
+@pytest.mark.parametrize("no_sync", [True, False])
+@pytest.mark.parametrize("kind", COURSES)
+def test_every_course_of_a_step(pool: Pool, kind: str, no_sync: bool, seed: int) -> None:
+    """With `no_sync()`, or without: then the first step learns that there are two micro-batches."""
+    assert pool(2).run(run_course, kind, seed, 2, no_sync) == [[], []]
+
+
+def test_four_ranks(pool: Pool, seed: int) -> None:
+    assert pool(4).run(run_course, "tied", seed, 3, True) == [[]] * 4
+
+
+# -- what it is made of ---------------------------------------------------------------------------
+
+
+def shape_of_it(seed: int) -> None:
+    """Buckets and views on one rank; the thread and hooks go."""
+    before = {thread.ident for thread in threading.enumerate()}
+    model = mixture(seed, torch.bfloat16)
+    model.inner.bias.requires_grad_(False)
+    convolution: Any = nn.Conv2d(4, 8, 3)
+    channels = convolution.to(memory_format=torch.channels_last)
+    params = [*model.parameters(), *model.parameters(), *channels.parameters()]
+    with GradReducer(params, bucket_bytes=SMALL, main_grad_dtype=None) as reducer:
+        reducer.attach(model)
+        listed = [param for bucket in reducer.buckets for param in bucket.params]
+        assert len({*listed}) == len(listed) == len([*model.parameters()]) - 1 + 2
+        for bucket in reducer.buckets:
+            size = bucket.flat.numel() * bucket.flat.dtype.itemsize
+            assert size <= SMALL or len(bucket.params) == 1
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                assert view.dtype == bucket.flat.dtype == param.dtype
+                assert view.shape == param.shape
+                assert view.stride() == param.stride()
+                assert view.data_ptr() % 64 == 0
+                assert view.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+                assert reducer.main_grad(param).data_ptr() == view.data_ptr()
+        with pytest.raises(Exception, match="was not given, or was frozen"):
+            reducer.main_grad(model.inner.bias)
+        backward(reducer, model, seed, 0)
+        reducer.finish()
+        assert reducer.main_grad(model.up.weight).any()
+    assert {thread.ident for thread in threading.enumerate()} <= before | {None}
+    backward(reducer, model, seed, 1)
+    assert model.up.weight.grad is not None
+    assert model.outer.weight.grad is not None
+    reducer.close()
+
+
+def test_buckets_are_flat_and_views_are_the_buffer(pool: Pool, seed: int) -> None:
+    pool(1).run(shape_of_it, seed)
+
+
+def as_grads(seed: int) -> None:
+    """fp32 gradients of bf16 Parameters, for as long as they are asked for."""
+    model = mixture(seed, torch.bfloat16)
+    with GradReducer(model) as reducer:
+        backward(reducer, model, seed, 0)
+        reducer.finish()
+        with reducer.as_grads():
+            for param in model.parameters():
+                assert param.grad is not None
+                assert param.grad.dtype == torch.float32
+                assert param.grad.data_ptr() == reducer.main_grad(param).data_ptr()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            assert norm > 1e-3
+        main = torch.cat([reducer.main_grad(p).flatten() for p in model.parameters()])
+        assert main.norm() == pytest.approx(1e-3, rel=1e-3)
+        assert all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
+        reducer.zero()
+        backward(reducer, model, seed, 1)
+        reducer.finish()
+        assert reducer.main_grad(model.inner.weight).any()
+
+
+def test_an_optimizer_sees_main_gradients(pool: Pool, seed: int) -> None:
+    pool(1).run(as_grads, seed)
+
+
+def test_a_bucket_is_a_program_with_a_text() -> None:
+    program = reduction(3, torch.zeros(8), 4, "mean")
+    assert parse(str(program)) == program
+    assert str(program).endswith('all_reduce(main_grad, main_grad, reduce="avg", team=dp)')
