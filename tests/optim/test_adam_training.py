@@ -7,6 +7,7 @@ Where that is, is known up to noise: the spread over runs in fp32 that differ in
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +24,18 @@ MOMENTS: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
 SMALL = Config(layers=2, dim=64, heads=4, hidden=192, sequence=64, batch=8)
 
 
-def losses(steps: int, seed: int, dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float]:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower on several, above all where others compute as well."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def losses(
+    steps: int, seed: int, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[float, float]:
     """The loss on text that is not trained on: before, and after that many steps."""
     text = read_text(400_000)
     torch.manual_seed(seed)
@@ -63,7 +75,7 @@ def check(steps: int, dtype: torch.dtype, master: str | None, seeds: range) -> N
 
 
 def test_ends_within_noise_after_a_few_steps() -> None:
-    check(60, torch.float32, None, range(4))
+    check(40, torch.float32, None, range(3))
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (None, "fp32", "remainder")
 REMAINDER = torch.bfloat16
-"""What the 16 bits of a remainder are declared as: they are an int16, which neither NCCL nor gloo
-gathers, so that no full state dict could be had of sharded ones. Read it as `.view(torch.int16)`."""
+"""What the 16 bits of a remainder are declared as. They are an int16, which neither NCCL nor gloo
+gathers: no full state dict could be had of sharded ones. Read them as `.view(torch.int16)`."""
 KEPT = (
     "exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "stochastic_rounding",
     "foreach", "fused", "capturable", "differentiable",
