@@ -142,9 +142,8 @@ def check_optimizer(draw: random.Random) -> None:
             mine, other = by_kernel.state[param], by_twin.state[twin]
             assert sorted(mine) == sorted(other), what
             for name in mine:
-                raw = [s[name].view(torch.int16) if name == "remainder" else s[name]
-                       for s in (mine, other)]  # fmt: skip
-                same(*raw, (name, *what))
+                word = torch.int16 if name == "remainder" else mine[name].dtype
+                same(mine[name].view(word), other[name].view(word), (name, *what))
 
 
 def check_far(draw: random.Random) -> None:

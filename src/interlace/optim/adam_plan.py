@@ -99,6 +99,8 @@ class Plan:
 
     def run(self, *, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Updates every parameter by the gradients that were taken last, and lets go of them."""
+        for launch, _ in self.launches:
+            launch.check()
         rows, row_of = self._count(scale, found_inf)
         for launch, members in self.launches:
             there = self.entries[members[0]].counted_there

@@ -162,7 +162,7 @@ def _convert_master(param: Tensor, names: Mapping[str, Any], state: dict[str, An
 def fit(name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
     """A loaded value, in the dtype that this optimizer keeps it in and where its parameter lies."""
     if name == "step":
-        return torch.as_tensor(value, dtype=torch.float32)
+        return torch.as_tensor(value, dtype=torch.float32).clone()  # it is counted in place
     if not isinstance(value, Tensor):
         return value
     moments = {
