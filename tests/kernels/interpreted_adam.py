@@ -1,4 +1,4 @@
-"""Runs the Adam kernels in Triton's interpreter, on the CPU; `python interpreted_adam.py <seed> <n>`.
+"""Runs the Adam kernels in Triton's interpreter; `python interpreted_adam.py <seed> <cases>`.
 
 Whole optimizers: tables, addresses and rows of scalars are those that a GPU would get. Each case
 is stepped twice, by the kernel and by the twin, and everything must have the same bits.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
-from interlace.kernels import adam_kernel, adam_table
+from interlace.kernels import adam_table
 from interlace.kernels.adam import Hyper, Spec, key_of, scalars, update_twin
 from interlace.optim import Adam, AdamW, adam_entry
 
@@ -142,9 +142,8 @@ def check_optimizer(draw: random.Random) -> None:
             mine, other = by_kernel.state[param], by_twin.state[twin]
             assert sorted(mine) == sorted(other), what
             for name in mine:
-                raw = [s[name].view(torch.int16) if name == "remainder" else s[name]
-                       for s in (mine, other)]  # fmt: skip
-                same(*raw, (name, *what))
+                word = torch.int16 if name == "remainder" else mine[name].dtype
+                same(mine[name].view(word), other[name].view(word), (name, *what))
 
 
 def check_far(draw: random.Random) -> None:

@@ -274,7 +274,7 @@ def test_hooks_closures_schedulers_and_groups(seed: int) -> None:
 
 
 def test_what_moves_between_steps_is_followed(seed: int) -> None:
-    """Gradients, parameters and states that were replaced, cast or offloaded; options that change."""
+    """Gradients, parameters and states that are replaced or offloaded; options that change."""
     params = drawn([(40,), (7, 3)], seed)
     others = copies(params)
     ours, theirs = AdamW(params, lr=0.1), torch.optim.AdamW(others, lr=0.1)
@@ -348,7 +348,7 @@ def test_grad_scaler(fused: bool | None, seed: int) -> None:
 def test_the_host_work_does_not_grow_with_the_parameters(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that finds everything where it was runs as much Python for 300 parameters as for 30."""
+    """Where nothing moved, as much Python runs for 300 parameters as for 30."""
     pytest.importorskip("triton")
     from interlace.kernels import adam_table
     from interlace.optim import adam_entry

@@ -1,8 +1,9 @@
-"""Stochastic rounding: that it is right on average, that nearest is not, and what its bits hang on."""
+"""Stochastic rounding: right on average, where nearest is not; and what its bits hang on."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,10 @@ BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 
 
-def second_moments(steps: int, **options: object) -> tuple[float, float]:
+def second_moments(steps: int, **options: Any) -> tuple[float, float]:
     """The mean second moment before its gradient falls tenfold, and that many steps after."""
     param = torch.zeros(1024, requires_grad=True)
-    optimizer = AdamW([param], lr=0.0, betas=(0.9, 0.999), **options)  # type: ignore[arg-type]
+    optimizer = AdamW([param], lr=0.0, betas=(0.9, 0.999), **options)
     found = []
     for scale, count in ((1.0, 60), (0.1, steps)):
         param.grad = torch.full_like(param, scale)

@@ -11,13 +11,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from tests.support.pool import Pool
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from interlace.optim import AdamW
 from interlace.optim.adam_entry import first_element
+from interlace.optim.adam_state import local
 
 BF16 = torch.bfloat16
 SHAPES = [(8, 6), (5, 3), (1, 7), (12,)]
@@ -44,6 +48,12 @@ class Weights(nn.Module):
         return torch.stack(terms).sum()
 
 
+def shard(model: Weights) -> Weights:
+    """The same module, its parameters sharded by rows over all ranks."""
+    fully_shard(model)
+    return model
+
+
 def train(model: nn.Module, optimizer: AdamW, dtype: torch.dtype, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -53,7 +63,7 @@ def train(model: nn.Module, optimizer: AdamW, dtype: torch.dtype, steps: range) 
         optimizer.step()
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -65,7 +75,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def compare(seed: int, options: dict[str, Any], dtype: torch.dtype) -> list[int]:
     """Trains whole and sharded, and compares all bits; the sizes of this rank's first elements."""
-    plain, sharded = Weights(seed, dtype), fully_shard(Weights(seed, dtype))
+    plain, sharded = Weights(seed, dtype), shard(Weights(seed, dtype))
     one = AdamW(plain.parameters(), lr=0.01, seed=seed, **options)
     other = AdamW(sharded.parameters(), lr=0.01, seed=seed, **options)
     for model, optimizer in ((plain, one), (sharded, other)):
@@ -85,10 +95,10 @@ def compare(seed: int, options: dict[str, Any], dtype: torch.dtype) -> list[int]
 
 def exchange(seed: int, options: dict[str, Any], dtype: torch.dtype, folder: str) -> None:
     """Saves sharded with torch.distributed.checkpoint, loads sharded anew, and goes on."""
-    model = fully_shard(Weights(seed, dtype))
+    model = shard(Weights(seed, dtype))
     optimizer = AdamW(model.parameters(), lr=0.01, seed=seed, **options)
     train(model, optimizer, dtype, range(3))
-    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     checkpoint.save(state, checkpoint_id=folder)
     for values in state["optimizer"]["state"].values():
         assert {n: t.dtype for n, t in values.items()}.items() >= {
@@ -96,11 +106,11 @@ def exchange(seed: int, options: dict[str, Any], dtype: torch.dtype, folder: str
             "exp_avg_sq": options.get("exp_avg_sq_dtype", torch.float32),
         }.items()
 
-    again = fully_shard(Weights(seed, dtype))
+    again = shard(Weights(seed, dtype))
     resumed = AdamW(again.parameters(), lr=0.5, **options)
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         q.detach().copy_(p.detach())
-    empty = {"optimizer": get_optimizer_state_dict(again, resumed)}
+    empty: dict[str, Any] = {"optimizer": get_optimizer_state_dict(again, resumed)}
     checkpoint.load(empty, checkpoint_id=folder)
     set_optimizer_state_dict(again, resumed, empty["optimizer"])
     assert resumed.param_groups[0]["seed"] == seed
@@ -128,12 +138,12 @@ def placements(seed: int) -> None:
         spread = grad / dist.get_world_size()  # exact: the world is a power of two
         param.grad = DTensor.from_local(spread, mesh, [Partial()])
         AdamW([param], lr=0.01, stochastic_rounding=False).step()
-        assert torch.equal(param.full_tensor(), plain), placement
+        assert torch.equal(full(param), plain), placement
     replica = distribute_tensor(value, mesh, [Replicate()]).requires_grad_()
     replica.grad = distribute_tensor(grad, mesh, [Replicate()])
     AdamW([replica], lr=0.01, seed=seed).step()
     seen = [torch.empty_like(value) for _ in range(mesh.size())]
-    dist.all_gather(seen, replica.to_local().detach())
+    dist.all_gather(seen, local(replica).detach())
     assert all(torch.equal(seen[0], one) for one in seen), "replicas round alike"
 
 
@@ -147,7 +157,11 @@ def tensor_parallel(seed: int) -> None:
         model.weight = nn.Parameter(distribute_tensor(value, mesh["tp"], [placement]))
         fully_shard(model, mesh=mesh["dp"])
         plain = value.clone().requires_grad_()
-        options: dict[str, Any] = {"lr": 0.01, "exp_avg_sq_dtype": BF16, "stochastic_rounding": False}
+        options: dict[str, Any] = {
+            "lr": 0.01,
+            "exp_avg_sq_dtype": BF16,
+            "stochastic_rounding": False,
+        }
         one, other = AdamW([plain], **options), AdamW(model.parameters(), **options)
         rows = torch.arange(48.0).view(8, 6) - 20
         for _ in range(3):
@@ -157,7 +171,7 @@ def tensor_parallel(seed: int) -> None:
             weight.grad = distribute_tensor(rows, weight.device_mesh, weight.placements)
             one.step()
             other.step()
-        assert torch.equal(model.weight.full_tensor(), plain), placement
+        assert torch.equal(full(model.weight), plain), placement
         starts = [torch.zeros(1, dtype=torch.long) for _ in range(4)]
         dist.all_gather(starts, torch.tensor([first_element(model.weight)]))
         apart = len({int(start) for start in starts})

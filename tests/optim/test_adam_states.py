@@ -1,4 +1,4 @@
-"""What Adam keeps: how many bytes, in which dtype, and that saving and loading change none of it."""
+"""What Adam keeps: how many bytes, of which dtype; and that saving and loading change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from interlace.kernels.adam import join
 from interlace.optim import Adam, AdamW
 
 BF16, FP32 = torch.bfloat16, torch.float32
-BOTH = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
+BOTH: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
 
 
 def drawn(seed: int, dtype: torch.dtype = BF16, count: int = 3) -> list[Tensor]:
@@ -54,7 +54,9 @@ def whole_of(param: Tensor, state: dict[str, Tensor]) -> Tensor:
 def same(one: Tensor, other: Tensor) -> bool:
     """Equal bits: a remainder may look like a NaN."""
     word = {2: torch.int16, 4: torch.int32}[one.itemsize]
-    return one.dtype == other.dtype and torch.equal(one.detach().view(word), other.detach().view(word))
+    return one.dtype == other.dtype and torch.equal(
+        one.detach().view(word), other.detach().view(word)
+    )
 
 
 def bytes_of(optimizer: torch.optim.Optimizer) -> int:
@@ -202,9 +204,7 @@ def test_torch_takes_low_precision_states(
 
 
 @pytest.mark.parametrize(("m", "v"), [(FP32, FP32), (BF16, BF16)])
-def test_parameter_and_remainder_are_the_master(
-    m: torch.dtype, v: torch.dtype, seed: int
-) -> None:
+def test_parameter_and_remainder_are_the_master(m: torch.dtype, v: torch.dtype, seed: int) -> None:
     """The same masters bit for bit, and each parameter within half a step of its master."""
     whole, halves = drawn(seed), drawn(seed)
     options = {"lr": 1e-3, "exp_avg_dtype": m, "exp_avg_sq_dtype": v, "seed": seed}

@@ -189,7 +189,7 @@ def random_words(first: int, count: int, keys: tuple[int, int], device: torch.de
 
 def canonical(x: Tensor) -> Tensor:
     """The bits of an fp32 tensor, every NaN made the same."""
-    return torch.where(x == x, x.view(torch.int32), NAN)  # noqa: PLR0124
+    return torch.where(x == x, x.view(torch.int32), NAN)
 
 
 def store(to: Tensor, x: Tensor, bits: Tensor | None) -> None:
@@ -238,17 +238,20 @@ def _update_chunk(spec: Spec, c: Flat, row: Scalars, first: int, keys: tuple[int
         x = join(c.p, c.w)
     else:
         x = (c.p if c.w is None else c.w).float()
-    g = c.g.float() * row.gain
+    g = c.g.float()
+    if row.gain != 1:
+        g = g * row.gain
     if spec.coupled and row.l2 != 0:
-        g += x * row.l2
-    m, v = c.m.float(), c.v.float()
-    m = (g if row.from_g else m) + (g - m) * row.slope
-    v = v * row.beta2 + g * row.rest2 * g
+        g = g + x * row.l2
+    old = c.m.float()
+    m = (g - old).mul_(row.slope).add_(g if row.from_g else old)
+    v = (g * row.rest2).mul_(g).add_(c.v.float() * row.beta2)
     top = v
     if c.vmax is not None:
         top = torch.maximum(c.vmax.float(), v)
         c.vmax.copy_(top)
-    x = x * row.decay - m * row.size / (root(top) * row.correction + row.eps)
+    update = (m * row.size).div_(root(top).mul_(row.correction).add_(row.eps))
+    x = (x * row.decay).sub_(update)
 
     words = random_words(first, x.numel(), keys, x.device) if spec.stochastic else None
     store(c.m, m, None if words is None else words & 0xFFFF)

@@ -18,7 +18,6 @@ Note [Wide accesses]
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -232,10 +231,10 @@ def prepare_kernel(
     lr = tl.where(where != 0, given.to(tl.float64), lr)
     beta1, beta2 = tl.load(hyper + 2), tl.load(hyper + 3)
     decay, sign, coupled = tl.load(hyper + 5), tl.load(hyper + 6), tl.load(hyper + 7)
-    scaled = tl.load(scale.to(tl.int64).to(tl.pointer_type(tl.float32)), mask=scale != 0, other=1.0)
-    sign /= scaled.to(tl.float64)
-    skip = tl.load(found_inf.to(tl.int64).to(tl.pointer_type(tl.float32)), mask=found_inf != 0, other=0.0)
-    skips = tl.zeros([BLOCK], tl.float32) + skip
+    scale_at = scale.to(tl.int64).to(tl.pointer_type(tl.float32))
+    sign /= tl.load(scale_at, mask=scale != 0, other=1.0).to(tl.float64)
+    skip_at = found_inf.to(tl.int64).to(tl.pointer_type(tl.float32))
+    skips = tl.zeros([BLOCK], tl.float32) + tl.load(skip_at, mask=found_inf != 0, other=0.0)
 
     steps = tl.load(table.to(tl.pointer_type(tl.int64)) + at * FIELDS + STEP, mask=inside, other=0)
     steps = steps.to(tl.pointer_type(tl.float32))
@@ -292,7 +291,7 @@ def adam_source(spec: Spec, *, aligned: bool, counted: bool = False) -> Source:
             "MASTER": spec.master or "none",
             "AMSGRAD": spec.amsgrad,
             "COUPLED": spec.coupled,
-            "STOCHASTIC": spec.stochastic and torch.bfloat16 in (spec.p, spec.m, spec.v),
+            "STOCHASTIC": spec.stochastic,
             "ALIGNED": aligned,
             "COUNTED": counted,
             "CHUNK": CHUNK,

@@ -90,6 +90,15 @@ class Launch:
         if counts:
             self._rows = torch.empty(self._count, ROW, dtype=torch.float64, device=device)
 
+    def check(self) -> None:
+        """Raises OptimizerError where a step would be captured that cannot be."""
+        if self.pins and self._spare is None and torch.cuda.is_current_stream_capturing():
+            raise OptimizerError(
+                "an optimizer step is captured in a CUDA graph with capturable=False, or without a "
+                "step outside of it since the last capture: construct the optimizer with "
+                "capturable=True and run one step, on a side stream, before each capture"
+            )
+
     def run(
         self, grads: Sequence[int], rows: Sequence[Sequence[float]], row_of: Sequence[int]
     ) -> None:
@@ -174,12 +183,7 @@ class Launch:
 
     def _bake(self, host: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
         """Uploads in a capture; see Note [Capture]."""
-        if self._spare is None:
-            raise OptimizerError(
-                "an optimizer step is captured in a CUDA graph with capturable=False, or without a "
-                "step outside of it since the last capture: construct the optimizer with "
-                "capturable=True and run one step, on a side stream, before each capture"
-            )
+        assert self._spare is not None, "see `check`"
         staged, self._spare = self._spare[: len(host)], None
         staged.copy_(host)
         dynamic = torch.empty(len(host), dtype=torch.int64, device=self.device)

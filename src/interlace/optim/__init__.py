@@ -1,4 +1,4 @@
-"""What sums, reduces and applies gradients: torch.optim's conventions, and objects in place of flags.
+"""What sums, reduces and applies gradients: torch.optim's conventions, and objects for flags.
 
 from interlace.optim import AdamW, GradAccumulator, GradReducer
 

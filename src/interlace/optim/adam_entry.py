@@ -1,7 +1,7 @@
 """One parameter as a step sees it: which kernel it takes, its key, and where its elements lie.
 
-    entry = make_entry(param, grad, state, group, coupled=False, number=3, at=0)
-    update_singly(entry, grad, row)         # through the twin, whatever the device and the strides
+entry = make_entry(param, grad, state, group, coupled=False, number=3, at=0)
+update_singly(entry, grad, row)         # through the twin, whatever the device and the strides
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,19 +60,21 @@ def make_entry(
     number: int,
     at: int,
 ) -> Entry:
-    """Makes the parameter's state ready; it is number `number` of all, in the group at index `at`."""
+    """Makes the state ready of parameter `number` of all, which is in the group at index `at`."""
     check_grad(grad, number)
     ready(param, group, state)
-    part = local(param)
+    part, master = local(param), master_of(param, group)
+    m, v = group["exp_avg_dtype"], group["exp_avg_sq_dtype"]
+    lossy = torch.bfloat16 in (m, v, part.dtype if master is None else m)
     spec = Spec(
         p=part.dtype,
         g=grad.dtype,
-        m=group["exp_avg_dtype"],
-        v=group["exp_avg_sq_dtype"],
-        master=master_of(param, group),
+        m=m,
+        v=v,
+        master=master,
         amsgrad=bool(group["amsgrad"]),
         coupled=coupled,
-        stochastic=bool(group["stochastic_rounding"]),
+        stochastic=lossy and bool(group["stochastic_rounding"]),
     )
     dense = is_dense(part)
     by_kernel = dense and served(part.device)
@@ -149,7 +152,7 @@ def refuse_overlap(entries: Sequence[Entry]) -> None:
         for i, part in ((i, local(entry.param)) for i, entry in enumerate(entries))
         if entries[i].dense and part.numel()
     )
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in pairwise(spans):
         if before[0] == after[0] and after[1] < before[2]:
             shapes = [tuple(entries[span[3]].param.shape) for span in (before, after)]
             raise OptimizerError(

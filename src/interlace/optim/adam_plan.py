@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor
 from interlace.errors import OptimizerError
 from interlace.kernels.adam import Hyper, Scalars, Spec, scalars
 from interlace.optim.adam_entry import (
-    Entry,
     check_grad,
     laid_out,
     make_entry,
@@ -100,6 +99,8 @@ class Plan:
 
     def run(self, *, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Updates every parameter by the gradients that were taken last, and lets go of them."""
+        for launch, _ in self.launches:
+            launch.check()
         rows, row_of = self._count(scale, found_inf)
         for launch, members in self.launches:
             there = self.entries[members[0]].counted_there
@@ -185,7 +186,7 @@ class Plan:
     def _count(
         self, scale: Tensor | None, found_inf: Tensor | None
     ) -> tuple[list[Scalars], list[int]]:
-        """Counts the steps that the host counts; rows of scalars and each entry's; none: skipped."""
+        """Counts the host's steps; rows of scalars, and which each entry has. No rows: skipped."""
         if not self._by_host or (found_inf is not None and float(found_inf)):
             return [], []
         factor = 1.0 if scale is None else float(scale)

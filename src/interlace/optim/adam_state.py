@@ -25,8 +25,8 @@ STATE_DTYPES = (torch.float32, torch.bfloat16)
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASTERS = (None, "fp32", "remainder")
 REMAINDER = torch.bfloat16
-"""What the 16 bits of a remainder are declared as: they are an int16, which neither NCCL nor gloo
-gathers, so that no full state dict could be had of sharded ones. Read it as `.view(torch.int16)`."""
+"""What the 16 bits of a remainder are declared as. They are an int16, which neither NCCL nor gloo
+gathers: no full state dict could be had of sharded ones. Read them as `.view(torch.int16)`."""
 KEPT = (
     "exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "stochastic_rounding",
     "foreach", "fused", "capturable", "differentiable",
@@ -162,7 +162,7 @@ def _convert_master(param: Tensor, names: Mapping[str, Any], state: dict[str, An
 def fit(name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
     """A loaded value, in the dtype that this optimizer keeps it in and where its parameter lies."""
     if name == "step":
-        return torch.as_tensor(value, dtype=torch.float32)
+        return torch.as_tensor(value, dtype=torch.float32).clone()  # it is counted in place
     if not isinstance(value, Tensor):
         return value
     moments = {

@@ -179,9 +179,7 @@ class Adam(Optimizer):
 
     def _take_state(self, given: Mapping[str, Any]) -> None:
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-        homes = (
-            (param, group) for group in self.param_groups for param in group["params"]
-        )
+        homes = ((param, group) for group in self.param_groups for param in group["params"])
         owners = dict(zip(numbers, homes, strict=True))
         for number, values in given["state"].items():
             if number not in owners:
