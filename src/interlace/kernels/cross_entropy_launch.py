@@ -22,7 +22,7 @@ from interlace.kernels.cross_entropy_kernel import (
 
 WARPS = 8
 """Warps of a program, at most: fewer where a row is short."""
-UNROLL = 4
+UNROLL = 2
 """Loads of 16 bytes that each thread has under way at a time, forward,"""
 GRAD_UNROLL = 2
 """and backward: 32 registers a thread, so that a processor is full."""

@@ -66,12 +66,13 @@ def linear_cross_entropy(
         bias: (classes,), as the weight.
         class_weight, ignore_index, reduction, label_smoothing, group, z_loss, softcap,
             denominator, check_targets, shard_sizes: see `cross_entropy`.
-        chunk_size: rows at a time. By default an eighth of them, at most as many as make 2^27
-            logits (256 MiB in bfloat16) and at least 256: two chunks are held with a group, one
+        chunk_size: rows at a time. By default a fifth of them, at most as many as make 200 million
+            logits (380 MiB in bfloat16) and at least 256: two chunks are held with a group, one
             without.
         accumulate_dtype: the type in which the gradients of weight and bias are added up over
-            chunks, which is held until backward: float32 by default (twice the memory of bfloat16
-            weights), or the weight's own.
+            chunks, and held until backward. By default the weight's own: a sum is rounded once a
+            chunk, and becomes the gradient itself. float32 rounds once in all, and holds twice the
+            memory of bfloat16 weights, beside the gradient.
         overlap: with a group, let a chunk's collectives run under the next one's GEMM. The result
             is the same bits with and without.
 
@@ -113,7 +114,7 @@ def linear_cross_entropy(
         group=group,
         word=notes.word,
         size=chunk_size or default_size(rows.shape[0], weight.shape[0]),
-        accumulate_dtype=accumulate_dtype or torch.promote_types(weight.dtype, torch.float32),
+        accumulate_dtype=accumulate_dtype or weight.dtype,
         overlap=overlap,
     )
     with torch.autocast(hidden.device.type, enabled=False):
@@ -121,10 +122,14 @@ def linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
+AT_ONCE = 200_000_000
+"""Logits of a chunk, at most: 380 MiB in bfloat16."""
+
+
 def default_size(rows: int, classes: int) -> int:
     """Rows a chunk: few enough that it is small, and so many that its GEMMs are efficient."""
-    most = max(128, (1 << 27) // max(classes, 1) // 128 * 128)
-    return min(most, max(256, -(-rows // 8 // 128) * 128))
+    most = max(128, AT_ONCE // max(classes, 1) // 128 * 128)
+    return min(most, max(256, -(-rows // 5 // 128) * 128))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -155,8 +160,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         mean = reduction == "mean"
         loss, divisor = steps_for(hidden).total(loss, kept, mean, denominator)
         if grads is not None:
-            ctx.dtype = hidden.dtype
-            ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, divisor)
+            ctx.dtype, ctx.grads = hidden.dtype, (grads.hidden, grads.weight, grads.bias)
+            ctx.save_for_backward(divisor)
         return loss
 
     @staticmethod
@@ -177,14 +182,27 @@ def each_row(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
 
 
 def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
-    """The gradients that forward computed, by one upstream gradient, rounded once."""
-    *found, divisor = ctx.saved_tensors
+    """The gradients that forward computed, by one upstream gradient; in place in the last backward.
+
+    Nobody but the graph holds them then, so that autograd need not copy them into `.grad`.
+    """
+    (divisor,) = ctx.saved_tensors
+    found, last = ctx.grads, not keeps_graph()
+    if last:
+        ctx.grads = None
     scale = (upstream / divisor).view(1)  # of one dimension: it takes part in promotion
     return [
         None if grad is None
+        else grad.mul_(scale) if last and grad.dtype == ctx.dtype
         else torch.mul(grad, scale, out=torch.empty_like(grad, dtype=ctx.dtype))
         for grad in found
     ]  # fmt: skip
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now may be followed by another through the same graph."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # pyright: ignore
+    return asked is None or bool(asked())
 
 
 def check_operands(
