@@ -120,7 +120,6 @@ def test_the_small_kernels_compile(picks: bool) -> None:
         ((3, 2, 64), lambda x: x.transpose(0, 1), 2, True),
         ((2, 3, 4, 6, 64), lambda x: x.permute(3, 2, 1, 0, 4), 1, True),
     ],
-    ids=str,
 )
 def test_rows_are_found_without_a_copy(
     shape: tuple[int, ...], view: Any, dims: int, even: bool
