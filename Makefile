@@ -1,6 +1,7 @@
 # `make demo` and `make test` need nothing but Python >= 3.11: each target sets itself up.
 #
 #   make test ARGS="tests/ir -k parse"       arguments go to the command behind the target
+#   make test JOBS=0                         one process, so that a debugger can be attached
 #   make demo PYTHON=python3.12              the interpreter the environment is made with
 #   make demo TORCH_INDEX=<url>              the package index that torch alone comes from
 #   make demo VENV=/somewhere/else           where the environment lies
@@ -8,6 +9,7 @@ VENV ?= .venv
 PYTHON ?=
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= auto
 
 BIN := $(VENV)/bin
 export PYTHON TORCH_INDEX
@@ -26,7 +28,7 @@ demo: setup  ## train a small tensor-parallel model through a verified, overlapp
 	@"$(BIN)/interlace" demo $(ARGS)
 
 test: setup  ## run the tests
-	@"$(BIN)/python" -m pytest -m "not slow" $(ARGS)
+	@"$(BIN)/python" -m pytest -m "not slow" -n $(JOBS) --maxprocesses=4 $(ARGS)
 
 test-slow: setup  ## run the tests that `make test` leaves out as well
 	@"$(BIN)/python" -m pytest $(ARGS)

@@ -96,7 +96,8 @@ def prepared(world: int, tokens: int, **options: Any) -> Executor:
     """A layer of four experts a rank, bound."""
     chosen = Options(time_out_s=30.0, **options)
     program = lower(parse(layer(world, 4, tokens, WIDE, INNER, "bf16")), chosen)
-    return Executor(program, groups={"tp": world_group()}, options=chosen).prepare()
+    groups = {"tp": world_group()}
+    return Executor(program, groups=groups, device="cuda", options=chosen).prepare()
 
 
 def compare_in_order(seed: int) -> list[str]:
