@@ -156,10 +156,7 @@ def check_scatter(draw: random.Random) -> None:
     assert bool(stage[mine].isnan().all()), (what, "the own rows go to their own place")
     stage[mine] = own
     close(stage, made, what)
-    first = (rank + 1) % size
-    raised = [
-        [each // subs] * subs if c == first else [each, *[0] * (subs - 1)] for c in range(size)
-    ]
+    raised = [[each // subs] * subs] * size
     assert counters.view(size, subs).tolist() == raised, (what, counters, each)
 
 

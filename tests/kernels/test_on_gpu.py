@@ -186,13 +186,9 @@ def test_scatter_with_copies_behind_it(
     )  # fmt: skip
     counters, subs = line.words.data_ptr(), kernel.subs
     ranges = [
-        (chunk * subs + sub, kernel.raised(chunk), chunk, rows_of)
+        (chunk * subs + sub, kernel.raised, chunk, kernel.sub_rows(sub))
         for chunk in ((rank + k) % size for k in range(1, size + 1))
-        for sub, rows_of in enumerate(
-            [kernel.sub_rows(s) for s in range(subs)]
-            if chunk == (rank + 1) % size
-            else [range(rows)]
-        )
+        for sub in range(subs)
     ]
     for number in (1, 2):
         x = drawn(size * rows, inner, dtype=dtype)

@@ -165,7 +165,7 @@ def test_a_scatters_chunks_leave_when_their_tiles_are_made(strategy: str, subs: 
                 assert stage is not None
                 which, inside = divmod(src - stage.data_ptr(), y.nbytes)
                 assert which == peer
-                assert nbytes == y.nbytes // (subs if peer == 2 else 1)
+                assert nbytes == y.nbytes // subs
                 moved.append((peer, inside // nbytes))
                 address = launch.counters + 4 * (peer * subs + moved[-1][1])
                 count = order.one("wait", stream, address)
@@ -173,16 +173,18 @@ def test_a_scatters_chunks_leave_when_their_tiles_are_made(strategy: str, subs: 
                 assert order.before(count, copy)
                 assert not order.before(order.one("launch"), count)
                 lanes.add(stream)
-            assert moved == [*((2, sub) for sub in range(subs)), (3, 0), (0, 0)]
-            total = order.one("call", MAIN, "interlace.sum_slots")
-            assert fake.place(log[total][3][0]) == (1, number % 2)
-            assert log[total][4] == (y.data_ptr(),)
-            for peer in (0, 2, 3):
-                heard = word("t_slots_arrived", 1, peer, fake.space.number)
-                came = order.one("wait", None, heard, fake.space.base + 1)
-                assert log[came][1] not in (MAIN, *lanes)
-                assert order.before(came, total)
-            assert order.before(order.one("launch"), total)
+            assert moved == [(peer, sub) for peer in (2, 3, 0) for sub in range(subs)]
+            sums = order.find("call", MAIN, "interlace.sum_slots")
+            assert all(fake.place(log[one][3][0]) == (1, number % 2) for one in sums)
+            assert len(sums) == subs
+            for sub, total in enumerate(sums):
+                assert log[total][4] == (y.data_ptr() + sub * y.nbytes // subs,)
+                for peer in (0, 2, 3):
+                    heard = word("t_slots_arrived", 1, peer, fake.space.number)
+                    came = order.one("wait", None, heard, fake.space.base + 1 + sub)
+                    assert log[came][1] not in (MAIN, *lanes)
+                    assert order.before(came, total)
+                assert order.before(order.one("launch"), total)
         assert len(lanes) == 1
         assert MAIN not in lanes
 
@@ -249,8 +251,9 @@ def test_in_order_all_is_on_one_stream(site: str, strategy: str) -> None:
         assert {entry[1] for entry in log} == {MAIN}
         # Kernels then do one part each, and wait for nothing.
         launches = [entry[2] for entry in log if entry[0] == "launch"]
-        more = strategy == "ranges" and site == "scatter"
-        assert len(launches) == (WORLD + more if strategy in ("fused", "ranges") else 0)
+        ranges = 2 if strategy == "ranges" and site == "scatter" else 1
+        parts = (WORLD - 1) * ranges + 1
+        assert len(launches) == (parts if strategy in ("fused", "ranges") else 0)
         assert not any(launch.gates or launch.counters for launch in launches)
 
 

@@ -73,8 +73,8 @@ def steps(entry: Entry) -> Iterator[Entry]:
         return
     others = [(launch.rank + k) % launch.size for k in range(1, launch.size)]
     if launch.kind == "scatter":
-        for nth, chunk in enumerate((*others, launch.rank)):
-            for sub in range(1 if nth else launch.subs):
+        for chunk in (*others, launch.rank):
+            for sub in range(launch.subs):
                 address = launch.counters + 4 * (chunk * launch.subs + sub)
                 yield ("raise", stream, address, TILES)
         return

@@ -1,10 +1,10 @@
 """The persistent GEMM whose rows leave for their owners as they are made, own rows last.
 
-    part k = 0..W-2   stage[c] = x[c] @ w, each tile raises counters[c]       c = (rank + 1 + k) % W
-    part k = W-1      own = x[rank] @ w, each tile raises counters[rank]
+    part k = 0..W-2   stage[c] = x[c] @ w, and tiles raise counters[c]     c = (rank + 1 + k) % W
+    part k = W-1      own = x[rank] @ w, likewise
 
-The rows of part 0 are cut in SUBS ranges, one after another and each with a counter, so that the
-first copy starts early.
+The rows of a part are cut in SUBS ranges, one after another and each with a counter, so that copies
+start early and what arrives last is little.
 
 All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
 under way throughout. The counter of a tile is raised at k-step LATE of the block's next one, when
@@ -39,9 +39,7 @@ def publish(
     """Settles a tile's stores and raises the counter of its range."""
     settle(BY_TMA)
     part = tile // per_part
-    sub = 0
-    if part == 0:
-        sub = tile // (per_part // SUBS)
+    sub = (tile - part * per_part) // (per_part // SUBS)
     raise_counter(counters + (RANK + 1 + part) % SIZE * SUBS + sub)
 
 
@@ -85,15 +83,10 @@ def scatter_kernel(
         part = tile // per_part
         chunk = (RANK + 1 + part) % SIZE
         inside = tile - part * per_part
-        height = m_tiles
-        above = 0
-        if SUBS > 1:
-            if part == 0:
-                height = m_tiles // SUBS
-                sub = inside // (height * n_tiles)
-                inside -= sub * (height * n_tiles)
-                above = sub * height
-        m, n = place(inside, height, n_tiles, GROUP_M)
+        height = m_tiles // SUBS
+        sub = inside // (height * n_tiles)
+        above = sub * height
+        m, n = place(inside - above * n_tiles, height, n_tiles, GROUP_M)
         row = (above + m) * BM
         column = n * BN
         acc = tl.zeros([BM, BN], tl.float32)

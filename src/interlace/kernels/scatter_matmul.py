@@ -4,10 +4,9 @@
                            dtype=torch.bfloat16, device=device, subs=2)
     kernel.launch(stream, x, w, stage, own, None, counters)
 
-`counters` is the address of size * subs words. Each call adds `raised(c)` to word c * subs, tile by
-tile, for every chunk c; its rows of the stage (`own`, if c is the rank itself) may be read once
-that is reached. The chunk made first, rank + 1, has `subs` such words, of the rows `sub_rows(s)`
-each. stage[rank] is neither read nor written.
+`counters` is the address of size * subs words. Each call adds `raised` to each of them, tile by
+tile: word c * subs + s is of the rows `sub_rows(s)` of chunk c, which may be read from the stage
+(`own`, if c is the rank itself) once that is reached. stage[rank] is neither read nor written.
 """
 
 from __future__ import annotations
@@ -141,7 +140,6 @@ class ScatterMatmul:
         m_tiles = -(-rows // config.bm)
         self.subs = max(s for s in range(1, subs + 1) if m_tiles % s == 0)
         self._rows, self._sub = rows, m_tiles // self.subs * config.bm
-        self._first = (rank + 1) % size
         total = tiles(config, rows, columns, size)
         self._per_part = total // size
         self._raises = 2 if config.specialized else 1  # each half of such a tile does
@@ -163,13 +161,13 @@ class ScatterMatmul:
         self._bound = Recent(self._bind)
         self._numbers = (rows, columns, inner)
 
-    def raised(self, chunk: int) -> int:
-        """How far one call raises each counter of that chunk."""
-        tiles = self._per_part // (self.subs if chunk == self._first else 1)
-        return tiles * self._raises
+    @property
+    def raised(self) -> int:
+        """How far one call raises each counter."""
+        return self._per_part // self.subs * self._raises
 
     def sub_rows(self, sub: int) -> range:
-        """The rows of the first chunk that the counter of that range speaks of."""
+        """The rows of a chunk that the counter of that range speaks of."""
         return range(sub * self._sub, min((sub + 1) * self._sub, self._rows))
 
     def launch(

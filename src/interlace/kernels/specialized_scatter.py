@@ -37,15 +37,11 @@ def scatter_place(
     part = tile // per_part
     chunk = (RANK + 1 + part) % SIZE
     inside = tile - part * per_part
-    height = m_tiles
-    sub = 0
-    if SUBS > 1:
-        if part == 0:
-            height = m_tiles // SUBS
-            sub = inside // (height * n_tiles)
-            inside -= sub * (height * n_tiles)
-    m, n = place(inside, height, n_tiles, GROUP_M)
-    return chunk, (sub * height + m) * BM, n, chunk * SUBS + sub
+    height = m_tiles // SUBS
+    sub = inside // (height * n_tiles)
+    above = sub * height
+    m, n = place(inside - above * n_tiles, height, n_tiles, GROUP_M)
+    return chunk, (above + m) * BM, n, chunk * SUBS + sub
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ parts of its rows in `out`. The order in which they are summed is the strategy's
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,7 +40,7 @@ class Scatter:
     width: int
     dtype: DType
     parts: int = 1
-    """Put: pieces that the rows made first are computed and travel in, to leave soon."""
+    """Put: pieces that each rank's rows are computed, travel and are summed in, to leave soon."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
@@ -65,7 +66,7 @@ class Scatter:
         return lambda index: self.emitter.part(stage, index, self.sizes)
 
     def _pieces(self) -> list[Slice | None]:
-        """Which of the rows made first are computed and put together."""
+        """Which rows of a rank are computed, put and summed together; None is all."""
         if self.parts == 1:
             return [None]
         rows = self.sizes[0]  # all are equal
@@ -78,9 +79,12 @@ class Scatter:
         row = matrices.chunk(index, e.size).view(largest, self.width)
         return e.head(row, self.sizes, owner, largest)
 
-    def _sum(self, slots: View) -> None:
-        e, largest = self.emitter, max(self.sizes)
-        e.sum_slots(e.head(slots, self.sizes, e.rank, largest, dim=1), self.out)
+    def _sum(self, slots: View, within: Slice | None = None) -> None:
+        e, largest, out = self.emitter, max(self.sizes), self.out
+        mine = e.head(slots, self.sizes, e.rank, largest, dim=1)
+        if within is not None:
+            mine, out = mine.then(dataclasses.replace(within, dim=1)), out.then(within)
+        e.sum_slots(mine, out)
 
     def _roots(self, compute: ComputeRows) -> None:
         """One reduction a rank, in the order of the ranks."""
@@ -155,13 +159,14 @@ class Scatter:
         for k in e.others:
             chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
             into = self._rows(slots, e.rank, chunk)
-            for within in self._pieces() if k == 1 else [None]:
+            for number, within in enumerate(self._pieces(), start=1):
                 src, dst = (v if within is None else v.then(within) for v in (staged(chunk), into))
                 compute(chunk, src, within)
                 e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
-            e.notify(arrived, to)
+                e.notify(arrived, to, number)
         compute(e.rank, self._rows(slots, e.rank, e.rank))
-        for k in e.others:
-            e.expect(arrived, e.at(path.source.at(k)))
-        self._sum(slots)
+        for number, within in enumerate(self._pieces(), start=1):
+            for k in e.others:
+                e.expect(arrived, e.at(path.source.at(k)), number)
+            self._sum(slots, within)
         e.free(slots)

@@ -55,9 +55,10 @@ def slices(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
 
 
 def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
-    """In how many pieces a rank puts what it computes first: as if `chunks` were of all ranks.
+    """In how many pieces each rank's rows are computed and put: `chunks` are of all ranks.
 
-    Pieces let the first bytes leave sooner; a gather's rows are there from the start.
+    Pieces let bytes leave sooner, and the last be summed alone; a gather's rows are there from the
+    start.
     """
     if isinstance(site, GatherSite):
         return 1

@@ -122,9 +122,13 @@ def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
     if kernel.subs != parts.subs or ranges != [kernel.sub_rows(s) for s in range(parts.subs)]:
         return None
     runs, counters = binder.links.runs, binder.links.words(parts.team, shape.size * parts.subs)
+    tiles = kernel.raised
+
+    def due() -> int:
+        return runs() * tiles
+
     for spot, chunk, sub in parts.records:
-        address, tiles = counters + 4 * (chunk * parts.subs + sub), kernel.raised(chunk)
-        due = lambda tiles=tiles: runs() * tiles  # noqa: E731
+        address = counters + 4 * (chunk * parts.subs + sub)
         binder.points[spot] = CounterPoint(binder.driver, address, due)
     x, stage, own = values.at(*parts.x), values.at(*parts.stage), values.at(*parts.own)
     w = values.own(parts.weight)

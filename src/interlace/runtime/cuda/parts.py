@@ -3,8 +3,8 @@
 With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
 
     gather    the own chunk's matmul, then for each other chunk: expect its arrival, its matmul
-    scatter   the others' chunks, the first of them in `subs` ranges: matmul into the stage, record;
-              then the own one: matmul into its slot
+    scatter   the others' chunks, each in `subs` ranges: matmul into the stage, record; then the own
+              one: matmul into its slot
 
 `gather_of` and `scatter_of` give None for whatever is not exactly that.
 """
@@ -158,8 +158,10 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
         return None
     size = len(plan.where.member(buffer.team).ranks)
-    subs, mine = len(op.parts) - size + 1, products[-1]
-    shape = None if size < 2 or subs < 1 else _shape(plan, mine, buffer.team, size)
+    subs, rest = divmod(len(op.parts) - 1, max(size - 1, 1))
+    mine = products[-1]
+    fits = size > 1 and subs > 0 and not rest
+    shape = _shape(plan, mine, buffer.team, size) if fits else None
     if mine is None or shape is None or shape.rows % subs:
         return None
     rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
@@ -168,8 +170,9 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     records: list[tuple[Spot, int, int]] = []
     position = 0
     for nth, (part, product) in enumerate(zip(op.parts, products, strict=True)):
-        sub, length = (nth, rows // subs) if nth < subs else (0, rows)
-        chunk = (rank + 1 + max(0, nth - subs + 1)) % size
+        k, sub = divmod(nth, subs)
+        chunk = (rank + 1 + k) % size
+        length = rows if chunk == rank else rows // subs
         if product is None or (product.b, product.bias, product.a.buffer) != (
             *(mine.b, mine.bias),
             mine.a.buffer,
