@@ -22,6 +22,7 @@ from tests.e2e.experts import (
     Experts,
     Gated,
     Grouped,
+    Layers,
     Routed,
     filled,
     step,
@@ -117,10 +118,10 @@ def test_equals_eager(pool: Pool, strategy: str, ranks: int, seed: int) -> None:
             assert not found["different"]
 
 
-@pytest.mark.parametrize("kind", [Einsum, Grouped, Gated])
+@pytest.mark.parametrize("kind", [Einsum, Grouped, Layers, Gated])
 def test_other_spellings(pool: Pool, kind: type[Experts], seed: int) -> None:
     """On integers, which are exact in bf16 too (grouped matmuls take no other type on GPUs)."""
-    dtype = "bfloat16" if kind is Grouped else "float32"
+    dtype = "bfloat16" if kind in (Grouped, Layers) else "float32"
     args = (kind, 1, dtype, True, seed, STRATEGIES["peer-get"])
     for found in pool(2).run(compare, *args, time_out_s=100.0):
         assert_overlapped(found, "peer-get")
