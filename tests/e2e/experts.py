@@ -16,6 +16,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from interlace.nn.grouped_linear import grouped_linear_ops
+
 EXPERTS, ROOM, DIM, HIDDEN = 2, 16, 32, 64
 """Experts of a rank, tokens from each rank to each expert, and sizes."""
 
@@ -63,6 +65,22 @@ class Grouped(Experts):
         rows = self.to_experts(self.exchange(x)).reshape(-1, DIM)
         h = torch.relu(torch._grouped_mm(rows, self.up, ends))
         return self.exchange(self.from_experts(torch._grouped_mm(h, self.down, ends)))
+
+
+class Layers(Experts):
+    """The same as `GroupedLinear` is compiled on a GPU, with a mask of padding and biases."""
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(group, dtype)
+        self.bias = nn.Parameter(torch.empty(EXPERTS, DIM, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = torch.full((EXPERTS,), self.ranks * ROOM, dtype=torch.int32, device=x.device)
+        up, down = (weight.transpose(1, 2) for weight in (self.up, self.down))
+        rows = self.to_experts(self.exchange(x)).reshape(-1, DIM)
+        h = torch.relu(grouped_linear_ops(rows, up, None, sizes, torch.bfloat16))
+        y = grouped_linear_ops(h, down, self.bias, sizes, torch.bfloat16)
+        return self.exchange(self.from_experts(y))
 
 
 class Counted(Experts):

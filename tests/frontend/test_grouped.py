@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from interlace.frontend.grouped import equal_groups
 from interlace.frontend.partition import Partition
 from interlace.ir import Call, Program, validate
+from interlace.nn.grouped_linear import grouped_linear_ops
 
 E, C, K, N = 3, 4, 16, 32
 c10d: Any = torch.ops._c10d_functional
@@ -50,12 +51,19 @@ def transposed(x: Tensor, w: Tensor) -> Tensor:
     return torch._grouped_mm(x, w.transpose(1, 2).contiguous().transpose(1, 2), ends)
 
 
+def as_a_layer(x: Tensor, w: Tensor) -> Tensor:
+    """What a compiler sees of a `GroupedLinear` on a GPU: rows behind the groups are masked."""
+    sizes = torch.full((E,), C, dtype=torch.int32, device=x.device)
+    return grouped_linear_ops(x, w.transpose(1, 2), None, sizes, torch.bfloat16)
+
+
 EQUAL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "arange": by_arange,
     "cumsum": by_cumsum,
     "list": by_list,
     "stacked": stacked,
     "transposed": transposed,
+    "layer": as_a_layer,
 }
 
 
@@ -119,6 +127,43 @@ def test_gradients_too(name: str) -> None:
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.shape == theirs.shape
         assert torch.equal(mine, theirs)
+
+
+def masks(gm: fx.GraphModule) -> int:
+    """How many choices are left in a graph."""
+    return sum(str(node.target) == "aten.where.self" for node in gm.graph.nodes)
+
+
+def test_masks_of_rows_that_equal_groups_leave_over_are_dropped() -> None:
+    x, w = operands(grad=False)
+    gm = traced(as_a_layer, x, w)
+    assert masks(gm) == 2
+    equal_groups(gm.graph)
+    assert masks(gm) == 0
+
+
+def masked_by_data(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+    return by_arange(torch.where(mask, x, 0), w)
+
+
+def masked_in_part(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+    return by_arange(torch.where(torch.arange(E * C).unsqueeze(1) < C, x, 0), w)
+
+
+def masked_and_widened(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+    """The choice has more rows than what is chosen."""
+    every = torch.arange(E * C).unsqueeze(1) < E * C
+    return by_arange(torch.where(every, x[:1], 0), w)
+
+
+@pytest.mark.parametrize("fn", [masked_by_data, masked_in_part, masked_and_widened])
+def test_other_masks_stay(fn: Callable[..., Tensor]) -> None:
+    x, w = operands(grad=False)
+    mask = torch.ones(E * C, 1, dtype=torch.bool)
+    gm = traced(fn, x, w, mask)
+    assert len(equal_groups(gm.graph)) == 1
+    assert masks(gm) == 1
+    assert torch.equal(without_all_to_all(gm)(x, w, mask), fn(x, w, mask))
 
 
 def given(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.experts import DIM, EXPERTS, ROOM, Experts, Gated, Grouped, filled, step
+from tests.e2e.experts import DIM, EXPERTS, ROOM, Experts, Gated, Grouped, Layers, filled, step
 from tests.passes.experts import layer
 from tests.runtime.programs import world_group
 from tests.support.pool import Ranks
@@ -71,9 +71,9 @@ def test_equals_eager_on_integers(gpus: Ranks, strategy: str, dtype: str, seed: 
         assert not wrong
 
 
-@pytest.mark.parametrize("kind", [Gated, Grouped])
+@pytest.mark.parametrize("kind", [Gated, Grouped, Layers])
 def test_other_spellings(gpus: Ranks, kind: type[Experts], seed: int) -> None:
-    dtype = "bfloat16" if kind is Grouped else "float32"
+    dtype = "float32" if kind is Gated else "bfloat16"
     for wrong in gpus.run(compare, kind, dtype, seed, STRATEGIES["peer-get"], time_out_s=150):
         assert not wrong
 

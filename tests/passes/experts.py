@@ -321,6 +321,14 @@ REFUSED = {
     main: call("aten.bmm.default", a, t.view(2, 6, 8), out=(y := f32[2, 5, 8]))
     return y""",
     ),
+    "no-columns": (
+        "its matmul's rows have no columns",
+        """a: f32[4, 8], w: f32[8, 0]):
+    main: call("aten.mm.default", a, w, out=(y := f32[4, 0]))
+    out = empty(f32[4, 0])
+    main: all_to_all(y, out, team=tp)
+    return out""",
+    ),
     "nothing-around": (
         "after it: its result leaves the program; before it: no operator of the program",
         """x: f32[4, 8]):

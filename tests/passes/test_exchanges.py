@@ -13,11 +13,11 @@ from tests.passes.spellings import as_sample
 from tests.passes.test_choose import key_of
 from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 
-from interlace.cost import SiteKey, default_machine, simulate
+from interlace.cost import SiteKey, SiteTime, default_machine, simulate
 from interlace.ir import Call, Collective, Program, parse, validate
 from interlace.options import Options
 from interlace.passes import lower, parse_pipeline, run_pipeline
-from interlace.passes.candidates import plain_program, predictions
+from interlace.passes.candidates import candidates, plain_program, predictions
 from interlace.verify import check
 
 STRATEGIES = {
@@ -234,3 +234,15 @@ def test_a_key_makes_the_program_that_has_it(kind: str) -> None:
     validate(program)
     assert key_of(program) == key
     assert {"serial", "peer/get", "peer/put"} <= set(predictions(H200, key))
+
+
+def test_what_one_matrix_took_is_not_what_those_of_several_experts_take() -> None:
+    """A measured site has one matrix: the bytes of four are not in its time."""
+    kind, m, k, n = DISPATCH, 4 * 4 * 1024, 4096, 3584
+    key = SiteKey(kind=kind, dtype="bf16", m=m, k=k, n=n, world=4)
+    time = SiteTime(site=key, strategy="serial", seconds=1.0, predicted_s=0.5)
+    machine = H200.replace(sites=(time,))
+    for program, wanted in ((plain_program(key), 1e3), (parse(LARGE), None)):
+        serial = candidates(program, Options(), machine)[1][0]
+        assert (serial.label, serial.measured_ms) == ("serial", wanted)
+        assert serial.expected_ms > 1.9 * serial.predicted_ms  # it is corrected all the same

@@ -4,8 +4,11 @@
 a graph computes the offsets of equal groups from constants, the groups are a dimension, and a batch
 of matmuls says the same without data, so that it can be overlapped with the all-to-alls around it.
 It is done where forward and backward are still one graph: apart, backward sees only saved offsets.
+Equal groups leave no row over, so that a mask of padding, as `GroupedLinear` has, is known to be
+true as well: it goes, for it would stand between the all-to-all and the matmul.
 
     _grouped_mm(x, w, arange(1, E + 1) * C)   ->   bmm(x.view(E, C, K), w).view(E * C, N)
+    where(arange(T) < T, x, 0)                ->   x
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from interlace.frontend.graphs import bound, draws_random_numbers, flatten, is_mutable
 
 GROUPED = "aten._grouped_mm.default"
-MOST = 1 << 12
-"""Constants of more elements than this are not computed."""
+MASKED = "aten.where.self"
+MOST = 1 << 20
+"""Constants of more elements than this are not computed: a mask has one for each token."""
 aten: Any = torch.ops.aten
 
 
@@ -40,6 +44,8 @@ def equal_groups(graph: fx.Graph) -> list[fx.Node]:
             groups = _groups(node, known)
         if groups is not None:
             made.append(_batched(graph, node, groups))
+    if made:
+        _drop_masks(graph, known)
     return made
 
 
@@ -100,6 +106,29 @@ def _computed(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch
     target: Any = node.target
     result = target(*fx.map_arg(node.args, real), **fx.map_arg(kwargs, real))
     return result if isinstance(result, torch.Tensor) else None
+
+
+def _drop_masks(graph: fx.Graph, known: dict[fx.Node, torch.Tensor | None]) -> None:
+    """Puts a value in place of its choice where the mask is known to be true everywhere."""
+    for node in list(graph.nodes):
+        if str(node.target) != MASKED:
+            continue
+        mask, x, _ = node.args
+        if not isinstance(mask, fx.Node) or not isinstance(x, fx.Node):
+            continue
+        with unset_fake_temporarily():
+            value = _constant(mask, known)
+            true = value is not None and bool(value.all())
+        if not true:
+            continue
+        given, made = x.meta["val"], node.meta["val"]
+        if (given.shape, given.dtype, given.device) != (made.shape, made.dtype, made.device):
+            continue
+        with graph.inserting_before(node):  # a value of its own, as the choice was
+            new = graph.call_function(aten.clone.default, (x,))
+        new.meta = {**node.meta, "val": aten.clone.default(given)}
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
 def _batched(graph: fx.Graph, node: fx.Node, groups: int) -> fx.Node:

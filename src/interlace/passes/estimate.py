@@ -68,7 +68,7 @@ class Estimator:
         label = label_of(row, chunks)
         predicted = self._seconds(values, site, row, chunks)
         key, table = site_key(values, site, self.machine.captured), self.machine.sites
-        known = measured(table, key, label) if _plain(site) else None
+        known = measured(table, key, label) if _plain(values, site) else None
         # One of which nothing was measured is taken to be as far off as the worst of the others.
         ratio = correction(table, key, label) or doubt(table, key) or 1.0
         expected = predicted * ratio if known is None else known
@@ -146,8 +146,16 @@ def site_key(values: Values, site: GatherSite | ScatterSite, graph: bool = False
     return SiteKey(kind=kind, dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
 
 
-def _plain(site: GatherSite | ScatterSite) -> bool:
-    """Whether it is one matmul and its communication, as sites are measured."""
+def _plain(values: Values, site: GatherSite | ScatterSite) -> bool:
+    """Whether it is one matmul, of one matrix, and its communication, as sites are measured."""
     if isinstance(site, GatherSite):
-        return len(site.matmuls) == 1 and not site.whole
-    return len(site.cone.ops) == 1
+        if len(site.matmuls) != 1 or site.whole:
+            return False
+        (matmul,) = site.matmuls
+    elif len(site.cone.ops) != 1:
+        return False
+    else:
+        (matmul,) = site.cone.ops
+    call = values.program.ops[matmul]
+    shape = matmul_shape(call, values.box) if isinstance(call, Call) else None
+    return shape is not None and shape.batch == 1

@@ -266,6 +266,8 @@ def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> Scatter
         does = "sends" if exchange else "reduces"
         raise Refused(f"it {does} other bytes than the matmul's rows")
     row = cone.width * box.dtype.itemsize
+    if not row:
+        raise Refused("its matmul's rows have no columns")
     total = cone.rows
     contents = values.contents(op.src, root, (Run(0, total * row, 0, 0),) if total * row else ())
     team = values.program.team(op.team)
