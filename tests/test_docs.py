@@ -37,6 +37,7 @@ def blocks(language: str) -> dict[str, str]:
 PYTHON = blocks("python")
 SCHEDULES = {name: code for name, code in PYTHON.items() if re.match(r"def \w+\(.*Team\[", code)}
 
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 QUICK_START_CHECK = """
 eager = mlp._orig_mod
 gradients = [p.grad.to_local() for p in eager.parameters()]
@@ -49,6 +50,54 @@ for ours, parameter in zip(gradients, eager.parameters(), strict=True):
 print("equal to eager")
 torch.distributed.destroy_process_group()
 """
+
+LOSS_CHECK = """
+torch.testing.assert_close(same, loss)
+logits = head(hidden)
+wanted = torch.nn.functional.cross_entropy(logits, target, label_smoothing=0.1)
+wanted = wanted + 1e-4 * logits.logsumexp(1).square().mean()
+torch.testing.assert_close(loss, wanted)
+assert hidden.grad.any()
+print("as told")
+"""
+ADAM_CHECK = """
+states = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if t.dim())
+weights = sum(p.numel() for p in model.parameters())
+assert states + 2 * weights == 8 * weights
+print("as told")
+"""
+REDUCER_CHECK = """
+mine = torch.cat([p.detach().float().flatten() for p in experts.parameters()])
+others = [torch.empty_like(mine) for _ in range(2)]
+dist.all_gather(others, mine)
+assert torch.equal(others[0], others[1])
+torch.manual_seed(0)
+assert not torch.equal(experts.weight, GroupedLinear(4, 256, 512, dtype=torch.bfloat16).weight)
+dist.destroy_process_group()
+print("as told")
+"""
+ACCUMULATOR_CHECK = """
+before = experts.weight.grad
+total = before.clone()
+torch.manual_seed(0)
+x = torch.randn(64, 256)
+experts(x, [10, 0, 30, 24]).square().mean().backward()
+(more,) = torch.autograd.grad(experts(x, [10, 0, 30, 24]).square().mean(), [experts.weight])
+assert experts.weight.grad is before
+assert torch.equal(before, total + more)
+print("as told")
+"""
+PIECES = {
+    name: (code, told)
+    for told, word in (
+        (LOSS_CHECK, "LinearCrossEntropyLoss"),
+        (ADAM_CHECK, "exp_avg_sq_dtype"),
+        (REDUCER_CHECK, "GradReducer"),
+        (ACCUMULATOR_CHECK, "GradAccumulator"),
+    )
+    for name, code in PYTHON.items()
+    if name.startswith("README.md") and word in code
+}
 
 
 def test_op_table_is_up_to_date() -> None:
@@ -69,6 +118,10 @@ def test_every_op_is_in_the_table() -> None:
 
 def test_there_are_schedules_to_check() -> None:
     assert len(SCHEDULES) >= 2
+
+
+def test_there_are_training_pieces_to_run() -> None:
+    assert len(PIECES) == 4
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -97,22 +150,38 @@ def test_counterexample_in_the_readme_is_real() -> None:
     assert shown.strip() in str(report)
 
 
+def run_script(script: Path, *launch: str) -> str:
+    """What a script prints, on CPUs."""
+    done = subprocess.run(
+        [sys.executable, *launch, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
     """The README's first script, on two ranks, beside eager DTensor."""
     (code,) = (code for code in PYTHON.values() if "init_device_mesh" in code)
     script = tmp_path / "train.py"
     script.write_text(code + QUICK_START_CHECK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # its mesh is of CPUs
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal to eager") == 2
+    assert run_script(script, *TWO_RANKS).count("equal to eager") == 2
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_training_pieces_of_the_readme_run(name: str, tmp_path: Path) -> None:
+    """Each script of the README does what is said beside it; the one with ranks on two."""
+    code, told = PIECES[name]
+    script = tmp_path / "train.py"
+    script.write_text(code + told)
+    if "init_process_group" in code:
+        assert run_script(script, *TWO_RANKS).count("as told") == 2
+    else:
+        assert "as told" in run_script(script)
 
 
 @pytest.mark.parametrize("name", PYTHON)

@@ -206,6 +206,54 @@ def test_a_layer_on_another_stream_is_waited_for() -> None:
     assert torch.equal(main, 2 * wanted)
 
 
+def test_who_is_told_that_the_sum_is_ready_sees_a_slow_stream() -> None:
+    """The weight's node belongs to the current stream, its only layer's backward to a slow one."""
+    layer = GroupedLinear(2, 256, 256, False, device="cuda", dtype=BF16)
+    main, seen = torch.zeros(layer.weight.shape, device="cuda"), []
+    accumulator = GradAccumulator(layer.weight, main, on_ready=lambda _: seen.append(main.clone()))
+    layer.accumulate_into(accumulator)
+    x = whole(64, 256)
+    layer(x, [32, 32]).sum().backward()  # compiles
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = layer(x, [32, 32])
+        y.register_hook(lambda _: torch.cuda._sleep(200_000_000))
+    torch.cuda.current_stream().wait_stream(side)
+    y.sum().backward()
+    wanted = torch.stack([part.float().sum(0).expand(256, 256) for part in x.split(32)])
+    assert torch.equal(seen[0], wanted)
+    assert torch.equal(seen[1], 2 * wanted)
+
+
+def test_a_single_row_of_odd_stride() -> None:
+    """To torch it is contiguous; descriptors and the grouped GEMM look at its stride."""
+    layer = layer_of([1, 0], 64, 128, False)
+    layer.weight.data.copy_(sparse(*layer.weight.shape))
+    x: Any = whole(1, 101)[:, :64]
+    assert x.is_contiguous()
+    assert layer.explain(x) == "by kernel"
+    dy = whole(1, 131)[:, :128]
+    y = layer(x, [0, 1])
+    y.backward(dy)
+    assert torch.equal(y, x @ layer.weight[1].t())
+    assert torch.equal(layer.weight.grad[1], dy.t() @ x)
+    assert not layer.weight.grad[0].any()
+
+
+@pytest.mark.parametrize("sizes", [[40, 0, 200, 3], [64, 64, 64, 64]])
+def test_a_compiled_function_stays_inside_the_rows(sizes: list[int]) -> None:
+    """Sizes that ask for too many rows are cut off there as well."""
+    layer = layer_of([1] * 4, 128, 64)
+    x = torch.randn(64, 128, device="cuda", dtype=BF16)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    given = torch.tensor(sizes, device="cuda")
+    assert torch.equal(run(x, given), layer(x, given))
+    with pytest.raises(Exception, match="int32 or int64"):
+        torch.compile(layer, backend="aot_eager")(x, given.float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_other_types_go_by_loop_and_say_so(dtype: torch.dtype) -> None:
     layer: Any = GroupedLinear(2, 64, 32, device="cuda", dtype=dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from interlace.errors import GradientError, GroupError
 from interlace.nn import GroupedLinear
-from interlace.nn.grouped_linear import grouped_linear_ops
+from interlace.nn.grouped_linear import _dense, grouped_linear_ops
 from interlace.optim import GradAccumulator
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -126,6 +127,7 @@ def test_rows_of_any_strides(seed: int) -> None:
         (torch.zeros(4, 24), [1, 1, 1, 2], "ask for 5 rows, and there are 4"),
         (torch.zeros(4, 24), [1, -1, 1, 2], "whole numbers"),
         (torch.zeros(4, 24), [1, 1.0, 1, 1], "whole numbers"),
+        (torch.zeros(0, 24), torch.tensor([0, 0, 2, 1]), "ask for 3 rows, and there are 0"),
         (torch.zeros(4, 24), torch.ones(4), "int32 or int64"),
         (torch.zeros(4, 24), torch.ones(3, dtype=torch.int32), r"shape \[4\]"),
         (torch.zeros(4, 23), [1, 1, 1, 1], r"give \[tokens, 24\]"),
@@ -338,6 +340,18 @@ def test_a_weight_changed_between_is_an_error(seed: int) -> None:
         y.sum().backward()
 
 
+def test_a_weight_may_change_if_no_gradient_needs_it(seed: int) -> None:
+    """As for a Linear: rows that need no gradient leave the weight out of backward."""
+    layer, loop = pair(seed)
+    x, sizes = rows(8), [4, 0, 1, 3]
+    y = layer(x, sizes)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    y.sum().backward()
+    loop(x, sizes).sum().backward()
+    assert equal(layer.weight.grad, loop.grads("weight"))
+
+
 def test_only_its_own_accumulator_is_taken(seed: int) -> None:
     layer, _ = pair(seed)
     other, _ = pair(seed)
@@ -375,6 +389,38 @@ def test_runs_inside_a_compiled_model(attached: bool, seed: int) -> None:
     wanted.sum().backward()
     assert equal(y, wanted)
     assert equal(layer.weight.grad, loop.grads("weight"))
+
+
+def test_a_single_row_of_odd_stride_is_made_regular(seed: int) -> None:
+    """It is contiguous to torch, and still its stride is none that the kernels take."""
+    row = torch.randn(1, 101)[:, :96]
+    assert row.is_contiguous()
+    assert row.stride(0) == 101
+    dense = _dense(row, row.dtype)
+    assert dense.stride() == (96, 1)
+    assert torch.equal(dense, row)
+    regular = torch.randn(5, 96)
+    assert _dense(regular, regular.dtype) is regular
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 9, 200], [5, 90, 9, 2], [21, 0, 0, 0]])
+def test_operators_for_compilers_stay_inside_the_rows(
+    sizes: list[int], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that ask for too much are cut off before torch's kernel, which trusts them."""
+    layer, loop = pair(seed)
+    x, told, real = rows(21), [], torch._grouped_mm
+
+    def spy(*args: Any, offs: torch.Tensor) -> torch.Tensor:
+        told.append(offs.tolist())
+        return real(*args, offs=offs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", spy)
+    y = grouped_linear_ops(x, layer.weight, layer.bias, torch.tensor(sizes), torch.float32)
+    ends = [min(sum(sizes[: group + 1]), 21) for group in range(4)]
+    assert told == [ends]
+    cut = [end - start for start, end in pairwise([0, *ends])]
+    torch.testing.assert_close(y, loop(x, cut), rtol=1e-5, atol=1e-5)
 
 
 def test_operators_for_compilers_agree(seed: int) -> None:

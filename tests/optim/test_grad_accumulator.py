@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from interlace.errors import GradientError
+from interlace.nn import GroupedLinear
 from interlace.optim import GradAccumulator
 
 
@@ -113,6 +114,49 @@ def test_leaves_nothing_behind() -> None:
     assert kept() is None
     param.sum().backward()
     assert param.grad.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+def test_once_closed_it_leaves_a_layers_gradient_to_autograd(buffer: bool) -> None:
+    """Also in a graph that was made before, and more than once."""
+    layer, x, sizes = GroupedLinear(2, 4, 4, bias=False), torch.ones(2, 4), [1, 1]
+    main = torch.zeros(2, 4, 4) if buffer else None
+    accumulator = GradAccumulator(layer.weight, main)
+    layer.accumulate_into(accumulator)
+    y = layer(x, sizes)
+    accumulator.close()
+    y.sum().backward()
+    for _ in range(2):
+        layer(x, sizes).sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, torch.full((2, 4, 4), 3.0))
+    assert main is None or not main.any()
+    with pytest.raises(GradientError, match="was closed"):
+        accumulator.accumulate(torch.ones(2, 4, 4))
+
+
+def test_a_parameter_has_one_at_a_time() -> None:
+    """Of two the first would take everything, and the sum of the second stay 0."""
+    param = nn.Parameter(torch.ones(3))
+    first = GradAccumulator(param, torch.zeros(3))
+    with pytest.raises(GradientError, match=r"has an accumulator: close\(\) that one"):
+        GradAccumulator(param, torch.zeros(3))
+    first.close()
+    main = torch.zeros(3)
+    second = GradAccumulator(param, main)
+    param.sum().backward()
+    assert second.grad is main
+    assert main.tolist() == [1.0] * 3
+
+
+def test_other_hooks_of_the_parameter_are_called() -> None:
+    """An optimizer that steps inside backward hooks in where nothing is returned, too."""
+    layer, calls = GroupedLinear(2, 4, 4, bias=False), []
+    layer.accumulate_into(GradAccumulator(layer.weight))
+    layer.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.sum().item()))
+    for _ in range(3):
+        layer(torch.ones(2, 4), [1, 1]).sum().backward()
+    assert calls == [32.0, 64.0, 96.0]
 
 
 def test_belongs_to_one_parameter() -> None:

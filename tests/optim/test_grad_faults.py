@@ -26,6 +26,7 @@ from interlace.errors import (
 from interlace.optim import GradReducer
 from interlace.optim.reductions import Worker
 from interlace.options import Options
+from interlace.runtime import Executor
 
 
 def step(reducer: GradReducer, model: nn.Module, x: torch.Tensor) -> None:
@@ -88,6 +89,88 @@ def test_a_gradient_that_was_not_moved_is_an_error(pool: Pool, seed: int) -> Non
     pool(1).run(strays, seed)
 
 
+def early() -> None:
+    """An optimizer must not see what is not reduced yet."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with GradReducer(model, options=Options(time_out_s=10)) as reducer:
+        for _ in range(3):
+            model(x).sum().backward()
+            with pytest.raises(GradientError, match="finish\\(\\) first"), reducer.as_grads():
+                pass
+            reducer.finish()
+            with reducer.as_grads():
+                assert model.weight.grad is not None
+            reducer.zero()
+
+
+def test_gradients_that_are_not_reduced_are_not_shown(pool: Pool) -> None:
+    pool(1).run(early)
+
+
+def again() -> None:
+    """A second reducer beside the first would have gradients of 0."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    options = Options(time_out_s=10)
+    with GradReducer(model, options=options) as first:
+        groups = len(dist.distributed_c10d._world.pg_map)
+        with pytest.raises(GradientError, match="have an accumulator: close"):
+            GradReducer(model, options=options)
+        assert len(dist.distributed_c10d._world.pg_map) == groups, "before any group is made"
+        step(first, model, x)
+        assert first.main_grad(model.weight).any()
+    with GradReducer(model, options=options) as second:
+        step(second, model, x)
+        assert torch.equal(second.main_grad(model.weight), torch.full((4, 4), 2.0))
+
+
+def test_a_second_reducer_is_refused(pool: Pool) -> None:
+    pool(2).run(again)
+
+
+def counts_nothing() -> None:
+    """A first step without a backward that counts: the next one learns in its place."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with GradReducer(model, options=Options(time_out_s=10)) as reducer:
+        with reducer.no_sync():
+            model(x).sum().backward()
+        reducer.finish()
+        reducer.zero()
+        for _ in range(3):
+            for _ in range(2):
+                model(x).sum().backward()
+            reducer.finish()
+            assert torch.equal(reducer.main_grad(model.weight), torch.full((4, 4), 4.0))
+            reducer.zero()
+
+
+def test_learns_from_the_first_step_that_counts(pool: Pool) -> None:
+    pool(1).run(counts_nothing)
+
+
+def closes_all() -> None:
+    """A run that failed is raised by `close()`, and keeps nothing open."""
+
+    def fail(_: Executor) -> None:
+        raise PeerError("made up")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "synchronize", fail)
+        reducer = GradReducer(nn.Linear(4, 4), bucket_bytes=1, options=Options(time_out_s=10))
+        groups = len(dist.distributed_c10d._world.pg_map)
+        executors = list(reducer._reductions._executors)
+        assert len(executors) == 2
+        with pytest.raises(PeerError, match="made up"):
+            reducer.close()
+        reducer.close()
+    assert all(executor._closed for executor in executors)
+    assert len(dist.distributed_c10d._world.pg_map) == groups - 1
+    assert not [t for t in threading.enumerate() if t.name == "interlace reductions"]
+
+
+def test_close_ends_everything_even_after_a_failure(pool: Pool) -> None:
+    pool(1).run(closes_all)
+
+
 def refusals() -> None:
     linear = nn.Linear(4, 4)
     with pytest.raises(OptionError, match="mean or sum"):
@@ -108,10 +191,12 @@ def test_refuses_what_it_cannot_do(pool: Pool) -> None:
 
 
 def disagree() -> str:
-    """Ranks whose Parameters differ."""
+    """Ranks whose Parameters differ; no group is left of the attempt."""
+    groups = len(dist.distributed_c10d._world.pg_map)
     with pytest.raises(InterlaceError) as caught:
         GradReducer(nn.Linear(4, 4 + 100 * dist.get_rank()), options=Options(time_out_s=5))
     assert isinstance(caught.value, AgreementError)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
     return str(caught.value)
 
 

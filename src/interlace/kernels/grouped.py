@@ -85,11 +85,12 @@ class Groups:
     ) -> Groups:
         """Checks the sizes as far as the host sees them: `GroupError` for what does not fit."""
         if isinstance(group_sizes, torch.Tensor):
-            _check_tensor(group_sizes, num_groups, device)
+            check_sizes(group_sizes, num_groups, device)
             if by_kernel and group_sizes.device.type != "cpu":
                 ends = group_sizes.cumsum(0, dtype=torch.int32).clamp_(0, tokens)
                 return cls(num_groups, tokens, None, ends, padded=True)
-            group_sizes = group_sizes.tolist() if tokens else [0] * num_groups
+            waits = group_sizes.device.type != "cpu"  # for nothing, if there are no rows
+            group_sizes = [0] * num_groups if waits and not tokens else group_sizes.tolist()
         sizes = tuple(group_sizes)
         if len(sizes) != num_groups:
             raise GroupError(f"{len(sizes)} group sizes for {num_groups} groups: give one for each")
@@ -122,7 +123,8 @@ class Groups:
         return sum(self.sizes)
 
 
-def _check_tensor(sizes: torch.Tensor, num_groups: int, device: torch.device) -> None:
+def check_sizes(sizes: torch.Tensor, num_groups: int, device: torch.device) -> None:
+    """`GroupError` for a tensor of sizes that is none, as far as can be seen from outside."""
     if sizes.dtype not in (torch.int32, torch.int64) or tuple(sizes.shape) != (num_groups,):
         raise GroupError(
             f"group_sizes is {sizes.dtype} of shape {list(sizes.shape)}: give int32 or int64 "
@@ -175,7 +177,8 @@ def weight_gradient(
 
     dy [tokens, out] and x [tokens, in], both contiguous; out [groups, out, in]. An empty group
     gives zeros, and leaves `out[g]` alone where it accumulates. No temporary is larger than one
-    group's gradient; by kernel there is none.
+    group's gradient; by kernel there is none. If `out` is not contiguous it is done by loop, and
+    the host waits for the sizes.
     """
     if groups.ends is not None and out.is_contiguous():
         return _launch_wgrad(dy, x, groups, out, accumulate)

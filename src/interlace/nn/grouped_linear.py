@@ -92,6 +92,7 @@ class GroupedLinear(nn.Module):
         if torch.compiler.is_compiling() and self._accumulator is None:
             if _traceable(self, x, group_sizes):
                 assert isinstance(group_sizes, torch.Tensor)
+                grouped.check_sizes(group_sizes, self.num_groups, x.device)
                 return grouped_linear_ops(x, self.weight, self.bias, group_sizes, torch.bfloat16)
         eager: Any = self._eager  # whose decorator has no types
         return eager(x, group_sizes)
@@ -147,9 +148,13 @@ def _check(layer: GroupedLinear, x: torch.Tensor) -> torch.dtype:
 
 
 def _dense(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor cast, row by row and at an address that kernels take; itself if it is all that."""
+    """The tensor cast, row by row and at an address that kernels take; itself if it is all that.
+
+    A single row is contiguous whatever its stride, which kernels look at all the same.
+    """
     tensor = tensor.to(dtype).contiguous()
-    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % ALIGNMENT else tensor
+    odd = tensor.stride(0) != tensor.shape[1] or (tensor.is_cuda and tensor.data_ptr() % ALIGNMENT)
+    return tensor.clone(memory_format=torch.contiguous_format) if odd else tensor
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -166,9 +171,10 @@ class _GroupedLinear(torch.autograd.Function):
         accumulator: GradAccumulator | None,
     ) -> torch.Tensor:
         rows = _dense(x, dtype)
-        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+        for_x, for_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if for_weight else None, weight if for_x else None)
         ctx.groups, ctx.dtype, ctx.accumulator = groups, dtype, accumulator
-        ctx.x_dtype = x.dtype
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         cast = None if bias is None else bias.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
@@ -185,7 +191,7 @@ class _GroupedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx = grouped.input_gradient(dy, weight.to(ctx.dtype), groups).to(ctx.x_dtype)
             if ctx.needs_input_grad[1]:
-                dw = _weight_gradient(dy, rows, weight, groups, ctx.accumulator)
+                dw = _weight_gradient(dy, rows, groups, ctx.weight_dtype, ctx.accumulator)
             if ctx.needs_input_grad[2]:
                 db = grouped.bias_gradient(dy, groups).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None
@@ -194,8 +200,8 @@ class _GroupedLinear(torch.autograd.Function):
 def _weight_gradient(
     dy: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor,
     groups: Groups,
+    dtype: torch.dtype,
     accumulator: GradAccumulator | None,
 ) -> torch.Tensor | None:
     """Adds the gradient where it is summed, or makes it for autograd to do so."""
@@ -204,8 +210,8 @@ def _weight_gradient(
         grouped.weight_gradient(dy, x, groups, out=into, accumulate=True)
         return None
     # Of dy's type first: under autocast autograd casts a gradient to the weight's type at last.
-    made = torch.empty(weight.shape, dtype=dy.dtype, device=dy.device)
-    return grouped.weight_gradient(dy, x, groups, out=made, accumulate=False).to(weight.dtype)
+    made = dy.new_empty(groups.num, dy.shape[1], x.shape[1])
+    return grouped.weight_gradient(dy, x, groups, out=made, accumulate=False).to(dtype)
 
 
 def _traceable(layer: GroupedLinear, x: torch.Tensor, group_sizes: object) -> bool:
@@ -230,9 +236,10 @@ def grouped_linear_ops(
 ) -> torch.Tensor:
     """`GroupedLinear` in differentiable operators of torch.
 
-    What torch's grouped GEMM leaves in padding, here and in the gradient of x, is masked.
+    What torch's grouped GEMM leaves in padding, here and in the gradient of x, is masked. Sizes are
+    cut off at `tokens`: it would read and write behind the rows.
     """
-    ends = group_sizes.cumsum(0, dtype=torch.int32)
+    ends = group_sizes.cumsum(0, dtype=torch.int32).clamp(0, x.shape[0])
     at = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
     real = (at < ends[-1]).unsqueeze(1)
     rows = torch.where(real, x.to(dtype), 0)

@@ -45,7 +45,8 @@ class GradAccumulator:
     `.grad` is the bucket, and the gradient is never copied) and `zero_grad(set_to_none=False)`.
 
     `on_ready(accumulator)` is called whenever a backward has completed the gradient, by the thread
-    that runs it. The Parameter must require a gradient: `GradientError` otherwise.
+    that runs it. The Parameter must require a gradient, and have no accumulator yet (each would
+    take what the other should have): `GradientError` otherwise.
     """
 
     def __init__(
@@ -59,6 +60,11 @@ class GradAccumulator:
             raise GradientError(
                 f"a tensor of shape {list(param.shape)} is no Parameter that requires a gradient: "
                 "frozen Parameters need no accumulator"
+            )
+        if is_taken(param):
+            raise GradientError(
+                f"a Parameter of shape {list(param.shape)} has an accumulator: close() that one, "
+                "or the GradReducer that made it, first"
             )
         if buffer is not None and (
             buffer.shape != param.shape
@@ -82,7 +88,7 @@ class GradAccumulator:
         me: weakref.ref[GradAccumulator] = weakref.ref(self)
         handles = [
             self._node.register_prehook(lambda *_: _call(me, "_settle")),
-            param.register_post_accumulate_grad_hook(lambda _: _call(me, "_take")),
+            param.register_post_accumulate_grad_hook(Take(me)),
             self._node.register_hook(lambda *_: _call(me, "mark_ready")),
         ]
         self._finalizer = weakref.finalize(self, _remove, handles)
@@ -112,9 +118,12 @@ class GradAccumulator:
         """The tensor that a layer may add this gradient to, in its backward; None: return it.
 
         It is to be returned where there is no sum yet, where hooks on the Parameter want to see it,
-        and where a backward collects it for `torch.autograd.grad` or does not want it at all.
+        where a backward collects it for `torch.autograd.grad` or does not want it at all, and after
+        `close()`.
         """
-        if self.grad is None or self.param._backward_hooks or not self._accumulates():
+        if self.grad is None or not self._finalizer.alive:
+            return None
+        if self.param._backward_hooks or not self._accumulates():
             return None
         self._settle()
         return self.grad
@@ -131,7 +140,7 @@ class GradAccumulator:
         self._refusal = why
 
     def close(self) -> None:
-        """Takes the hooks away: from now on gradients go to `.grad` as ever."""
+        """Takes the hooks away: from now on gradients go to `.grad` as ever, a layer's too."""
         self.refuse("its accumulator was closed")
         self._finalizer()
 
@@ -169,6 +178,22 @@ class GradAccumulator:
         if self.buffer is not None and self.param.grad is not None:
             self.buffer.add_(self.param.grad)
             self.param.grad = None
+
+
+class Take:
+    """The hook that moves what autograd brought. By it an accumulator is known to be there."""
+
+    def __init__(self, accumulator: weakref.ref[GradAccumulator]) -> None:
+        self._accumulator = accumulator
+
+    def __call__(self, _: torch.Tensor) -> None:
+        _call(self._accumulator, "_take")
+
+
+def is_taken(param: torch.Tensor) -> bool:
+    """Whether a Parameter has an accumulator that is not closed."""
+    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, Take) for hook in hooks.values())
 
 
 def _call(accumulator: weakref.ref[GradAccumulator], method: str) -> None:

@@ -40,7 +40,7 @@ from torch import nn
 
 from interlace.cost import Timeline
 from interlace.errors import GradientError, OptionError
-from interlace.optim.grad_accumulator import GradAccumulator
+from interlace.optim.grad_accumulator import GradAccumulator, is_taken
 from interlace.optim.reductions import Reductions
 from interlace.options import Options
 
@@ -97,6 +97,11 @@ class GradReducer:
             raise GradientError(
                 f"{len(listed)} Parameters that require gradients, on "
                 f"{sorted({str(p.device) for p in listed})}: give some, on one device"
+            )
+        if any(is_taken(param) for param in listed):
+            raise GradientError(
+                "some of the Parameters have an accumulator: close() the GradReducer or the "
+                "GradAccumulator that sums their gradients first"
             )
         self._buckets = _fill(listed[::-1], main_grad_dtype, bucket_bytes)
         self._options = options or Options()
@@ -175,15 +180,17 @@ class GradReducer:
             self._finished = True
             self._refuse(OVER)
         self._reductions.wait()
-        self._wanted = self._wanted or dict(self._seen)
+        self._wanted = self._wanted or dict(self._seen) or None
 
     @contextlib.contextmanager
     def as_grads(self) -> Iterator[None]:
         """Inside, each Parameter's `.grad` is its main gradient: for clipping, and an optimizer.
 
+        `GradientError` before `finish()`, when they are this rank's alone, or on the way.
         Where the types differ, `.grad` has the main gradient's, not the Parameter's: an optimizer
         must take that (torch's fused and foreach AdamW do not).
         """
+        self._check(not self._finished, "main gradients are not reduced yet: finish() first")
         dtypes = {param: param.grad_dtype for param in self._accumulators}
         for param, accumulator in self._accumulators.items():
             assert accumulator.buffer is not None

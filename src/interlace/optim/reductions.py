@@ -11,6 +11,7 @@ another. In both cases the Executor bounds what waits for a peer.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -53,30 +54,33 @@ class Reductions:
     ) -> None:
         self._flats, self._options = list(flats), options
         self._device = flats[0].device
-        self._own: Any = None
-        if group is None and self._device.type == "cpu":
-            self._own = dist.new_group(backend="gloo")
-        given: Any = self._own or group or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(given)
-        self._executors = [
-            Executor(
-                reduction(index, flat, len(ranks), op),
-                groups={"dp": given},
-                device=self._device,
-                options=options,
-            )
-            for index, flat in enumerate(flats)
-        ]
-        for executor in self._executors:
-            executor.prepare()
         self._worker: Any = None
         self._stream: Any = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
-            self._ends = [torch.cuda.Event() for _ in flats]
-        else:
-            self._worker = Worker([self._run(index) for index in range(len(flats))])
-            self._finalizer = weakref.finalize(self, self._worker.stop)
+        with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
+            given: Any = group or dist.group.WORLD
+            if group is None and self._device.type == "cpu":
+                given = dist.new_group(backend="gloo")
+                made.callback(destroy, given)
+            self._executors = self._prepare(given, op, made)
+            if self._device.type == "cuda":
+                self._stream = torch.cuda.Stream(self._device)
+                self._ends = [torch.cuda.Event() for _ in flats]
+            else:
+                self._worker = Worker([self._run(index) for index in range(len(flats))])
+                made.callback(weakref.finalize(self, self._worker.stop))
+            self._made = made.pop_all()
+
+    def _prepare(self, group: Any, op: str, made: contextlib.ExitStack) -> list[Executor]:
+        size, executors = len(dist.get_process_group_ranks(group)), []
+        for index, flat in enumerate(self._flats):
+            program = reduction(index, flat, size, op)
+            executors.append(
+                Executor(program, groups={"dp": group}, device=self._device, options=self._options)
+            )
+            made.callback(executors[-1].close)
+            executors[-1].prepare()
+            made.callback(executors[-1].synchronize)
+        return executors
 
     def _run(self, index: int) -> Callable[[], None]:
         executor, flat = self._executors[index], self._flats[index]
@@ -119,15 +123,14 @@ class Reductions:
         return [executor.timeline() for executor in self._executors]
 
     def close(self) -> None:
-        """Ends thread, Executors and process group."""
-        if self._worker is not None:
-            self._finalizer()
-        for executor in self._executors:
-            if self._worker is None:
-                executor.synchronize()
-            executor.close()
-        if self._own is not None and dist.is_initialized():
-            dist.destroy_process_group(self._own)
+        """Ends thread, Executors and process group, all of them; raises what failed on CUDA."""
+        self._made.close()
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Lets go of a process group, unless all have gone already."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def void(_: object) -> None:
@@ -163,7 +166,7 @@ class Worker:
             return index in self._done
 
     def wait(self, time_out_s: float) -> None:
-        """Returns when nothing is asked for; raises what went wrong, once."""
+        """Returns when nothing is asked for; raises what went wrong, until `clear`."""
         with self._changed:
             self._idle(time_out_s)
             if self._error is not None:
