@@ -111,6 +111,20 @@ def test_128256_classes(device: torch.device, dtype: torch.dtype, rows: int, see
         assert not (wrong := far(x.grad[at], leaf.grad.cpu(), slack.cpu())), wrong
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_class_weights_of_any_layout(device: torch.device, dtype: torch.dtype) -> None:
+    """Strided, expanded, and from an address that is no multiple of 16; some 50 roundings."""
+    x = torch.randn(40, 4096, device=device)
+    y = torch.randint(0, 4096, (40,), device=device)
+    table = (torch.rand(4097, 2, device=device) + 0.5).to(dtype)
+    for weight in (table[1:, 1], table[:1, 0].expand(4096), table.t().contiguous()[0, 1:]):
+        wanted = torch.nn.functional.cross_entropy(
+            x.double(), y, weight.double(), label_smoothing=0.1
+        )
+        loss = cross_entropy(x, y, weight, label_smoothing=0.1)
+        torch.testing.assert_close(loss.double(), wanted, rtol=50 * 2.0**-24, atol=0.0)
+
+
 def test_nothing_waits_and_one_gradient_is_held(device: torch.device) -> None:
     rows, classes = 2048, 32000
     x = torch.randn(rows, classes, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -159,13 +173,21 @@ def test_in_a_graph(device: torch.device) -> None:
     assert torch.equal(grad, torch.autograd.grad(again, x)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("accumulate", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_linear(device: torch.device, reduction: str, seed: int) -> None:
+def test_linear(
+    device: torch.device,
+    reduction: str,
+    accumulate: torch.dtype | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
     """As exact as torch's unfused, at a peak of a few chunks above what it returns."""
     torch.manual_seed(seed)
     rows, inner, classes = 4096, 256, 32000
-    hidden = torch.randn(rows, inner, device=device).bfloat16().requires_grad_()
-    weight = (torch.randn(classes, inner, device=device) / 16).bfloat16().requires_grad_()
+    hidden = torch.randn(rows, inner, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(classes, inner, device=device) / 16).to(dtype).requires_grad_()
     y = torch.randint(0, classes, (rows,), device=device)
     up = torch.rand(rows if reduction == "none" else (), device=device) + 1.0
     found, losses = [], []
@@ -176,7 +198,9 @@ def test_linear(device: torch.device, reduction: str, seed: int) -> None:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         if which == "ours":
-            loss = linear_cross_entropy(h, w, y, reduction=reduction, chunk_size=256)
+            loss = linear_cross_entropy(
+                h, w, y, reduction=reduction, chunk_size=256, accumulate_dtype=accumulate
+            )
         else:
             logits = torch.nn.functional.linear(h, w)
             logits = logits.float() if which == "theirs" else logits

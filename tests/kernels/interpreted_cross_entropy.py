@@ -95,6 +95,8 @@ def check(draw: random.Random) -> None:
         softcap=draw.choice([0.0, 5.0]),
     )
     weights = torch.rand(classes) if draw.random() < 0.4 else None
+    if weights is not None and draw.random() < 0.5:
+        weights = torch.rand(classes, 2)[:, 1]
     y = targets(draw, batch, classes, bad=draw.random() < 0.3)
     shards = [strided(draw, (*batch, size), dtype) for size in sizes]
     offset = draw.choice([0.0, 0.0, 50.0])

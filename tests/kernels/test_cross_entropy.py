@@ -30,29 +30,29 @@ def test_kernels_compute_what_the_twin_does(seed: int) -> None:
     assert done.stdout.strip() == "all right"
 
 
-POINTERS = {
-    "target": "*i64", "sizes": "*i64", "word": "*i64", "denominator": "*fp32",
-    **dict.fromkeys(("weight", "stats", "merged", "out", "losses", "upstream", "divisor"), "*fp32"),
-    **dict.fromkeys(("kept", "loss"), "*fp32"),
-}  # fmt: skip
-NUMBERS = ("smoothing", "z_loss", "softcap", "number")
 FLAGS: dict[str, Any] = {
     "RANK": 0, "WORLD": 1, "MEASURED": False, "DIMS": 1, "STRIDED": False, "EVEN": True,
     "SMOOTH": False, "WEIGHTED": False, "ZLOSS": False, "CAP": False,
 }  # fmt: skip
 
 
-def ptx_of(name: str, element: str, constants: dict[str, Any], warps: int) -> str:
-    """The PTX of a kernel for Hopper."""
+def source(name: str, element: torch.dtype, constants: dict[str, Any], warps: int) -> Any:
+    """A kernel as it is launched, with tensors of the types that most calls have."""
     from interlace.kernels import cross_entropy_kernel as kernels
-    from interlace.kernels.launch import Source
+    from interlace.kernels.cross_entropy_launch import source_of
 
-    kernel = getattr(kernels, name)
-    of_elements = dict.fromkeys(("logits", "grad"), f"*{element}")
-    floats = dict.fromkeys(NUMBERS, "fp32")
-    types = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | of_elements | floats
-    source = Source(kernel=kernel, types=types, constants=constants, num_warps=warps)
-    return source.compile().asm["ptx"]
+    types = dict.fromkeys(("logits", "grad"), element)
+    types |= dict.fromkeys(("target", "sizes", "word"), torch.int64)
+    names = getattr(kernels, name).arg_names
+    numbers = {"rows", "number"}
+    count = next(index for index, argument in enumerate(names) if argument in numbers)
+    dtypes = tuple(types.get(argument, torch.float32) for argument in names[:count])
+    return source_of(name, dtypes, tuple(constants.items()), warps)
+
+
+def ptx_of(name: str, element: torch.dtype, constants: dict[str, Any], warps: int) -> str:
+    """The PTX of a kernel for Hopper."""
+    return source(name, element, constants, warps).compile().asm["ptx"]
 
 
 OPTIONS = [
@@ -66,27 +66,27 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("element", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("element", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["stats_kernel", "grad_kernel"])
-def test_loads_of_16_bytes_and_no_spills(name: str, element: str, options: dict) -> None:
+def test_loads_of_16_bytes_and_no_spills(
+    name: str, element: torch.dtype, options: dict[str, Any]
+) -> None:
     """Each thread has its loads of 16 bytes under way together, also in rows of odd length."""
     pytest.importorskip("triton")
     from interlace.kernels.cross_entropy_launch import GRAD_UNROLL, UNROLL, WARPS
 
     forward = name == "stats_kernel"
     loads = UNROLL if forward else GRAD_UNROLL
-    weight = {} if options.get("WEIGHTED") else {"weight": None}
-    cut = {"U": loads, "LANES": 32 * WARPS, "VEC": 4 if element == "fp32" else 8}
+    cut = {"U": loads, "LANES": 32 * WARPS, "VEC": 16 // element.itemsize}
     # fmt: off
     own: dict[str, Any] = (
-        {"FINISH": True, "stats": None} if forward
+        {"FINISH": True} if forward
         else {"ALIKE": True, "PER_ROW": False, "DIVIDED": True, "SCALED": True}
     )
     # fmt: on
-    sizes = {} if options.get("MEASURED") else {"sizes": None}
-    ptx = ptx_of(name, element, {**FLAGS, **weight, **sizes, **cut, **own, **options}, WARPS)
+    ptx = ptx_of(name, element, {**FLAGS, **cut, **own, **options}, WARPS)
     assert "ld.local" not in ptx, "registers were spilled"
-    of_weights = (8 if element != "fp32" else 4) // 4 * loads if options.get("WEIGHTED") else 0
+    of_weights = cut["VEC"] // 4 * loads if options.get("WEIGHTED") else 0
     wide = len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", ptx))
     if options.get("SMOOTH") and options.get("WEIGHTED"):
         assert loads <= wide <= loads + of_weights
@@ -103,9 +103,71 @@ def test_the_small_kernels_compile(picks: bool) -> None:
     pytest.importorskip("triton")
     flags = {k: v for k, v in FLAGS.items() if k not in ("STRIDED", "EVEN")}
     constants = {**flags, "PICK": picks, "FINISH": not picks, "BLOCK": 128, "SMOOTH": True}
-    assert "ld.local" not in ptx_of("merge_kernel", "bf16", constants, 4)
-    total = {"MEAN": True, "GIVEN": False, "BLOCK": 4096, "denominator": None}
-    assert "ld.local" not in ptx_of("total_kernel", "bf16", total, 16)
+    assert "ld.local" not in ptx_of("merge_kernel", torch.bfloat16, constants, 4)
+    total = {"MEAN": True, "GIVEN": False, "BLOCK": 4096}
+    assert "ld.local" not in ptx_of("total_kernel", torch.bfloat16, total, 16)
+
+
+class Launched:
+    """Stands in for a compiled kernel: what it is given must be what it was compiled for."""
+
+    def __init__(self, source: Any, device: torch.device) -> None:
+        self.source, self.launched = source, []
+
+    def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
+        source, given = self.source, {}
+        names = source.kernel.arg_names
+        assert names[len(args) :] == [name for name in names if name in source.constants]
+        kinds = {"*": (torch.Tensor, type(None)), "i": (int,), "f": (float,)}
+        for name, value in zip(names, args, strict=False):
+            assert isinstance(value, kinds[source.types[name][0]]), (name, value)
+            given[name] = value
+        self.launched.append((stream, grid, columns, given))
+
+
+@pytest.mark.parametrize("rows", [3, 5000])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_kernels_are_given_what_they_name(
+    rows: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not compiled anew at the second call; what is not used is null, not some other argument."""
+    pytest.importorskip("triton")
+    from interlace.kernels import cross_entropy_launch as launch
+
+    programs: dict[str, list[Launched]] = {}
+
+    def made(source: Any, device: torch.device) -> Launched:
+        programs.setdefault(source.kernel.__name__, []).append(Launched(source, device))
+        return programs[source.kernel.__name__][-1]
+
+    monkeypatch.setattr(launch, "Program", made)
+    monkeypatch.setattr(launch, "stream_of", lambda device: 7)
+    launch.program_of.cache_clear()
+    x, y = torch.zeros(2 * rows, 4097)[:, 1:], torch.zeros(2 * rows, dtype=torch.int64)
+    weight = torch.ones(4096) if weighted else None
+    for start in (0, rows):
+        at = slice(start, start + rows)
+        problem = Problem(x[at], y[at], weight, Terms(), Shards.alone(4096), new_word("cpu"), start)
+        losses, kept = launch.alone(problem)
+        loss, divisor = launch.total(losses, kept, True, None)
+        grad = launch.gradient(problem, kept, loss, divisor)
+    launch.program_of.cache_clear()
+    assert all(len(of_kernel) == 1 for of_kernel in programs.values())
+    stream, grid, columns, given = programs["grad_kernel"][0].launched[1]
+    assert (stream, grid, columns) == (7, rows, 1)
+    assert given["out"] is kept
+    assert given["grad"] is grad
+    assert given["divisor"] is divisor
+    assert given["sizes"] is None
+    assert given["weight"] is weight
+    assert given["local"] == given["g_row"] == 4096
+    assert (given["s2"], given["skew"], given["first_row"]) == (4097, (1 + rows) % 4, rows)
+    assert given["logits"].data_ptr() % 16 == 0
+    _, grid, columns, given = programs["stats_kernel"][0].launched[1]
+    assert (grid, columns > 1) == (rows, rows == 3)
+    assert (given["losses"] is None) == (rows == 3)
+    assert ("merge_kernel" in programs) == (rows == 3)
+    assert programs["total_kernel"][0].launched[1][3]["rows"] == rows
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interlace.errors import InputError, TargetError, UnsupportedError
 from interlace.nn import LinearCrossEntropyLoss
 from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
+from interlace.nn.functional.linear_chunks import Chunks
 from interlace.nn.functional.linear_loss import default_size
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -181,8 +182,44 @@ def test_no_rows(reduction: str) -> None:
     assert loss.shape == ((0,) if reduction == "none" else ())
     loss.sum().backward()
     assert [p.grad.shape for p in parts] == [(0, 4), (6, 4)]
-    if reduction != "mean":
-        assert not parts[1].grad.any()
+    assert not parts[1].grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_nothing_counts(reduction: str, seed: int) -> None:
+    """As unfused: the mean of no row is NaN, and no gradient is."""
+    hidden, weight, bias, target, _ = drawn(seed, 9, 8, 11, torch.float32)
+    parts = leaves(hidden, weight, bias)
+    loss = linear_cross_entropy(
+        parts[0], parts[1], target.fill_(-100), parts[2], reduction=reduction, chunk_size=4
+    )
+    assert bool(loss.isnan().all()) == (reduction == "mean")
+    loss.sum().backward()
+    assert all(torch.equal(part.grad, torch.zeros_like(part)) for part in parts)
+
+
+def test_no_gradient_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    hidden, weight, bias, target, _ = drawn(seed, 9, 8, 11, torch.float32)
+    parts, wanted = leaves(hidden, weight, bias), []
+    real = Chunks.forward
+    monkeypatch.setattr(
+        Chunks, "forward", lambda self, *args: (wanted.append(args[3]), real(self, *args))[1]
+    )
+    with torch.no_grad():
+        loss = linear_cross_entropy(parts[0], parts[1], target, parts[2])
+    assert torch.equal(loss, linear_cross_entropy(parts[0], parts[1], target, parts[2]))
+    assert [grads is None for grads in wanted] == [True, False]
+
+
+def test_float16_sums_do_not_overflow() -> None:
+    """A frequent class in many rows: only divided by their number is its gradient a float16."""
+    hidden, target = torch.full((2048, 4), 100.0).half(), torch.zeros(2048, dtype=torch.int64)
+    parts = leaves(torch.zeros(6, 4).half(), torch.zeros(6).half())
+    linear_cross_entropy(hidden, parts[0], target, parts[1], chunk_size=512).backward()
+    p = torch.tensor([1 / 6 - 1, *[1 / 6] * 5])
+    torch.testing.assert_close(parts[0].grad.float(), 100 * p[:, None].expand(6, 4), rtol=2e-3,
+                               atol=0.0)  # fmt: skip
+    torch.testing.assert_close(parts[1].grad.float(), p, rtol=2e-3, atol=0.0)
 
 
 def test_hidden_of_more_dimensions_and_autocast(seed: int) -> None:
@@ -202,6 +239,9 @@ def test_hidden_of_more_dimensions_and_autocast(seed: int) -> None:
     assert parts[1].grad.dtype == torch.float32
     same = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), target)
     assert torch.equal(loss, same)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 as it is
+        loss = linear_cross_entropy(hidden.double(), weight.double(), target)
+    assert torch.equal(loss, linear_cross_entropy(hidden.double(), weight.double(), target))
 
 
 def test_errors() -> None:
@@ -221,7 +261,10 @@ def test_errors() -> None:
     with pytest.raises(TargetError, match="row 1 is 5"):
         linear_cross_entropy(hidden, weight, target, check_targets=True)
     assert linear_cross_entropy(hidden, weight, target, chunk_size=2).isnan()
-    with pytest.raises(TargetError, match="is 5, where there are classes 0 to 4"):
+    with pytest.raises(TargetError, match="row 1 is 5, where there are classes 0 to 4"):
+        raise_pending()
+    assert linear_cross_entropy(hidden, weight, target, chunk_size=1).isnan()
+    with pytest.raises(TargetError, match="row 1 is 5"):  # of all rows, not of its chunk
         raise_pending()
     weight.requires_grad_()
     loss = linear_cross_entropy(hidden, weight, target.clamp(max=4))
@@ -238,10 +281,10 @@ def test_module() -> None:
 
 
 def test_chunks_are_small_and_gemms_are_not() -> None:
-    assert default_size(8192, 128256) == 1024
+    assert default_size(8192, 128256) == 1536
     assert default_size(100, 128256) == 256
-    assert default_size(1 << 20, 128256) == 1024
-    assert default_size(1 << 20, 32000) == 4096
+    assert default_size(1 << 20, 128256) == 1536
+    assert default_size(1 << 20, 32000) == 6144
     assert default_size(8, 0) >= 1
 
 

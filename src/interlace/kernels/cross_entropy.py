@@ -64,7 +64,8 @@ class Shards:
 class Problem:
     """Logits (..., local classes) with their targets (...), class weights, and the rest.
 
-    `word` is where a target out of range is noted: see `new_word`.
+    `word` is where a target out of range is noted (see `new_word`), its row counted from
+    `first_row`.
     """
 
     logits: torch.Tensor
@@ -73,6 +74,7 @@ class Problem:
     terms: Terms
     shards: Shards
     word: torch.Tensor
+    first_row: int = 0
 
     @property
     def num_stats(self) -> int:

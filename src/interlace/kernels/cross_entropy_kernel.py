@@ -36,7 +36,7 @@ from interlace.kernels.cross_entropy_parts import (
 
 GEOMETRY = (
     "rows", "local", "offset", "classes", "ignore_index", "n1", "n2", "s0", "s1", "s2",
-    "stride", "t0", "t1", "t2",
+    "stride", "t0", "t1", "t2", "skew", "first_row",
 )  # fmt: skip
 """Numbers that a kernel is not compiled anew for."""
 
@@ -45,6 +45,7 @@ GEOMETRY = (
 def stats_kernel(
     logits, target, weight, stats, out, losses, word, sizes,
     rows, local, offset, classes, ignore_index, n1, n2, s0, s1, s2, stride, t0, t1, t2,
+    skew, first_row,
     smoothing, z_loss, softcap, groups_a_part,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr,
     DIMS: tl.constexpr, STRIDED: tl.constexpr, EVEN: tl.constexpr,
@@ -53,7 +54,7 @@ def stats_kernel(
 ):  # fmt: skip
     row = tl.program_id(0)
     part = tl.program_id(1)
-    at = place(row, n1, n2, s0, s1, s2, DIMS)
+    at = place(row, n1, n2, s0, s1, s2, DIMS) + skew
     y = tl.load(target + place(row, n1, n2, t0, t1, t2, DIMS)).to(tl.int64)
     counted = y != ignore_index
     if STRIDED:
@@ -140,7 +141,7 @@ def stats_kernel(
     if FINISH:
         start, count = span(sizes, offset, classes, RANK, WORLD, MEASURED)
         xy, wy = pick(logits, weight, y, at, start, local, stride, softcap, CAP, WEIGHTED)
-        finish(out, losses, word, row, rows, row < rows, y, count, ignore_index,
+        finish(out, losses, word, row, rows, first_row, row < rows, y, count, ignore_index,
                top, total, xy, wy, sum_away, sum_mass, smoothing, z_loss,
                SMOOTH, WEIGHTED, ZLOSS)  # fmt: skip
     else:
@@ -157,6 +158,7 @@ def stats_kernel(
 def merge_kernel(
     stats, merged, logits, target, weight, out, losses, word, sizes,
     rows, parts, local, offset, classes, ignore_index, n1, n2, s0, s1, s2, stride, t0, t1, t2,
+    skew, first_row,
     smoothing, z_loss, softcap,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr, DIMS: tl.constexpr,
     SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr, CAP: tl.constexpr,
@@ -197,11 +199,11 @@ def merge_kernel(
                 wy += tl.load(here + (K - 1) * rows, mask=inside, other=0.0)
         here += K * rows
     if PICK:
-        at = place(row, n1, n2, s0, s1, s2, DIMS)
+        at = place(row, n1, n2, s0, s1, s2, DIMS) + skew
         own = tl.where(inside, y, -1)  # of no rank
         xy, wy = pick(logits, weight, own, at, start, local, stride, softcap, CAP, WEIGHTED)
     if FINISH:
-        finish(out, losses, word, row, rows, inside, y, count, ignore_index,
+        finish(out, losses, word, row, rows, first_row, inside, y, count, ignore_index,
                m, d, xy, wy, s, mass, smoothing, z_loss, SMOOTH, WEIGHTED, ZLOSS)  # fmt: skip
     else:
         here = merged + row
@@ -239,6 +241,7 @@ def total_kernel(losses, kept, loss, divisor, denominator, number, rows,
 def grad_kernel(
     logits, target, weight, out, upstream, divisor, grad, sizes,
     rows, local, offset, classes, ignore_index, n1, n2, s0, s1, s2, stride, t0, t1, t2,
+    skew, first_row,
     g_row, smoothing, z_loss, softcap, groups_a_program,
     RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr,
     DIMS: tl.constexpr, STRIDED: tl.constexpr, EVEN: tl.constexpr, ALIKE: tl.constexpr,
@@ -252,7 +255,7 @@ def grad_kernel(
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
-    at = place(row, n1, n2, s0, s1, s2, DIMS)
+    at = place(row, n1, n2, s0, s1, s2, DIMS) + skew
     y = tl.load(target + place(row, n1, n2, t0, t1, t2, DIMS)).to(tl.int64)
     start, count = span(sizes, offset, classes, RANK, WORLD, MEASURED)
     ignored = y == ignore_index

@@ -8,17 +8,15 @@ Everything is enqueued on the current stream; nothing waits for the device.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
+from triton.runtime import JITFunction, driver
 
+from interlace.kernels import cross_entropy_kernel as kernels
 from interlace.kernels.cross_entropy import Problem
-from interlace.kernels.cross_entropy_kernel import (
-    grad_kernel,
-    merge_kernel,
-    stats_kernel,
-    total_kernel,
-)
+from interlace.kernels.launch import TYPES, Program, Source
 
 WARPS = 8
 """Warps of a program, at most: fewer where a row is short."""
@@ -34,6 +32,14 @@ GRAD_TILES = 8
 """and those of a program of the backward pass."""
 MERGED_ROWS = 128
 """Rows that a program of `merge_kernel` joins."""
+ALIGNMENT = 16
+"""Bytes; the kernels are compiled for pointers that are multiples of it."""
+ELEMENTS = {**TYPES, torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32"}
+"""Triton's names of the types that a tensor given to a kernel may have."""
+NARROW = ("rows", "local", "parts", "groups_a_part", "groups_a_program")
+"""Numbers of 32 bits; others that count are of 64,"""
+FLOATS = ("smoothing", "z_loss", "softcap", "number")
+"""and these do not."""
 MAX_DIMS = 3
 """Batch dimensions that no single stride describes, at most; more are copied."""
 
@@ -46,28 +52,34 @@ class Layout:
 
     def __init__(self, problem: Problem, unroll: int = UNROLL) -> None:
         logits, target = problem.logits, problem.target
+        skew = logits.data_ptr() % ALIGNMENT // logits.element_size()
+        if skew > logits.storage_offset():  # not even memory that torch allocated
+            logits, skew = logits.clone(memory_format=torch.contiguous_format), 0
         groups = collapse(target.shape, logits.stride()[:-1], target.stride())
         if len(groups) > MAX_DIMS:
             target = target.contiguous()
             groups = collapse(target.shape, logits.stride()[:-1], target.stride())
         local = logits.shape[-1]
         if len(groups) > MAX_DIMS:  # the last resort
-            logits, target = logits.reshape(-1, local), target.view(-1)
+            logits, target, skew = logits.reshape(-1, local).contiguous(), target.view(-1), 0
             groups = collapse(target.shape, logits.stride()[:-1], target.stride())
-        self.logits, self.target = logits, target
         self.rows = rows = target.numel()
         self.dims = len(groups)
         (_, s0, t0), (n1, s1, t1), (n2, s2, t2) = [(1, 0, 0)] * (MAX_DIMS - self.dims) + groups
         stride = logits.stride(-1) if local > 1 else 1
         self.strided = stride != 1
         self.vec = vec = 16 // logits.element_size()
-        self.even = not (local % vec or s0 % vec or s1 % vec or s2 % vec)
+        self.even = not (skew or local % vec or s0 % vec or s1 % vec or s2 % vec)
         apart = (s2 - local, s1 - n2 * local, s0 - n1 * n2 * local)
-        self.alike = not any(step % vec for step in apart[: self.dims]) and not self.strided
+        self.alike = not (skew or self.strided or any(step % vec for step in apart[: self.dims]))
+        if skew:  # the kernels are given the boundary below, and how far above it rows begin
+            logits = logits.as_strided((1,), (1,), logits.storage_offset() - skew)
+        self.logits, self.target = logits, target
         shards, terms = problem.shards, problem.terms
         self.numbers = (
             rows, local, shards.offset, shards.classes, terms.ignore_index,
             n1, n2, s0, s1, s2, stride, t0, t1, t2,
+            skew, problem.first_row,
         )  # fmt: skip
         self.flags = {
             "RANK": shards.rank,
@@ -94,7 +106,6 @@ class Layout:
             "U": self.unroll,
             "LANES": 32 * self.warps,
             "VEC": self.vec,
-            "num_warps": self.warps,
         }
 
     def parts(self) -> tuple[int, int]:
@@ -129,6 +140,57 @@ def on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
+def dense(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """Class weights as the kernels read them: one after another, from a boundary of 16 bytes."""
+    if weight is None:
+        return None
+    if weight.dtype not in ELEMENTS:
+        weight = weight.float()
+    weight = weight.contiguous()
+    return weight.clone() if weight.data_ptr() % ALIGNMENT else weight
+
+
+def source_of(name: str, dtypes: tuple[Any, ...], constants: Any, warps: int) -> Source:
+    """A kernel whose first arguments are tensors of these types (None: it is not used)."""
+    kernel: Any = getattr(kernels, name)
+    types = dict.fromkeys(kernel.arg_names, "i64")
+    types |= dict.fromkeys(NARROW, "i32") | dict.fromkeys(FLOATS, "fp32")
+    for argument, dtype in zip(kernel.arg_names, dtypes, strict=False):
+        types[argument] = "*" + ELEMENTS.get(dtype, "i8")
+    return Source(kernel=kernel, types=types, constants=dict(constants), num_warps=warps)
+
+
+@lru_cache(maxsize=512)
+def program_of(
+    name: str, dtypes: tuple[Any, ...], constants: Any, warps: int, device: torch.device
+) -> Program:
+    """A kernel ready on a device; `constants` are items."""
+    return Program(source_of(name, dtypes, constants, warps), device)
+
+
+def launch(
+    name: str, grid: tuple[int, int], tensors: tuple[torch.Tensor | None, ...],
+    numbers: tuple[float, ...], constants: dict[str, Any], warps: int = 4,
+) -> None:  # fmt: skip
+    """Launches a kernel on the current stream of its first tensor's device."""
+    kernel: Any = getattr(kernels, name)
+    if not isinstance(kernel, JITFunction):  # the interpreter's
+        kernel[grid](*tensors, *numbers, **constants)
+        return
+    assert tensors[0] is not None
+    device = tensors[0].device
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+    with on(tensors[0]):
+        program = program_of(name, dtypes, tuple(constants.items()), warps, device)
+        program.launch(stream_of(device), grid[0], (*tensors, *numbers), grid[1])
+
+
+def stream_of(device: torch.device) -> int:
+    """The handle of the current stream."""
+    active: Any = driver.active
+    return active.get_current_stream(device.index)
+
+
 def stats(problem: Problem) -> torch.Tensor:
     """[parts, K, rows] of this rank's classes, but for the target's logit and weight."""
     layout = Layout(problem)
@@ -145,14 +207,13 @@ def _stats(problem: Problem, layout: Layout, count: int, each: int, found: Any, 
     terms = problem.terms
     if not layout.rows:
         return
-    kernel: Any = stats_kernel
-    with on(problem.logits):
-        kernel[(layout.rows, count)](
-            layout.logits, layout.target, problem.weight, found, kept, losses, problem.word,
-            problem.shards.sizes, *layout.numbers,
-            terms.smoothing, terms.z_loss, terms.softcap, each,
-            FINISH=losses is not None, **layout.flags, **layout.cut(),
-        )  # fmt: skip
+    launch(
+        "stats_kernel", (layout.rows, count),
+        (layout.logits, layout.target, dense(problem.weight), found, kept, losses, problem.word,
+         problem.shards.sizes),
+        (*layout.numbers, terms.smoothing, terms.z_loss, terms.softcap, each),
+        {"FINISH": losses is not None, **layout.flags, **layout.cut()}, layout.warps,
+    )  # fmt: skip
 
 
 def _merge(problem: Problem, layout: Layout, found: torch.Tensor, merged: Any, kept: Any,
@@ -160,14 +221,14 @@ def _merge(problem: Problem, layout: Layout, found: torch.Tensor, merged: Any, k
     terms = problem.terms
     if not layout.rows:
         return
-    kernel: Any = merge_kernel
-    with on(problem.logits):
-        kernel[(-(-layout.rows // MERGED_ROWS),)](
-            found, merged, layout.logits, layout.target, problem.weight, kept, losses,
-            problem.word, problem.shards.sizes, layout.numbers[0], found.shape[0],
-            *layout.numbers[1:], terms.smoothing, terms.z_loss, terms.softcap,
-            PICK=picks, FINISH=losses is not None, BLOCK=MERGED_ROWS, **layout.flags,
-        )  # fmt: skip
+    launch(
+        "merge_kernel", (-(-layout.rows // MERGED_ROWS), 1),
+        (found, merged, layout.logits, layout.target, dense(problem.weight), kept, losses,
+         problem.word, problem.shards.sizes),
+        (layout.rows, found.shape[0], *layout.numbers[1:],
+         terms.smoothing, terms.z_loss, terms.softcap),
+        {"PICK": picks, "FINISH": losses is not None, "BLOCK": MERGED_ROWS, **layout.flags},
+    )  # fmt: skip
 
 
 def pack(problem: Problem, found: torch.Tensor) -> torch.Tensor:
@@ -218,16 +279,17 @@ def total(
     given = denominator if isinstance(denominator, torch.Tensor) else None
     if given is not None and given.device != losses.device:
         given = given.to(losses.device, non_blocking=True)
+    if given is not None and given.dtype not in ELEMENTS:
+        given = given.float()
     number = float(denominator) if given is None and denominator is not None else 1.0
     rows = losses.numel()
     block = min(4096, max(32, 1 << (rows - 1).bit_length())) if rows else 32
-    kernel: Any = total_kernel
-    with on(losses):
-        kernel[(1,)](
-            losses, kept if mean else None, loss, divisor, given, number, rows,
-            MEAN=mean and denominator is None, GIVEN=given is not None,
-            BLOCK=block, num_warps=max(1, min(16, block // 128)),
-        )  # fmt: skip
+    launch(
+        "total_kernel", (1, 1), (losses, kept if mean else None, loss, divisor, given),
+        (number, rows),
+        {"MEAN": mean and denominator is None, "GIVEN": given is not None, "BLOCK": block},
+        max(1, min(16, block // 128)),
+    )  # fmt: skip
     return loss, divisor
 
 
@@ -251,13 +313,12 @@ def gradient(
     per_row = upstream is not None and upstream.dim() > 0
     if per_row and upstream is not None:
         upstream = upstream.reshape(-1).contiguous()
-    kernel: Any = grad_kernel
-    with on(logits):
-        kernel[(layout.rows, count)](
-            layout.logits, layout.target, problem.weight, kept, upstream, divisor, into,
-            problem.shards.sizes, *layout.numbers, local,
-            terms.smoothing, terms.z_loss, terms.softcap, each,
-            ALIKE=layout.alike, PER_ROW=per_row, DIVIDED=divisor is not None,
-            SCALED=upstream is not None, **layout.flags, **layout.cut(),
-        )  # fmt: skip
+    launch(
+        "grad_kernel", (layout.rows, count),
+        (layout.logits, layout.target, dense(problem.weight), kept, upstream, divisor, into,
+         problem.shards.sizes),
+        (*layout.numbers, local, terms.smoothing, terms.z_loss, terms.softcap, each),
+        {"ALIKE": layout.alike, "PER_ROW": per_row, "DIVIDED": divisor is not None,
+         "SCALED": upstream is not None, **layout.flags, **layout.cut()}, layout.warps,
+    )  # fmt: skip
     return into

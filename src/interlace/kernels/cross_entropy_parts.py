@@ -81,7 +81,7 @@ def pick(logits, weight, target, at, first, local, stride, softcap,
 
 
 @triton.jit
-def finish(out, losses, word, row, rows, inside, target, classes, ignore_index,
+def finish(out, losses, word, row, rows, first_row, inside, target, classes, ignore_index,
            m, d, xy, wy, s, mass, smoothing, z_loss,
            SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr):  # fmt: skip
     """A row's loss, and what backward needs of it: its maximum, log of the sum, weight, mass."""
@@ -108,7 +108,7 @@ def finish(out, losses, word, row, rows, inside, target, classes, ignore_index,
     wrong = inside & (~ignored) & (~known)
     tl.store(word + 1 + tl.zeros_like(row), target, mask=wrong)
     tl.store(word + 2 + tl.zeros_like(row), classes + tl.zeros_like(target), mask=wrong)
-    tl.store(word + tl.zeros_like(row), (row + 1).to(tl.int64), mask=wrong)
+    tl.store(word + tl.zeros_like(row), row.to(tl.int64) + first_row + 1, mask=wrong)
 
 
 @triton.jit

@@ -164,7 +164,7 @@ def note(problem: Problem, wrong: torch.Tensor) -> None:
         row = int(wrong.nonzero()[0])
         problem.word[1] = int(problem.target.reshape(-1)[row])
         problem.word[2] = int(span(problem)[1])
-        problem.word[0] = row + 1
+        problem.word[0] = problem.first_row + row + 1
 
 
 def total(

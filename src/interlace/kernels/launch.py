@@ -98,10 +98,13 @@ class Program:
         self._packed = self.compiled.packed_metadata
         self._rest = (None,) * len(source.constants)
 
-    def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
-        """Launches `grid` blocks; `args` are the kernel's, in order, without its constants."""
+    def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
+        """Launches `grid` blocks by `columns`; `args` are the kernel's, in order, no constants.
+
+        Pointers are addresses, or tensors, of which the launcher takes the address (None: 0).
+        """
         self._call(
-            grid, 1, 1, stream, self._function, False, False, None, None,
+            grid, columns, 1, stream, self._function, False, False, None, None,
             self._packed, None, None, None, *args, *self._rest,
         )  # fmt: skip
 

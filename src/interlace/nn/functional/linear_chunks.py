@@ -139,7 +139,7 @@ class Chunks:
 
     def _problem(self, logits: torch.Tensor, start: int, stop: int) -> Problem:
         target = self.target[start:stop]
-        return Problem(logits, target, self.class_weight, self.terms, self.shards, self.word)
+        return Problem(logits, target, self.class_weight, self.terms, self.shards, self.word, start)
 
     def _begun(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -72,7 +72,8 @@ def linear_cross_entropy(
         accumulate_dtype: the type in which the gradients of weight and bias are added up over
             chunks, and held until backward. By default the weight's own: a sum is rounded once a
             chunk, and becomes the gradient itself. float32 rounds once in all, and holds twice the
-            memory of bfloat16 weights, beside the gradient.
+            memory of bfloat16 weights, beside the gradient; it is the default for float16, in
+            which a sum that is not divided yet may overflow.
         overlap: with a group, let a chunk's collectives run under the next one's GEMM. The result
             is the same bits with and without.
 
@@ -88,7 +89,7 @@ def linear_cross_entropy(
         weight, group, shard_sizes = cut_of(weight, 0, "weight")
         bias = cut_of(bias, 0, "bias")[0] if is_dtensor(bias) else bias
     hidden, target = full_of(hidden, "hidden"), full_of(target, "target")
-    if torch.is_autocast_enabled(hidden.device.type):
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -104,6 +105,9 @@ def linear_cross_entropy(
         ready()
         count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
         check_all(target, count, ignore_index)
+    if not torch.is_grad_enabled():  # `needs_input_grad` asks only the tensors themselves
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     rows = hidden.reshape(-1, hidden.shape[-1])
     chunks = Chunks(
         target=target.reshape(-1),
@@ -114,13 +118,16 @@ def linear_cross_entropy(
         group=group,
         word=notes.word,
         size=chunk_size or default_size(rows.shape[0], weight.shape[0]),
-        accumulate_dtype=accumulate_dtype or weight.dtype,
+        accumulate_dtype=accumulate_dtype or WIDER.get(weight.dtype, weight.dtype),
         overlap=overlap,
     )
     with torch.autocast(hidden.device.type, enabled=False):
         loss = LinearCrossEntropy.apply(rows, weight, bias, chunks, reduction, denominator)
     return loss.view(target.shape) if reduction == "none" else loss
 
+
+WIDER = {torch.float16: torch.float32}
+"""Where sums over rows, of gradients that backward has yet to scale, need a wider range."""
 
 AT_ONCE = 200_000_000
 """Logits of a chunk, at most: 380 MiB in bfloat16."""
@@ -190,7 +197,8 @@ def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
     found, last = ctx.grads, not keeps_graph()
     if last:
         ctx.grads = None
-    scale = (upstream / divisor).view(1)  # of one dimension: it takes part in promotion
+    scale = (upstream / divisor).masked_fill(divisor == 0, 0.0)  # no row counts: 0, not 0 / 0
+    scale = scale.view(1)  # of one dimension: it takes part in promotion
     return [
         None if grad is None
         else grad.mul_(scale) if last and grad.dtype == ctx.dtype

@@ -55,8 +55,9 @@ def cross_entropy(
 
     Args:
         logits: (..., classes), bfloat16, float16, float32 or float64, of any strides; they are
-            never written to. With `group`, this rank's classes: those of rank 0 come first.
-            A DTensor may be cut over its classes, which then gives the group.
+            never written to. No kernel takes float64: on CUDA, the host then waits for the device.
+            With `group`, this rank's classes: those of rank 0 come first. A DTensor may be cut over
+            its classes, which then gives the group.
         target: (...), int64 or int32, of any strides; the same on all ranks of the group.
         weight: (classes,): what each class counts; with `group`, of this rank's classes (beside
             logits that are a DTensor: a DTensor, or that of all classes).
