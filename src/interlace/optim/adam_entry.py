@@ -61,7 +61,7 @@ def make_entry(
     at: int,
 ) -> Entry:
     """Makes the state ready of parameter `number` of all, which is in the group at index `at`."""
-    check_grad(grad, number)
+    check_grad(grad, param)
     ready(param, group, state)
     part, master = local(param), master_of(param, group)
     m, v = group["exp_avg_dtype"], group["exp_avg_sq_dtype"]
@@ -86,17 +86,22 @@ def make_entry(
     return Entry(param, state, at, spec, key, first_element(param), dense, by_kernel, there)
 
 
-def check_grad(grad: Tensor, number: int) -> None:
+def check_grad(grad: Tensor, param: Tensor) -> None:
     """Raises OptimizerError for a gradient that Adam cannot take."""
-    part = local(grad)
+    part, of = local(grad), f"the gradient of a parameter of shape {tuple(param.shape)}"
+    if grad.shape != (param if isinstance(grad, DTensor) else local(param)).shape:
+        raise OptimizerError(
+            f"{of} has shape {tuple(grad.shape)}: was the parameter's data replaced after "
+            "backward? Call zero_grad() and backward anew"
+        )
     if part.layout != torch.strided or part.dtype not in (
         torch.float32,
         torch.bfloat16,
         torch.float16,
     ):
         raise OptimizerError(
-            f"the gradient of parameter {number} is {part.dtype} with layout {part.layout}: Adam "
-            "takes dense float32, bfloat16 and float16 (torch.optim.SparseAdam takes sparse ones)"
+            f"{of} is {part.dtype} with layout {part.layout}: Adam takes dense float32, bfloat16 "
+            "and float16 (torch.optim.SparseAdam takes sparse ones)"
         )
 
 

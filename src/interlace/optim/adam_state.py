@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from interlace.errors import OptimizerError
 from interlace.kernels.adam import join, split
@@ -64,6 +65,11 @@ def check_param(param: Tensor) -> None:
         raise OptimizerError(
             f"a parameter is {part.dtype} with layout {part.layout}: interlace.optim takes dense "
             "float32, bfloat16 and float16; use torch.optim for the others, in a group of its own"
+        )
+    if is_traceable_wrapper_subclass(part):
+        raise OptimizerError(
+            f"a parameter is a {type(part).__name__}, which has no memory of its own that Adam "
+            "could write: use torch.optim for it, in an optimizer of its own"
         )
     if any(stride == 0 < size - 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
         raise OptimizerError(
