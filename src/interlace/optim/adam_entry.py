@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from interlace.errors import OptimizerError
 from interlace.kernels.adam import Flat, Scalars, Spec, key_of, update_twin
-from interlace.optim.adam_state import is_dense, local, master_of, ready
+from interlace.optim.adam_state import PARAM_DTYPES, is_dense, local, master_of, ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +88,15 @@ def make_entry(
 
 def check_grad(grad: Tensor, param: Tensor) -> None:
     """Raises OptimizerError for a gradient that Adam cannot take."""
-    part, of = local(grad), f"the gradient of a parameter of shape {tuple(param.shape)}"
-    if grad.shape != (param if isinstance(grad, DTensor) else local(param)).shape:
+    of = f"the gradient of a parameter of shape {tuple(param.shape)}"
+    if grad.shape != local(param).shape:
         raise OptimizerError(
             f"{of} has shape {tuple(grad.shape)}: was the parameter's data replaced after "
             "backward? Call zero_grad() and backward anew"
         )
-    if part.layout != torch.strided or part.dtype not in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    ):
+    if grad.layout != torch.strided or grad.dtype not in PARAM_DTYPES:
         raise OptimizerError(
-            f"{of} is {part.dtype} with layout {part.layout}: Adam takes dense float32, bfloat16 "
+            f"{of} is {grad.dtype} with layout {grad.layout}: Adam takes dense float32, bfloat16 "
             "and float16 (torch.optim.SparseAdam takes sparse ones)"
         )
 

@@ -1,5 +1,6 @@
 """How one step runs over all parameters, worked out once and used for as long as nothing moves.
 
+    grads = arrived(params)
     if plan is None or not plan.holds(optimizer, params, grads):
         plan = Plan(optimizer, params, grads)       # another grad is None, a state was replaced...
     plan.run(scale=None, found_inf=None)
@@ -28,6 +29,7 @@ from contextlib import nullcontext
 from functools import reduce
 from itertools import chain
 from operator import eq, itemgetter, or_
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,9 +83,10 @@ class Plan:
         self._bank_steps()
         self._group_of = [entry.group for entry in self.entries]
         self._states = [entry.state for entry in self.entries]
-        self._sharded = any(isinstance(param, DTensor) for param in params)
         extra = chain.from_iterable(map(dict.values, self._states))
-        self._plain = not self._sharded and all(isinstance(value, Tensor) for value in extra)
+        self._plain = all(
+            isinstance(t, Tensor) and not isinstance(t, DTensor) for t in chain(params, extra)
+        )
         self._contiguous = all(local(entry.param).is_contiguous() for entry in self.entries)
         self._take(grads)
         self._kinds = self._kinds_of_grads()
@@ -182,12 +185,8 @@ class Plan:
         yield list(map(Tensor.stride, params))
 
     def _take(self, grads: Sequence[Any]) -> None:
-        """Gradients laid out as their states, and their addresses."""
+        """Gradients laid out as their states, and their addresses; they have `arrived`."""
         there = [grad for grad in grads if grad is not None]
-        if self._sharded:
-            there = [
-                _placed(grad, entry.param) for grad, entry in zip(there, self.entries, strict=True)
-            ]
         if not (self._contiguous and all(map(Tensor.is_contiguous, there))):  # sparse: neither
             for i, (grad, entry) in enumerate(zip(there, self.entries, strict=True)):
                 check_grad(grad, entry.param)
@@ -261,8 +260,21 @@ class Plan:
         )
 
 
+def arrived(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """This rank's parts of the gradients, placed as their parameters.
+
+    That may communicate, so it is done once a step, whatever else is found on this rank alone.
+    """
+    grads = [param.grad for param in params]
+    if set(map(type, grads)) <= {Tensor, NoneType}:
+        return grads
+    return [
+        None if grad is None else _placed(grad, param)
+        for grad, param in zip(grads, params, strict=True)
+    ]
+
+
 def _placed(grad: Tensor, param: Tensor) -> Tensor:
-    """This rank's part of a gradient, placed as its parameter."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
         if grad.placements != param.placements:
             grad = grad.redistribute(param.device_mesh, param.placements)

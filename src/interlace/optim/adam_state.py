@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -37,12 +38,9 @@ was trained with (learning rate, betas, seed, ...), which come from the checkpoi
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, arrived; any other tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    part = tensor._local_tensor
-    wait = getattr(part, "wait", None)
-    return part if wait is None else wait()
+    """This rank's part of a DTensor, any other tensor itself; arrived, if a collective makes it."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 def is_dense(tensor: Tensor) -> bool:
