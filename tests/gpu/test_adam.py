@@ -226,6 +226,24 @@ def test_what_cannot_be_captured_is_refused(seed: int) -> None:
         torch.cuda.synchronize()
 
 
+def test_a_parameter_that_is_not_dense_cannot_be_captured() -> None:
+    """The host counts its steps, so each replay would be the same step again."""
+    params = [torch.ones(6, 4, device="cuda")[:, :2], torch.ones(5, device="cuda")]
+    params = [param.detach().requires_grad_() for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = AdamW(params, capturable=True)
+    optimizer.step()
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(OptimizerError, match="counted on the host"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert [float(optimizer.state[param]["step"]) for param in params] == [1.0, 1.0]
+
+
 def test_grad_scaler_does_not_wait(seed: int) -> None:
     there, here, one, other = pair(AdamW, drawn(FP32, seed), lr=0.01, fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=100)

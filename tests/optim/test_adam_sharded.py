@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from tests.support.pool import Pool
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from interlace.optim import AdamW
 from interlace.optim.adam_entry import first_element
+from interlace.optim.adam_plan import arrived
 from interlace.optim.adam_state import local
 
 BF16 = torch.bfloat16
@@ -147,6 +149,44 @@ def placements(seed: int) -> None:
     assert all(torch.equal(seen[0], one) for one in seen), "replicas round alike"
 
 
+def late(seed: int) -> list[int]:
+    """Gradients that are sums over ranks yet, while one rank has to make its plan anew."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = distribute_tensor(torch.ones(6, 8), mesh, [Shard(0)]).requires_grad_()
+    optimizer = AdamW([param], lr=0.01, seed=seed)
+    calls: list[int] = []
+    redistribute = DTensor.redistribute
+
+    def counted(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        calls[-1] += 1
+        return redistribute(self, *args, **kwargs)
+
+    DTensor.redistribute = counted  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            calls.append(0)
+            param.grad = DTensor.from_local(torch.ones(6, 8), mesh, [Partial()])
+            if optimizer._plan is not None:
+                optimizer._plan._kinds = ([], [])  # as if gradients lay at odd addresses before
+            optimizer.step()
+    finally:
+        DTensor.redistribute = redistribute  # type: ignore[method-assign]
+    return calls
+
+
+def functional(seed: int) -> None:
+    """A gradient that a functional collective is yet to bring: its own address is 0."""
+    param = torch.zeros(5, requires_grad=True)
+    param.grad = all_reduce(torch.ones(5), "sum", list(range(dist.get_world_size())))
+    assert type(param.grad) is AsyncCollectiveTensor
+    (grad,) = arrived([param])
+    assert grad is not None
+    assert grad.data_ptr()
+    assert torch.equal(grad, torch.full((5,), float(dist.get_world_size())))
+    AdamW([param], lr=0.5, seed=seed).step()
+    assert bool((param < 0).all())
+
+
 def tensor_parallel(seed: int) -> None:
     """FSDP2 over tensor parallelism: columns sharded on one axis of the mesh, rows on the other."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -196,6 +236,15 @@ def test_distributed_checkpoint(pool: Pool, options: dict[str, Any], seed: int) 
 
 def test_placements(pool: Pool, seed: int) -> None:
     pool(2).run(placements, seed)
+
+
+def test_gradients_are_placed_once_a_step(pool: Pool, seed: int) -> None:
+    """Twice where a plan is made anew would be a collective that other ranks never join."""
+    assert pool(2).run(late, seed) == [[1, 1, 1]] * 2
+
+
+def test_gradients_of_functional_collectives(pool: Pool, seed: int) -> None:
+    pool(2).run(functional, seed)
 
 
 def test_under_tensor_parallelism(pool: Pool, seed: int) -> None:

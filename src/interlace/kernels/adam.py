@@ -15,7 +15,7 @@ Note [Random bits]
     arithmetic. Seed and parameter give a 64-bit key; step and key give two 32-bit keys a tensor;
     these and the element give one word: its low half rounds the first moment, its high half the
     second. The high half of its product with an odd constant rounds the parameter: uniform given
-    either of the others.
+    the first of the others, and nearly so given the second.
 
 Note [Remainders]
     A master of 32 bits is kept as a bf16 parameter and 16 bits more: master = parameter * 2^16 +
@@ -36,7 +36,7 @@ from torch import Tensor
 WORD = 0xFFFFFFFF
 NAN = 0x7FC00000
 ROW = 12
-"""Numbers in a row of scalars, in the order of `Scalars`, with room to spare."""
+"""Numbers in a row of scalars, in the order of `Scalars`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,9 +29,6 @@ from interlace.errors import OptimizerError
 from interlace.kernels.adam import ROW, Hyper, Spec
 from interlace.kernels.adam_kernel import CHUNK, FIELDS, PREPARE, adam_source, prepare_source
 from interlace.kernels.launch import Program
-
-MOST_GROUPS = 1024
-"""Parameter groups that a capture has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +70,9 @@ class Launch:
         self.device, self.pins = device, device.type == "cuda"
         self.baked: list[tuple[Tensor | None, ...]] = []
         self._count = len(works)
-        self._program = Program(adam_source(spec, aligned=aligned, counted=counts), device)
-        self._prepare = Program(prepare_source(), device) if counts else None
-        blocks = torch.tensor([-(-work.count // CHUNK) for work in works])
+        self._program = _update_program(device, spec, aligned, counts)
+        self._prepare = _prepare_program(device) if counts else None
+        blocks = torch.tensor([-(-work.count // CHUNK) for work in works], device="cpu")
         first = blocks.cumsum(0) - blocks
         words = [
             [*work.addresses, work.count, work.base, _signed(work.key), at, work.step]
@@ -82,10 +80,10 @@ class Launch:
         ]
         assert len(words[0]) == FIELDS
         self._blocks = int(blocks.sum())
-        owners = torch.arange(self._count, dtype=torch.int32).repeat_interleave(blocks)
+        numbers = torch.arange(self._count, dtype=torch.int32, device="cpu")
         self._stream = self._current()
-        self._table = self._upload(torch.tensor(words, dtype=torch.int64))
-        self._owners = self._upload(owners)
+        self._table = self._upload(torch.tensor(words, dtype=torch.int64, device="cpu"))
+        self._owners = self._upload(numbers.repeat_interleave(blocks))
         self._rows, self._spare = None, None
         if counts:
             self._rows = torch.empty(self._count, ROW, dtype=torch.float64, device=device)
@@ -164,17 +162,17 @@ class Launch:
         if self.pins and torch.cuda.is_current_stream_capturing():
             return self._bake(host, kept)
         if self.pins:
-            self._follow()
+            self._follow(len(host))
         return self._upload(host)
 
-    def _follow(self) -> None:
+    def _follow(self, words: int) -> None:
         """Outside of a capture: sets pinned memory aside, and tells the allocator of a new stream.
 
+        A capture sends up as many `words` as any step: more groups would be another launch.
         Whoever steps on another stream has ordered it after the last one, for the parameters' sake.
         """
         if self._prepare is not None and self._spare is None:
-            words = self._count * (2 + ROW) + MOST_GROUPS * ROW
-            self._spare = torch.empty(words, dtype=torch.int64, pin_memory=True)
+            self._spare = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
         if self._current() != self._stream:
             stream = torch.cuda.current_stream(self.device)
             for tensor in (self._table, self._owners, self._rows):
@@ -184,12 +182,23 @@ class Launch:
     def _bake(self, host: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
         """Uploads in a capture; see Note [Capture]."""
         assert self._spare is not None, "see `check`"
-        staged, self._spare = self._spare[: len(host)], None
+        staged, self._spare = self._spare, None
         staged.copy_(host)
         dynamic = torch.empty(len(host), dtype=torch.int64, device=self.device)
         dynamic.copy_(staged, non_blocking=True)
         self.baked.append((staged, dynamic, *kept))
         return dynamic
+
+
+@cache
+def _update_program(device: torch.device, spec: Spec, aligned: bool, counted: bool) -> Program:
+    """Loaded once: plans come and go, with experts that have gradients only now and then."""
+    return Program(adam_source(spec, aligned=aligned, counted=counted), device)
+
+
+@cache
+def _prepare_program(device: torch.device) -> Program:
+    return Program(prepare_source(), device)
 
 
 def _hyper_row(lr: float | Tensor, hyper: Hyper) -> tuple[float, ...]:

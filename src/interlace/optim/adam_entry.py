@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from interlace.errors import OptimizerError
 from interlace.kernels.adam import Flat, Scalars, Spec, key_of, update_twin
-from interlace.optim.adam_state import is_dense, local, master_of, ready
+from interlace.optim.adam_state import PARAM_DTYPES, is_dense, local, master_of, ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def make_entry(
     at: int,
 ) -> Entry:
     """Makes the state ready of parameter `number` of all, which is in the group at index `at`."""
-    check_grad(grad, number)
+    check_grad(grad, param)
     ready(param, group, state)
     part, master = local(param), master_of(param, group)
     m, v = group["exp_avg_dtype"], group["exp_avg_sq_dtype"]
@@ -86,17 +86,18 @@ def make_entry(
     return Entry(param, state, at, spec, key, first_element(param), dense, by_kernel, there)
 
 
-def check_grad(grad: Tensor, number: int) -> None:
+def check_grad(grad: Tensor, param: Tensor) -> None:
     """Raises OptimizerError for a gradient that Adam cannot take."""
-    part = local(grad)
-    if part.layout != torch.strided or part.dtype not in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    ):
+    of = f"the gradient of a parameter of shape {tuple(param.shape)}"
+    if grad.shape != local(param).shape:
         raise OptimizerError(
-            f"the gradient of parameter {number} is {part.dtype} with layout {part.layout}: Adam "
-            "takes dense float32, bfloat16 and float16 (torch.optim.SparseAdam takes sparse ones)"
+            f"{of} has shape {tuple(grad.shape)}: was the parameter's data replaced after "
+            "backward? Call zero_grad() and backward anew"
+        )
+    if grad.layout != torch.strided or grad.dtype not in PARAM_DTYPES:
+        raise OptimizerError(
+            f"{of} is {grad.dtype} with layout {grad.layout}: Adam takes dense float32, bfloat16 "
+            "and float16 (torch.optim.SparseAdam takes sparse ones)"
         )
 
 

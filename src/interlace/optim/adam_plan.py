@@ -1,5 +1,6 @@
 """How one step runs over all parameters, worked out once and used for as long as nothing moves.
 
+    grads = arrived(params)
     if plan is None or not plan.holds(optimizer, params, grads):
         plan = Plan(optimizer, params, grads)       # another grad is None, a state was replaced...
     plan.run(scale=None, found_inf=None)
@@ -15,22 +16,25 @@ Note [Steps]
 
 Note [What is looked at]
     Anything may have moved since the last step: gradients do, states are offloaded, parameters are
-    cast. A step therefore compares the addresses of all tensors with those the plan was made for.
+    cast or cut. A step therefore compares the addresses of all tensors, and how the parameters lie
+    there, with what the plan was made for.
     It keeps no state tensor alive but through the state's own dict, so who offloads gets memory.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from itertools import chain
-from operator import itemgetter, or_
+from operator import eq, itemgetter, or_
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from interlace.errors import OptimizerError
@@ -56,7 +60,8 @@ class Plan:
     """The parameters that have gradients, grouped by how they are updated."""
 
     def __init__(self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]) -> None:
-        if any(p.is_cuda for p in params) and torch.cuda.is_current_stream_capturing():
+        self._on_gpu = any(p.is_cuda for p in params)
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
                 "this optimizer step is captured in a CUDA graph, but no step has run before with "
                 "the same parameters, gradients and options: run one, on a side stream, first"
@@ -78,29 +83,30 @@ class Plan:
         self._bank_steps()
         self._group_of = [entry.group for entry in self.entries]
         self._states = [entry.state for entry in self.entries]
-        self._sharded = any(isinstance(param, DTensor) for param in params)
         extra = chain.from_iterable(map(dict.values, self._states))
-        self._plain = not self._sharded and all(isinstance(value, Tensor) for value in extra)
+        self._plain = all(
+            isinstance(t, Tensor) and not isinstance(t, DTensor) for t in chain(params, extra)
+        )
         self._contiguous = all(local(entry.param).is_contiguous() for entry in self.entries)
         self._take(grads)
         self._kinds = self._kinds_of_grads()
         self.singly = [i for i, entry in enumerate(self.entries) if not entry.by_kernel]
         self.launches = self._launches()
-        self._seen = self._observe(optimizer, params)
+        self._written = [entry.param for entry in self.entries if entry.by_kernel]
+        self._seen = list(self._observe(optimizer, params))
 
     def holds(self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
         """Whether everything still lies where it lay; takes the gradients, which may have moved."""
         if [grad is not None for grad in grads] != self._present:
             return False
-        if self._seen != self._observe(optimizer, params):
+        if not all(map(eq, self._seen, self._observe(optimizer, params))):
             return False
         self._take(grads)
         return self._kinds == self._kinds_of_grads()
 
     def run(self, *, scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Updates every parameter by the gradients that were taken last, and lets go of them."""
-        for launch, _ in self.launches:
-            launch.check()
+        self._check_capture()
         rows, row_of = self._count(scale, found_inf)
         for launch, members in self.launches:
             there = self.entries[members[0]].counted_there
@@ -110,16 +116,31 @@ class Plan:
                     self._launch_counting(launch, addresses, members, scale, found_inf)
                 elif rows:
                     launch.run(addresses, rows, [row_of[i] for i in members])
+        increment_version(self._written)  # autograd does not see what is written by address
         if rows:
             for i in self.singly:
                 update_singly(self.entries[i], self._grads[i], rows[row_of[i]])
         self._grads = []
 
+    def _check_capture(self) -> None:
+        """Raises OptimizerError where a step would be captured that cannot be replayed."""
+        for launch, _ in self.launches:
+            launch.check()
+        if self.singly and self._on_gpu and torch.cuda.is_current_stream_capturing():
+            entry = self.entries[self.singly[0]]
+            raise OptimizerError(
+                f"an optimizer step is captured in a CUDA graph, but the steps of a parameter of "
+                f"shape {tuple(entry.param.shape)}, strides {entry.param.stride()} on "
+                f"{entry.param.device} are counted on the host, which no replay does: only dense "
+                "parameters on NVIDIA GPUs, with Triton installed, can be stepped in a graph"
+            )
+
     def _bank_steps(self) -> None:
         """See Note [Steps]."""
         self._by_host = [i for i, entry in enumerate(self.entries) if not entry.counted_there]
         states = [self.entries[i].state for i in self._by_host]
-        self._bank = torch.tensor([float(state.get("step", 0)) for state in states])
+        counts = [float(state.get("step", 0)) for state in states]
+        self._bank = torch.tensor(counts, dtype=torch.float32, device="cpu")
         for state, view in zip(states, self._bank.unbind(), strict=True):
             state["step"] = view
 
@@ -148,32 +169,28 @@ class Plan:
             for (device, spec, aligned, there), members in alike.items()
         ]
 
-    def _observe(self, optimizer: Any, params: Sequence[Tensor]) -> tuple[Any, ...]:
-        """See Note [What is looked at]."""
+    def _observe(self, optimizer: Any, params: Sequence[Tensor]) -> Iterator[object]:
+        """See Note [What is looked at]. One after another: what differs may be no tensor at all."""
         values = list(chain.from_iterable(map(dict.values, self._states)))
-        tensors = chain(params, values)
+        yield id(optimizer.param_groups)
+        yield [(DECIDING(group), len(group["params"])) for group in self._groups]
+        yield list(map(id, params))
+        yield list(map(id, optimizer.state.values()))
+        yield list(map(id, values))
         if not self._plain:
-            tensors = [local(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
-        return (
-            list(map(id, params)),
-            list(map(id, optimizer.state.values())),
-            list(map(id, values)),
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(DECIDING, self._groups)),
-            id(optimizer.param_groups),
-        )
+            params = list(map(local, params))
+            values = [local(value) for value in values if isinstance(value, Tensor)]
+        yield list(map(Tensor.data_ptr, chain(params, values)))
+        yield list(map(Tensor.numel, params))
+        yield list(map(Tensor.stride, params))
 
     def _take(self, grads: Sequence[Any]) -> None:
-        """Gradients laid out as their states, and their addresses."""
+        """Gradients laid out as their states, and their addresses; they have `arrived`."""
         there = [grad for grad in grads if grad is not None]
-        if self._sharded:
-            there = [
-                _placed(grad, entry.param) for grad, entry in zip(there, self.entries, strict=True)
-            ]
         if not (self._contiguous and all(map(Tensor.is_contiguous, there))):  # sparse: neither
-            for number, (grad, entry) in enumerate(zip(there, self.entries, strict=True)):
-                check_grad(grad, number)
-                there[number] = laid_out(grad, local(entry.param))
+            for i, (grad, entry) in enumerate(zip(there, self.entries, strict=True)):
+                check_grad(grad, entry.param)
+                there[i] = laid_out(grad, local(entry.param))
         self._grads = there
         self._addresses = list(map(Tensor.data_ptr, there))
 
@@ -243,8 +260,21 @@ class Plan:
         )
 
 
+def arrived(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """This rank's parts of the gradients, placed as their parameters.
+
+    That may communicate, so it is done once a step, whatever else is found on this rank alone.
+    """
+    grads = [param.grad for param in params]
+    if set(map(type, grads)) <= {Tensor, NoneType}:
+        return grads
+    return [
+        None if grad is None else _placed(grad, param)
+        for grad, param in zip(grads, params, strict=True)
+    ]
+
+
 def _placed(grad: Tensor, param: Tensor) -> Tensor:
-    """This rank's part of a gradient, placed as its parameter."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor):
         if grad.placements != param.placements:
             grad = grad.redistribute(param.device_mesh, param.placements)

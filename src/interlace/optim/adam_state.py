@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from interlace.errors import OptimizerError
 from interlace.kernels.adam import join, split
@@ -36,12 +38,9 @@ was trained with (learning rate, betas, seed, ...), which come from the checkpoi
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, arrived; any other tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    part = tensor._local_tensor
-    wait = getattr(part, "wait", None)
-    return part if wait is None else wait()
+    """This rank's part of a DTensor, any other tensor itself; arrived, if a collective makes it."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -64,6 +63,11 @@ def check_param(param: Tensor) -> None:
         raise OptimizerError(
             f"a parameter is {part.dtype} with layout {part.layout}: interlace.optim takes dense "
             "float32, bfloat16 and float16; use torch.optim for the others, in a group of its own"
+        )
+    if is_traceable_wrapper_subclass(part):
+        raise OptimizerError(
+            f"a parameter is a {type(part).__name__}, which has no memory of its own that Adam "
+            "could write: use torch.optim for it, in an optimizer of its own"
         )
     if any(stride == 0 < size - 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
         raise OptimizerError(

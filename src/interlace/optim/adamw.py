@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
-from interlace.optim.adam_plan import Plan
+from interlace.optim.adam_plan import Plan, arrived
 from interlace.optim.adam_state import KEPT, MASTERS, STATE_DTYPES, check_param, fit, master_of
 
 
@@ -135,7 +135,7 @@ class Adam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         params = [param for group in self.param_groups for param in group["params"]]
-        grads = [param.grad for param in params]
+        grads = arrived(params)
         if self._plan is None or not self._plan.holds(self, params, grads):
             self._forget()
             self._plan = Plan(self, params, grads)
@@ -148,7 +148,8 @@ class Adam(Optimizer):
         """Loads what this class, or torch.optim.Adam(W), saved; every tensor in its own dtype.
 
         Options that say how states are stored and run stay as they are; see the class. Raises
-        ValueError where groups differ and OptimizerError where a state fits no parameter.
+        ValueError where groups differ; a state that does not fit its parameter is an
+        OptimizerError at the next step, when it is first needed.
         """
 
         def hold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
