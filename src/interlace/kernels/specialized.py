@@ -11,6 +11,7 @@ The result has the same bits. Chunks must end with a tile's rows, as all stores 
 # Triton's language is not Python to a type checker.
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
