@@ -14,12 +14,13 @@ import torch
 from interlace.bench.facts import facts
 from interlace.bench.kernels.adam import adam_cases
 from interlace.bench.kernels.case import Case, Tell, free, time_case
+from interlace.bench.kernels.grouped import grouped_cases
 from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
 from interlace.bench.ranks import Alone
 from interlace.bench.rows import Row
 from interlace.errors import OptionError
 
-OPS = ("cross-entropy", "linear-cross-entropy", "adam")
+OPS = ("cross-entropy", "linear-cross-entropy", "adam", "grouped")
 MOST_S = 3.0
 """A case is timed for so long at most, set-up apart: more rounds tell no more."""
 
@@ -49,6 +50,7 @@ def cases_of(settings: Settings, device: torch.device) -> list[Case]:
         "cross-entropy": cross_entropy_cases,
         "linear-cross-entropy": linear_cases,
         "adam": adam_cases,
+        "grouped": grouped_cases,
     }
     found = [made[op](small) for op in OPS if op in settings.only]
     first = [cases[0] for cases in found]
