@@ -26,6 +26,7 @@ from interlace.ir import Call, Collective, Fused, Group, Op, Recv, Send, in_orde
 from interlace.runtime.calls import Thunk, bind_call
 from interlace.runtime.engine import Context
 from interlace.runtime.host_ops import HostBinder, StreamOrder
+from interlace.runtime.quick import is_plain
 from interlace.runtime.releases import releases
 
 GRACE_S = 1.0
@@ -54,6 +55,7 @@ class CpuEngine:
 
     def __init__(self, context: Context) -> None:
         self.spans: list[tuple[int, float, float]] = []
+        self.context = context
         self.rank = context.plan.rank
         self.flight = context.flight
         self._teams = context.crew.teams
@@ -98,6 +100,14 @@ class CpuEngine:
                 assert release is not None
                 steps.append(Step(index, op, release, lanes[op.stream], proper=False))
         return streams
+
+    def alone(self) -> list[Step] | None:
+        """The steps, if there is one stream that orders nothing, and nobody watches it."""
+        watched = self._teams or self._before_op is not None or self._trace
+        if watched or self.context.plan.syncs or len(self._streams) != 1:
+            return None
+        (steps,) = self._streams.values()
+        return steps if all(map(is_plain, steps)) else None
 
     def check(self) -> None:
         """Raises where waiting on is pointless: this rank or a peer has failed."""
@@ -196,6 +206,13 @@ class CpuEngine:
         step.run()
         if self._trace:
             self.spans.append((step.index, start, time.perf_counter()))
+
+    def explain(self, error: BaseException, step: Step | None) -> BaseException:
+        """The error of a step that was run alone, as the user should see it."""
+        return error if step is None else self._explain(error, step)
+
+    def synchronize(self) -> None:
+        """Nothing: a run that returned has ended."""
 
     def _fail(self, error: BaseException, step: Step | None) -> None:
         with self._lock:

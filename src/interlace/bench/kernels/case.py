@@ -64,6 +64,10 @@ class Work:
     limit: float = 1.0
     """How far off a way may be."""
     launches: tuple[int, int] = (3, LAUNCHES[1])
+    host: bool = False
+    """Whether it is the host's time that counts."""
+    calls: int = 0
+    """Of an Executor, how many calls its Program has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,13 @@ def time_case(
     runs = {name: e.opened.run for name, e in running.items() if e.opened is not None}
     sets = {name: ((),) if name == COPY else work.sets for name in running}
     tell({"event": "doing", "doing": f"{case}: timing"})
-    for name, timed in race(ranks, runs, sets, seconds, launches=work.launches).items():
+    if work.host:
+        from interlace.bench.kernels.host import time_host
+
+        found = time_host(ranks, runs, work.sets, seconds)
+    else:
+        found = race(ranks, runs, sets, seconds, launches=work.launches)
+    for name, timed in found.items():
         running[name].timed, running[name].problem = timed, timed.problem or ""
     rows = _rows(case, work, entries, ranks)
     del work, ways, entries, running, runs, sets
@@ -208,7 +218,7 @@ def _rows(case: Case, work: Work, entries: Sequence[Entry], ranks: Ranks) -> lis
                 "peak_bytes": entry.peak,
                 "kept_bytes": entry.kept,
                 "state_bytes": entry.state,
-                "calls": math.nan,
+                "calls": work.calls or math.nan,
                 "deviation": entry.off,
                 "rounds": len(entry.timed.rounds),
                 "sm_mhz": entry.timed.clock if known else math.nan,

@@ -6,6 +6,7 @@ report = work(Settings(only=("cross-entropy",), seconds=30), torch.device("cuda"
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,13 @@ from interlace.bench.facts import facts
 from interlace.bench.kernels.adam import adam_cases
 from interlace.bench.kernels.case import Case, Tell, free, time_case
 from interlace.bench.kernels.grouped import grouped_cases
+from interlace.bench.kernels.host import host_cases
 from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
 from interlace.bench.ranks import Alone
 from interlace.bench.rows import Row
 from interlace.errors import OptionError
 
-OPS = ("cross-entropy", "linear-cross-entropy", "adam", "grouped")
+OPS = ("cross-entropy", "linear-cross-entropy", "adam", "grouped", "host")
 MOST_S = 3.0
 """A case is timed for so long at most, set-up apart: more rounds tell no more."""
 
@@ -46,11 +48,12 @@ class Settings:
 def cases_of(settings: Settings, device: torch.device) -> list[Case]:
     """The cases, those that bars are set for first."""
     small = device.type != "cuda" if settings.small is None else settings.small
-    made = {
+    made: dict[str, Callable[[bool], list[Case]]] = {
         "cross-entropy": cross_entropy_cases,
         "linear-cross-entropy": linear_cases,
         "adam": adam_cases,
         "grouped": grouped_cases,
+        "host": lambda _: host_cases(device),
     }
     found = [made[op](small) for op in OPS if op in settings.only]
     first = [cases[0] for cases in found]
