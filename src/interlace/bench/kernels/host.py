@@ -75,6 +75,8 @@ def time_host(
                 _turn(ranks, runs[name], sets, blocks[name], found[name])
             if not number:  # the first turn warms up, and tells how many calls a block may have
                 for name, timed in found.items():
+                    if timed.problem is not None:
+                        continue
                     share = seconds / len(runs) / 2 / (CALLS / BLOCK)
                     blocks[name] = max(4, min(BLOCK, int(share / max(timed.least, 1e-6))))
                     timed.rounds.clear()
