@@ -90,11 +90,14 @@ def test_adam_is_judged_by_bandwidth_rival_and_states(state: float, passed: bool
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_run_is_judged_on_every_device_from_eight_calls(device: str) -> None:
     few = {**HOST, "shape": "Executor.run, 1 calls"}
+    team = {**HOST, "shape": "Executor.run, 8 calls, a team of 2"}
     rows = [
         row(HOST, "interlace", median_us=13.1, calls=8, device=device),
         row(HOST, "torch", median_us=10.0, calls=8, device=device),
         row(few, "interlace", median_us=50.0, calls=1, device=device),
         row(few, "torch", median_us=10.0, calls=1, device=device),
+        row(team, "interlace", median_us=50.0, calls=8, device=device),
+        row(team, "torch", median_us=10.0, calls=8, device=device),
     ]
     assert told(rows) == {("run over plain calls", "interlace"): (1.31, False)}
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from interlace.bench.kernels import adam, grouped, losses
 from interlace.bench.kernels.case import COPY, OURS, Case, Opened, Way, Work, time_case
-from interlace.bench.kernels.host import host_cases, time_host
+from interlace.bench.kernels.host import COUNTS, host_cases, time_host
 from interlace.bench.kernels.work import OPS, Settings, cases_of
 from interlace.bench.ranks import Alone
 from interlace.bench.rows import read
@@ -41,7 +41,7 @@ def opened(case: Case, name: str) -> Opened:
 
 def test_the_command_writes_rows_and_judges_them(tmp_path: Path) -> None:
     only = "adam,host"
-    args = ("--device", "cpu", "--only", only, "--seconds", "25", "--out", str(tmp_path))
+    args = ("--device", "cpu", "--only", only, "--seconds", "60", "--out", str(tmp_path))
     done = command(
         "bench", "kernels", *args, "--check", "--json", "--commit", "abc", time_out_s=150
     )
@@ -60,6 +60,8 @@ def test_the_command_writes_rows_and_judges_them(tmp_path: Path) -> None:
         else:
             assert 0 < float(row["least_us"]) <= float(row["median_us"]) <= float(row["p90_us"])
             assert 0 <= float(row["deviation"]) <= 4
+    teams = {row["shape"] for row in rows if "a team of 2" in row["shape"]}
+    assert teams == {f"Executor.run, {calls} calls, a team of 2" for calls in COUNTS}
     shared = [row for row in rows if row["op"] == "adam" and row["way"] == COPY]
     assert len(shared) == len(adam.FORMATS)
     assert all(float(row["share"]) == pytest.approx(1) for row in shared)

@@ -117,7 +117,10 @@ class CpuEngine:
             team.control.check()
 
     def run(self) -> None:
-        """Runs every stream to its end; raises what made one fail, with all of them stopped."""
+        """Runs every stream to its end; raises what made one fail, with all of them stopped.
+
+        The caller has turned gradients off.
+        """
         streams = self._streams
         lost = [worker.name for worker in self._workers.values() if worker.lost]
         if lost:
@@ -131,8 +134,7 @@ class CpuEngine:
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
         for worker, (_, steps) in zip(workers, others, strict=True):
             worker.start_run(steps, mode)
-        with torch.no_grad():
-            self._drive(mine)
+        self._drive(mine)
         self._join(workers, self._time_out_s)
         if self._failure is not None:
             raise self._failure
@@ -173,7 +175,7 @@ class CpuEngine:
         step: Step | None = None
         try:
             stands, since, clock = self.flight.stands, self.flight.since, time.perf_counter
-            progress = [team.control.progress for team in self._teams.values()]
+            progress = [team.control.teller() for team in self._teams.values()]
             extra = self._before_op is not None or self._trace
             for step in steps:
                 if self._failure is not None:

@@ -123,7 +123,8 @@ class Executor:
 
     def _ordered(self) -> list[TeamComm]:
         """The teams in an order that all ranks share, whatever they are called in the Program."""
-        return sorted(dict.fromkeys(self._teams.values()), key=lambda team: team.topic)
+        teams = dict.fromkeys(self._teams.values())
+        return sorted(teams, key=lambda team: team.topic) if len(teams) > 1 else list(teams)
 
     def _share(self) -> None:
         """Slots, signals and backends: all that needs the other ranks."""
@@ -192,8 +193,6 @@ class Executor:
         if self._runner is not None and self._runner.ready and self._poison is None:
             return self._launch(inputs, out)
         self._check_ready()
-        assert self._context is not None
-        assert self._engine is not None
         self._inputs.check(inputs, self.device)
         if out is not None:
             self._outputs.check(out, self.device)

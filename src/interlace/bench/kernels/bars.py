@@ -81,7 +81,7 @@ def _adam(row: Row) -> bool:
 
 
 def _run(row: Row) -> bool:
-    return row["op"] == "host" and number(row["calls"]) >= FEWEST
+    return row["op"] == "host" and number(row["calls"]) >= FEWEST and "team" not in row["shape"]
 
 
 def _at_most(limit: float) -> Callable[[float], bool]:

@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.bench.kernels.case import OURS, Case, Opened, Way, Work
+from interlace.bench.facts import facts
+from interlace.bench.kernels.case import OURS, Case, Opened, Way, Work, time_case
 from interlace.bench.kernels.grouped import grouped_layer, torch_layer
 from interlace.bench.ranks import Ranks
+from interlace.bench.rows import Row
 from interlace.bench.timing import Run, Timed, describe
 from interlace.ir import Program, parse
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
@@ -78,7 +80,7 @@ def time_host(
                     if timed.problem is not None:
                         continue
                     share = seconds / len(runs) / 2 / (CALLS / BLOCK)
-                    blocks[name] = max(4, min(BLOCK, int(share / max(timed.least, 1e-6))))
+                    blocks[name] = int(max(4, min(BLOCK, share / max(timed.least, 1e-6))))
                     timed.rounds.clear()
             number += 1
     finally:
@@ -158,6 +160,24 @@ def executor_ways(
         return same(lambda x, w: executor.run([x, w])[0])
 
     return (Way(OURS, ours), Way("torch", lambda: same(plain))), [(x, w)]
+
+
+def team_work(commit: str, ranks: Ranks) -> list[Row]:
+    """On every rank of a team: a run of a Program of that team, which talks to nobody in it.
+
+    So it tells what being in a team costs: entering a run, and telling the others where one is.
+    """
+    rows: list[Row] = []
+    common = facts(ranks.device.type) | ({"commit": commit} if commit else {})
+    for calls in reversed(COUNTS):
+        ways, sets = executor_ways(calls, ranks.device, {"tp": ranks.group}, ranks.size)
+        work = Work(ways=ways, sets=sets, calls=calls, host=True)
+        case = Case(
+            **{"op": "host", "shape": f"Executor.run, {calls} calls, a team of {ranks.size}"},
+            **{"dtype": "f32", "does": "host", "build": lambda device, work=work: work},
+        )
+        rows += [{**row, **common} for row in time_case(case, ranks, math.inf)]
+    return rows
 
 
 def _executor(calls: int, device: torch.device) -> Work:
