@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from interlace.bench.plots import draw_interconnect, draw_layer, draw_overlap
+from interlace.bench.plots import draw_interconnect, draw_kernels, draw_layer, draw_overlap
 from interlace.bench.rows import Row, read
 
 RESULTS = Path(__file__).parent / "results"
@@ -21,6 +21,8 @@ def drawer(rows: Sequence[Row]) -> Callable[[Sequence[Row], Path], None]:
     columns = rows[0].keys()
     if "strategy" in columns:
         return draw_overlap
+    if "does" in columns:
+        return draw_kernels
     return draw_layer if "way" in columns else draw_interconnect
 
 

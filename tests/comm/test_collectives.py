@@ -23,7 +23,7 @@ from interlace.comm import (
     staged_nbytes,
     team_of,
 )
-from interlace.comm.collectives import Run
+from interlace.comm.collectives import Run, nothing
 from interlace.errors import UnsupportedError
 from interlace.ir import KINDS
 
@@ -204,3 +204,13 @@ def test_peer_reduces_in_rank_order(pool: Pool, seed: int) -> None:
     for rank in range(4):
         total += torch.randn(1000, generator=torch.Generator().manual_seed(seed + rank)) * 1e3
     assert all(torch.equal(result, total) for result in results)
+
+
+def test_what_stands_for_nothing_is_made_once_and_has_no_memory() -> None:
+    with torch.inference_mode():
+        first = nothing(torch.device("cpu"), torch.int16)
+    assert nothing(torch.device("cpu"), torch.int16) is first
+    assert nothing(torch.device("cpu")) is not first
+    assert not first.is_inference()
+    assert (first.dtype, first.numel(), first.untyped_storage().nbytes()) == (torch.int16, 0, 0)
+    first.copy_(first)  # as a collective writes it

@@ -103,6 +103,34 @@ def draw_layer(rows: Sequence[Row], path: Path) -> None:
     _save(pyplot, figure, path)
 
 
+def draw_kernels(rows: Sequence[Row], path: Path) -> None:
+    """The median time of each way over ours, by case: a panel for each op."""
+    pyplot = _pyplot()
+    latest: dict[str, dict[tuple[str, str], float]] = {}
+    for row in rows:
+        if not row["error"] and row["way"] != "copy":
+            case = " ".join(row[name] for name in ("shape", "dtype", "does"))
+            latest.setdefault(row["op"], {})[case, row["way"]] = number(row["median_us"])
+    size = {"figsize": (12, 1 + 5 * max(1, len(latest))), "squeeze": False}
+    figure, axes = pyplot.subplots(max(1, len(latest)), 1, layout="constrained", **size)
+    for (op, times), (axis,) in zip(latest.items(), axes, strict=False):
+        cases = list(dict.fromkeys(case for case, _ in times))
+        ways = list(dict.fromkeys(way for _, way in times))
+        width = 0.8 / len(ways)
+        for place, way in enumerate(ways):
+            ours = [times.get((case, "interlace"), math.nan) for case in cases]
+            lengths = [
+                times.get((case, way), math.nan) / one
+                for case, one in zip(cases, ours, strict=True)
+            ]
+            axis.barh([i + place * width for i in range(len(cases))], lengths, width, label=way)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set(title=op, xlabel="time over ours")
+        axis.set_yticks([i + 0.4 for i in range(len(cases))], cases, fontsize=7)
+        axis.legend(fontsize=7)
+    _save(pyplot, figure, path)
+
+
 def _save(pyplot: Any, figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

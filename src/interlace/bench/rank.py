@@ -41,6 +41,10 @@ def measure(bench: str, given: dict[str, Any], ranks: Ranks, tell: Tell) -> dict
             from interlace.bench import calibrate
 
             return calibrate.work(given, ranks, tell)
+        case "host":
+            from interlace.bench.kernels import host
+
+            return {"rows": host.team_work(given["commit"], ranks)}
         case _:
             from interlace.bench import layer
 

@@ -87,6 +87,21 @@ class Ranks:
             torch.cuda.synchronize()
 
 
+class Alone(Ranks):
+    """One rank with nobody to meet, for what is measured on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.me, self.size, self.device = 0, 1, device
+
+    def exchange(self, note: Note, wait_s: float = WAIT_S) -> list[Note]:
+        """The note."""
+        return [note]
+
+    def align(self) -> None:
+        """Waits for the device."""
+        self.synchronize()
+
+
 def default_world(device: str) -> int:
     """How many ranks a benchmark has that runs alone."""
     return torch.cuda.device_count() if device == "cuda" else 2

@@ -149,25 +149,26 @@ def race(
     inputs: Mapping[str, Sequence[Sequence[Any]]],
     seconds: float,
     rounds: tuple[int, int] = ROUNDS,
+    launches: tuple[int, int] = LAUNCHES,
 ) -> dict[str, Timed]:
     """Times the candidates against one another for about `seconds`.
 
-    `inputs` has sets of inputs for each. A candidate that raises is out on all ranks, with the
-    reason; a fault of the device ends it all.
+    `inputs` has sets of inputs for each, `launches` bounds a burst. A candidate that raises is out
+    on all ranks, with the reason; a fault of the device ends it all.
     """
     found = {name: Timed() for name in runs}
     clock = SMClock(ranks.device)
-    launches = _launches(ranks, runs, inputs, found)
+    bursts = _launches(ranks, runs, inputs, found, launches)
     names = [name for name in runs if found[name].problem is None]
     number, least, most = 0, *rounds
     begun = time.perf_counter()
     while names and number < most:
         failed: dict[str, str] = {}
         for name in random.Random(number).sample(names, len(names)):  # the same on all ranks
-            first = number * (launches[name] + 1)
+            first = number * (bursts[name] + 1)
             try:
                 each, host, mhz = burst(
-                    *(ranks, runs[name], inputs[name], launches[name], first), clock
+                    *(ranks, runs[name], inputs[name], bursts[name], first), clock
                 )
             except Exception as error:
                 failed[name] = describe(error, ranks)
@@ -193,6 +194,7 @@ def _launches(
     runs: Mapping[str, Run],
     inputs: Mapping[str, Sequence[Sequence[Any]]],
     found: Mapping[str, Timed],
+    bounds: tuple[int, int],
 ) -> dict[str, int]:
     """Launches of a burst, by candidate, from a first short one that is not counted."""
     quick: dict[str, float] = {}
@@ -208,7 +210,7 @@ def _launches(
         for name, problem in note["problems"].items():
             found[name].problem = found[name].problem or f"rank {rank}: {problem}"
     slowest = ranks.maximum([quick[name] for name in names])
-    low, high = LAUNCHES
+    low, high = bounds
     return {
         name: min(high, max(low, round(BURST_S / max(seconds, 1e-9))))
         for name, seconds in zip(names, slowest, strict=True)

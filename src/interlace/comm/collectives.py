@@ -14,6 +14,7 @@ backend.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -267,11 +268,10 @@ class _Binder:
             "all_to_all": (parts, alike) if spec.merges else (alike, parts),
         }[spec.kind]
         options = self.options(c10d.AllToAllOptions)
-        empty = torch.empty(0, dtype=torch.uint8)
 
         def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            into = as_bytes(_given(dst)) if sum(taken) else empty.to(_device(src, dst))
-            out = as_bytes(_given(src)) if sum(given) else empty.to(_device(src, dst))
+            into = as_bytes(_given(dst)) if sum(taken) else nothing(_device(src, dst))
+            out = as_bytes(_given(src)) if sum(given) else nothing(_device(src, dst))
             wait.finish(backend.alltoall_base(into, out, taken, given, options))
 
         return run
@@ -279,3 +279,14 @@ class _Binder:
 
 def _device(src: torch.Tensor | None, dst: torch.Tensor | None) -> torch.device:
     return (src if src is not None else _given(dst)).device
+
+
+@functools.lru_cache(maxsize=16)
+def nothing(device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A tensor without elements, for a backend that wants one where a rank gives or gets nothing.
+
+    It is made once for each device and type, and no run makes another. It has no memory that anyone
+    else's could be.
+    """
+    with torch.inference_mode(False):  # else runs out of that mode could not take it
+        return torch.empty(0, dtype=dtype, device=device)

@@ -199,11 +199,19 @@ class Control:
 
     # -- progress --------------------------------------------------------------------------------
 
-    def progress(self, stream: int, op: int) -> None:
-        """The stream of this rank is at the op of that index; `DONE` after its last."""
-        if stream < STREAMS:
-            self._mine[PROGRESS + 2 * stream] = stamp(self._mine[ENTERED], op)
-            self._mine[PROGRESS + 2 * stream + 1] = time.monotonic_ns()
+    def teller(self) -> Callable[[int, int], None]:
+        """A function for the run that was entered last: called as (stream, op), it tells that the
+        stream of this rank is at the op of that index; `DONE` after its last."""
+        mine, clock = self._mine, time.monotonic_ns
+        run = mine[ENTERED]
+
+        def tell(stream: int, op: int) -> None:
+            if stream < STREAMS:
+                at = PROGRESS + 2 * stream
+                mine[at] = stamp(run, op)
+                mine[at + 1] = clock()
+
+        return tell
 
     def reach(self, backend: int, count: int, wait: Wait) -> None:
         """Returns when every rank got to collective number `count` of this run: a rendezvous."""

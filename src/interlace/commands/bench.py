@@ -12,13 +12,14 @@ from __future__ import annotations
 import typer
 
 from interlace.commands.bench_interconnect import interconnect
+from interlace.commands.bench_kernels import kernels
 from interlace.commands.bench_layer import layer
 from interlace.commands.bench_overlap import overlap
 
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Measure links, overlapped sites and whole layers, here and now.",
+    help="Measure links, overlapped sites, whole layers and kernels, here and now.",
 )
-for function in (interconnect, overlap, layer):
+for function in (interconnect, overlap, layer, kernels):
     bench.command(no_args_is_help=False)(function)

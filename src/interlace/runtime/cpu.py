@@ -26,6 +26,7 @@ from interlace.ir import Call, Collective, Fused, Group, Op, Recv, Send, in_orde
 from interlace.runtime.calls import Thunk, bind_call
 from interlace.runtime.engine import Context
 from interlace.runtime.host_ops import HostBinder, StreamOrder
+from interlace.runtime.quick import is_plain
 from interlace.runtime.releases import releases
 
 GRACE_S = 1.0
@@ -54,6 +55,7 @@ class CpuEngine:
 
     def __init__(self, context: Context) -> None:
         self.spans: list[tuple[int, float, float]] = []
+        self.context = context
         self.rank = context.plan.rank
         self.flight = context.flight
         self._teams = context.crew.teams
@@ -99,6 +101,14 @@ class CpuEngine:
                 steps.append(Step(index, op, release, lanes[op.stream], proper=False))
         return streams
 
+    def alone(self) -> list[Step] | None:
+        """The steps, if there is one stream that orders nothing, and nobody watches it."""
+        watched = self._teams or self._before_op is not None or self._trace
+        if watched or self.context.plan.syncs or len(self._streams) != 1:
+            return None
+        (steps,) = self._streams.values()
+        return steps if all(map(is_plain, steps)) else None
+
     def check(self) -> None:
         """Raises where waiting on is pointless: this rank or a peer has failed."""
         if self._failure is not None:
@@ -107,7 +117,10 @@ class CpuEngine:
             team.control.check()
 
     def run(self) -> None:
-        """Runs every stream to its end; raises what made one fail, with all of them stopped."""
+        """Runs every stream to its end; raises what made one fail, with all of them stopped.
+
+        The caller has turned gradients off.
+        """
         streams = self._streams
         lost = [worker.name for worker in self._workers.values() if worker.lost]
         if lost:
@@ -121,8 +134,7 @@ class CpuEngine:
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
         for worker, (_, steps) in zip(workers, others, strict=True):
             worker.start_run(steps, mode)
-        with torch.no_grad():
-            self._drive(mine)
+        self._drive(mine)
         self._join(workers, self._time_out_s)
         if self._failure is not None:
             raise self._failure
@@ -163,7 +175,7 @@ class CpuEngine:
         step: Step | None = None
         try:
             stands, since, clock = self.flight.stands, self.flight.since, time.perf_counter
-            progress = [team.control.progress for team in self._teams.values()]
+            progress = [team.control.teller() for team in self._teams.values()]
             extra = self._before_op is not None or self._trace
             for step in steps:
                 if self._failure is not None:
@@ -196,6 +208,13 @@ class CpuEngine:
         step.run()
         if self._trace:
             self.spans.append((step.index, start, time.perf_counter()))
+
+    def explain(self, error: BaseException, step: Step | None) -> BaseException:
+        """The error of a step that was run alone, as the user should see it."""
+        return error if step is None else self._explain(error, step)
+
+    def synchronize(self) -> None:
+        """Nothing: a run that returned has ended."""
 
     def _fail(self, error: BaseException, step: Step | None) -> None:
         with self._lock:

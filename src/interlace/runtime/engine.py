@@ -95,3 +95,17 @@ def executor_for(device: torch.device | str) -> type[Engine]:
 
         return cast("type[Engine]", CudaEngine)
     raise BackendError(f"there is no executor for {kind!r} devices yet: choose device='cpu'")
+
+
+def runner_for(device: torch.device, engine: Any, *rest: Any) -> Any:
+    """What issues the runs of an engine quicker than the Executor does; None where nothing does.
+
+    `rest` is what the Program takes, fills and returns, and the tag of its runs.
+    """
+    if device.type == "cuda":
+        from interlace.runtime.cuda.runner import Runner
+
+        return Runner(engine, *rest)
+    from interlace.runtime.quick import quick
+
+    return quick(engine, *rest)

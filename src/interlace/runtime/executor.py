@@ -28,7 +28,7 @@ from interlace.ir import Arg, Program, View, validate
 from interlace.options import Options
 from interlace.runtime.agreement import Agreement, agree, verdict
 from interlace.runtime.calls import decode
-from interlace.runtime.engine import BeforeOp, Context, Crew, Engine, executor_for
+from interlace.runtime.engine import BeforeOp, Context, Crew, Engine, executor_for, runner_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
@@ -123,7 +123,8 @@ class Executor:
 
     def _ordered(self) -> list[TeamComm]:
         """The teams in an order that all ranks share, whatever they are called in the Program."""
-        return sorted(dict.fromkeys(self._teams.values()), key=lambda team: team.topic)
+        teams = dict.fromkeys(self._teams.values())
+        return sorted(teams, key=lambda team: team.topic) if len(teams) > 1 else list(teams)
 
     def _share(self) -> None:
         """Slots, signals and backends: all that needs the other ranks."""
@@ -160,15 +161,11 @@ class Executor:
         alike = self._agreement is not None and not self._agreement.verified
         self._peer_text = Flight(self.program, self.rank).text if alike else None
         self._bound_resets = self._resets()
-        self._runner = None
-        if self.device.type == "cuda":
-            from interlace.runtime.cuda.runner import Runner
-
-            tag = self._agreement.tag if self._agreement is not None else 0
-            rest = self._inputs, self._outputs, self._results, tag
-            self._runner = Runner(cast("Any", self._engine), *rest)
-            if self.options.graph:
-                self._runner.warm_up(self._ordered())
+        tag = self._agreement.tag if self._agreement is not None else 0
+        rest = self._inputs, self._outputs, self._results, tag
+        self._runner = runner_for(self.device, self._engine, *rest)
+        if self.options.graph:
+            self._runner.warm_up(self._ordered())
 
     def _result(self, arg: Arg, values: Values) -> Callable[[], Any]:
         """How a run reads one of its results."""
@@ -196,8 +193,6 @@ class Executor:
         if self._runner is not None and self._runner.ready and self._poison is None:
             return self._launch(inputs, out)
         self._check_ready()
-        assert self._context is not None
-        assert self._engine is not None
         self._inputs.check(inputs, self.device)
         if out is not None:
             self._outputs.check(out, self.device)
@@ -211,7 +206,7 @@ class Executor:
             return self._run(inputs, self._outputs.new(self.device) if out is None else out)
 
     def _launch(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
-        """Issues a run on CUDA; what cannot be issued stops the peers too."""
+        """Issues a run by the runner; what cannot be issued stops the peers too."""
         assert self._runner is not None
         self._runner.check(inputs, out)
         try:
@@ -255,15 +250,19 @@ class Executor:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """What this process does on a team, it does one after another."""
-        with contextlib.ExitStack() as stack:
+        taken: list[Any] = []
+        try:
             for lock in (self._lock, *(team.lock for team in self._ordered())):
                 if not lock.acquire(timeout=self.options.time_out_s):
                     raise ExecutorError(
                         f"{self.program.name} waited {self.options.time_out_s:g} s for another "
                         "thread's run on the same teams: call Executors from one thread"
                     )
-                stack.callback(lock.release)
+                taken.append(lock)
             yield
+        finally:
+            for lock in reversed(taken):
+                lock.release()
 
     # -- failures --------------------------------------------------------------------------------
 

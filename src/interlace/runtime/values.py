@@ -243,15 +243,20 @@ class Values:
     def starter(
         self, names: Sequence[str]
     ) -> Callable[[Sequence[torch.Tensor], Mapping[str, Use]], None]:
-        """`begin` for tensors in the order of these names, without a look-up for each."""
+        """`begin` for tensors in the order of these names, without a look-up for each.
+
+        Asked for once every op is bound.
+        """
         families, items = [self._families[name] for name in names], self.items
+        more = bool(self._symmetric or self._allocated)
 
         def start(tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
             for family, tensor in zip(families, tensors, strict=True):
                 items[family.place] = tensor
                 for place, box in family.views:
                     items[place] = derive(tensor, box)
-            self.begin({}, uses)
+            if more or uses:
+                self.begin({}, uses)
 
         return start
 

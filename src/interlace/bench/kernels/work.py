@@ -1,0 +1,109 @@
+"""All cases of `interlace bench kernels`, one after another, within the time that is given.
+
+report = work(Settings(only=("cross-entropy",), seconds=30), torch.device("cuda"))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from interlace.bench.facts import facts
+from interlace.bench.kernels.adam import adam_cases
+from interlace.bench.kernels.case import Case, Tell, free, time_case
+from interlace.bench.kernels.grouped import grouped_cases
+from interlace.bench.kernels.host import host_cases
+from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
+from interlace.bench.ranks import Alone
+from interlace.bench.rows import Row
+from interlace.demo.launch import launch
+from interlace.errors import OptionError
+
+OPS = ("cross-entropy", "linear-cross-entropy", "adam", "grouped", "host")
+REST = ("host", "adam", "grouped", "linear-cross-entropy", "cross-entropy")
+"""The order of what comes after the first case of each."""
+MOST_S = 2.0
+"""A case is timed for so long at most, set-up apart: more rounds tell no more."""
+
+
+TEAM_S = 10.0
+"""What starting two processes and timing them is taken to need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is run."""
+
+    only: tuple[str, ...] = OPS
+    seconds: float = 80.0
+    """All of it, set-up included; what does not fit is left out and said."""
+    small: bool | None = None
+    """Sizes for a try-out; by default on a CPU."""
+    commit: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.only:
+            if name not in OPS:
+                raise OptionError(f"--only {name}: choose from {', '.join(OPS)}")
+
+
+def cases_of(settings: Settings, device: torch.device) -> list[Case]:
+    """The cases, those that bars are set for first."""
+    small = device.type != "cuda" if settings.small is None else settings.small
+    made: dict[str, Callable[[bool], list[Case]]] = {
+        "cross-entropy": cross_entropy_cases,
+        "linear-cross-entropy": linear_cases,
+        "adam": adam_cases,
+        "grouped": grouped_cases,
+        "host": lambda _: host_cases(device),
+    }
+    found = {op: made[op](small) for op in OPS if op in settings.only}
+    first = [cases[0] for cases in found.values()]
+    return [*first, *(case for op in REST if op in found for case in found[op][1:])]
+
+
+def work(
+    settings: Settings, device: torch.device, tell: Tell = lambda event: None
+) -> dict[str, Any]:
+    """Measures every case on one device."""
+    begun = time.monotonic()
+    torch.manual_seed(settings.seed)
+    ranks, common = Alone(device), facts(device.type)
+    if settings.commit:
+        common["commit"] = settings.commit
+    cases = cases_of(settings, device)
+    tell({"event": "total", "total": len(cases), "doing": "kernels"})
+    rows: list[Row] = []
+    skipped: list[str] = []
+    for index, case in enumerate(cases):
+        tell({"event": "step", "doing": str(case)})
+        left = settings.seconds - (time.monotonic() - begun)
+        if left <= 0:
+            skipped.append(str(case))
+            continue
+        share = min(MOST_S, left / (len(cases) - index))
+        found = [{**row, **common} for row in time_case(case, ranks, share, tell)]
+        rows += found
+        tell({"event": "rows", "rows": found})
+    free(ranks)
+    if "host" in settings.only and not ranks.cuda:
+        left = settings.seconds - (time.monotonic() - begun)
+        if left > TEAM_S:
+            found = _of_a_team(settings.commit, tell)
+            rows += found
+            tell({"event": "rows", "rows": found})
+        else:
+            skipped.append("host Executor.run of a team of 2")
+    return {"rows": rows, "skipped": skipped, "facts": common}
+
+
+def _of_a_team(commit: str, tell: Tell) -> list[Row]:
+    """The rows of two processes."""
+    given = {"bench": "host", "given": {"commit": commit}, "device": "cpu", "time_out_s": 120.0}
+    arguments = ("-m", "interlace.bench.rank")
+    return launch(given, 2, tell, 120.0, arguments, "bench kernels")["rows"]

@@ -1,0 +1,110 @@
+"""The bars of `bench kernels`, by rows made up: which ways are judged, and when a bar is missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from interlace.bench.kernels.bars import judge, missed
+
+CE = {"op": "cross-entropy", "shape": "8192x128256", "dtype": "bf16", "does": "forward+backward"}
+LINEAR = {**CE, "op": "linear-cross-entropy", "shape": "8192x4096x128256"}
+ADAM = {"op": "adam", "shape": "1.40e9 all f32", "dtype": "f32", "does": "step"}
+HOST = {"op": "host", "shape": "Executor.run, 8 calls", "dtype": "f32", "does": "host"}
+
+
+def row(of: dict[str, str], way: str, **figures: Any) -> dict[str, Any]:
+    columns = ("median_us", "share", "peak_bytes", "kept_bytes", "state_bytes", "calls")
+    return {
+        **dict.fromkeys(columns, ""),
+        **of,
+        "device": "cuda",
+        "way": way,
+        "error": "",
+        **figures,
+    }
+
+
+def told(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, bool]]:
+    return {(v.bar, v.way): (round(v.figure, 4), v.passed) for v in judge(rows)}
+
+
+@pytest.mark.parametrize(("share", "passed"), [(0.85, True), (0.849, False)])
+def test_the_loss_is_judged_by_bandwidth_and_memory(share: float, passed: bool) -> None:
+    rows = [
+        row(CE, "interlace", share=share, peak_bytes=100.0),
+        row(CE, "torch.compile", share=0.5, peak_bytes=99.0),
+        row({**CE, "dtype": "f32"}, "interlace", share=0.1, peak_bytes=1.0),
+        row({**CE, "does": "forward"}, "interlace", share=0.1, peak_bytes=1.0),
+    ]
+    assert told(rows) == {
+        ("share of copy bandwidth", "interlace"): (share, passed),
+        ("peak memory over torch.compile's", "interlace"): (1.0101, False),
+    }
+    assert len(missed(judge(rows))) == (1 if passed else 2)
+
+
+def test_rows_that_tell_nothing_are_no_verdict() -> None:
+    broken = row(CE, "torch.compile", peak_bytes=99.0, error="absent")
+    assert told([row(CE, "interlace", share=0.9, peak_bytes=100.0), broken]) == {
+        ("share of copy bandwidth", "interlace"): (0.9, True)
+    }
+    assert judge([row(CE, "interlace", error="wrong")]) == []
+    assert judge([]) == missed([]) == []
+
+
+def test_a_bar_is_missed_where_none_of_our_ways_clears_it() -> None:
+    rows = [
+        row(LINEAR, "interlace", median_us=100.0, peak_bytes=60.0, kept_bytes=10.0),
+        row(LINEAR, "interlace bf16 sums", median_us=112.0, peak_bytes=19.0, kept_bytes=10.0),
+        row(LINEAR, "unfused", median_us=100.0, peak_bytes=110.0, kept_bytes=10.0),
+    ]
+    assert told(rows) == {
+        ("extra memory over unfused", "interlace"): (0.5, False),
+        ("extra memory over unfused", "interlace bf16 sums"): (0.09, True),
+        ("time over unfused", "interlace"): (1.0, True),
+        ("time over unfused", "interlace bf16 sums"): (1.12, False),
+    }
+    assert missed(judge(rows)) == []
+    assert len(missed(judge([rows[0], rows[2]]))) == 1
+
+
+@pytest.mark.parametrize(("state", "passed"), [(50.0, True), (51.0, False)])
+def test_adam_is_judged_by_bandwidth_rival_and_states(state: float, passed: bool) -> None:
+    half = {**ADAM, "shape": "1.40e9 all bf16", "dtype": "bf16"}
+    rows = [
+        row(ADAM, "interlace", median_us=10.0, share=0.9, state_bytes=100.0),
+        row(ADAM, "torch", median_us=10.0, share=0.9, state_bytes=100.0),
+        row(half, "interlace", median_us=5.0, share=0.89, state_bytes=state),
+    ]
+    found = [(v.bar, v.case.split(" ", 2)[2], v.passed) for v in judge(rows)]
+    assert found == [
+        ("share of copy bandwidth", "all f32 f32 step", True),
+        ("share of copy bandwidth", "all bf16 bf16 step", False),
+        ("time over torch fused", "all f32 f32 step", False),
+        ("bytes of states over those of fp32 moments", "all bf16 bf16 step", passed),
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_run_is_judged_on_every_device_from_eight_calls(device: str) -> None:
+    few = {**HOST, "shape": "Executor.run, 1 calls"}
+    team = {**HOST, "shape": "Executor.run, 8 calls, a team of 2"}
+    rows = [
+        row(HOST, "interlace", median_us=13.1, calls=8, device=device),
+        row(HOST, "torch", median_us=10.0, calls=8, device=device),
+        row(few, "interlace", median_us=50.0, calls=1, device=device),
+        row(few, "torch", median_us=10.0, calls=1, device=device),
+        row(team, "interlace", median_us=50.0, calls=8, device=device),
+        row(team, "torch", median_us=10.0, calls=8, device=device),
+    ]
+    assert told(rows) == {("run over plain calls", "interlace"): (1.31, False)}
+
+
+def test_what_a_cpu_measures_of_bandwidth_is_not_judged() -> None:
+    rows = [
+        row(ADAM, "interlace", share=0.1, median_us=9.0, device="cpu"),
+        row(ADAM, "torch", median_us=1.0, device="cpu"),
+    ]
+    assert judge(rows) == []

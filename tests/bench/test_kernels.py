@@ -1,0 +1,278 @@
+"""`bench kernels` at sizes of a CPU: what is right is timed, what is wrong or absent is a row."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.cli.schedules import command
+from typer.testing import CliRunner
+
+from interlace.bench.kernels import adam, grouped, losses
+from interlace.bench.kernels.case import COPY, OURS, Case, Opened, Way, Work, time_case
+from interlace.bench.kernels.host import COUNTS, host_cases, time_host
+from interlace.bench.kernels.work import OPS, Settings, cases_of
+from interlace.bench.ranks import Alone
+from interlace.bench.rows import read
+from interlace.commands.bench import bench
+from interlace.errors import OptionError, UnsupportedError
+from interlace.nn.functional import cross_entropy
+
+CPU = torch.device("cpu")
+ALONE = Alone(CPU)
+pytestmark = pytest.mark.timeout(200)
+
+
+def opened(case: Case, name: str) -> Opened:
+    (way,) = [way for way in case.build(CPU).ways if way.name == name]
+    return way.open()
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_writes_rows_and_judges_them(tmp_path: Path) -> None:
+    only = "adam,host"
+    args = ("--device", "cpu", "--only", only, "--seconds", "60", "--out", str(tmp_path))
+    done = command(
+        "bench", "kernels", *args, "--check", "--json", "--commit", "abc", time_out_s=150
+    )
+    assert done.returncode in (0, 1), done.stderr  # 1: a busy machine misses the bar of host time
+    report = json.loads(done.stdout)
+    rows = read(tmp_path / "kernels.csv")
+    assert len(rows) == len(report["rows"]) > 20
+    assert {row["op"] for row in rows} == set(only.split(","))
+    for row in rows:
+        assert row["commit"] == "abc"
+        assert row["torch"] == torch.__version__
+        assert row["date"]
+        if row["error"]:
+            assert row["median_us"] == ""
+            assert "apex" in row["error"] or "torchao" in row["error"]
+        else:
+            assert 0 < float(row["least_us"]) <= float(row["median_us"]) <= float(row["p90_us"])
+            assert 0 <= float(row["deviation"]) <= 4
+    teams = {row["shape"] for row in rows if "a team of 2" in row["shape"]}
+    assert teams == {f"Executor.run, {calls} calls, a team of 2" for calls in COUNTS}
+    shared = [row for row in rows if row["op"] == "adam" and row["way"] == COPY]
+    assert len(shared) == len(adam.FORMATS)
+    assert all(float(row["share"]) == pytest.approx(1) for row in shared)
+    assert {verdict["bar"] for verdict in report["bars"]} == {"run over plain calls"}
+
+
+def invoked(*args: str) -> Any:
+    return CliRunner().invoke(bench, ["kernels", "--device", "cpu", *args])
+
+
+def test_the_command_as_a_table(tmp_path: Path) -> None:
+    done = invoked("--only", "grouped", "--seconds", "30", "--out", str(tmp_path), "--verbose")
+    assert done.exit_code == 0, done.output
+    assert "grouped 4x48x16x32 even f32 forward+backward" in done.stdout
+    assert f"wrote {tmp_path}/kernels.csv" in done.stdout
+    assert "s] grouped 8x64x16x32 skewed f32 forward+backward: loop" in done.stderr
+
+
+def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
+    done = invoked("--only", "grouped", "--seconds", "1e-6", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "no time left for: grouped 4x48x16x32 even" in done.stdout
+    assert not (tmp_path / "kernels.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--only", "magic"), "--only magic: choose from cross-entropy"),
+        (("--seconds", "0"), "--seconds > 0"),
+        (("--device", "tpu"), "choose auto, cpu or cuda"),
+    ],
+)
+def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:
+    done = invoked(*args)
+    assert done.exit_code == 2
+    assert told in done.stderr
+
+
+# -- cases ---------------------------------------------------------------------------------------
+
+
+def test_every_op_has_cases_and_those_with_bars_come_first() -> None:
+    for small in (True, False):
+        found = cases_of(Settings(small=small), CPU)
+        assert [case.op for case in found[: len(OPS)]] == list(OPS)
+        assert len({str(case) for case in found}) == len(found)
+    assert str(found[0]) == "cross-entropy 8192x128256 bf16 forward+backward"
+    with pytest.raises(OptionError, match="choose from"):
+        Settings(only=("magic",))
+
+
+def odd(name: str) -> Way:
+    """A way that is right, wrong, raises, or is not there."""
+
+    def run(x: float) -> float:
+        if name == "raises":
+            raise ValueError("in the middle")
+        return x
+
+    def make() -> Opened:
+        if name == "absent":
+            raise UnsupportedError("magic is not installed")
+        return Opened(run, lambda: math.nan if name == "nan" else 3.0 if name == "wrong" else 0.5)
+
+    return Way(name, make)
+
+
+def test_what_is_wrong_absent_or_raises_is_a_row_without_a_time() -> None:
+    names = ["right", "wrong", "nan", "raises", "absent"]
+    made = Work(ways=[odd(name) for name in names], sets=[(1.0,)], limit=2.0, nbytes=10)
+    case = Case(op="odd", shape="1", dtype="f32", does="nothing", build=lambda device: made)
+    rows = {row["way"]: row for row in time_case(case, ALONE, 0.05)}
+    assert list(rows) == [*names, COPY]
+    assert rows["right"]["median_us"] > 0
+    assert rows["right"]["share"] == pytest.approx(
+        10 / rows["right"]["median_us"] / 1e3 / rows[COPY]["gbs"], rel=1e-3
+    )
+    told = {"wrong": "off by 3", "nan": "off by nan", "raises": "in the middle", "absent": "magic"}
+    for name, text in told.items():
+        assert text in rows[name]["error"]
+        assert math.isnan(rows[name]["median_us"])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("liger_kernel") is not None, reason="Liger is installed here"
+)
+def test_rivals_that_are_not_installed_say_so() -> None:
+    with pytest.raises(UnsupportedError, match="liger_kernel is not installed"):
+        opened(losses.cross_entropy_cases(small=True)[0], "liger")
+
+
+@pytest.mark.parametrize("number", range(len(losses.SMALL)))
+def test_losses_that_are_wrong_are_seen(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = losses.cross_entropy_cases(small=True)[number]
+    assert opened(case, OURS).off() < 1
+    assert opened(case, "torch").off() < 1
+    worse = functools.partial(_scaled, cross_entropy)
+    monkeypatch.setattr(losses, "cross_entropy", worse)
+    assert opened(case, OURS).off() > losses.LOOSE
+
+
+def _scaled(loss: Any, *args: Any, **options: Any) -> torch.Tensor:
+    return loss(*args, **options) * 1.01
+
+
+def test_gradients_that_are_wrong_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, up: torch.Tensor) -> torch.Tensor:
+            return up * 1.01
+
+    def bad(x: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
+        return F.cross_entropy(Wrong.apply(x), y)
+
+    monkeypatch.setattr(losses, "cross_entropy", bad)
+    assert opened(losses.cross_entropy_cases(small=True)[0], OURS).off() > losses.LOOSE
+
+    def fused(h: torch.Tensor, w: torch.Tensor, y: torch.Tensor, **options: Any) -> torch.Tensor:
+        return F.cross_entropy(F.linear(h, Wrong.apply(w)), y)
+
+    (case,) = losses.linear_cases(small=True)
+    assert opened(case, OURS).off() < 1
+    assert opened(case, f"{OURS} f32 sums").off() < 1
+    monkeypatch.setattr(losses, "linear_cross_entropy", fused)
+    assert opened(case, OURS).off() > losses.LOOSE
+
+
+@pytest.mark.parametrize("kind", adam.FORMATS, ids=lambda kind: kind.name)
+def test_steps_that_are_wrong_are_seen(kind: adam.Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = [c for c in adam.adam_cases(small=True) if c.shape.endswith(f" {kind.name}")]
+    ways = {way.name: way for way in case.build(CPU).ways}
+    assert set(ways) == {OURS, *kind.rivals}
+    assert ways[OURS].open().off() < adam.LOOSE
+    monkeypatch.setattr(adam, "LR", 1.2e-3)
+    given = functools.partial(adam.AdamW, lr=1e-3, **kind.options)
+    assert adam._off(given, losses.DTYPES[kind.dtype], CPU) > adam.LOOSE
+
+
+def test_bytes_of_adam() -> None:
+    count = sum(map(math.prod, adam.layer_shapes()))
+    assert 1.3e9 < count < 1.5e9
+    cases = {case.shape.split(" ", 1)[1]: case for case in adam.adam_cases(small=True)}
+    elements, params = 16 * 16 + 33 + 32, 3
+    an_element = {
+        "all f32": 8,
+        "all bf16": 4,
+        "all bf16, stochastic": 4,
+        "bf16, f32 masters, bf16 moments": 8,
+        "bf16, remainders, bf16 moments": 6,
+    }
+    for name, size in an_element.items():
+        made = opened(cases[name], OURS)
+        made.run()
+        assert made.state() == size * elements + 4 * params, "the states, and a step for each"
+    masters = opened(cases["bf16, f32 masters, bf16 moments"], "torch masters")
+    masters.run()
+    assert masters.state() == 12 * elements + 4 * params
+
+
+@pytest.mark.parametrize("name", [OURS, "torch", "loop"])
+def test_grouped_gradients_that_are_wrong_are_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case in grouped.grouped_cases(small=True):
+        made = opened(case, name)
+        assert made.off() < 1
+        assert made.off() < 1, "what runs before do not count"
+    layer = grouped.grouped_layer
+    monkeypatch.setattr(
+        grouped, "grouped_layer", lambda *args: (layer(*args)[0], lambda: args[1].mul_(1.01))
+    )
+    assert opened(grouped.grouped_cases(small=True)[0], OURS).off() > grouped.LOOSE
+
+
+def test_group_sizes() -> None:
+    for groups, tokens, how in ((8, 64, "even"), (64, 32768, "skewed"), (128, 4096, "skewed")):
+        sizes = grouped.group_sizes(groups, tokens, how)
+        assert len(sizes) == groups
+        assert sum(sizes) == tokens
+        assert (min(sizes) == 0) is (how == "skewed")
+    assert grouped.group_sizes(4, 10, "even") == [2, 3, 2, 3]
+
+
+# -- the host ------------------------------------------------------------------------------------
+
+
+def test_host_times_take_turns_and_are_of_many_calls() -> None:
+    order: list[str] = []
+    runs = {name: lambda name=name: order.append(name) for name in "ab"}
+
+    def broken() -> None:
+        raise ValueError("no")
+
+    threads = torch.get_num_threads()
+    found = time_host(ALONE, {**runs, "broken": broken}, [()], seconds=5.0)
+    assert torch.get_num_threads() == threads
+    assert len(found["a"].rounds) == len(found["b"].rounds) == 1000
+    assert found["broken"].problem == "ValueError: no"
+    turns = sum(one != other for one, other in pairwise(order))
+    assert turns >= 10, "a block of one, a block of the other"
+
+
+def test_host_cases_compute_what_torch_does() -> None:
+    for case in host_cases(CPU):
+        made = case.build(CPU)
+        for way in made.ways:
+            one = way.open()
+            assert one.off() <= made.limit, (case.shape, way.name)
+            one.run(*made.sets[0])

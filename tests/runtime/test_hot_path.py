@@ -1,0 +1,199 @@
+"""What a hot run does beyond the Program's own calls: counted, not timed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from interlace.bench.kernels.host import WIDTH, chain, program
+from interlace.errors import ExecutorError
+from interlace.ir import Op, parse
+from interlace.options import Options
+from interlace.runtime import Executor
+from interlace.runtime.quick import Quick
+
+CPU = torch.device("cpu")
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def given() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH) / WIDTH
+
+
+@pytest.mark.parametrize("calls", [1, 2, 8, 33])
+def test_a_run_dispatches_the_programs_calls_and_one_output(calls: int) -> None:
+    """No view, no slice, no copy, no event and no temporary: also in the very first run."""
+    executor = Executor(program(calls)).prepare()
+    x, w = given()
+    own = {"aten.mm.out": (calls + 1) // 2, "aten.add.out": calls // 2}
+    own = {name: number for name, number in own.items() if number}
+    for _ in range(3):
+        with Count() as count:
+            (y,) = executor.run([x, w])
+        assert count.seen == {**own, "aten.empty_strided.default": 1}
+        assert torch.equal(y, chain(calls, CPU)(x, w))
+        with Count() as count:
+            (z,) = executor.run([x, w], [torch.full_like(y, torch.nan)])
+        assert count.seen == {**own, "aten.full_like.default": 1}, "full_like is this test's own"
+        assert torch.equal(y, z)
+
+
+def test_results_of_runs_share_no_memory_with_later_runs() -> None:
+    executor = Executor(program(8)).prepare()
+    x, w = given()
+    (y,) = executor.run([x, w])
+    kept = y.clone()
+    (z,) = executor.run([x + 1, w])
+    assert y.data_ptr() != z.data_ptr()
+    assert torch.equal(y, kept)
+
+
+def test_a_run_lets_go_of_what_it_was_given() -> None:
+    executor = Executor(program(2)).prepare()
+    assert isinstance(executor._runner, Quick)
+    items = executor._runner._engine.context.values.items
+    x, w = given()
+    executor.run([x, w])
+    assert not any(item is x or item is w for item in items)
+    with pytest.raises(ExecutorError, match="shape"):
+        executor.run([x[:3], w])
+    assert not any(item is x or item is w for item in items)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_callers_grad_mode_is_as_it_was(grad: bool) -> None:
+    executor = Executor(program(3)).prepare()
+    x, w = given()
+    with torch.set_grad_enabled(grad):
+        (y,) = executor.run([x.requires_grad_(), w])
+        assert torch.is_grad_enabled() is grad
+        assert not y.requires_grad
+        with pytest.raises(ExecutorError, match="takes 2 inputs"):
+            executor.run([x])
+        assert torch.is_grad_enabled() is grad
+
+
+FAILS = """\
+def fails(x: f32[4], i: i64[2], y: out[f32[2]]):
+    t = alloc(f32[4])
+    main: call("aten.add.out", x, x, out=t)
+    main: call("aten.index_select.out", t, 0, i, out=y)
+"""
+
+
+def test_a_call_that_raises_is_named_and_poisons_until_reset() -> None:
+    executor = Executor(parse(FAILS)).prepare()
+    assert isinstance(executor._runner, Quick)
+    x, good, bad = torch.ones(4), torch.tensor([0, 3]), torch.tensor([0, 4])
+    assert torch.equal(executor.run([x, good])[0], torch.full((2,), 2.0))
+    with pytest.raises(ExecutorError, match=r"index_select.*op 2 of fails") as caught:
+        executor.run([x, bad])
+    assert isinstance(caught.value.__cause__, IndexError)
+    assert torch.is_grad_enabled()
+    with pytest.raises(ExecutorError, match="out of order since a run failed"):
+        executor.run([x, good])
+    executor.reset()
+    assert torch.equal(executor.run([x, good])[0], torch.full((2,), 2.0))
+    executor.close()
+    with pytest.raises(ExecutorError, match="closed"):
+        executor.run([x, good])
+
+
+WRONG = """\
+def wrong(x: f32[4, 4], y: out[f32[4, 2]]):
+    main: call("aten.add.out", x, x, out=y)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_result_of_another_shape_is_an_error_in_every_run() -> None:
+    executor = Executor(parse(WRONG)).prepare()
+    for _ in range(2):
+        with pytest.raises(ExecutorError, match=r"\[4, 4\], but the Program has \[4, 2\]"):
+            executor.run([torch.ones(4, 4)])
+        executor.reset()
+
+
+TWO_STREAMS = """\
+def two(x: f32[4], y: out[f32[4]]):
+    t = alloc(f32[4])
+    main: call("aten.add.out", x, x, out=t)
+    main: record(e)
+    side: wait(e)
+    side: call("aten.add.out", t, x, out=y)
+"""
+
+
+def test_programs_that_order_or_are_watched_run_step_by_step() -> None:
+    seen: list[int] = []
+
+    def watch(rank: int, index: int, op: Op) -> None:
+        seen.append(index)
+
+    x = torch.ones(4)
+    two = Executor(parse(TWO_STREAMS)).prepare()
+    assert two._runner is None
+    assert torch.equal(two.run([x])[0], 3 * x)
+    two.close()
+    watched = Executor(program(2), before_op=watch).prepare()
+    assert watched._runner is None
+    watched.run([*given()])
+    assert len(seen) >= 2
+    traced = Executor(program(2), options=Options(trace=True)).prepare()
+    traced.run([*given()])
+    assert len(traced.timeline().spans) >= 2
+
+
+SLOW = """\
+def slow(x: f32[1500, 1500], y: out[f32[1500, 1500]]):
+    t = alloc(f32[1500, 1500])
+    main: call("aten.mm.out", x, x, out=t)
+    main: call("aten.mm.out", t, x, out=y)
+"""
+
+
+def test_threads_take_turns_with_one_executor() -> None:
+    executor = Executor(parse(SLOW)).prepare()
+    inputs = [torch.randn(1500, 1500) for _ in range(4)]
+    wanted = [executor.run([x])[0] for x in inputs]
+    found: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        found[number] = executor.run([inputs[number]])[0]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(torch.equal(found[n], wanted[n]) for n in range(4))
+
+
+def test_a_thread_that_waits_too_long_gets_an_error() -> None:
+    executor = Executor(program(1), options=Options(time_out_s=0.2)).prepare()
+    assert isinstance(executor._runner, Quick)
+    x, w = given()
+    with executor._runner._lock:
+        begun = time.monotonic()
+        with pytest.raises(ExecutorError, match="another thread"):
+            executor.run([x, w])
+        assert time.monotonic() - begun < 30
+    executor.reset()
+    assert executor.run([x, w])[0].shape == (WIDTH, WIDTH)
