@@ -13,7 +13,7 @@ from tests.runtime.programs import TEXTS, inputs_of, prepared, program_of, world
 from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 
-from interlace.ir import Alloc, Call, Collective, Copy, Free, Get, Group, Op, Put, parse, parse_set
+from interlace.ir import Alloc, Call, Collective, Copy, Free, Get, Group, Op, Put, parse_set
 from interlace.options import Options
 from interlace.runtime import Executor
 
@@ -201,35 +201,3 @@ def test_a_trace_times_every_op_of_the_last_run(pool: Pool) -> None:
         gets = [seconds for name, kind, seconds in spans if name == "get" and kind == "comm"]
         assert len(gets) == 1
         assert gets[0] > 0.01
-
-
-LOCAL = "def local(x: f32[4, 4]):\n" + "".join(
-    f'    main: call("aten.add.Tensor", {"x" if i == 0 else f"t{i - 1}"}, 1.0, '
-    f"out=(t{i} := f32[4, 4]))\n"
-    for i in range(50)
-)
-
-
-def local_cost(runs: int) -> tuple[float, float]:
-    program = parse(LOCAL + "    return t49\n")
-    x = torch.zeros(4, 4)
-    with Executor(program).prepare() as executor:
-        (y,) = executor.run([x])
-        assert torch.equal(y, x + 50)
-        start = time.perf_counter()
-        for _ in range(runs):
-            executor.run([x])
-        mine = time.perf_counter() - start
-    start = time.perf_counter()
-    for _ in range(runs):
-        y = x
-        for _ in range(50):
-            y = torch.ops.aten.add.Tensor(y, 1.0)
-    plain = time.perf_counter() - start
-    return mine / runs * 1e6, plain / runs * 1e6
-
-
-def test_a_run_costs_little_more_than_its_calls(pool: Pool) -> None:
-    (mine, plain), *_ = pool(1).run(local_cost, 200)
-    print(f"a run of 50 small ops: {mine:.0f} us, the ops alone {plain:.0f} us")
-    assert mine < 4 * plain + 100

@@ -253,7 +253,9 @@ def _update_chunk(spec: Spec, c: Flat, row: Scalars, first: int, keys: tuple[int
     update = (m * row.size).div_(root(top).mul_(row.correction).add_(row.eps))
     x = (x * row.decay).sub_(update)
 
-    words = random_words(first, x.numel(), keys, x.device) if spec.stochastic else None
+    kept = (c.m, c.v) if spec.master else (c.m, c.v, c.p)
+    draws = spec.stochastic and any(tensor.dtype == torch.bfloat16 for tensor in kept)
+    words = random_words(first, x.numel(), keys, x.device) if draws else None
     store(c.m, m, None if words is None else words & 0xFFFF)
     store(c.v, v, None if words is None else shifted(words, 16))
     if spec.master == "remainder":

@@ -233,7 +233,7 @@ def _finish(y: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch
     grid = -(-tokens // ROWS["BK"]), -(-columns // ROWS["BN"])
     with torch.cuda.device(y.device):
         kernel[grid](
-            y, y if bias is None else bias, groups.ends, groups.num, tokens, columns,
+            y, bias, groups.ends, groups.num, tokens, columns,
             BIAS=bias is not None, num_warps=4, **ROWS,
         )  # fmt: skip
     return y
