@@ -23,7 +23,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.frontend.binding import Bound, bind
+from interlace.frontend.consent import Consent, consent_of_ranks
 from interlace.frontend.import_fx import import_graph
+from interlace.frontend.locs import location
 from interlace.frontend.specialise import (
     has_signature,
     propagate,
@@ -139,6 +141,15 @@ class Artefact:
         self._last = None
         self._shelf.clear()
 
+    def _consent(self) -> Consent | None:
+        """How ranks agree on all-to-alls, whose rows each may send in even parts or not."""
+        found = [node for node in self._gm.graph.nodes if "all_to_all_single" in str(node.target)]
+        if not found:
+            return None
+        places = [self.kind, *(location(node).module for node in found)]
+        limit = self.setting.options.time_out_s
+        return consent_of_ranks(places, limit, "whether rows are exchanged evenly")
+
     def _bind(self, key: Hashable, args: Sequence[Any] | None) -> Bound:
         setting = self.setting
         values = None if args is None or key == self._traced else propagate(self._gm, args)
@@ -150,6 +161,7 @@ class Artefact:
             values=values,
             labels=setting.labels,
             static=self._static,
+            consent=self._consent(),
         )
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, setting.options, setting.device)

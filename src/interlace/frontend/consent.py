@@ -26,10 +26,13 @@ Wish = tuple[Any, bool]
 Consent = Callable[[Sequence[Wish]], list[bool]]
 
 
-def consent_of_ranks(places: Sequence[str], time_out_s: float) -> Consent | None:
+def consent_of_ranks(
+    places: Sequence[str], time_out_s: float, what: str = "what backward gathers again"
+) -> Consent | None:
     """How the ranks of this process' groups agree about a graph; None where there are none.
 
     `places` tells the graph from others: what is the same on all ranks, unlike sizes and padding.
+    `what` is what they agree about, for those who read that a rank did not come.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -42,7 +45,7 @@ def consent_of_ranks(places: Sequence[str], time_out_s: float) -> Consent | None
         for members in sorted(set(ranks)):  # in an order that all ranks share
             mine = [i for i, own in enumerate(ranks) if own == members]
             told = [agreed[i] for i in mine]
-            found = _exchange(board, f"{members}/{digest}", members, told, time_out_s)
+            found = _exchange(board, f"{members}/{digest}", what, members, told, time_out_s)
             for place, i in enumerate(mine):
                 agreed[i] = all(wish[place] for wish in found)
         return agreed
@@ -51,11 +54,16 @@ def consent_of_ranks(places: Sequence[str], time_out_s: float) -> Consent | None
 
 
 def _exchange(
-    board: Board, topic: str, members: tuple[int, ...], told: list[bool], time_out_s: float
+    board: Board,
+    topic: str,
+    what: str,
+    members: tuple[int, ...],
+    told: list[bool],
+    time_out_s: float,
 ) -> list[list[bool]]:
     me = dist.get_rank()
     number = board.count(f"{topic}/count/{me}")
-    topic = f"{topic}/{number}/what backward gathers again"
+    topic = f"{topic}/{number}/{what}"
     notes = board.exchange(topic, members, me, {"wishes": told}, time_out_s)
     found = [note["wishes"] for note in notes]
     for rank, wishes in zip(members, found, strict=True):

@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from interlace.frontend.collectives import COLLECTIVES
+from interlace.frontend.consent import Consent
 from interlace.frontend.imported import Imported
 from interlace.frontend.importer import Importer
 from interlace.frontend.normalise import LOWERINGS
@@ -35,6 +36,7 @@ def import_graph(
     values: Mapping[fx.Node, Any] | None = None,
     labels: Sequence[str] = (),
     static: Collection[int] = (),
+    consent: Consent | None = None,
 ) -> Imported:
     """The serial Program of an AOT graph.
 
@@ -42,9 +44,11 @@ def import_graph(
     have concrete sizes. `teams` names the process groups; None takes those of torch.distributed.
     `labels` are the user's names of the arguments, by position, before AOTAutograd. `static` has
     the positions of the graph's arguments that stay at their addresses, such as parameters.
+    `consent` asks the other ranks where they must import alike what depends on their sizes.
     """
     lowerings = {**LOWERINGS, **COLLECTIVES, **RANDOM}
     values = complete(gm) if values is None else values
     with unset_fake_temporarily():  # compilers are called in a mode where no tensor is real
         importer = Importer(gm, name, teams or Teams.of_torch(), lowerings, values, labels)
+        importer.consent = consent
         return importer.run(static)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from interlace.errors import UnsupportedError
+from interlace.frontend.consent import Consent
 from interlace.frontend.devices import device_of
 from interlace.frontend.emitter import Emitter
 from interlace.frontend.graphs import (
@@ -64,6 +65,7 @@ class Importer(Emitter):
         self.recorded = values
         self.labels = labels
         super().__init__(self._main_device())
+        self.consent: Consent | None = None
         self.values: dict[fx.Node, Value] = {}
         self.params: list[Buffer] = []
         self.inputs: list[int] = []
@@ -77,6 +79,13 @@ class Importer(Emitter):
             node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
         }
         """Nodes that the output holds, or a view of them: they must not share with another."""
+
+    def agreed(self, team: Team, wish: bool) -> bool:
+        """Whether all ranks of a team want what this one does: each decides by its own sizes."""
+        if self.consent is None:
+            return wish
+        group = self.teams.process_groups()[team.name]
+        return self.consent([(group, wish)])[0]
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
         """Whether a node that copies `views` may be a view of them instead."""
