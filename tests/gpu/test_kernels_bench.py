@@ -15,7 +15,11 @@ from interlace.bench.kernels.work import OPS, Settings, work
 from interlace.bench.ranks import Alone
 from interlace.runtime import Executor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICE = torch.device("cuda")
 
 

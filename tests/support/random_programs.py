@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from tests.support.random_views import COLS, DTYPES, WORDS, Drawer
+from tests.support.random_views import COLS, DTYPES, WORDS, Drawer, NoSuchViewError
 
 from interlace.ir import (
     KINDS,
@@ -59,7 +59,11 @@ def random_program(
     in_order: bool = False,
 ) -> Program:
     """A Program of about `num_ops` ops; `team_size` fixes the team `tp`, else 1 to 4."""
-    return _Generator(rng, team_size, max_streams, in_order).program(num_ops)
+    while True:
+        try:
+            return _Generator(rng, team_size, max_streams, in_order).program(num_ops)
+        except NoSuchViewError:
+            continue  # all its buffers have a rank without rows, say
 
 
 class _Generator(Drawer):

@@ -29,6 +29,13 @@ COLS = 4
 WORDS = ("layers.0", "it's", 'a "small" one', "")
 
 
+TRIES = 500
+
+
+class NoSuchViewError(Exception):
+    """No buffer that there is has such a view, as far as was tried."""
+
+
 class Drawer:
     """The buffers of the Program being made, and views of them that exist on every rank."""
 
@@ -116,7 +123,7 @@ class Drawer:
 
     def view(self, uniform: bool = False, kinds: tuple[str, ...] = ()) -> View:
         """A view of a buffer there is; `uniform`: of the same sizes on every rank."""
-        while True:
+        for _ in range(TRIES):
             names = [b.name for b in self.buffers.values() if not kinds or b.kind in kinds]
             view = View(self.rng.choice(names))
             for _ in range(self.rng.choice((0, 0, 1, 1, 2, 3))):
@@ -125,6 +132,7 @@ class Drawer:
                     view = longer
             if not uniform or len(self.all_sizes(view) or ()) == 1:
                 return view
+        raise NoSuchViewError(f"of {sorted(self.buffers)}")
 
     def step(self, view: View) -> View:
         rng, index = self.rng, RankIndex("tp", self.rng.randint(-2, 3))

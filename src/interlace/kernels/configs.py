@@ -12,6 +12,8 @@ shapes of 256 to 16384 rows, and say nothing of the shape but the number of its 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,15 @@ HALF = 0.57
 """What such a half takes."""
 
 
+@cache
+def has_gluon() -> bool:
+    """Whether this Triton's Gluon is as specialized.py is written: it is 3.6 or 3.7."""
+    try:
+        return metadata.version("triton").startswith(("3.6.", "3.7."))
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def tiles(config: Config, rows: int, columns: int, parts: int) -> int:
     """How many tiles `parts` chunks of `rows` rows have."""
     return parts * -(-rows // config.bm) * -(-columns // config.bn)
@@ -71,7 +82,7 @@ def choose(
         total = tiles(config, rows, columns, parts)
         return -(-total // (processors * config.blocks)) * time
 
-    fits = parts == 1 or rows % SPECIALIZED[0].bm == 0
+    fits = has_gluon() and (parts == 1 or rows % SPECIALIZED[0].bm == 0)
     candidates = (SPECIALIZED, *CONFIGS) if fits else CONFIGS
     config, time = min(candidates, key=cost)
     total = tiles(WITH_TAIL, rows, columns, parts)

@@ -24,6 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # 3.6 calls it so
+"""Waits for the threads of this group of warps."""
+
 WORKER_REGISTERS = gl.constexpr(232)
 LOADER_REGISTERS = gl.constexpr(24)
 
@@ -73,7 +76,7 @@ def publish(counter):
         is_pure=False,
         pack=1,
     )
-    gl.thread_barrier()
+    group_barrier()
     gl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
