@@ -1,12 +1,13 @@
 """The tile shapes of the GEMM kernels, and which one a shape gets.
 
-    >>> choose(rows=1024, columns=7168, parts=4, processors=132).bn
-    128
+    >>> choose(rows=64, columns=4096, parts=4, processors=132).bm
+    64
 
-Two tiles of 128 x 128 on each SM, one stored while the other is computed, are as fast as one of
-128 x 256 and a little faster where K is short. Smaller tiles cost more per element and pay where
-large ones would leave most processors without work in the last wave. The figures are measured, at
-shapes of 256 to 16384 rows, and say nothing of the shape but the number of its waves.
+The kernel with a warp for loads is the fastest where chunks end with its tiles. Of the loops, which
+serve any rows, two tiles of 128 x 128 on each SM, one stored while the other is computed, are the
+first choice; smaller tiles cost more per element and pay where large ones would leave most
+processors without work in the last wave. The figures are measured, at shapes of 256 to 16384 rows,
+and say nothing of the shape but the number of its waves.
 """
 
 from __future__ import annotations

@@ -28,22 +28,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+WAIT = tl.constexpr(
+    """{
+    .reg .pred early;
+    .reg .b32 seen;
+wait:
+    ld.acquire.sys.global.b32 seen, [$1];
+    sub.s32 seen, seen, $2;
+    setp.lt.s32 early, seen, 0;
+    @early bra wait;
+    fence.proxy.async;
+    mov.b32 $0, 0;
+    }"""
+)
+"""Note [Waiting]; Gluon's kernels have it too."""
+
 
 @triton.jit
 def wait_gate(gate, expected):
     """Waits until the word at `gate` has reached `expected`, cyclically; gives 0."""
     return tl.inline_asm_elementwise(
-        """{
-        .reg .pred early;
-        .reg .b32 seen;
-    wait:
-        ld.acquire.sys.global.b32 seen, [$1];
-        sub.s32 seen, seen, $2;
-        setp.lt.s32 early, seen, 0;
-        @early bra wait;
-        fence.proxy.async;
-        mov.b32 $0, 0;
-        }""",
+        WAIT,
         "=r,l,r,~{memory}",
         [gate, expected],
         dtype=tl.int32,

@@ -24,6 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from interlace.kernels.device import WAIT
+
 group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # 3.6 calls it so
 """Waits for the threads of this group of warps."""
 
@@ -46,17 +48,7 @@ def place(index, m_tiles, n_tiles, GROUP_M: gl.constexpr):
 def wait_gate(gate, expected):
     """Waits until the word at `gate` has reached `expected`: Note [Waiting] in device.py."""
     return gl.inline_asm_elementwise(
-        """{
-        .reg .pred early;
-        .reg .b32 seen;
-    wait:
-        ld.acquire.sys.global.b32 seen, [$1];
-        sub.s32 seen, seen, $2;
-        setp.lt.s32 early, seen, 0;
-        @early bra wait;
-        fence.proxy.async;
-        mov.b32 $0, 0;
-        }""",
+        WAIT,
         "=r,l,r,~{memory}",
         [gate, expected],
         dtype=gl.int32,

@@ -100,28 +100,22 @@ def gather_kernel(
                 gather_work,
                 (
                     y_desc, bias, rows, columns, rank, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, 0, SIZE,
-                    BM, BN, GROUP_M,
-                    STAGES, TRANSPOSED, BIAS,
+                    a, b, out, full, empty, 0, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
                 ),
             ),
             (
                 gather_work,
                 (
                     y_desc, bias, rows, columns, rank, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, 1, SIZE,
-                    BM, BN, GROUP_M,
-                    STAGES, TRANSPOSED, BIAS,
+                    a, b, out, full, empty, 1, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
                 ),
             ),
             (
                 gather_load,
                 (
                     x_desc, slots_desc, w_desc, gates, expected, rows, rank,
-                    m_tiles, n_tiles, k_tiles, a, b, full, empty, SIZE,
-                    BM, BN, BK,
-                    GROUP_M, STAGES, TRANSPOSED,
-                    GATED,
+                    m_tiles, n_tiles, k_tiles, a, b, full, empty,
+                    SIZE, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED, GATED,
                 ),
             ),
         ],
