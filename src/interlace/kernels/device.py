@@ -48,7 +48,7 @@ wait:
 def wait_gate(gate, expected):
     """Waits until the word at `gate` has reached `expected`, cyclically; gives 0."""
     return tl.inline_asm_elementwise(
-        WAIT,
+        WAIT,  # pyright: ignore[reportArgumentType]
         "=r,l,r,~{memory}",
         [gate, expected],
         dtype=tl.int32,
