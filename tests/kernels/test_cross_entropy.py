@@ -38,13 +38,12 @@ FLAGS: dict[str, Any] = {
 
 def source(name: str, element: torch.dtype, constants: dict[str, Any], warps: int) -> Any:
     """A kernel as it is launched, with tensors of the types that most calls have."""
-    from interlace.kernels import cross_entropy_kernel as kernels
-    from interlace.kernels.cross_entropy_launch import source_of
+    from interlace.kernels.cross_entropy_launch import KERNELS, source_of
 
     types = dict.fromkeys(("logits", "grad"), element)
     types |= dict.fromkeys(("target", "sizes", "word"), torch.int64)
-    names = getattr(kernels, name).arg_names
-    numbers = {"rows", "number"}
+    names = KERNELS[name].arg_names
+    numbers = {"rows", "number", "numel"}
     count = next(index for index, argument in enumerate(names) if argument in numbers)
     dtypes = tuple(types.get(argument, torch.float32) for argument in names[:count])
     return source_of(name, dtypes, tuple(constants.items()), warps)
@@ -104,8 +103,25 @@ def test_the_small_kernels_compile(picks: bool) -> None:
     flags = {k: v for k, v in FLAGS.items() if k not in ("STRIDED", "EVEN")}
     constants = {**flags, "PICK": picks, "FINISH": not picks, "BLOCK": 128, "SMOOTH": True}
     assert "ld.local" not in ptx_of("merge_kernel", torch.bfloat16, constants, 4)
-    total = {"MEAN": True, "GIVEN": False, "BLOCK": 4096}
+    total = {"MEAN": True, "WEIGHTED": picks, "FIGURE": 3, "GIVEN": False, "BLOCK": 4096}
     assert "ld.local" not in ptx_of("total_kernel", torch.bfloat16, total, 16)
+    count = {"RANK": 1, "WORLD": 2, "MEASURED": picks, "BLOCK": 1024}
+    assert "ld.local" not in ptx_of("count_kernel", torch.bfloat16, count, 4)
+
+
+@pytest.mark.parametrize("element", [torch.bfloat16, torch.float32], ids=str)
+def test_scaling_by_one_moves_nothing(element: torch.dtype) -> None:
+    """The kernel leaves before its first access that is wide: only the factor is read."""
+    pytest.importorskip("triton")
+    from interlace.kernels.cross_entropy_launch import SCALED, source_of
+
+    dtypes = element, torch.float32
+    ptx = source_of("scale_kernel", dtypes, (("BLOCK", SCALED),), 4).compile().asm["ptx"]
+    wide = re.search(r"ld\.global(?:\.\w+)*\.v4\.b32", ptx)
+    leaves = re.search(r"setp\.(?:n?eq?u?|neu)\.f32[^;]*;.*?@%p\d+ bra", ptx, re.DOTALL)
+    assert wide is not None
+    assert leaves is not None
+    assert leaves.end() < wide.start()
 
 
 class Launched:
@@ -149,7 +165,7 @@ def test_kernels_are_given_what_they_name(
         at = slice(start, start + rows)
         problem = Problem(x[at], y[at], weight, Terms(), Shards.alone(4096), new_word("cpu"), start)
         losses, kept = launch.alone(problem)
-        loss, divisor = launch.total(losses, kept, True, None)
+        loss, divisor = launch.total(losses, kept, weighted, True, None)
         grad = launch.gradient(problem, kept, loss, divisor)
     launch.program_of.cache_clear()
     assert all(len(of_kernel) == 1 for of_kernel in programs.values())

@@ -153,6 +153,25 @@ def test_as_unfused(dtype: torch.dtype, reduction: str, chunk: int | None, seed:
         check(seed + number, dtype, reduction, chunk)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_one_chunk_has_the_bits_of_the_unfused(
+    dtype: torch.dtype, reduction: str, seed: int
+) -> None:
+    """What the loss is divided by is known before: the gradients are rounded in the same places."""
+    hidden, weight, bias, target, _ = drawn(seed, 23, 16, 41, dtype)
+    fused, plain = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
+    for denominator in (None, 7.5, torch.tensor(3.0)):
+        options: dict[str, Any] = {"reduction": reduction, "denominator": denominator}
+        loss = linear_cross_entropy(*fused[:2], target, fused[2], chunk_size=23, **options)
+        logits = torch.addmm(plain[2], plain[0], plain[1].t())
+        wanted = cross_entropy(logits, target, **options)
+        assert torch.equal(loss, wanted)
+        grads = torch.autograd.grad(loss, fused)
+        expected = torch.autograd.grad(wanted, plain)
+        assert [torch.equal(a, b) for a, b in zip(grads[:2], expected, strict=False)] == [True] * 2
+
+
 @pytest.mark.parametrize("frozen", list(itertools.product([True, False], repeat=3)), ids=str)
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_frozen_parts_have_no_gradient(frozen: tuple[bool, ...], reduction: str, seed: int) -> None:
@@ -281,8 +300,9 @@ def test_module() -> None:
 
 
 def test_chunks_are_small_and_gemms_are_not() -> None:
-    assert default_size(8192, 128256) == 1536
+    assert default_size(8192, 128256) == 1152
     assert default_size(100, 128256) == 256
+    assert default_size(1 << 14, 128256) == 1536
     assert default_size(1 << 20, 128256) == 1536
     assert default_size(1 << 20, 32000) == 6144
     assert default_size(8, 0) >= 1

@@ -69,7 +69,8 @@ def wide(raw, KIND: tl.constexpr):
 
 @triton.jit
 def bits_of(x):
-    return tl.where(x == x, x.to(tl.int32, bitcast=True), QUIET)
+    """The bits of what arithmetic gave: its NaN, 0x7FFFFFFF on a GPU, would round to zero."""
+    return tl.minimum(x.to(tl.int32, bitcast=True), QUIET)
 
 
 @triton.jit

@@ -13,10 +13,13 @@ torch elsewhere (and for float64); both have these functions:
     stats(problem)                  [parts, K, rows]: maximum, sum of exponentials, ... of each row
     pack(problem, stats)            [K, rows]: parts joined, and the target's logit
     losses(problem, packed)         of all ranks' [ranks, K, rows], each row's loss and what
-                                    backward needs: [3 or 4, rows]
+                                    backward needs: [2 to 4, rows]
     alone(problem)                  the same where no other rank has classes
-    total(losses, kept, mean, denominator)           their sum over the divisor, and the divisor
+    total(losses, kept, weighted, mean, denominator)
+                                    their sum over the divisor, and the divisor
     gradient(problem, kept, upstream, divisor, into)  of the logits: a tensor, or written into one
+    count(problem)                  of the rows that count: what an unweighted mean is divided by
+    scale(tensor, by)               in place, by one number on the device; by 1 costs nothing
 """
 
 from __future__ import annotations
@@ -83,8 +86,11 @@ class Problem:
 
     @property
     def num_kept(self) -> int:
-        """Figures a row that backward needs: maximum, log of the sum, weight (smoothing: mass)."""
-        return 3 + (self.terms.smoothing != 0.0)
+        """Figures a row that backward needs: maximum, log of the sum, with smoothing mass; weight.
+
+        The log of the sum is inf in rows that do not count, and in no others.
+        """
+        return 2 + (self.terms.smoothing != 0.0) + (self.weight is not None)
 
 
 def new_word(kind: str) -> torch.Tensor:

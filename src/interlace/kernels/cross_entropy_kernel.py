@@ -2,8 +2,9 @@
 
     stats    a row's maximum, sum of exponentials, ... over the local vocabulary, online
     merge    joins the stats of several parts of a row: pieces of it, or ranks
-    total    the loss of all rows, and what it is divided by
     grad     the gradient of the logits, in their type
+
+What is summed over rows is in cross_entropy_totals.py.
 
     stats_kernel[(rows, parts)](logits, ...)
 
@@ -217,26 +218,6 @@ def merge_kernel(
             tl.store(here + (K - 1) * rows, wy, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def total_kernel(losses, kept, loss, divisor, denominator, number, rows,
-                 MEAN: tl.constexpr, GIVEN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """The sum of all rows' losses over the rows' weights, a denominator given, or one."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    weight = tl.zeros((BLOCK,), tl.float32)
-    for k in range(0, rows, BLOCK):
-        row = k + tl.arange(0, BLOCK)
-        total += tl.load(losses + row, mask=row < rows, other=0.0)
-        if MEAN:
-            weight += tl.load(kept + 2 * rows + row, mask=row < rows, other=0.0)
-    by = 0.0 + number
-    if MEAN:
-        by = tl.sum(weight, 0)
-    if GIVEN:
-        by = tl.load(denominator).to(tl.float32)
-    tl.store(loss, tl.sum(total, 0) / by)
-    tl.store(divisor, by)
-
-
 @triton.jit(do_not_specialize=[*GEOMETRY, "g_row", "groups_a_program"])
 def grad_kernel(
     logits, target, weight, out, upstream, divisor, grad, sizes,
@@ -270,13 +251,13 @@ def grad_kernel(
         up = tl.load(upstream + (row if PER_ROW else 0)).to(tl.float32)
         if DIVIDED:
             up = up / tl.load(divisor)
-    h = tl.load(out + 2 * rows + row) if WEIGHTED else 1.0
+    h = tl.load(out + (2 + SMOOTH) * rows + row) if WEIGHTED else 1.0
     a = h
     b = 0.0
     if SMOOTH:
         b = smoothing / count.to(tl.float32)
         h = h * (1.0 - smoothing)
-        a = h + b * tl.load(out + 3 * rows + row, mask=counted, other=0.0)
+        a = h + b * tl.load(out + 2 * rows + row, mask=counted, other=0.0)
     if ZLOSS:
         a += 2.0 * z_loss * (m + log_sum)
     blank = tl.where(ignored, 0.0, float("nan"))  # the gradient of a row that does not count

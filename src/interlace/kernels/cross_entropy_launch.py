@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from triton.runtime import JITFunction, driver
 
-from interlace.kernels import cross_entropy_kernel as kernels
+from interlace.kernels import cross_entropy_kernel, cross_entropy_totals
 from interlace.kernels.cross_entropy import Problem
 from interlace.kernels.launch import TYPES, Program, Source
 
 WARPS = 8
 """Warps of a program, at most: fewer where a row is short."""
-UNROLL = 2
-"""Loads of 16 bytes that each thread has under way at a time, forward,"""
-GRAD_UNROLL = 2
-"""and backward: 32 registers a thread, so that a processor is full."""
+UNROLL = GRAD_UNROLL = 2
+"""Loads of 16 bytes that each thread has under way at a time, forward and backward."""
 PROGRAMS = 2048
 """Rows are split into parts until there are about so many programs: some four waves of an H200."""
 PART_TILES = 2
 """Tiles that a part of a row has at least,"""
 GRAD_TILES = 8
 """and those of a program of the backward pass."""
+SCALED, SCALERS = 2048, 1056
+"""Elements that a program of `scale_kernel` takes at a time, and the programs: 8 a processor."""
 MERGED_ROWS = 128
 """Rows that a program of `merge_kernel` joins."""
 ALIGNMENT = 16
@@ -42,6 +42,7 @@ FLOATS = ("smoothing", "z_loss", "softcap", "number")
 """and these do not."""
 MAX_DIMS = 3
 """Batch dimensions that no single stride describes, at most; more are copied."""
+KERNELS: dict[str, Any] = vars(cross_entropy_kernel) | vars(cross_entropy_totals)
 
 
 class Layout:
@@ -152,7 +153,7 @@ def dense(weight: torch.Tensor | None) -> torch.Tensor | None:
 
 def source_of(name: str, dtypes: tuple[Any, ...], constants: Any, warps: int) -> Source:
     """A kernel whose first arguments are tensors of these types (None: it is not used)."""
-    kernel: Any = getattr(kernels, name)
+    kernel = KERNELS[name]
     types = dict.fromkeys(kernel.arg_names, "i64")
     types |= dict.fromkeys(NARROW, "i32") | dict.fromkeys(FLOATS, "fp32")
     for argument, dtype in zip(kernel.arg_names, dtypes, strict=False):
@@ -173,7 +174,7 @@ def launch(
     numbers: tuple[float, ...], constants: dict[str, Any], warps: int = 4,
 ) -> None:  # fmt: skip
     """Launches a kernel on the current stream of its first tensor's device."""
-    kernel: Any = getattr(kernels, name)
+    kernel = KERNELS[name]
     if not isinstance(kernel, JITFunction):  # the interpreter's
         kernel[grid](*tensors, *numbers, **constants)
         return
@@ -239,7 +240,7 @@ def pack(problem: Problem, found: torch.Tensor) -> torch.Tensor:
 
 
 def losses(problem: Problem, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's loss, and maximum, log of the sum, weight (and mass) of each row."""
+    """Each row's loss, and what backward needs of it (`num_kept`)."""
     loss, kept = _results(problem)
     _merge(problem, Layout(problem), found, None, kept, loss, picks=False)
     return loss, kept
@@ -270,6 +271,7 @@ def _results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 def total(
     losses: torch.Tensor,
     kept: torch.Tensor,
+    weighted: bool,
     mean: bool,
     denominator: torch.Tensor | float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,10 +289,33 @@ def total(
     launch(
         "total_kernel", (1, 1), (losses, kept if mean else None, loss, divisor, given),
         (number, rows),
-        {"MEAN": mean and denominator is None, "GIVEN": given is not None, "BLOCK": block},
+        {"MEAN": mean and denominator is None, "WEIGHTED": weighted,
+         "FIGURE": kept.shape[0] - 1 if weighted else 1, "GIVEN": given is not None,
+         "BLOCK": block},
         max(1, min(16, block // 128)),
     )  # fmt: skip
     return loss, divisor
+
+
+def count(problem: Problem) -> torch.Tensor:
+    """How many rows count, as a number in float32; needs no logits."""
+    target, shards = problem.target.reshape(-1), problem.shards
+    found = torch.empty((), dtype=torch.float32, device=target.device)
+    rows, stride = target.numel(), target.stride(0) if target.numel() else 1
+    launch(
+        "count_kernel", (1, 1), (target, found, shards.sizes),
+        (rows, stride, shards.offset, shards.classes, problem.terms.ignore_index),
+        {"RANK": shards.rank, "WORLD": shards.world, "MEASURED": shards.sizes is not None,
+         "BLOCK": 1024},
+    )  # fmt: skip
+    return found
+
+
+def scale(tensor: torch.Tensor, by: torch.Tensor) -> None:
+    """Multiplies a contiguous tensor by a number of float32, in place."""
+    if numel := tensor.numel():
+        grid = min(SCALERS, -(-numel // SCALED)), 1
+        launch("scale_kernel", grid, (tensor, by), (numel,), {"BLOCK": SCALED})
 
 
 def gradient(

@@ -84,7 +84,7 @@ def pick(logits, weight, target, at, first, local, stride, softcap,
 def finish(out, losses, word, row, rows, first_row, inside, target, classes, ignore_index,
            m, d, xy, wy, s, mass, smoothing, z_loss,
            SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr):  # fmt: skip
-    """A row's loss, and what backward needs of it: its maximum, log of the sum, weight, mass."""
+    """A row's loss, and what backward needs of it: its maximum, log of the sum, mass, weight."""
     ignored = target == ignore_index
     known = (target >= 0) & (target < classes)
     base = finite(m)
@@ -92,18 +92,19 @@ def finish(out, losses, word, row, rows, first_row, inside, target, classes, ign
     loss = log_sum - (xy - base)
     if WEIGHTED:
         loss = loss * wy
-    counted = wy if WEIGHTED else 1.0
     if SMOOTH:
         each = smoothing / classes.to(tl.float32)
         loss = (1.0 - smoothing) * loss + each * (mass * log_sum - s)
-        tl.store(out + 3 * rows + row, mass, mask=inside)
+        tl.store(out + 2 * rows + row, mass, mask=inside)
     if ZLOSS:
         lse = base + log_sum
         loss += z_loss * lse * lse
     loss = tl.where(ignored, 0.0, tl.where(known, loss, float("nan")))
+    counted = known & (~ignored)
     tl.store(out + row, tl.where(ignored, 0.0, base), mask=inside)
-    tl.store(out + rows + row, tl.where(ignored, 0.0, log_sum), mask=inside)
-    tl.store(out + 2 * rows + row, tl.where(ignored | (~known), 0.0, counted), mask=inside)
+    tl.store(out + rows + row, tl.where(counted, log_sum, float("inf")), mask=inside)
+    if WEIGHTED:
+        tl.store(out + (2 + SMOOTH) * rows + row, tl.where(counted, wy, 0.0), mask=inside)
     tl.store(losses + row, loss, mask=inside)
     wrong = inside & (~ignored) & (~known)
     tl.store(word + 1 + tl.zeros_like(row), target, mask=wrong)

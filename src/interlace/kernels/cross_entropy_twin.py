@@ -121,30 +121,29 @@ def alone(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def losses(problem: Problem, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's loss, and maximum, log of the sum, weight (and mass) of each row."""
+    """Each row's loss, and what backward needs of it (`num_kept`)."""
     terms = problem.terms
     ignored, known = kinds(problem)
     m = found[:, 0].amax(0)
     base = finite(m)
     log_sum = (found[:, 1] * torch.exp(found[:, 0] - base)).sum(0).log()
     loss = log_sum - (found[:, 2].amax(0) - base)
-    counted = torch.ones_like(loss)
-    if problem.weight is not None:
-        counted = found[:, -1].sum(0)
-        loss = loss * counted
     kept = loss.new_empty(problem.num_kept, loss.numel())
+    if problem.weight is not None:
+        own = found[:, -1].sum(0)
+        kept[-1] = own.masked_fill(ignored | ~known, 0.0)
+        loss = loss * own
     if terms.smoothing:
         mass = found[:, 4].sum(0)
         away = (found[:, 3] + found[:, 4] * (finite(found[:, 0]) - base)).sum(0)
         each = share(problem)
         loss = (1.0 - terms.smoothing) * loss + each * (mass * log_sum - away)
-        kept[3] = mass
+        kept[2] = mass
     if terms.z_loss:
         loss = loss + terms.z_loss * (base + log_sum) ** 2
     loss = torch.where(ignored, 0.0, torch.where(known, loss, torch.nan))
     kept[0] = base.masked_fill(ignored, 0.0)
-    kept[1] = log_sum.masked_fill(ignored, 0.0)
-    kept[2] = counted.masked_fill(ignored | ~known, 0.0)
+    kept[1] = log_sum.masked_fill(ignored | ~known, torch.inf)
     note(problem, ~ignored & ~known)
     shaped = loss.new_empty(problem.target.shape)  # no view: whoever has it may write to it
     shaped.view(-1).copy_(loss)
@@ -170,15 +169,30 @@ def note(problem: Problem, wrong: torch.Tensor) -> None:
 def total(
     losses: torch.Tensor,
     kept: torch.Tensor,
+    weighted: bool,
     mean: bool,
     denominator: torch.Tensor | float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the losses over its divisor, and that."""
-    by: torch.Tensor | float = kept[2].sum() if mean else 1.0
+    by: torch.Tensor | float = 1.0
+    if mean:
+        by = kept[-1].sum() if weighted else (kept[1] != torch.inf).sum()
     if denominator is not None:
         by = denominator
     divisor = torch.as_tensor(by, dtype=losses.dtype, device=losses.device).reshape(())
     return losses.sum() / divisor, divisor
+
+
+def count(problem: Problem) -> torch.Tensor:
+    """How many rows count, as a number in the type of the loss; needs no logits."""
+    ignored, known = kinds(problem)
+    return (known & ~ignored).sum().to(wide(problem.logits.dtype))
+
+
+def scale(tensor: torch.Tensor, by: torch.Tensor) -> None:
+    """Multiplies a tensor by a number, in place."""
+    if by.is_cuda or by.item() != 1.0:
+        tensor.mul_(by.view(1))  # of one dimension: it takes part in promotion
 
 
 def gradient(
@@ -196,13 +210,14 @@ def gradient(
     counted = known & ~ignored
     start, _ = span(problem)
     column = problem.target.reshape(-1).long() - start
-    base, log_sum, own = kept[:3]
+    base, log_sum = kept[:2]
     up = torch.ones_like(base)
     if upstream is not None:
         up = upstream.reshape(-1).expand_as(base)
         up = up if divisor is None else up / divisor
+    own = torch.ones_like(base) if weight is None else kept[-1]
     h = own * (1.0 - terms.smoothing)
-    a = h + share(problem) * kept[3] if terms.smoothing else h
+    a = h + share(problem) * kept[2] if terms.smoothing else h
     if terms.z_loss:
         a = a + 2.0 * terms.z_loss * (base + log_sum)
     flat = into.view(-1, logits.shape[-1]) if into.numel() else into

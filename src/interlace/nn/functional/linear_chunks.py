@@ -83,11 +83,13 @@ class Chunks:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         grads: Grads | None,
+        divisor: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's loss and what backward needs of it; gradients by 1, if any are asked for."""
+        """Each row's loss and what backward needs of it; gradients by 1 / divisor, if asked for."""
         steps = steps_for(hidden)
         sums: list[Waiting] = []
         ended: list[Chunk] = []
+        by = None if divisor is None else torch.ones_like(divisor)
         for chunk in self._begun(hidden, weight, bias):
             if chunk.gathered is not None:
                 chunk.wait()
@@ -95,7 +97,7 @@ class Chunks:
                 chunk.gathered = None
             if grads is not None:
                 logits = chunk.problem.logits
-                steps.gradient(chunk.problem, chunk.kept, None, None, logits)
+                steps.gradient(chunk.problem, chunk.kept, by, divisor, logits)
                 sums.append(self._add(hidden, weight, logits, chunk, grads))
             ended.append(chunk)
         for wait in sums:
@@ -129,6 +131,27 @@ class Chunks:
             sums.append(self._add(hidden, weight, rows, chunk, grads))
         for wait in sums:
             wait()
+
+    def divisor(
+        self, hidden: torch.Tensor, reduction: str, denominator: torch.Tensor | float | None
+    ) -> torch.Tensor | None:
+        """What the sum of the losses is divided by, if that is known before any of them is.
+
+        The gradients of the logits are then rounded where those of the unfused are. Not in float16,
+        in which they would vanish before the upstream gradient, a loss scale, is there.
+        """
+        if hidden.dtype == torch.float16:
+            return None
+        if reduction == "mean" and denominator is None:
+            if self.class_weight is not None:
+                return None
+            self.ready()
+            return steps_for(hidden).count(self._problem(hidden[:, :0], 0, hidden.shape[0]))
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        if isinstance(denominator, torch.Tensor):
+            return denominator.to(hidden.device, dtype, non_blocking=True).reshape(())
+        number = 1.0 if denominator is None else denominator
+        return torch.full((), number, dtype=dtype, device=hidden.device)
 
     def _ranges(self) -> list[tuple[int, int]]:
         rows = self.target.shape[0]

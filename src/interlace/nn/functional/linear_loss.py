@@ -53,7 +53,8 @@ def linear_cross_entropy(
     """`cross_entropy(linear(hidden, weight, bias), target)` without the logits in memory.
 
     With "mean" and "sum" the gradients are computed in forward, chunk by chunk, which takes the
-    three GEMMs that the unfused takes, and backward multiplies them by its upstream gradient;
+    three GEMMs that the unfused takes, and backward multiplies them by its upstream gradient, if
+    that is not 1;
     with "none", backward computes the logits again (four GEMMs). Logits and their gradients are
     rounded to the type of `hidden`, as in the unfused.
 
@@ -66,9 +67,9 @@ def linear_cross_entropy(
         bias: (classes,), as the weight.
         class_weight, ignore_index, reduction, label_smoothing, group, z_loss, softcap,
             denominator, check_targets, shard_sizes: see `cross_entropy`.
-        chunk_size: rows at a time. By default a fifth of them, at most as many as make 200 million
-            logits (380 MiB in bfloat16) and at least 256: two chunks are held with a group, one
-            without.
+        chunk_size: rows at a time. By default a seventh of them, at most as many as make 200
+            million logits (380 MiB in bfloat16) and at least 256: two chunks are held with a group,
+            one without.
         accumulate_dtype: the type in which the gradients of weight and bias are added up over
             chunks, and held until backward. By default the weight's own: a sum is rounded once a
             chunk, and becomes the gradient itself. float32 rounds once in all, and holds twice the
@@ -136,7 +137,7 @@ AT_ONCE = 200_000_000
 def default_size(rows: int, classes: int) -> int:
     """Rows a chunk: few enough that it is small, and so many that its GEMMs are efficient."""
     most = max(128, AT_ONCE // max(classes, 1) // 128 * 128)
-    return min(most, max(256, -(-rows // 5 // 128) * 128))
+    return min(most, max(256, rows // 7 // 128 * 128))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -154,10 +155,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wanted = ctx.needs_input_grad[:3]
         rowwise = reduction == "none"
-        grads = None
+        grads = early = None
         if any(wanted) and not rowwise:
             grads = Grads.empty(hidden, weight, bias, wanted, chunks.accumulate_dtype)
-        loss, kept = chunks.forward(hidden, weight, bias, grads)
+            early = chunks.divisor(hidden, reduction, denominator)
+        loss, kept = chunks.forward(hidden, weight, bias, grads, early)
         ctx.each_row = rowwise
         if rowwise:
             ctx.chunks = chunks
@@ -165,10 +167,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, target, class_weight, kept)
             return loss
         mean = reduction == "mean"
-        loss, divisor = steps_for(hidden).total(loss, kept, mean, denominator)
+        weighted = chunks.class_weight is not None
+        loss, divisor = steps_for(hidden).total(loss, kept, weighted, mean, denominator)
         if grads is not None:
             ctx.dtype, ctx.grads = hidden.dtype, (grads.hidden, grads.weight, grads.bias)
-            ctx.save_for_backward(divisor)
+            ctx.save_for_backward(divisor if early is None else None)
         return loss
 
     @staticmethod
@@ -197,14 +200,18 @@ def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
     found, last = ctx.grads, not keeps_graph()
     if last:
         ctx.grads = None
-    scale = (upstream / divisor).masked_fill(divisor == 0, 0.0)  # no row counts: 0, not 0 / 0
-    scale = scale.view(1)  # of one dimension: it takes part in promotion
-    return [
-        None if grad is None
-        else grad.mul_(scale) if last and grad.dtype == ctx.dtype
-        else torch.mul(grad, scale, out=torch.empty_like(grad, dtype=ctx.dtype))
-        for grad in found
-    ]  # fmt: skip
+    scale = upstream
+    if divisor is not None:
+        scale = (scale / divisor).masked_fill(divisor == 0, 0.0)  # no row counts: 0, not 0 / 0
+    results: list[torch.Tensor | None] = []
+    for grad in found:
+        if grad is not None and last and grad.dtype == ctx.dtype:
+            steps_for(grad).scale(grad, scale)
+        elif grad is not None:
+            result = torch.empty_like(grad, dtype=ctx.dtype)
+            grad = torch.mul(grad, scale.view(1), out=result)  # of one dimension: it promotes
+        results.append(grad)
+    return results
 
 
 def keeps_graph() -> bool:

@@ -3,7 +3,8 @@
     loss = cross_entropy(logits, target, label_smoothing=0.1, z_loss=1e-4)
     loss = cross_entropy(local_logits, target, group=tp)     # each rank has some of the classes
 
-Note [Two reads and one write]: forward reads the logits once and keeps three figures a row;
+Note [Two reads and one write]: forward reads the logits once and keeps two figures a row
+(more with smoothing or class weights);
 backward reads them again and writes their gradient, in their type, by the upstream gradient of each
 row. Nothing else of their size is ever held, and the logits are left as they are, so that a second
 backward is as right as the first.
@@ -142,7 +143,8 @@ class CrossEntropy(torch.autograd.Function):
             loss, kept = steps.losses(problem, gather(steps.pack(problem, found), group))
         divisor = None
         if reduction != "none":
-            loss, divisor = steps.total(loss, kept, reduction == "mean", denominator)
+            weighted, mean = weight is not None, reduction == "mean"
+            loss, divisor = steps.total(loss, kept, weighted, mean, denominator)
         ctx.terms, ctx.shards, ctx.word = terms, shards, word
         ctx.save_for_backward(logits, target, weight, kept, divisor)
         return loss
