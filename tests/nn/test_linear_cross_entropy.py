@@ -163,7 +163,7 @@ def test_one_chunk_has_the_bits_of_the_unfused(
     fused, plain = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
     for denominator in (None, 7.5, torch.tensor(3.0)):
         options: dict[str, Any] = {"reduction": reduction, "denominator": denominator}
-        loss = linear_cross_entropy(*fused[:2], target, fused[2], chunk_size=23, **options)
+        loss = linear_cross_entropy(fused[0], fused[1], target, fused[2], chunk_size=23, **options)
         logits = torch.addmm(plain[2], plain[0], plain[1].t())
         wanted = cross_entropy(logits, target, **options)
         assert torch.equal(loss, wanted)

@@ -87,10 +87,10 @@ class FakeDriver:
     def wait_event(self, stream: int, event: int) -> None:
         self.log.append(("wait_event", stream, event))
 
-    def batch(self, waits: list[int], writes: list[int]) -> Any:
-        def run(stream: int, awaited: int, written: int) -> None:
-            self.log.extend(("wait", stream, word, awaited) for word in waits)
-            self.log.extend(("write", stream, word, written) for word in writes)
+    def batch(self, *parts: tuple[str, Sequence[int]]) -> Any:
+        def run(stream: int, *values: int) -> None:
+            for (kind, words), value in zip(parts, values, strict=True):
+                self.log.extend((kind, stream, word, value) for word in words)
 
         return types.SimpleNamespace(run=run)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from interlace.errors import BackendError, CommTimeoutError
@@ -96,9 +97,9 @@ class Driver:
         if error:
             self.fail("cuStreamWaitEvent", error)
 
-    def batch(self, waits: list[int], writes: list[int]) -> Batch:
-        """Waits for some words, then writes others, all at once."""
-        return Batch(self, waits, writes)
+    def batch(self, *parts: tuple[str, Sequence[int]]) -> Batch:
+        """What is done with words in a row: ("wait", words), ("write", words), at once."""
+        return Batch(self, parts)
 
     # -- events and streams ----------------------------------------------------------------------
 
@@ -183,35 +184,38 @@ class Driver:
 
 
 class Batch:
-    """Memory operations that are issued as one: first waits, then writes."""
+    """Memory operations that are issued as one call, and done in their order."""
 
-    def __init__(self, driver: Driver, waits: list[int], writes: list[int]) -> None:
+    LIMIT = 256
+    """Operations that the driver takes at once."""
+
+    def __init__(self, driver: Driver, parts: Sequence[tuple[str, Sequence[int]]]) -> None:
         cu = bindings()
         self._driver = driver
         self._issue = cu.cuStreamBatchMemOp
-        self._waits = [_item(cu, "waitValue", WAIT_VALUE_32, address) for address in waits]
-        self._writes = [_item(cu, "writeValue", WRITE_VALUE_32, address) for address in writes]
-        self._items = [*self._waits, *self._writes]
+        made = [[_item(cu, kind, address) for address in words] for kind, words in parts]
+        self._items = [item for items in made for item, _ in items]
+        self._values = [[place for _, place in items] for items in made]
 
-    def run(self, stream: int, awaited: int, written: int) -> None:
-        """Waits until all words have reached one value, then writes the other to all."""
+    def run(self, stream: int, *values: int) -> None:
+        """Part by part: waits until all words have reached its value, or writes that to all."""
         if not self._items:
             return
-        for item in self._waits:
-            item.waitValue.value = awaited & 0xFFFFFFFF
-        for item in self._writes:
-            item.writeValue.value = written & 0xFFFFFFFF
+        for places, value in zip(self._values, values, strict=True):
+            for place in places:
+                place.value = value & 0xFFFFFFFF
         (error,) = self._issue(stream, len(self._items), self._items, 0)
         if error:
             self._driver.fail("cuStreamBatchMemOp", error)
 
 
-def _item(cu: Any, kind: str, operation: int, address: int) -> Any:
+def _item(cu: Any, kind: str, address: int) -> tuple[Any, Any]:
+    """An operation on a word, and the part of it that has the value."""
     item = cu.CUstreamBatchMemOpParams()
-    code = cu.CUstreamBatchMemOpType(operation)
+    code = cu.CUstreamBatchMemOpType(WAIT_VALUE_32 if kind == "wait" else WRITE_VALUE_32)
     item.operation = code
-    part = getattr(item, kind)
+    part = item.waitValue if kind == "wait" else item.writeValue
     part.operation = code
     part.address = address
     part.flags = 0
-    return item
+    return item, part

@@ -53,6 +53,7 @@ from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
 from interlace.runtime.cuda.sums import bind_sum
 from interlace.runtime.cuda.transfers import collective, messages
 from interlace.runtime.cuda.waiting import holds
+from interlace.runtime.cuda.words import Words
 from interlace.runtime.engine import Context
 
 POLL_S = 0.0002
@@ -255,11 +256,7 @@ class Binder:
         """Writes the peers' words."""
         space, value, driver = self.links.spaces[op.team], op.value, self.driver
         words = space.theirs(op.signal, self.plan.members(op.team, op.peer))
-        if len(words) == 1:
-            (word,) = words
-            return lambda: driver.write(lane.handle, word, space.base + value)
-        batch = driver.batch([], words)
-        return (lambda: batch.run(lane.handle, 0, space.base + value)) if words else None
+        return Words.of("write", driver, lane, words, lambda: space.base + value)
 
     def expect(self, lane: Lane, index: int, op: Expect) -> Thunk | None:
         """Makes the stream wait for the own words: the last of expects in a row for those of all.
@@ -280,11 +277,7 @@ class Binder:
         space, value, driver = self.links.spaces[op.team], op.value, self.driver
         members = self.plan.members
         words = [space.own(e.signal, m) for e in row for m in members(e.team, e.peer)]
-        if len(words) == 1:
-            (word,) = words
-            return lambda: driver.wait(lane.handle, word, space.base + value)
-        batch = driver.batch(words, [])
-        return (lambda: batch.run(lane.handle, space.base + value, 0)) if words else None
+        return Words.of("wait", driver, lane, words, lambda: space.base + value)
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:
         """The host waits for the stream, bounded."""

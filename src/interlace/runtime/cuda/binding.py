@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from interlace.comm.cuda.driver import Driver
-from interlace.ir import Fused, in_order
+from interlace.ir import Fused, HostSync, in_order
 from interlace.runtime.cuda.binder import Binder, Links
 from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.cuda.words import brought_together
 from interlace.runtime.engine import Context
 from interlace.runtime.releases import callers, releases
 
@@ -54,27 +55,29 @@ class Binding:
     def take(self, team: str, lane: Lane) -> Thunk | None:
         """Makes a stream wait until all ranks have ended the run before the last."""
         side = self.spaces[team].side
-        batch = self.driver.batch(side.heard, [])
+        batch = self.driver.batch(("wait", side.heard))
 
         def run() -> None:
             if side.closed != side.run - 1:  # Note [Two runs apart]
-                batch.run(lane.handle, side.run - 2, 0)
+                batch.run(lane.handle, side.run - 2)
 
         return run
 
     def _bind(self) -> list[Thunk]:
         plan, watched = self.context.plan, self._watched
         leaving = releases(plan.program)
-        steps: list[Thunk] = []
+        steps: list[tuple[Lane | None, Thunk]] = []
         ops, binder = plan.program.ops, self.binder
         one_by_one = self.context.options.in_order
         for index, number in in_order(ops) if one_by_one else ((i, -1) for i in range(len(ops))):
             op = ops[index]
-            steps += [watched(index, step) for step in binder.steps(index, op, number)]
+            lane = self.lanes[op.stream]
+            waits = isinstance(op, HostSync)
+            for step in binder.steps(index, op, number):
+                steps.append((None if waits else lane, watched(index, step)))
             if number < 0 or not isinstance(op, Fused) or number == len(op.members) - 1:
-                lane = self.lanes[op.stream]
-                steps += [binder.drop(name, lane) for name in leaving.get(index, ())]
-        return steps
+                steps += [(lane, binder.drop(name, lane)) for name in leaving.get(index, ())]
+        return brought_together(steps)
 
     def _watched(self, index: int, step: Thunk) -> Thunk:
         """The step with what tests and traces want around it."""

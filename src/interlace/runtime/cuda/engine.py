@@ -73,7 +73,7 @@ class CudaEngine:
         self._used = [s.side for s in spaces.values() if s.uses]
         self._generations = [(side, side.generation) for side in self.sides]
         self._closing = [s.side for team, s in spaces.items() if hears_all(context.plan, team)]
-        self._tells = [(side, self.driver.batch([], side.told)) for side in self._used]
+        self._tells = [(side, self.driver.batch(("write", side.told))) for side in self._used]
         self.last: tuple[int, int] | None = None
         self._owners: list[Any] = [*self.sides] or [self]
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
@@ -119,7 +119,7 @@ class CudaEngine:
             for side, tells in self._tells:
                 if side.teller != aside.handle:
                     self._tell_after(side, aside.handle)
-                tells.run(aside.handle, 0, side.run)
+                tells.run(aside.handle, side.run)
 
     def replay(self, graph: Any) -> None:
         """Issues one run that was captured."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm import Use
-from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.driver import Batch, Driver
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.runtime.cuda.binding import Binding
@@ -35,9 +35,6 @@ from interlace.runtime.engine import Context
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
-
-AT_ONCE = 128
-"""Memory operations in one batch."""
 
 
 class GraphWords:
@@ -92,20 +89,16 @@ class GraphBinding(Binding):
     def begin(self) -> None:
         """The hand-over: Note [Words in graphs]."""
         aside, self.runs = self.aside.handle, 1
-        for words in self.spaces.values():
-            self._batches(aside, words.heard, [], 1, 0)
-            self._batches(aside, [], words.heard, 0, 0)
-        for words in self.other.values():
-            self._batches(aside, [], words.raised, 0, 0)
-            self._batches(aside, [], words.told, 0, 1)
+        mine, others = self.spaces.values(), self.other.values()
+        todo = [("wait", word, 1) for words in mine for word in words.heard]
+        todo += [("write", word, 0) for words in mine for word in words.heard]
+        todo += [("write", word, 0) for words in others for word in words.raised]
+        todo += [("write", word, 1) for words in others for word in words.told]
+        for first in range(0, len(todo), Batch.LIMIT):
+            some = todo[first : first + Batch.LIMIT]
+            batch = self.driver.batch(*((kind, (word,)) for kind, word, _ in some))
+            batch.run(aside, *(value for _, _, value in some))
         self.driver.record(aside, self._taken)
-
-    def _batches(
-        self, stream: int, waits: list[int], writes: list[int], awaited: int, written: int
-    ) -> None:
-        for first in range(0, max(len(waits), len(writes)), AT_ONCE):
-            part = slice(first, first + AT_ONCE)
-            self.driver.batch(waits[part], writes[part]).run(stream, awaited, written)
 
     def close(self) -> None:
         """Gives events back."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from interlace.comm.cuda.driver import Driver
+from interlace.runtime.cuda.words import Words
 
 Thunk = Callable[[], None]
 
@@ -79,8 +80,9 @@ class CounterPoint:
     """What the word has reached in this run."""
 
     def wait(self, lane: Lane) -> Thunk:
-        driver, address, due = self.driver, self.address, self.due
-        return lambda: driver.wait(lane.handle, address, due())
+        step = Words.of("wait", self.driver, lane, (self.address,), self.due)
+        assert step is not None
+        return step
 
 
 Point = EventPoint | CounterPoint

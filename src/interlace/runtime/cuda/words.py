@@ -1,0 +1,100 @@
+"""Waits for words and writes of words, and those of a stream that can be issued as one.
+
+    step = Words.of("write", driver, lane, words, value)     # a function without arguments
+    steps = brought_together([(lane, step), ...])
+
+Note [In one call]
+    What a stream does with words in a row is one call of the driver, and one node of a graph: less
+    time of the host, and less between a put and the next one. Of two such steps with those of other
+    streams between them in the list, a wait may be issued later and a write earlier, but neither
+    the other way: streams may share a queue of the device, in which nothing overtakes a wait, and
+    only the order of the list is known to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from interlace.comm.cuda.driver import Batch, Driver
+
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.lanes import Lane, Thunk
+
+Part = tuple[str, tuple[int, ...], Callable[[], int]]
+"""`wait` or `write`, which words, and what they are to reach, or become, in this run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What one stream does with words, in this order."""
+
+    driver: Driver
+    lane: Lane
+    parts: tuple[Part, ...]
+    run: Callable[[], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "run", self._bound())
+
+    @classmethod
+    def of(
+        cls, kind: str, driver: Driver, lane: Lane, words: Sequence[int], value: Callable[[], int]
+    ) -> Words | None:
+        """Waits until the words have reached a value, or writes it; None for no words."""
+        return cls(driver, lane, ((kind, tuple(words), value),)) if words else None
+
+    def __call__(self) -> None:
+        """Issues it."""
+        self.run()
+
+    @property
+    def count(self) -> int:
+        """How many words."""
+        return sum(len(words) for _, words, _ in self.parts)
+
+    def only(self, kind: str) -> bool:
+        """Whether it does nothing else."""
+        return all(each == kind for each, _, _ in self.parts)
+
+    def then(self, other: Words) -> Words:
+        """Both."""
+        return Words(self.driver, self.lane, (*self.parts, *other.parts))
+
+    def _bound(self) -> Callable[[], None]:
+        driver, lane, parts = self.driver, self.lane, self.parts
+        if self.count == 1:
+            ((kind, (word,), value),) = parts
+            issue = driver.wait if kind == "wait" else driver.write
+            return lambda: issue(lane.handle, word, value())
+        batch = driver.batch(*((kind, words) for kind, words, _ in parts))
+        if len(parts) == 1:
+            ((_, _, value),) = parts
+            return lambda: batch.run(lane.handle, value())
+        values = [value for _, _, value in parts]
+        return lambda: batch.run(lane.handle, *[value() for value in values])
+
+
+def brought_together(steps: Sequence[tuple[Lane | None, Thunk]]) -> list[Thunk]:
+    """The steps, each with its stream, with fewer calls; None: the host waits there."""
+    found: list[Thunk | None] = []
+    last: dict[int, int] = {}  # by stream: its last step
+    for lane, step in steps:
+        if lane is None:
+            last.clear()
+            found.append(step)
+            continue
+        index = last.get(id(lane), -1)
+        before = found[index] if index >= 0 else None
+        if isinstance(step, Words) and isinstance(before, Words):
+            fits = before.count + step.count <= Batch.LIMIT
+            if fits and (step.only("write") or index == len(found) - 1):
+                found[index] = before.then(step)
+                continue
+            if fits and before.only("wait"):
+                found[index] = None
+                step = before.then(step)
+        last[id(lane)] = len(found)
+        found.append(step)
+    return [step for step in found if step is not None]

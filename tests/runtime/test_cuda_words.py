@@ -1,0 +1,107 @@
+"""What streams do with words, brought together: the order on each stream, and what may be moved."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tests.support.fake_cuda import FakeDriver
+
+from interlace.comm.cuda.driver import Batch
+from interlace.runtime.cuda.lanes import Lane
+from interlace.runtime.cuda.words import Words, brought_together
+
+A, B = Lane("a", 1), Lane("b", 2)
+
+
+class Counting(FakeDriver):
+    """Counts the calls, and notes how many words each had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def batch(self, *parts: Any) -> Any:
+        made = super().batch(*parts)
+        run = made.run
+        size = sum(len(words) for _, words in parts)
+        made.run = lambda *args: (self.sizes.append(size), run(*args))
+        return made
+
+
+def step(driver: Any, lane: Lane, kind: str, *words: int) -> Any:
+    return Words.of(kind, driver, lane, words, lambda: 7)
+
+
+def other(driver: FakeDriver, lane: Lane, name: int) -> Any:
+    return lambda: driver.log.append(("op", lane.handle, name, 0))
+
+
+def test_neighbours_are_one_call() -> None:
+    driver = Counting()
+    steps = [(A, step(driver, A, "write", 1, 2)), (A, step(driver, A, "wait", 3))]
+    (both,) = brought_together(steps)
+    both()
+    assert driver.log == [("write", 1, 1, 7), ("write", 1, 2, 7), ("wait", 1, 3, 7)]
+    assert driver.sizes == [3]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "place"),
+    [("wait", "wait", 1), ("wait", "write", 0), ("write", "write", 0), ("write", "wait", None)],
+)
+def test_past_other_streams_a_wait_moves_later_and_a_write_earlier(
+    first: str, second: str, place: int | None
+) -> None:
+    driver = FakeDriver()
+    between = other(driver, B, 9)
+    steps = [(A, step(driver, A, first, 1)), (B, between), (A, step(driver, A, second, 2))]
+    found = brought_together(steps)
+    assert len(found) == (3 if place is None else 2)
+    assert found.index(between) == (1 if place is None else 1 - place)
+
+
+def test_nothing_moves_past_the_host_or_the_streams_own_ops() -> None:
+    driver = FakeDriver()
+    for lane in (None, A):
+        between = other(driver, A, 9)
+        steps = [(A, step(driver, A, "wait", 1)), (lane, between), (A, step(driver, A, "wait", 2))]
+        assert brought_together(steps) == [run for _, run in steps]
+
+
+def test_a_call_has_no_more_words_than_the_driver_takes() -> None:
+    driver = Counting()
+    half = range(Batch.LIMIT // 2 + 1)
+    steps = [(A, step(driver, A, "write", *half)), (A, step(driver, A, "write", *half))]
+    assert len(brought_together(steps)) == 2
+
+
+def test_each_stream_keeps_its_order(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(200):
+        driver = FakeDriver()
+        steps: list[Any] = []
+        for number in range(draw.randrange(2, 14)):
+            lane = draw.choice([A, B])
+            kind = draw.choice(["wait", "write", "op", "host"])
+            if kind in ("wait", "write"):
+                words = [100 * number + i for i in range(draw.randrange(1, 4))]
+                steps.append((lane, step(driver, lane, kind, *words)))
+            else:
+                run = other(driver, lane, number)
+                steps.append((None if kind == "host" else lane, run))
+        for _, run in steps:
+            run()
+        plain = list(driver.log)
+        driver.log.clear()
+        for run in brought_together(steps):
+            run()
+        log = driver.log
+        for handle in (1, 2):
+            assert [e for e in log if e[1] == handle] == [e for e in plain if e[1] == handle]
+        # What was listed before a write stays before what was listed after it, but for waits.
+        place = {entry: index for index, entry in enumerate(log)}
+        for early, late in ((a, b) for i, a in enumerate(plain) for b in plain[i + 1 :]):
+            if place[early] > place[late]:
+                assert early[0] == "wait" or late[0] == "write", (early, late)
