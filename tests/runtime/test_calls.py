@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import BackendError, ExecutorError, InterlaceError, ProgramError
 from interlace.ir import Program, parse
@@ -301,3 +303,34 @@ def f(g: f32[4, 8], x: f32[4, 8], m: f32[4, 1], r: f32[4, 1], w: f32[8], b: f32[
     assert torch.allclose(db, g.sum(0), atol=1e-5)
     assert dx.abs().sum() > 0
     assert not dw.any()
+
+
+@torch.library.custom_op("interlace_test::split", mutates_args=())
+def split(x: torch.Tensor) -> list[torch.Tensor]:
+    """Twice x, and no second tensor, although the Program declares one."""
+    return [2 * x]
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_what_a_call_leaves_out_is_zeros_and_only_made_for_whoever_uses_it(used: bool) -> None:
+    text = (
+        "def f(x: f32[3, 4]):\n"
+        '    main: call("interlace_test.split.default", x, out=(y := f32[3, 4], z := f32[5]))\n'
+        f"    return y{', z' if used else ''}\n"
+    )
+    made: list[int] = []
+
+    class Making(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, fn: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = fn(*args, **(kwargs or {}))
+            made.append(isinstance(result, torch.Tensor) and result.shape == (5,))
+            return result
+
+    with Executor(parse(text)).prepare() as executor:
+        with Making():
+            found = tensors(executor.run([X]))
+    assert torch.equal(found[0], 2 * X)
+    assert any(made) == used
+    assert not used or torch.equal(found[1], torch.zeros(5))

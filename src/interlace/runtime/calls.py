@@ -251,12 +251,16 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
 
         return run_one
 
+    missing = _missing(op, values)
+
     def run() -> None:
         given = call()
-        results = _flat(given)
+        results: Sequence[torch.Tensor | None] = _flat(given)
         if len(results) != len(binds):
-            results = _with_missing(op, given, results, values.device)
+            results = missing(given, results)
         for (buffer, dtype, sizes, strides, bind), result in zip(binds, results, strict=True):
+            if result is None:
+                continue
             if aliases:
                 result = result.clone()
             if result.stride() != strides or result.shape != sizes or result.dtype != dtype:
@@ -266,27 +270,35 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
     return run
 
 
-def _with_missing(
-    op: Call, given: Any, results: Sequence[torch.Tensor], device: torch.device
-) -> list[torch.Tensor]:
+def _missing(
+    op: Call, values: Values
+) -> Callable[[Any, Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]:
     """The results with zeros for those that an operator left out, as attention without gradients
-    does with what only its backward needs, although its shapes were told."""
-    placed: Sequence[Any] = [item for item in given if item is None or torch.is_tensor(item)]
-    by_place = len(placed) == len(op.fresh)
-    left, found = list(placed if by_place else results), list[torch.Tensor]()
-    for buffer in op.fresh:
-        dtype, sizes, strides = _layout(buffer)
-        here = left[0] if left else None
-        fits = here is not None and (here.dtype, tuple(here.shape)) == (dtype, sizes)
-        if by_place or fits:
-            left.pop(0)
-        if fits and here is not None:
-            found.append(here)
-        else:
-            found.append(torch.empty_strided(sizes, strides, dtype=dtype, device=device).zero_())
-    if left or not results:
-        raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(op.fresh)}")
-    return found
+    does with what only its backward needs, although its shapes were told; None for what nobody
+    uses either."""
+    declared = [(*_layout(buffer), buffer.name in values.used) for buffer in op.fresh]
+
+    def fill(given: Any, results: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        placed: Sequence[Any] = [item for item in given if item is None or torch.is_tensor(item)]
+        by_place = len(placed) == len(declared)
+        left, found = iter(placed if by_place else results), list[torch.Tensor | None]()
+        here = next(left, None)
+        for dtype, sizes, strides, used in declared:
+            fits = here is not None and here.dtype == dtype and here.shape == sizes
+            if fits:
+                found.append(here)
+            elif used:
+                new = torch.empty_strided(sizes, strides, dtype=dtype, device=values.device)
+                found.append(new.zero_())
+            else:
+                found.append(None)
+            if by_place or fits:
+                here = next(left, None)
+        if here is not None or not results:
+            raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(declared)}")
+        return found
+
+    return fill
 
 
 def _layout(buffer: Buffer) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:

@@ -11,7 +11,7 @@ its arguments by place, so the hot path makes no view and looks up no name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from interlace.comm import Slot, Use
 from interlace.errors import ProgramError
-from interlace.ir import Alloc, Box, Buffer, DType, Program, View, contiguous_strides
+from interlace.ir import Alloc, Arg, Box, Buffer, Call, DType, Program, View, contiguous_strides
 
 DTYPES: Mapping[DType, torch.dtype] = {
     DType.f64: torch.float64,
@@ -81,6 +81,22 @@ class _Family:
     views: list[tuple[int, Box]] = field(default_factory=list)
 
 
+def _returned(args: Sequence[Arg]) -> Iterator[str]:
+    for arg in args:
+        if isinstance(arg, View):
+            yield arg.buffer
+        elif isinstance(arg, tuple):
+            yield from _returned(arg)
+
+
+def _touched(program: Program) -> Iterator[str]:
+    for op in program.ops:
+        made = {buffer.name for buffer in op.fresh} if isinstance(op, Call) else set[str]()
+        for access in (*op.reads(), *op.writes()):
+            if access.view.buffer not in made:
+                yield access.view.buffer
+
+
 class Values:
     """The table of one bound Program."""
 
@@ -101,6 +117,8 @@ class Values:
         """The strided box of a view on this rank."""
         self.device = device
         self._buffers = program.buffers()
+        self.used = frozenset((*_returned(program.returned()), *_touched(program)))
+        """Buffers that it returns, or that an op touches which is not the Call that makes them."""
         self._slots = slots
         self._places: dict[tuple[str, int | None, Box], int] = {}
         self._families: dict[str, _Family] = {}

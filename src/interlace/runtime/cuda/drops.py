@@ -41,8 +41,9 @@ class Drops:
         streams = [other.stream for other in others.values()] if lane is not home else []
 
         def run() -> None:
-            for stream in streams:
-                items[places[0]].record_stream(stream or torch.cuda.current_stream(device))
+            tensor = items[places[0]]
+            for stream in streams if tensor is not None else ():  # None: its Call left it out
+                tensor.record_stream(stream or torch.cuda.current_stream(device))
             for place in places:
                 items[place] = None
 
