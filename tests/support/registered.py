@@ -14,8 +14,8 @@ ROWS, K, N = 4, 8, 6
 def gather_matmul(world: int) -> str:
     """y = concatenation of the shards, times w: every rank pulls from the others' own tensors."""
     lines = [
-        f"def gather_matmul(tp: Team[{world}], x: f32[{ROWS}, {K}].registered(tp), w: f32[{K}, {N}],"
-        f" y: out[f32[{world * ROWS}, {N}]]):",
+        f"def gather_matmul(tp: Team[{world}], x: f32[{ROWS}, {K}].registered(tp), "
+        f"w: f32[{K}, {N}], y: out[f32[{world * ROWS}, {N}]]):",
         f"    full = alloc(f32[{world * ROWS}, {K}])",
         "    main: notify(begun, to=tp.others)",
         '    main: call("aten.mm.out", x, w, out=y[tp.rank])',
