@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.interpreter import LifetimeFault, run_ranks
 from tests.support.pool import Pool, RankFailure
 from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N, drawn
 
@@ -91,6 +92,38 @@ RUNS = {"gather_matmul": run_gather_matmul, "gather_put": run_gather_put, "updat
 def test_is_right_bit_by_bit(pool: Pool, kind: str, mode: str, world: int, seed: int) -> None:
     for wrong in pool(world).run(RUNS[kind], seed, 4, {"in_order": mode == "in-order"}):
         assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_is_right_in_any_order_of_the_ranks(world: int, seed: int) -> None:
+    """The reference interpreter, which also refuses what is done out of the owner's run."""
+    for number in range(20):
+        shards = [drawn(rank, seed, ROWS, K) for rank in range(world)]
+        whole, w = torch.cat(shards), drawn(0, seed + 1, K, N)
+        flats = [torch.ones(world * ROWS, K) for _ in range(world)]
+        inputs = {
+            "gather_matmul": [[shard, w] for shard in shards],
+            "gather_put": [[shard] for shard in shards],
+            "update": [[flat, shard] for flat, shard in zip(flats, shards, strict=True)],
+        }
+        wanted = {"gather_matmul": whole @ w, "gather_put": whole, "update": 1 + 2 * whole}
+        for kind, given in inputs.items():
+            program = parse(TEXTS[kind](world))
+            for (found,) in run_ranks(program, given, seed=seed + number, runs=2):
+                assert torch.equal(found, wanted[kind]), kind
+
+
+def test_the_interpreter_refuses_a_get_out_of_the_peers_run(seed: int) -> None:
+    lines = TEXTS["gather_matmul"](2).splitlines()
+    program = parse("\n".join(line for line in lines if "done" not in line))
+    inputs = [[torch.zeros(ROWS, K), torch.zeros(K, N)] for _ in range(2)]
+
+    def run_in_many_orders() -> None:
+        for number in range(200):
+            run_ranks(program, inputs, seed=seed + number, runs=2)
+
+    with pytest.raises(LifetimeFault, match="reaches x out of a run there"):
+        run_in_many_orders()
 
 
 def run_strided(seed: int) -> list[str]:

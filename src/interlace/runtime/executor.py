@@ -340,6 +340,7 @@ class Executor:
         self._context = self._engine = self._runner = None
         self._shared = Shared({}, {}, ())
         self._results, self._given = [], {}
+        self._inputs = self._outputs = Given(self.program.name, "input", [])
 
     def __enter__(self) -> Executor:
         return self
