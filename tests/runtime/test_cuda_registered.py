@@ -37,7 +37,7 @@ def given_to(kind: str, mine: torch.Tensor) -> tuple[list[torch.Tensor], list[to
 
 
 @contextlib.contextmanager
-def engines(kind: str, **options: bool) -> Iterator[tuple[list[Fake], list[torch.Tensor]]]:
+def engines(kind: str, in_order: bool = False) -> Iterator[tuple[list[Fake], list[torch.Tensor]]]:
     """An engine for each rank, and the registered tensor of each."""
     tensors = [torch.zeros(SHAPES[kind]) for _ in range(WORLD)]
     program = parse(TEXTS[kind](WORLD))
@@ -45,7 +45,10 @@ def engines(kind: str, **options: bool) -> Iterator[tuple[list[Fake], list[torch
         fakes = [
             stack.enter_context(
                 fake_engine(
-                    program, rank, Options(**options), registered={REGISTERED[kind]: tensors}
+                    program,
+                    rank,
+                    Options(in_order=in_order),
+                    registered={REGISTERED[kind]: tensors},
                 )
             )
             for rank in range(WORLD)

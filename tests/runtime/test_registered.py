@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -254,6 +256,25 @@ def run_beside(seed: int) -> list[str]:
 
 def test_executors_share_a_tensor_and_come_and_go(pool: Pool, seed: int) -> None:
     assert pool(2).run(run_beside, seed) == [[], []]
+
+
+def let_go() -> bool:
+    """Whether a closed Executor holds on to what was registered with it."""
+    x = torch.zeros(ROWS, K)
+    executor = executor_of("gather_matmul", x).prepare()
+    executor.run([x, torch.zeros(K, N)])
+    gc.disable()
+    try:
+        executor.close()
+        told = weakref.ref(x)
+        del x
+        return told() is None
+    finally:
+        gc.enable()
+
+
+def test_a_closed_executor_lets_go_of_the_tensors(pool: Pool) -> None:
+    assert pool(2).run(let_go) == [True, True]
 
 
 def never_prepared() -> None:

@@ -107,6 +107,7 @@ def share(
 
 
 def end(engine: Any, shared: Shared) -> None:
-    """Ends what an Executor has: first its runs, then what they used."""
+    """Ends what an Executor has: first its runs, then what they used, and the callers' tensors."""
     engine.close()
     shared.close()
+    engine.context.values.registered = {}

@@ -12,7 +12,9 @@ Note [Mapped once]
     address, is never used again, so memory that was freed and allocated anew is not taken for what
     it was. A mapping stands under (member, number) and is counted by those who use it: two tensors
     of one allocation, and two Programs, share it. A few that nobody uses stay for the next Program;
-    the least lately used go first, and those whose allocation is gone, as its rank tells.
+    the least lately used go first, and those whose allocation is gone, as its rank tells. CUDA's
+    manual leaves open what becomes of memory that is freed while others map it: nothing here reads
+    or writes what is idle, and the device has it again when it is unmapped.
 
     Nothing of this happens in a run: a Program's mappings stay the same from its preparation on.
 """
