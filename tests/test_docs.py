@@ -87,6 +87,11 @@ assert experts.weight.grad is before
 assert torch.equal(before, total + more)
 print("as told")
 """
+REGISTERED_CHECK = """
+assert y.tolist() == [[20.0 + i // 4] * 8 for i in range(8)]
+dist.destroy_process_group()
+print("as told")
+"""
 PIECES = {
     name: (code, told)
     for told, word in (
@@ -182,6 +187,21 @@ def test_training_pieces_of_the_readme_run(name: str, tmp_path: Path) -> None:
         assert run_script(script, *TWO_RANKS).count("as told") == 2
     else:
         assert "as told" in run_script(script)
+
+
+def test_registered_parameters_as_told(tmp_path: Path) -> None:
+    """The page's script on two ranks, and its schedules without what it says can be left out."""
+    page = "docs/registered.md"
+    (code,) = (c for n, c in PYTHON.items() if n.startswith(page) and "Executor(" in c)
+    script = tmp_path / "gather.py"
+    script.write_text(code + REGISTERED_CHECK)
+    assert run_script(script, *TWO_RANKS).count("as told") == 2
+    texts = [c for n, c in SCHEDULES.items() if n.startswith(page)]
+    (text,) = (text for text in texts if "done" in text)
+    for word in ("done", "begun"):
+        lines = [line for line in text.splitlines() if f"({word}" not in line]
+        assert len(lines) == len(text.splitlines()) - 2
+        assert check(parse("\n".join(lines))).kinds() == {"race"}
 
 
 @pytest.mark.parametrize("name", PYTHON)

@@ -50,7 +50,7 @@ OPS = {
     "put dtypes": ("put(n, full.view(16)[0:4], peer=tp.rank)", "(i64[4]) to", "element types"),
     "get dtypes": ("get(full.view(16)[0:4], n, peer=tp.rank)", "get from", "element types"),
     "put local": ("put(x, t, peer=tp.rank)", "'t' is local: peers of 'tp' cannot", "symmetric=tp"),
-    "get input": ("get(x, t, peer=tp.rank)", "'x' is input: peers of 'tp'", "symmetric=tp"),
+    "get input": ("get(x, t, peer=tp.rank)", "'x' is input: peers of 'tp'", "registered(tp)"),
     "other team": ("get(full, t, peer=dp.rank)", "'full' is symmetric on 'tp'", "symmetric=dp"),
     "peer": ("send(x, peer=2, team=tp)", "peer 2 of team 'tp' does not exist", "0 to 1"),
     "peer's team": ("send(x, peer=tpp.rank)", "no team is named 'tpp'", "did you mean 'tp'?"),

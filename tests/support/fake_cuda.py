@@ -16,14 +16,16 @@ import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
+from interlace.comm import Registered
 from interlace.comm.control import NBYTES, Control
+from interlace.comm.cuda.memory import tensor_at
 from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.liveness import Life, identity
 from interlace.comm.shared_memory import Segment
@@ -40,6 +42,7 @@ from interlace.runtime.engine import Context, Crew
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan
+from interlace.runtime.registered import written
 from interlace.runtime.values import Values, nbytes
 
 MAIN = 1
@@ -252,6 +255,11 @@ def noting(driver: FakeDriver, engines: list[CudaEngine]) -> Callable[..., Any]:
     return bind
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as bytes."""
+    return tensor_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device)
+
+
 def but_for_the_device(why: str | None) -> str | None:
     """What a kernel refuses, sizes and element types, as if tensors were a GPU's."""
     return None if why is not None and why.startswith("the device is") else why
@@ -259,9 +267,16 @@ def but_for_the_device(why: str | None) -> str | None:
 
 @contextlib.contextmanager
 def fake_engine(
-    program: Program, rank: int, options: Options | None = None, beside: Fake | None = None
+    program: Program,
+    rank: int,
+    options: Options | None = None,
+    beside: Fake | None = None,
+    registered: Mapping[str, Sequence[torch.Tensor]] | None = None,
 ) -> Iterator[Fake]:
-    """The engine of one rank of a Program with one team; `beside` is another of the same team."""
+    """The engine of one rank of a Program with one team; `beside` is another of the same team.
+
+    `registered` has each registered parameter's tensor on every rank.
+    """
     driver = FakeDriver() if beside is None else beside.driver
     device = torch.device("cpu")
     plan = make_plan(program, rank, lambda team, asked: asked or "nccl")
@@ -284,9 +299,19 @@ def fake_engine(
         ]
         slots[buffer] = types.SimpleNamespace(me=me, copies=copies)
     keys = slot_keys(plan.takes, plan.buffers)
-    gotten = frozenset(keys[op.src.buffer] for op in plan.program.ops if isinstance(op, Get))
+    gets = [op.src.buffer for op in plan.program.ops if isinstance(op, Get)]
+    gotten = frozenset(keys[name] for name in gets if name in keys)
     spaces: Any = {name: FakeSpace(side, span, gotten)}
-    values = Values(plan.program, plan.box, slots, device)
+    held = {
+        buffer: Registered(
+            theirs[me],
+            me,
+            tuple(memory_of(tensor) for tensor in theirs),
+            buffer in written(plan.program),
+        )
+        for buffer, theirs in (registered or {}).items()
+    }
+    values = Values(plan.program, plan.box, slots, device, registered=held)
     crew = Crew({name: team}, slots, spaces, {}, {})
     context = Context(
         plan, values, crew, options or Options(), device, Flight(plan.program, rank), None
@@ -317,7 +342,12 @@ def fake_engine(
         engine = CudaEngine(context)
         engines.append(engine)
         given = [
-            Given(program.name, kind, [b for b in plan.program.params if b.kind == kind])
+            Given(
+                program.name,
+                kind,
+                [b for b in plan.program.params if b.kind == kind],
+                registered=held,
+            )
             for kind in ("input", "output")
         ]
         results = [lambda: None]

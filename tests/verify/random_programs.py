@@ -57,14 +57,20 @@ class Draw:
         self.ops: list[Op] = []
         self.last: dict[str, dict[str, bool]] = {}  # buffer -> stream -> whether it wrote
         self.live: list[Buffer] = []
+        self.reached: set[str] = set()  # registered, and touched by peers
         self.num_events = 0
         self.num_signals = 0
         self.num_names = 0
 
     def program(self, num_steps: int) -> Program:
         x = Buffer("x", DType.i16, (ROWS, 2), "input")
-        y = Buffer("y", DType.i16, (ROWS * self.size, 2), "output")
+        team = "tp" if self.rng.random() < 0.25 else None
+        y = Buffer("y", DType.i16, (ROWS * self.size, 2), "output", team)
         self.live = [x, y]
+        params = [x, y]
+        if self.rng.random() < 0.25:
+            params.append(Buffer("w", DType.i16, (ROWS * self.size, 2), "input", "tp"))
+            self.live.append(params[-1])
         steps = (
             (self.compute, 5),
             (self.collective, 3),
@@ -88,9 +94,24 @@ class Draw:
         for buffer in [b for b in self.live if b.kind == "symmetric"]:
             if self.rng.random() < 0.95:
                 self.release(buffer)
+        self.part(params)
         return Program(
-            teams=tuple(self.teams), params=(x, y), ops=tuple(self.ops), results=(View("y"),)
+            teams=tuple(self.teams),
+            params=tuple(params),
+            ops=tuple(self.ops),
+            results=(View("y"),),
         )
+
+    def part(self, params: list[Buffer]) -> None:
+        """Nobody ends before its peers are done with what it registered; mostly."""
+        mine = [b.name for b in params if b.registered and b.name in self.reached]
+        if not mine or self.rng.random() < 0.1:
+            return
+        stream = self.stream()
+        for before in {s for name in mine for s in self.last.get(name, {})} - {stream}:
+            if self.rng.random() < self.care:
+                self.order(before, stream)
+        self.ops.append(Collective(kind="barrier", team="tp", stream=stream))
 
     # Ops
 
@@ -331,11 +352,13 @@ class Draw:
 
     def one_sided(self) -> None:
         """Write, notify, expect and get; or put, notify, expect and read."""
-        slots = [b for b in self.live if b.kind == "symmetric"]
+        slots = [b for b in self.live if b.team is not None]
         if not slots:
             self.alloc("symmetric")
             slots = self.live[-1:]
         buffer = self.rng.choice(slots)
+        if buffer.registered:
+            self.reached.add(buffer.name)
         view, k = View(buffer.name), self.rng.choice((1, -1))
         signal = self.name("s") if self.rng.random() < 0.7 else "s"
         if signal == "s":

@@ -4,6 +4,7 @@ teams.py              a team over a process group, its backends, its set-up and 
 control.py            the block where ranks see each other's runs, progress and errors
 signals.py            counters in shared memory, and the one bounded wait
 slots.py              the pool of symmetric slots, two copies each
+registered.py         parameters of callers that peers reach
 workspace.py          an Executor's signals, message boxes and staging areas
 collectives.py        every kind of collective on gloo, NCCL or UCC
 peer_collectives.py   the same kinds through shared memory
@@ -16,6 +17,7 @@ from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
 from interlace.comm.messages import Incoming, Outgoing, PeerIncoming, PeerOutgoing, exchange
 from interlace.comm.peer_collectives import bind_peer_collective, staged_nbytes
+from interlace.comm.registered import Registered, share_on_host
 from interlace.comm.shared_memory import Segment
 from interlace.comm.signals import Wait, fence, stamp
 from interlace.comm.slots import Slot, SlotPool, Use
@@ -32,6 +34,7 @@ __all__ = [
     "Outgoing",
     "PeerIncoming",
     "PeerOutgoing",
+    "Registered",
     "Segment",
     "Slot",
     "SlotPool",
@@ -45,6 +48,7 @@ __all__ = [
     "exchange",
     "fence",
     "release_teams",
+    "share_on_host",
     "staged_nbytes",
     "stamp",
     "team_of",

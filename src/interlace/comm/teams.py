@@ -260,6 +260,8 @@ class TeamComm:
             self._own.clear()
             self._control = None
             self.slots.slots.clear()
+            if self._cuda is not None:
+                self._cuda.registry.close()  # what peers map of this rank's stays, as it says below
             self._cuda = None
             for life in self._lives:
                 life.close()

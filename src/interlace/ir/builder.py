@@ -131,9 +131,14 @@ class Builder(BuilderCollectives):
         shape: Sequence[Dim],
         *,
         strides: Sequence[int] | None = None,
+        registered: Team | str | None = None,
     ) -> Handle:
-        """A tensor that the caller gives."""
-        return self._param(name, dtype, shape, "input", strides)
+        """A tensor that the caller gives.
+
+        With `registered` it is the same tensor in every run, which peers of that team read and
+        write where it lies.
+        """
+        return self._param(name, dtype, shape, "input", strides, registered)
 
     def output(
         self,
@@ -142,9 +147,10 @@ class Builder(BuilderCollectives):
         shape: Sequence[Dim],
         *,
         strides: Sequence[int] | None = None,
+        registered: Team | str | None = None,
     ) -> Handle:
-        """A tensor that a run fills and returns."""
-        return self._param(name, dtype, shape, "output", strides)
+        """A tensor that a run fills and returns; `registered` as for inputs."""
+        return self._param(name, dtype, shape, "output", strides, registered)
 
     def alloc(
         self,
@@ -270,8 +276,10 @@ class Builder(BuilderCollectives):
         shape: Sequence[Dim],
         kind: str,
         strides: Sequence[int] | None,
+        registered: Team | str | None,
     ) -> Handle:
-        buffer = self._buffer(name, dtype, shape, kind, strides)
+        team = None if registered is None else self.team_name(registered)
+        buffer = self._buffer(name, dtype, shape, kind, strides, team)
         self.params.append(buffer)
         return self.handle(buffer)
 

@@ -246,16 +246,17 @@ class OpChecker:
             raise self.context.fault(f"{peer} are not of team {team!r}", fix)
 
     def remote(self, view: View, peer: Index, team: str) -> None:
-        """A view of a peer's memory: of a symmetric buffer of that team."""
+        """A view of a peer's memory: of a symmetric or registered buffer of that team."""
         context = self.context
         self.peer(peer, team)
         buffer = context.buffer(view)
-        if buffer.kind != "symmetric" or buffer.team != team:
-            of = f"symmetric on {buffer.team!r}" if buffer.kind == "symmetric" else buffer.kind
-            raise context.fault(
-                f"{buffer.name!r} is {of}: peers of {team!r} cannot reach it",
-                f"declare it {buffer.name} = alloc(..., symmetric={team})",
-            )
+        if buffer.team != team:
+            word = "registered" if buffer.registered else buffer.kind
+            of = word if buffer.team is None else f"{word} on {buffer.team!r}"
+            fix = f"declare it {buffer.name} = alloc(..., symmetric={team})"
+            if buffer.kind in ("input", "output"):
+                fix = f"register it with the team: {buffer.name}: f32[...].registered({team})"
+            raise context.fault(f"{buffer.name!r} is {of}: peers of {team!r} cannot reach it", fix)
 
     def group(self, op: Group) -> None:
         if not op.ops:

@@ -89,10 +89,16 @@ def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> No
             f"{name!r} has {len(sizes)} sizes and strides {list(strides)}",
             "give one stride >= 0, in elements, for each dimension",
         )
-    if (buffer.team is not None) != (buffer.kind == "symmetric"):
+    if (buffer.team is not None) != (buffer.kind == "symmetric" or buffer.registered):
         raise context.fault(
             f"{name!r} is {buffer.kind} and has {'no' if buffer.team is None else 'a'} team",
-            "a symmetric buffer, and no other, has a team: alloc(..., symmetric=tp)",
+            "a symmetric buffer, a registered parameter, and no other, has a team: alloc(..., "
+            "symmetric=tp), or x: f32[8, 4].registered(tp)",
+        )
+    if buffer.registered and strides is not None and 0 in strides:
+        raise context.fault(
+            f"{name!r} is registered, but its elements overlap (a stride of 0)",
+            "register the tensor that was expanded",
         )
     if buffer.offset < 0 or (buffer.offset and buffer.kind != "local"):
         raise context.fault(
@@ -110,10 +116,11 @@ def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> No
             f"choose a multiple of {buffer.dtype.itemsize}",
         )
     if buffer.team is not None:
-        _check_symmetric(context, buffer, buffer.team)
+        _check_alike(context, buffer, buffer.team)
 
 
-def _check_symmetric(context: Context, buffer: Buffer, team: str) -> None:
+def _check_alike(context: Context, buffer: Buffer, team: str) -> None:
+    """What peers reach has the same size on all ranks."""
     context.team(team)
     sizes: dict[tuple[int, ...], set[int]] = {}
     for i, where in enumerate(context.wheres):
@@ -124,7 +131,8 @@ def _check_symmetric(context: Context, buffer: Buffer, team: str) -> None:
     if any(len(found) > 1 for found in sizes.values()):
         found = sorted({numel for each in sizes.values() for numel in each})
         raise context.fault(
-            f"{buffer.name!r} is symmetric, but has {found} elements on different ranks",
+            f"{buffer.name!r} is {'registered' if buffer.registered else 'symmetric'}, but has "
+            f"{found} elements on different ranks",
             "give it the largest size on every rank, and use a part of it",
         )
 

@@ -259,7 +259,7 @@ class Group(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Put(Op):
-    """`src` of this rank into `dst` of rank `peer`; `dst` is a view of a symmetric buffer."""
+    """`src` of this rank into `dst` of rank `peer`, of a symmetric or registered buffer."""
 
     src: View
     dst: View
@@ -275,7 +275,7 @@ class Put(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Get(Op):
-    """`src` of rank `peer` (a view of a symmetric buffer) into `dst` here (default: `src`)."""
+    """`src` of rank `peer`, of a symmetric or registered buffer, into `dst` here, or `src`."""
 
     src: View
     peer: Index

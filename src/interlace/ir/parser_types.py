@@ -1,6 +1,7 @@
 """Parsing the types of parameters and buffers.
 
 bf16[rows[tp.rank], 8].strides(8, 1)      a buffer type
+bf16[2048, 8192].registered(tp)           of a parameter that peers reach where it lies
 Team[4]     Team[[0, 1], [2, 3]]          a team: a mesh axis, or groups of global ranks
 """
 
@@ -19,6 +20,7 @@ MODIFIERS = {
     "strides": Signature(rest=True),
     "kind": Signature(("kind",), (), ("kind",)),
     "team": Signature(("team",), (), ("team",)),
+    "registered": Signature(("team",), (), ("team",)),
     "storage": Signature(("storage", "offset"), (), ("storage",)),
     "named": Signature(("name",), (), ("name",)),
 }
@@ -70,7 +72,7 @@ class TypeParser(ExprParser):
             strides = tuple(map(self.integer, args.rest))
             return Declared(base.dtype, base.shape, strides, base.changes)
         changes = dict(base.changes)
-        if func.attr == "team":
+        if func.attr in ("team", "registered"):
             team = args.get("team")
             changes["team"] = None if team is None else self.name(team)
         elif func.attr == "storage":

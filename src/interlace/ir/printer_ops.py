@@ -284,7 +284,8 @@ class OpPrinter:
         if buffer.kind != kind:
             text += f".kind({quote(buffer.kind)})"
         if buffer.team != team:
-            text += f".team({'None' if buffer.team is None else name_or_string(buffer.team)})"
+            word = "registered" if buffer.registered else "team"
+            text += f".{word}({'None' if buffer.team is None else name_or_string(buffer.team)})"
         if stored and (buffer.storage is not None or buffer.offset):
             storage = "None" if buffer.storage is None else quote(buffer.storage)
             text += f".storage({storage}, {buffer.offset})"

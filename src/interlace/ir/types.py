@@ -240,6 +240,9 @@ class Buffer:
     `kind` says where the storage comes from: `input` and `output` from the caller (an input may be
     written), `local` from the Executor's arena, `symmetric` from the pool of `team` (present on
     every rank and readable by its peers), `fresh` from torch, anew in every run.
+
+    An input or output with a `team` is registered with it: one and the same tensor in every run,
+    which peers read and write where it lies.
     """
 
     name: str
@@ -253,6 +256,11 @@ class Buffer:
     """Local buffers with the same storage name share its bytes, each from its `offset`."""
     offset: int = 0
     """Bytes from the start of `storage`."""
+
+    @property
+    def registered(self) -> bool:
+        """Whether it is memory of the caller's that peers reach."""
+        return self.team is not None and self.kind in ("input", "output")
 
 
 def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,9 @@ Note [Signals publish]
     is proof enough, and exact: the edges X -> N and E -> Y keep it. Of several E the nearest
     to Y is taken, one of the same site first. Where no single signal orders X and Y, all that
     meets peers between them stays where it is.
+    What callers register has no copies, and a rank's begin and end count as accesses too. There no
+    pair is looked for: what publishes stays after all earlier accesses, what admits before all
+    later ones.
     An Expect stays after its Notify, which keeps the list free of deadlocks in order: whatever a
     rank waits for stands earlier in the list that its peer runs.
 """
@@ -64,6 +67,8 @@ class _Team:
     meetings: list[int] = field(default_factory=list[int])
     """All that meets peers: signals, collectives, messages."""
     uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
+    registered: list[int] = field(default_factory=list[int])
+    """The ops that touch what callers registered."""
     proofs: dict[int, list[tuple[int, int]]] = field(
         default_factory=dict[int, list[tuple[int, int]]]
     )
@@ -77,6 +82,7 @@ def signal_edges(program: Program, edges: Edges, listed: Edges, frozen: bool) ->
     for name, team in teams.items():
         for signal in dict.fromkeys((*team.notifies, *team.expects)):
             _match(program, name, team, signal, edges, listed)
+        _keep_registered(program, team, edges)
         if frozen:
             _keep_all(team, edges)
             continue
@@ -90,7 +96,7 @@ def signal_edges(program: Program, edges: Edges, listed: Edges, frozen: bool) ->
 
 def _teams(program: Program) -> dict[str, _Team]:
     teams = {team.name: _Team(team.size) for team in program.teams}
-    symmetric = {n: b for n, b in program.buffers().items() if b.kind == "symmetric"}
+    shared = {name: b for name, b in program.buffers().items() if b.team is not None}
     for index, op in enumerate(program.ops):
         match op:
             case Notify() | Expect():
@@ -107,9 +113,12 @@ def _teams(program: Program) -> dict[str, _Team]:
                 pass
         for write, accesses in ((False, op.reads()), (True, op.writes())):
             for access in accesses:
-                buffer = symmetric.get(access.view.buffer)
+                buffer = shared.get(access.view.buffer)
                 if buffer is not None and buffer.team is not None:
                     team = teams[buffer.team]
+                    if buffer.registered:
+                        team.registered.append(index)
+                        continue
                     offset = 0 if access.peer is None else _offset(access.peer, team.size)
                     use = _Use(index, write, offset, access.view)
                     team.uses.setdefault(buffer.name, []).append(use)
@@ -172,6 +181,18 @@ def _keep_all(team: _Team, edges: Edges) -> None:
             for op in used:
                 if op > index:
                     edges[op].add(index)
+
+
+def _keep_registered(program: Program, team: _Team, edges: Edges) -> None:
+    """Every meeting after what it may publish, and before what it may admit, as it is listed."""
+    for index in team.meetings:
+        op = program.ops[index]
+        if not isinstance(op, Expect):
+            edges[index].update(used for used in team.registered if used < index)
+        if not isinstance(op, Notify):
+            for used in team.registered:
+                if used > index:
+                    edges[used].add(index)
 
 
 def _order(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from interlace.comm import TeamComm, team_of
 from interlace.comm.teams import check_size
-from interlace.cost import Span, Timeline, op_kind, op_name
+from interlace.cost import Timeline
 from interlace.errors import ExecutorError, ProgramError, TeamError, UnsupportedError
 from interlace.ir import Arg, Program, View, validate
 from interlace.options import Options
@@ -34,6 +34,7 @@ from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
 from interlace.runtime.ranks import program_rank
 from interlace.runtime.shares import Shared, end, share
+from interlace.runtime.spans import measured
 from interlace.runtime.values import Values
 
 
@@ -50,12 +51,14 @@ class Executor:
         before_op: BeforeOp | None = None,
         host: Collection[str] = (),
         static_inputs: Collection[str] = (),
+        registered: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """`groups` has a process group for each team of the Program that this rank is in.
 
         `host` names buffers that stay on the CPU although the device is a GPU; only torch's own
         operators may touch them. `static_inputs` names inputs that, as a rule, are the same tensors
-        in every run, such as parameters: a hint.
+        in every run, such as parameters: a hint. `registered` has the tensor of each registered
+        parameter, which the Executor keeps alive; every run is given that tensor, at that address.
         `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
         """
         self.program = program
@@ -67,6 +70,7 @@ class Executor:
         self.rank = program_rank(program, self._groups)
         self._before_op = before_op
         self.host, self.static_inputs = frozenset(host), frozenset(static_inputs)
+        self._given = dict(registered or {})
         self._engine_class = executor_for(self.device)
         if self.options.graph and self.device.type != "cuda":
             raise UnsupportedError(
@@ -129,7 +133,8 @@ class Executor:
     def _share(self) -> None:
         """Slots, signals and backends: all that needs the other ranks."""
         self._plan = make_plan(self.program, self.rank, self._backend_name)
-        self._shared = share(self._plan, self._teams, self.device, self.options)
+        facts = self.device, self.options, self._given
+        self._shared = share(self._plan, self._teams, *facts)
 
     def _backend_name(self, team: str, asked: str | None) -> str:
         if asked is None and self.options.transport != "auto":
@@ -142,7 +147,8 @@ class Executor:
         limit = self.options.time_out_s
         shared = self._shared
         backends = shared.backends(self._teams, self.device, limit)
-        values = Values(program, plan.box, shared.slots, self.device, self.host)
+        known = self.host, shared.registered
+        values = Values(program, plan.box, shared.slots, self.device, *known)
         crew = Crew(self._teams, shared.slots, shared.spaces, backends, {}, shared.graph_spaces)
         flight = Flight(program, self.rank)
         self._context = Context(
@@ -154,7 +160,7 @@ class Executor:
         self._engine = self._engine_class(self._context)
         self._finalizer = weakref.finalize(self, end, self._engine, shared)
         self._inputs, self._outputs = (
-            Given(program.name, kind, [b for b in program.params if b.kind == kind], self.host)
+            Given(program.name, kind, [b for b in program.params if b.kind == kind], *known)
             for kind in ("input", "output")
         )
         self._results = [self._result(arg, values) for arg in program.returned()]
@@ -176,8 +182,7 @@ class Executor:
                     f"{self.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
                     "the next run reuses: return a fresh buffer or an output"
                 )
-            place, items = values.own(arg), values.items
-            return lambda: items[place]
+            return values.result(arg)
         if isinstance(arg, tuple):
             parts = [self._result(item, values) for item in arg]
             return lambda: tuple(part() for part in parts)
@@ -228,9 +233,15 @@ class Executor:
         given = dict(zip(self._inputs.names, inputs, strict=True))
         given.update(zip(self._outputs.names, out, strict=True))
         try:
+            self._inputs.check_places(inputs)
+            self._outputs.check_places(out)
             with torch.no_grad():
                 values.begin(given, uses)
+                for held in values.registered.values():
+                    held.enter()
                 engine.run()
+                for held in values.registered.values():
+                    held.leave()
                 results = tuple(result() for result in self._results)
         except BaseException as error:
             self._fail(error)
@@ -320,19 +331,7 @@ class Executor:
         if not self.options.trace:
             raise ExecutorError("there is no timeline: make the Executor with Options(trace=True)")
         spans = self._engine.spans if self._engine is not None else []
-        ops = self.program.ops
-        return Timeline(
-            tuple(
-                Span(
-                    *(self.rank, ops[index].stream, index, op_name(ops[index]), start, end),
-                    site=ops[index].site,
-                    kind=op_kind(ops[index]),
-                )
-                for index, start, end in sorted(spans)
-            ),
-            name=self.program.name,
-            source="measured",
-        )
+        return measured(self.program, self.rank, spans)
 
     def close(self) -> None:
         """Ends the threads and lets go of the memory."""
@@ -340,7 +339,8 @@ class Executor:
         self._finalizer()
         self._context = self._engine = self._runner = None
         self._shared = Shared({}, {}, ())
-        self._results = []
+        self._results, self._given = [], {}
+        self._inputs = self._outputs = Given(self.program.name, "input", [])
 
     def __enter__(self) -> Executor:
         return self

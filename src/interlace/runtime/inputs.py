@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from interlace.comm import Registered
 from interlace.errors import ExecutorError
 from interlace.ir import Buffer
 from interlace.runtime.values import DTYPES, whole
@@ -20,9 +21,17 @@ class Given:
         kind: str,
         params: Sequence[Buffer],
         host: frozenset[str] = frozenset(),
+        registered: Mapping[str, Registered] | None = None,
     ) -> None:
-        """`host` names those that are on the CPU, whatever the device is."""
+        """`host` names those that are on the CPU, whatever the device is; `registered` has those
+        that are the same tensors in every run."""
         self.program = program
+        held = registered or {}
+        self._held = [
+            (index, held[buffer.name].tensor, buffer.name)
+            for index, buffer in enumerate(params)
+            if buffer.name in held
+        ]
         self.kind = kind
         self.names = tuple(buffer.name for buffer in params)
         self._wanted = [
@@ -32,11 +41,30 @@ class Given:
         self._host = host
 
     def new(self, device: torch.device) -> list[torch.Tensor]:
-        """Tensors for all of them."""
+        """Tensors for all of them: the registered ones, and for the others new ones."""
+        found = {index: tensor for index, tensor, _ in self._held}
         return [
-            torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-            for _, dtype, sizes, strides in self._wanted
+            found[index]
+            if index in found
+            else torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+            for index, (_, dtype, sizes, strides) in enumerate(self._wanted)
         ]
+
+    def zeros(self, device: torch.device) -> list[torch.Tensor]:
+        """The same, and the new ones are zero."""
+        found, held = self.new(device), {index for index, _, _ in self._held}
+        return [t if index in held else t.zero_() for index, t in enumerate(found)]
+
+    def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises `ExecutorError` unless the registered ones lie where peers reach them."""
+        for index, held, name in self._held:
+            if tensors[index].data_ptr() != held.data_ptr():
+                raise ExecutorError(
+                    f"{self.kind} {index} ({name!r}) of {self.program} is registered, and is not "
+                    "the tensor that it was registered with: peers reach memory at another "
+                    f"address. Give that tensor (registered[{name!r}]) in every run, and write "
+                    "into it; for another, make another Executor"
+                )
 
     def check(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
         """Raises `ExecutorError` unless the tensors are what the Program was made for."""

@@ -7,15 +7,16 @@ shared.slots["full"], shared.spaces["tp"]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from interlace.comm import SlotPool, TeamComm, Workspace
+from interlace.comm import Registered, SlotPool, TeamComm, Workspace, share_on_host
 from interlace.comm.teams import BACKENDS
 from interlace.options import Options
 from interlace.runtime.plan import Plan
+from interlace.runtime.registered import collect, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,9 @@ class Shared:
     wanted: tuple[tuple[str, str], ...]
     """Team and name of each backend of torch that the Program uses."""
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
-    held: tuple[tuple[SlotPool, Any], ...] = ()
-    """The slots with the pools that they are of."""
+    held: tuple[tuple[Any, Any], ...] = ()
+    """Slots, and registered parameters on CUDA, with the pools that they are of."""
+    registered: Mapping[str, Registered] = field(default_factory=dict[str, Registered])
 
     def close(self) -> None:
         """Gives back slots and words; nothing that used them is under way."""
@@ -51,27 +53,41 @@ class Shared:
 
 
 def share(
-    plan: Plan, teams: Mapping[str, TeamComm], device: torch.device, options: Options
+    plan: Plan,
+    teams: Mapping[str, TeamComm],
+    device: torch.device,
+    options: Options,
+    given: Mapping[str, torch.Tensor],
 ) -> Shared:
-    """Sets all of it up; every rank of the teams calls this, in one order."""
+    """Sets all of it up; every rank of the teams calls this, in one order.
+
+    `given` has the tensors of registered parameters.
+    """
     wanted = {(turn.team, turn.backend) for turn in plan.turns.values()}
     wanted |= {(team, letter.backend) for team, letter in plan.lettered()}
     named = sorted(wanted, key=lambda key: (BACKENDS.index(key[1]), key[0]))
     backends = tuple(key for key in named if key[1] != "peer")
     limit = options.time_out_s
+    callers, problem = collect(plan, given, device)
+    if problem is not None and not callers:
+        raise problem
     if device.type == "cuda":
         from interlace.runtime.cuda import sharing  # which needs the CUDA driver
 
         with torch.cuda.device(device):
             found = sharing.share(plan, teams, device, options.graph, limit)
+            registered, kept = sharing.register(plan, teams, device, callers, problem, limit)
             shared = Shared(
-                *(found.slots, found.spaces, backends, found.graph_spaces, found.held),
+                *(found.slots, found.spaces, backends, found.graph_spaces),
+                *((*found.held, *kept), registered),
             )
             shared.backends(teams, device, limit)
         return shared
     slots: dict[str, Any] = {}
     held: list[tuple[SlotPool, Any]] = []
     spaces: dict[str, Any] = {}
+    registered: dict[str, Registered] = {}
+    inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
     ordered = sorted(dict.fromkeys(teams.values()), key=lambda team: team.topic)
     for team in ordered:
         for name in (name for name, other in teams.items() if other is team):
@@ -84,10 +100,14 @@ def share(
             spaces[name] = Workspace(team, topic, plan.demands[name], limit)
             for _, backend in (key for key in backends if key[0] == name):
                 team.backend(backend, device.type, limit)
-    return Shared(slots, spaces, backends, held=tuple(held))
+            if name in callers:
+                facts = inputs, written(plan.program), problem, limit
+                registered.update(share_on_host(team, topic, callers[name], *facts))
+    return Shared(slots, spaces, backends, held=tuple(held), registered=registered)
 
 
 def end(engine: Any, shared: Shared) -> None:
-    """Ends what an Executor has: first its runs, then what they used."""
+    """Ends what an Executor has: first its runs, then what they used, and the callers' tensors."""
     engine.close()
     shared.close()
+    engine.context.values.registered = {}

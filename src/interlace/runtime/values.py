@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Slot, Use
+from interlace.comm import Registered, Slot, Use
 from interlace.errors import ProgramError
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, DType, Program, View, contiguous_strides
 
@@ -107,7 +107,10 @@ class Values:
         slots: Mapping[str, Slot],
         device: torch.device,
         host: frozenset[str] = frozenset(),
+        registered: Mapping[str, Registered] | None = None,
     ) -> None:
+        self.registered = registered or {}
+        """What peers reach of the caller's memory, by name: the same in every run."""
         self.host = host
         """Buffers that are on the CPU, whatever the device is."""
         self.items: list[Any] = []
@@ -184,6 +187,8 @@ class Values:
         buffer = self._buffers[name]
         if buffer.kind == "symmetric":
             return self._in_slot(buffer, self._slots[name].me, box)
+        if name in self.registered:
+            return self._in_registered(name, self.registered[name].me, box)
         key = (name, None, box)
         if key not in self._places:
             family = self._families.get(name)
@@ -198,8 +203,30 @@ class Values:
         return self._places[key]
 
     def remote(self, view: View, member: int) -> int:
-        """The place of a view of a symmetric buffer in a peer's memory."""
+        """The place of a view of a symmetric or registered buffer in a peer's memory."""
+        if view.buffer in self.registered:
+            return self._in_registered(view.buffer, member, self.box(view))
         return self._in_slot(self._buffers[view.buffer], member, self.box(view))
+
+    def _in_registered(self, name: str, member: int, box: Box) -> int:
+        key = (name, member, box)
+        if key not in self._places:
+            copy = self.registered[name].copies[member]
+            start = int(copy.storage_offset())
+            tensor = at(copy.untyped_storage(), start, box, copy.device)
+            self._places[key] = self._add(tensor, constant=True)
+        return self._places[key]
+
+    def result(self, view: View) -> Callable[[], Any]:
+        """What gives a view as the caller gets it; of what is registered, the caller's tensor."""
+        held = self.registered.get(view.buffer)
+        if held is None:
+            place, items = self.own(view), self.items
+            return lambda: items[place]
+        box = self.box(view)
+        same = box == whole(self._buffers[view.buffer])
+        tensor = held.tensor if same else derive(held.tensor, box)
+        return lambda: tensor
 
     def _in_slot(self, buffer: Buffer, member: int, box: Box) -> int:
         key = (buffer.name, member, box)
@@ -220,7 +247,7 @@ class Values:
     def address(self, view: View, member: int | None = None) -> Callable[[], int]:
         """What gives the address of a view in each run, without making a tensor of it.
 
-        With `member` the view is in that peer's copy of a symmetric buffer.
+        With `member` the view is in that peer's copy of a symmetric or registered buffer.
         """
         buffer, box = self._buffers[view.buffer], self.box(view)
         items, skip = self.items, box.offset * box.dtype.itemsize
@@ -230,6 +257,9 @@ class Values:
             first, second = (copy.data_ptr() + buffer.offset + skip for copy in pair)
             copies, name = self.copies, view.buffer
             return lambda: second if copies[name] else first
+        if held := self.registered.get(view.buffer):
+            there = held.copies[held.me if member is None else member].data_ptr() + skip
+            return lambda: there
         if buffer.kind == "local":
             fixed = self._arena.data_ptr() + self._starts[view.buffer] + skip
             return lambda: fixed

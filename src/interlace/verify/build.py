@@ -7,9 +7,10 @@ Note [One run stands for all]
     so every edge stays in its run or leads to a later one: no cycle spans runs, and two ops of one
     run are ordered as they would be in the first. Ops of different runs on one rank's own memory
     are ordered by the end of the earlier run; on a symmetric slot by the Frees and the Alloc
-    between them (use outside of which is a finding in itself). So the first run shows every fault,
-    and it alone is unrolled; a set that is not balanced is unrolled in full. The tests compare the
-    two.
+    between them (use outside of which is a finding in itself); on a registered parameter, which
+    peers reach too, by the begin and the end of its owner's run, both of which stand for all that
+    its caller may do. So the first run shows every fault, and it alone is unrolled; a set that is
+    not balanced is unrolled in full. The tests compare the two.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Builder:
         return key
 
     def slot(self, place: Place, version: int) -> Slot:
-        """The slot that a symmetric buffer of a rank takes."""
+        """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
         buffer = place.source.versions[version].buffer
         if buffer.team is None:
             raise ProgramError(

@@ -17,6 +17,7 @@ from interlace.verify.explain import Explainer
 from interlace.verify.lower import lower
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
+from interlace.verify.registered import disagreements
 from interlace.verify.report import Finding, Report
 from interlace.verify.sweep import Fault, Sweep
 
@@ -50,6 +51,7 @@ def check(
     explainer = Explainer()
     findings = [explainer.flaw(source, flaw) for source in sources for flaw in source.flaws]
     findings += mismatches(builder, explainer, regions)
+    findings += disagreements(builder, explainer, regions)
     findings += deadlocks(builder, explainer)
     faults = _told(sweep.faults.values())
     findings += [explainer.faults(same) for same in faults[:MAX_FINDINGS]]

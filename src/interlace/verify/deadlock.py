@@ -248,6 +248,8 @@ def _why(part: Part, earlier: Part) -> str:
         return "the slot comes back with its free"
     if item.code is Code.EXIT:
         return "the run ends after it"
+    if other.code is Code.ENTER:
+        return "the run begins before it"
     if members:
         return "the parts of a fused op are begun in the order listed"
     if same:

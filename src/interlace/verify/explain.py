@@ -34,7 +34,7 @@ class Explainer:
         if lines is None:
             lines = self._lines[id(program)] = _line_numbers(program)
             self._programs.append(program)
-        return lines[index]
+        return lines[max(index, 0)]  # the begin stands before the first op
 
     def ref(
         self,
@@ -69,7 +69,7 @@ class Explainer:
         return OpRef(
             rank,
             self.line(source, item.index),
-            "" if item.code is Code.EXIT else source.streams[item.stream],
+            "" if item.op is None else source.streams[item.stream],
             text,
             role,
             buffer,
@@ -80,6 +80,8 @@ class Explainer:
 
     def text(self, source: Source, index: int) -> str:
         """The op as the text of its Program writes it."""
+        if index < 0:
+            return "the run begins"
         if index == len(source.program.ops):
             return "return"
         return print_op(source.program.ops[index], source.program)
@@ -98,6 +100,13 @@ class Explainer:
         name, item = entry.content.name, entry.item
         if entry.free:
             verb = "frees" if item.code is Code.FREE else "takes the slot of"
+        elif entry.by_caller:
+            begins = item.code is Code.ENTER
+            verb = (
+                "begins: until then its caller may touch"
+                if begins
+                else ("ends: from then on its caller may touch")
+            )
         elif item.code is Code.EXIT:
             verb = "returns"
         else:
@@ -135,6 +144,14 @@ class Explainer:
 
     def _race(self, first: Entry, second: Entry, ops: tuple[OpRef, OpRef]) -> str:
         one, two = first.content.name, second.content.name
+        if first.by_caller or second.by_caller:
+            op, end = (0, second) if second.by_caller else (1, first)
+            at = "end" if end.item.code is Code.EXIT else "begin"
+            return (
+                f"line {ops[op].line} on rank {ops[op].rank} {ops[op].role}, and nothing orders it "
+                f"{'before' if at == 'end' else 'after'} the {at} of the run there, "
+                f"{'after' if at == 'end' else 'before'} which the caller may touch {two}"
+            )
         what = one if one == two else f"{one} and {two}, which share storage"
         verbs = [("frees" if e.item.code is Code.FREE else "allocates") if e.free
                  else "writes" if e.write else "reads" for e in (first, second)]  # fmt: skip
@@ -147,6 +164,16 @@ class Explainer:
         """The edge to add between two accesses."""
         one, two = first.frame.place, second.frame.place
         before, after = self._at(first), self._at(second)
+        if one.rank != two.rank and second.item.op is None:
+            return (
+                f"notify a signal to rank {two.rank} after line {before} on rank {one.rank}, and "
+                f"expect it on rank {two.rank} before the return"
+            )
+        if one.rank != two.rank and first.item.op is None:
+            return (
+                f"notify a signal to rank {two.rank} on rank {one.rank}, and expect it before line "
+                f"{after} on rank {two.rank}"
+            )
         if one.rank != two.rank:
             return (
                 f"notify a signal to rank {two.rank} after line {before} on rank {one.rank}, and "
@@ -193,8 +220,10 @@ def _listed_after(first: Entry, second: Entry) -> bool:
     one, two = first.frame.place, second.frame.place
     if one.source is two.source and one.rank == two.rank:
         return first.item.index > second.item.index
-    if second.free:
+    if second.free or second.item.op is None:
         return False
+    if first.item.op is None:
+        return first.item.code is Code.EXIT
     return second.write and not first.write
 
 

@@ -38,6 +38,8 @@ class FrameBuilder:
 
     def run(self) -> None:
         self.graph.frames.append(self.frame)
+        if self.place.source.enter is not None:
+            self.enter(self.place.source.enter)
         for item in self.place.source.sequence:
             if item.code is Code.GROUP:
                 self.group(item)
@@ -46,6 +48,12 @@ class FrameBuilder:
             else:
                 self.issue(item)
         self.leave()
+
+    def enter(self, item: Item) -> None:
+        """The begin of the run: before the first op of every stream."""
+        node = self.graph.add()
+        self.put(node, item)
+        self.tails = [node] * len(self.tails)
 
     def issue(self, item: Item) -> int:
         """The node of an op, on its stream."""

@@ -67,7 +67,12 @@ class _Lowering:
             self.declare(buffer, -1)
         items = [self.item(i, op) for i, op in enumerate(program.ops)]
         end = len(items)
-        leave = Item(end, None, Code.EXIT, 0, tuple(self.results(end)), place=end)
+        callers = self.callers()
+        leave = Item(end, None, Code.EXIT, 0, (*self.results(end), *callers), place=end)
+        enter: Item | None = None
+        if callers:
+            enter = Item(-1, None, Code.ENTER, 0, callers, place=self.num_places)
+            self.num_places += 1
         self.find_sharing()
         for version in self.versions:
             if version.symmetric and version.free < 0 and version.alloc >= 0:
@@ -79,7 +84,15 @@ class _Lowering:
             item.turn = turn
         return Source(
             *(program, ranks, streams, items, leave, self.versions, self.flaws, sequence),
-            self.num_places,
+            *(self.num_places, enter),
+        )
+
+    def callers(self) -> tuple[Touch, ...]:
+        """What the callers may do to registered parameters before a run and after it: all."""
+        return tuple(
+            Touch(True, number, version.spot, None, None, False)
+            for number, version in enumerate(self.versions)
+            if version.registered
         )
 
     def in_sequence(self, items: list[Item]) -> list[Item]:

@@ -95,6 +95,11 @@ class Entry(NamedTuple):
     write: bool
     free: bool = False
 
+    @property
+    def by_caller(self) -> bool:
+        """Whether it is what a caller may do out of a run, to a registered parameter."""
+        return self.write and self.item.op is None
+
 
 class Cell:
     """A range of a storage that no buffer begins or ends within."""

@@ -5,7 +5,7 @@ Bytes are sets of addresses, one by one, so nothing here is clever. See `oracle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from interlace.ir.ops import (
     KINDS,
@@ -147,6 +147,8 @@ class Script:
             self.buffers, self.records = {}, {}
             for buffer in (*self.program.params, Buffer(RNG.buffer, DType.u8, (1,), "input")):
                 self.declare(buffer, run, -1)
+            if any(buffer.registered for buffer in self.program.params):
+                self.syncs = [self.place(None, ("main", 0), run, begins=True)]
             for op in self.program.ops:
                 if isinstance(op, Fused):
                     self.fused(op, run)
@@ -166,7 +168,7 @@ class Script:
             last.append(placed[-1])
         self.rank.gates[self.place(op, (op.stream, 0), run)] += last
 
-    def place(self, op: Op | None, stream: Lane, run: int) -> int:
+    def place(self, op: Op | None, stream: Lane, run: int, begins: bool = False) -> int:
         rank = self.rank
         position = len(rank.script)
         rank.script.append((op, run))
@@ -175,7 +177,7 @@ class Script:
         lane.append(position)
         rank.gates.append(list(self.syncs) if op is not None else self.all_before(position))
         if op is None:
-            self.results(position)
+            self.callers(position, not begins)
         else:
             self.note(op, position, run)
         return position
@@ -256,10 +258,17 @@ class Script:
         touches += [self.access(access, True) for access in writes]
         self.rank.touches[position, member] = touches
 
-    def results(self, position: int) -> None:
+    def callers(self, position: int, ends: bool) -> None:
+        """What a caller reads at the end, and may do to what is registered out of a run."""
+        params = self.program.params
         views = [view for arg in self.program.returned() for view in views_in(arg)]
-        views += [View(b.name) for b in self.program.params if b.kind == "output"]
-        self.rank.touches[position, -1] = [self.access(Access(view), False) for view in views]
+        views += [View(buffer.name) for buffer in params if buffer.kind == "output"]
+        found = [self.access(Access(view), False) for view in views] if ends else []
+        for buffer in params:
+            if buffer.registered:
+                whole = self.access(Access(View(buffer.name)), True)
+                found.append(replace(whole, exact=frozenset()))  # nothing that a run may read
+        self.rank.touches[position, -1] = found
 
     def access(self, access: Access, write: bool) -> Touch:
         buffer, life = self.buffers[access.view.buffer]
@@ -288,6 +297,8 @@ class Script:
         if buffer.kind == "local" and buffer.storage is not None:
             return ("arena", rank, buffer.storage), life, buffer.offset
         if buffer.kind in ("input", "output"):
+            if team is not None and peer is not None:
+                (rank,) = peers_of(self.rank, team, peer)
             return ("caller", rank, buffer.name), (rank, run, buffer.name), 0
         return ("own", *life), life, 0
 

@@ -51,6 +51,7 @@ class Code(IntEnum):
     HOST_SYNC = 11
     EXIT = 12
     FUSED = 13
+    ENTER = 14
 
 
 CODES: dict[type[Op], Code] = {
@@ -91,7 +92,7 @@ class Item:
 
     index: int
     op: Op | None
-    """None: the return."""
+    """None: the begin of the run (whose index is -1), or the return."""
     code: Code
     stream: int
     """Part k > 0 of a Fused counts as a stream of its own."""
@@ -126,6 +127,11 @@ class Version:
         return self.buffer.kind == "symmetric"
 
     @property
+    def registered(self) -> bool:
+        """Whether it is memory of the caller's that peers can reach."""
+        return self.buffer.registered
+
+    @property
     def storage(self) -> str:
         """The name of its bytes: a slot, an arena storage, or its own."""
         return self.buffer.storage or self.buffer.name
@@ -156,4 +162,6 @@ class Source:
     sequence: list[Item] = field(default_factory=list[Item])
     """The items in the order of issue; checked in order, with members of Fuseds on their own."""
     num_places: int = 0
-    """Items, the return and the members of Fuseds."""
+    """Items, the return, the members of Fuseds, and the begin."""
+    enter: Item | None = None
+    """The begin of the run, where parameters are registered: what their callers do before it."""

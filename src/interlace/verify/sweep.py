@@ -4,6 +4,12 @@ It finds races, reads of bytes that nothing wrote, and uses outside of a buffer'
 and the Alloc of a symmetric buffer count as writes of the whole buffer by their rank; what peers do
 in a rank's slot is ordered with that rank's Free by the pool (no slot is taken again before every
 rank has freed it), so it need not be ordered by the program.
+
+Note [Registered parameters]
+    Their memory is the caller's, one and the same in every run, and peers reach it. Before a run
+    of its rank begins, and once it has ended, the caller may do with it what it likes; so the begin
+    and the return count as writes of the whole of it, which write no content: what a peer does in a
+    run of its own must come after the one and before the other.
 """
 
 from __future__ import annotations
@@ -62,6 +68,8 @@ class Sweep:
         }
         self._arenas: dict[tuple[Frame, str], Memory] = {}
         self._slots: dict[tuple[Slot, int, int], tuple[Content, Memory]] = {}
+        self._registered: dict[tuple[Slot, int], Memory] = {}
+        self._given: dict[tuple[Slot, int, int], Content] = {}
 
     def run(self) -> None:
         """Visits every node that can finish."""
@@ -97,6 +105,10 @@ class Sweep:
             content, memory = self._copy(slot, take, frame.place.rank, buffer.name, whole.hi)
             alloc = frame.nodes[version.alloc] if version.alloc >= 0 else -1
             return Life(version, content, memory, 0, slot, take, alloc)
+        if version.registered:
+            slot, rank = self.slot(frame, number), frame.place.rank
+            content, memory = self._param(slot, frame.run, rank, version, whole.hi)
+            return Life(version, content, memory, 0, slot, frame.run)
         content = Content(buffer.name, whole.hi, buffer.kind == "input")
         if not version.shared:
             return Life(version, content, Memory(), 0)
@@ -110,6 +122,16 @@ class Sweep:
         if found is None:
             found = self._slots[slot, take, rank] = (Content(name, size, False), Memory())
         return found
+
+    def _param(
+        self, slot: Slot, run: int, rank: int, version: Version, size: int
+    ) -> tuple[Content, Memory]:
+        """One rank's registered memory, and what it holds in one run."""
+        content = self._given.get((slot, run, rank))
+        if content is None:
+            name, full = version.buffer.name, version.buffer.kind == "input"
+            content = self._given[slot, run, rank] = Content(name, size, full)
+        return content, self._registered.setdefault((slot, rank), Memory())
 
     def _arena(self, frame: Frame, storage: str) -> Memory:
         found = self._arenas.get((frame, storage))
@@ -135,7 +157,10 @@ class Sweep:
         if touch.peer is not None and touch.team is not None and life.slot is not None:
             rank = where.member(touch.team).ranks[where.index(touch.peer)]
             name, size = life.version.buffer.name, content.size
-            content, memory = self._copy(life.slot, life.take, rank, name, size)
+            if life.version.registered:
+                content, memory = self._param(life.slot, life.take, rank, life.version, size)
+            else:
+                content, memory = self._copy(life.slot, life.take, rank, name, size)
         offset = life.offset
         entry = Entry(
             offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
@@ -147,7 +172,9 @@ class Sweep:
                 self._write(cell, entry, offset)
             else:
                 self._read(cell, entry)
-        if touch.write:
+        if entry.by_caller:
+            pass
+        elif touch.write:
             content.write(region)
         elif not content.full and not content.holds(region, self.regions):
             kind = "uninitialized" if content.log is None else "overwritten"
@@ -227,7 +254,7 @@ class Sweep:
                     gone.append(key)
         for key in gone:
             del cell.reads[key]
-        if not new.free:
+        if not (new.free or new.by_caller):
             for content, start in cell.live.items():
                 if content is not new.content:
                     content.lose(new.lo - start, new.hi - start)

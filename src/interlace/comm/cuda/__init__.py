@@ -4,6 +4,7 @@ driver.py        the few functions of the CUDA driver that runs use
 memory.py        device memory that every rank of a team maps, by CUDA IPC handles
 words.py         counters in that memory, and the numbers that they count
 slots.py         the pool of symmetric slots
+registry.py      tensors of callers that peers map
 side.py          a team's device side: words, slots, the hand-over from run to run, reset
 space.py         what one Executor needs of it: signals
 collectives.py   NCCL's collectives and messages on a stream

@@ -166,6 +166,24 @@ class Driver:
         self.finish(stream)
         return list(host)
 
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Where the allocation begins that an address is in, and its bytes."""
+        found = self._cu.cuMemGetAddressRange(address)
+        self.check("cuMemGetAddressRange", found)
+        return int(found[1]), int(found[2])
+
+    def buffer_id(self, address: int) -> int:
+        """The number of the allocation there, which is never used again; 0: there is none."""
+        which = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        error, number = self._cu.cuPointerGetAttribute(which, address)
+        return 0 if error else int(number)
+
+    def can_share(self, address: int) -> bool:
+        """Whether `handle` can name the allocation there."""
+        which = self._cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        error, capable = self._cu.cuPointerGetAttribute(which, address)
+        return not error and bool(capable)
+
     def handle(self, base: int) -> str:
         """What another process needs to map this memory."""
         handle = self.check("cuIpcGetMemHandle", self._cu.cuIpcGetMemHandle(base))

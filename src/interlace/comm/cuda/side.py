@@ -11,6 +11,9 @@ Note [Two runs apart]
     whole run ahead, and no run ends with a barrier. A run that awaits a signal of every other rank
     is `closed`: those ranks had begun it, so they had ended the one before. After a closed run
     n - 1 there is nothing left to wait for.
+
+    What callers register has no copies to be used in turn. There a Program's own signals say that
+    the peer has begun the run, and that it is done before the run ends: the verifier asks for both.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from interlace.comm.board import Note
 from interlace.comm.cuda.area import Area, area_nbytes
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import share_memory
+from interlace.comm.cuda.registry import Registry
 from interlace.comm.cuda.slots import CudaSlotPool
 from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
 from interlace.errors import CommTimeoutError
@@ -50,6 +54,8 @@ class CudaSide:
         )
         self.heap = WordHeap(self.driver, memory)
         self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", ranks, team.me, device)
+        self.registry = Registry(self.team, self.driver, device)
+        """The memory of callers that members have registered."""
         self.run = 0
         """Runs that this rank has issued, of Programs that reach into peers' memory."""
         first = self._ended = self.heap.take(self.size)  # the first words on every rank alike
@@ -146,6 +152,7 @@ class CudaSide:
         """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""
         with self._lock:
             self.generation += 1
+            self.registry.trim(0)
             self.run = self.closed = 0
             self.teller = None
             self.driver.fill(self.heap.address(self.me, self._ended), 0, self.size)
@@ -156,6 +163,7 @@ class CudaSide:
 
     def close(self) -> None:
         """Gives the memory back; nothing may be running."""
+        self.registry.close()
         self.slots.close()
         for area in self.areas:
             area.memory.close()

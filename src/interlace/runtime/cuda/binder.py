@@ -12,6 +12,11 @@ Note [When slots are taken]
     reads of what came by Put are behind the signal of that Put, whose writer has waited. So the
     stream that computes seldom waits, and an event that says no more than that slots are taken is
     neither recorded nor awaited.
+
+    What callers register is ordered by the Program's signals alone. Only in a graph, whose signals
+    are taken back by the next run, a stream waits before it reaches into a peer's: what it tells
+    the peer after that then says that its own signals are taken back (graphs.py, Note [Words in
+    graphs]), without which no rank ends its run.
 """
 
 from __future__ import annotations
@@ -217,13 +222,19 @@ class Binder:
     def takes(self, op: Op) -> list[Thunk]:
         """What stands before an op for the slots it writes: Note [When slots are taken]."""
         lane, found = self.lanes[op.stream], list[Thunk]()
-        for access in op.writes():
+        touched = [(access, True) for access in op.writes()]
+        touched += [(access, False) for access in op.reads()]
+        for access, write in touched:
             buffer = self.plan.buffers.get(access.view.buffer)
-            if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
+            if buffer is None or buffer.team is None:
                 continue
-            shown = self.slots[buffer.name] in self.links.spaces[buffer.team].gotten
-            if access.peer is None and not shown:
-                continue
+            if buffer.registered:
+                if access.peer is None or not self.context.options.graph:
+                    continue
+            else:
+                shown = self.slots[buffer.name] in self.links.spaces[buffer.team].gotten
+                if not write or (access.peer is None and not shown):
+                    continue
             key = id(lane), buffer.team
             take = None if key in self._taken else self.links.takes(buffer.team, lane)
             self._taken.add(key)

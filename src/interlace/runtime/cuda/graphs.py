@@ -208,6 +208,8 @@ class Graphs:
         callers = {
             self._baked[index].data_ptr(): given[index] for index in range(num_inputs, len(given))
         }
+        for held in self._context.values.registered.values():
+            callers[held.tensor.data_ptr()] = held.tensor
         return tuple([_lasting(item, callers) for item in self._results[turn]])
 
     def _capture(

@@ -49,11 +49,18 @@ class Runner:
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """With graphs: one run op by op, with zeros, which sets up what cannot be in a capture.
+        What it writes of registered parameters is put back.
 
         None goes on before all ranks have ended it.
         """
-        self([tensor.zero_() for tensor in self._inputs.new(self._device)], None)
+        registered = self._values.registered.values()
+        kept = [(held.tensor, held.tensor.clone()) for held in registered if held.written]
+        self(self._inputs.zeros(self._device), None)
         self._engine.synchronize()
+        for tensor, before in kept:  # by now the peers are done with it too
+            tensor.copy_(before)
+        if kept:
+            torch.cuda.current_stream(self._device).synchronize()
         for team in teams:
             topic = f"{team.topic}/warm/{team.num_prepared}/{team.resets}"
             team.board.exchange(topic, team.ranks, team.rank, {}, self._limit)
@@ -102,6 +109,9 @@ class Runner:
         engine = self._engine
         for team in self._teams:
             team.control.enter(self._tag, self._name, self._text)
+        self._inputs.check_places(inputs)
+        if out is not None:
+            self._outputs.check_places(out)
         if engine.graphs is not None and self.warm:
             return engine.graphs.run(
                 *(self._both, inputs, out, lambda: self._outputs.new(self._device)),

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from interlace.comm import SlotPool, TeamComm
+from interlace.comm import Registered, SlotPool, TeamComm
 from interlace.comm.cuda.slots import CudaSlot, slot_keys
 from interlace.comm.cuda.space import CudaSpace
+from interlace.errors import InterlaceError
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
 from interlace.runtime.cuda.exchanges import ensure_area
 from interlace.runtime.plan import Plan
+from interlace.runtime.registered import Wanted, written
 from interlace.runtime.values import nbytes
 
 GRAPHS = ("even", "odd")
@@ -60,7 +62,11 @@ def share(
         held += [(side.slots, slot) for slot in found.values()]
         slots.update({buffer: found[private + keys[buffer]] for buffer in mine})
         known, uses = signals.get(name, ()), name in signals or bool(mine)
-        gets = [keys[op.src.buffer] for op in plan.program.ops if isinstance(op, Get)]
+        gets = [
+            keys[op.src.buffer]
+            for op in plan.program.ops
+            if isinstance(op, Get) and op.src.buffer in keys
+        ]
         rest = (known, span, uses, gets, time_out_s)
         spaces[name] = CudaSpace(side, topic, *rest)
         for kind, made in zip(GRAPHS, graphs, strict=False):
@@ -72,6 +78,28 @@ def share(
         ]
         ensure_area(side, topic, areas, time_out_s)
     return CudaShared(slots, spaces, graphs, tuple(held))
+
+
+def register(
+    plan: Plan,
+    teams: Mapping[str, TeamComm],
+    device: torch.device,
+    callers: Wanted,
+    problem: InterlaceError | None,
+    time_out_s: float,
+) -> tuple[dict[str, Registered], list[tuple[Any, Registered]]]:
+    """The caller's tensors that peers reach, by name; and with the registries that they are in."""
+    found: dict[str, Registered] = {}
+    held: list[tuple[Any, Registered]] = []
+    inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
+    facts = inputs, written(plan.program), problem, time_out_s
+    for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
+        if name in callers:
+            registry = team.cuda(device, time_out_s).registry
+            made = registry.register(f"{team.num_prepared}/{name}", callers[name], *facts)
+            found.update(made)
+            held += [(registry, mine) for mine in made.values()]
+    return found, held
 
 
 def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:

@@ -1,0 +1,204 @@
+"""Memory of callers that peers map: any CUDA tensor, by the IPC handle of the allocation it is in.
+
+    registry = side.registry
+    held = registry.register("3/tp", {"w": (w, nbytes)}, writes=(), problem=None, time_out_s=60)
+    held["w"].copies[1]         # the bytes of rank 1's tensor, mapped here
+    registry.let_go(held["w"])  # by whoever got it, when none of its runs is under way
+
+Note [Mapped once]
+    A tensor is part of an allocation (of torch's caching allocator, a segment), and a handle names
+    the whole of it. Ranks tell, in one exchange for all parameters of a Program, the handle, the
+    driver's number of the allocation, and where in it the tensor lies. The number, unlike the
+    address, is never used again, so memory that was freed and allocated anew is not taken for what
+    it was. A mapping stands under (member, number) and is counted by those who use it: two tensors
+    of one allocation, and two Programs, share it. A few that nobody uses stay for the next Program;
+    the least lately used go first, and those whose allocation is gone, as its rank tells. CUDA's
+    manual leaves open what becomes of memory that is freed while others map it: nothing here reads
+    or writes what is idle, and the device has it again when it is unmapped.
+
+    Nothing of this happens in a run: a Program's mappings stay the same from its preparation on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from interlace.comm.board import Note, failure
+from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.memory import tensor_at
+from interlace.comm.registered import Registered, Wanted, tell
+from interlace.comm.sharing import meet
+from interlace.errors import BackendError, InterlaceError
+
+if TYPE_CHECKING:
+    from interlace.comm.teams import TeamComm
+
+KEPT = 8
+"""Mappings that nobody uses and that stay all the same."""
+
+Key = tuple[int, int]
+"""A member, and the number of one of its allocations."""
+
+
+@dataclass(slots=True)
+class Mapping:
+    """An allocation of a peer's, mapped here."""
+
+    base: int
+    users: int = 0
+
+
+class Registry:
+    """What the ranks of a team have registered on their devices."""
+
+    def __init__(self, team: TeamComm, driver: Driver, device: torch.device) -> None:
+        self._team, self._driver, self._device = team, driver, device
+        self._mapped: dict[Key, Mapping] = {}
+        """In the order of use: the last one used stands last."""
+        self._told: dict[int, int] = {}
+        """This rank's allocations that peers were told of: number -> address."""
+
+    @property
+    def num_mapped(self) -> int:
+        """Allocations of peers that are mapped here now."""
+        return len(self._mapped)
+
+    def register(
+        self,
+        topic: str,
+        wanted: Wanted,
+        inputs: Collection[str],
+        writes: Collection[str],
+        problem: InterlaceError | None,
+        time_out_s: float,
+    ) -> dict[str, Registered]:
+        """Makes these tensors reachable on every rank of the team; all ranks call it together.
+
+        `problem` is what this rank found wrong before. Raises `BackendError`, on every rank, where
+        a tensor lies in memory that cannot be shared.
+        """
+        team = self._team
+        note: Note = {"gone": self._gone()}
+        try:
+            if problem is None:
+                note["params"] = {n: self._describe(n, *wanted[n]) for n in sorted(wanted)}
+        except InterlaceError as error:
+            problem = error
+        notes, written = tell(team, topic, note, writes, problem, time_out_s)
+        for member, theirs in enumerate(notes):
+            for number in theirs["gone"]:
+                self._close_idle((member, number))
+        told: Note = {}
+        held: dict[str, Registered] = {}
+        try:
+            for name, (tensor, nbytes) in wanted.items():
+                copies, keys = self._map(name, tensor, nbytes, notes)
+                facts = name in written, name in inputs
+                held[name] = Registered(tensor, team.me, copies, *facts, mappings=keys)
+        except InterlaceError as error:
+            problem, told = error, failure(error)
+        try:
+            place = f"{team.topic}/registered/{topic}/mapped parameters"
+            meet(team.board, place, team.ranks, team.rank, told, time_out_s, problem)
+        except InterlaceError:
+            for mine in held.values():
+                self.let_go(mine)
+            raise
+        self.trim(KEPT)
+        return held
+
+    def _describe(self, name: str, tensor: torch.Tensor, nbytes: int) -> list[str | int]:
+        """What peers must know to map a tensor: handle, number of the allocation, offset."""
+        driver, address = self._driver, tensor.data_ptr()
+        if not nbytes:
+            return ["", 0, 0]
+        if not driver.can_share(address):
+            raise BackendError(
+                f"the registered parameter {name!r} lies in memory that other processes cannot map "
+                "by a CUDA IPC handle, such as that of expandable segments or of cudaMallocAsync: "
+                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native before the "
+                "first tensor on the GPU is made, or use a symmetric buffer"
+            )
+        base, size = driver.allocation(address)
+        if address + nbytes > base + size:
+            raise BackendError(
+                f"the registered parameter {name!r} spans several allocations of CUDA memory: "
+                "register a tensor that lies in one, such as torch.empty makes it"
+            )
+        number = driver.buffer_id(base)
+        self._told[number] = base
+        return [driver.handle(base), number, address - base]
+
+    def _map(
+        self, name: str, tensor: torch.Tensor, nbytes: int, notes: list[Note]
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[Key, ...]]:
+        """Each member's tensor, as bytes mapped here, and the mappings that this takes."""
+        copies: list[torch.Tensor] = []
+        keys: list[Key] = []
+        try:
+            for member, theirs in enumerate(notes):
+                handle, number, offset = theirs["params"][name]
+                address = tensor.data_ptr()
+                if member != self._team.me and nbytes:
+                    key = member, int(number)
+                    address = self._use(key, handle).base + int(offset)
+                    keys.append(key)
+                empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+                copies.append(tensor_at(address, nbytes, self._device) if nbytes else empty)
+        except InterlaceError:
+            self._release(keys)
+            raise
+        return tuple(copies), tuple(keys)
+
+    def _use(self, key: Key, handle: str) -> Mapping:
+        """One more use of a mapping, which is opened if it is not there."""
+        mapping = self._mapped.pop(key, None) or Mapping(self._driver.open(handle))
+        mapping.users += 1
+        self._mapped[key] = mapping
+        return mapping
+
+    def let_go(self, held: Registered) -> None:
+        """What `register` gave is not needed any more; nothing that used it is under way."""
+        self._release(held.mappings)
+        self.trim(KEPT)
+
+    def _release(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            mapping = self._mapped.get(key)
+            if mapping is not None:
+                mapping.users -= 1
+
+    def trim(self, kept: int) -> None:
+        """Ends mappings that nobody uses, but for so many."""
+        idle = [key for key, mapping in self._mapped.items() if not mapping.users]
+        for key in idle[: max(len(idle) - kept, 0)]:
+            self._close_idle(key)
+
+    def _close_idle(self, key: Key) -> None:
+        mapping = self._mapped.get(key)
+        if mapping is not None and not mapping.users:
+            del self._mapped[key]
+            self._unmap(mapping)
+
+    def _unmap(self, mapping: Mapping) -> None:
+        on_gpu = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
+            self._driver.close(mapping.base)
+
+    def _gone(self) -> list[int]:
+        """This rank's allocations that peers were told of and that are freed since."""
+        gone = [n for n, base in self._told.items() if self._driver.buffer_id(base) != n]
+        for number in gone:
+            del self._told[number]
+        return gone
+
+    def close(self) -> None:
+        """Ends all mappings; nothing that used them is under way."""
+        mapped, self._mapped = self._mapped, {}
+        for mapping in mapped.values():
+            self._unmap(mapping)

@@ -1,0 +1,276 @@
+"""The registry of registered tensors on CUDA, with a driver that only keeps books: ranks are
+threads of one process, so that what one rank "maps" is the other's own memory."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from interlace.comm.board import Board
+from interlace.comm.cuda.registry import KEPT, Registry
+from interlace.comm.registered import Registered
+from interlace.errors import BackendError, ExecutorError, InterlaceError, PeerError
+
+pytestmark = pytest.mark.timeout(60)
+
+T = TypeVar("T")
+LIMIT = 10.0
+
+
+class Store:
+    """What a Board needs of torch's store."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def set(self, key: str, text: str) -> None:
+        self._texts[key] = text
+
+    def get(self, key: str) -> str:
+        return self._texts[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._texts for key in keys)
+
+
+class Driver:
+    """One rank's driver: allocations with numbers that are never used again, and open mappings."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.there: dict[int, tuple[int, int]] = {}
+        self.open_now: list[int] = []
+        self.num_opened = 0
+        self.shareable, self.mappable = True, True
+
+    def alloc(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Makes a tensor's storage an allocation."""
+        storage = tensor.untyped_storage()
+        self.there[storage.data_ptr()] = storage.nbytes(), next(self.numbers)
+        return tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        del self.there[tensor.untyped_storage().data_ptr()]
+
+    def can_share(self, address: int) -> bool:
+        return self.shareable and bool(self.buffer_id(address))
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        found = ((b, size) for b, (size, _) in self.there.items() if b <= address < b + size)
+        return next(found)
+
+    def buffer_id(self, address: int) -> int:
+        found = (n for b, (size, n) in self.there.items() if b <= address < b + size)
+        return next(found, 0)
+
+    def handle(self, base: int) -> str:
+        return f"{base:x}"
+
+    def open(self, handle: str) -> int:
+        if not self.mappable:
+            raise BackendError("cuIpcOpenMemHandle (the GPUs need peer access) failed")
+        base = int(handle, 16)
+        self.open_now.append(base)
+        self.num_opened += 1
+        return base
+
+    def close(self, base: int) -> None:
+        self.open_now.remove(base)
+
+
+class Team:
+    """Ranks with a registry each."""
+
+    def __init__(self, size: int = 2) -> None:
+        board = Board(Store())
+        self.drivers = [Driver() for _ in range(size)]
+        self.registries: list[Registry] = []
+        for me, driver in enumerate(self.drivers):
+            facts = {"topic": "t", "board": board, "ranks": tuple(range(size)), "me": me}
+            team: Any = types.SimpleNamespace(**facts, rank=me)
+            fake: Any = driver
+            self.registries.append(Registry(team, fake, torch.device("cpu")))
+        self._topics = itertools.count()
+
+    def each(self, function: Callable[[int], T]) -> list[T | InterlaceError]:
+        """The function on every rank at once: what it gives, or its error."""
+
+        def guarded(rank: int) -> T | InterlaceError:
+            try:
+                return function(rank)
+            except InterlaceError as error:
+                return error
+
+        with ThreadPoolExecutor(len(self.drivers)) as threads:
+            return list(threads.map(guarded, range(len(self.drivers))))
+
+    def register(
+        self, tensors: list[dict[str, torch.Tensor]], problem: InterlaceError | None = None
+    ) -> list[Any]:
+        """Registers on all ranks; `problem` is rank 0's."""
+        topic = str(next(self._topics))
+
+        def one(rank: int) -> dict[str, Registered]:
+            wanted = {n: (t, t.numel() * t.itemsize) for n, t in tensors[rank].items()}
+            mine = problem if rank == 0 else None
+            return self.registries[rank].register(topic, wanted, ("w",), ("w",), mine, LIMIT)
+
+        return self.each(one)
+
+    def let_go(self, held: list[dict[str, Registered]]) -> None:
+        for registry, mine in zip(self.registries, held, strict=True):
+            for one in mine.values():
+                registry.let_go(one)
+
+
+def tensors_of(team: Team, *sizes: int) -> list[torch.Tensor]:
+    """A tensor on each rank, each an allocation of its own, that holds the rank's number."""
+    return [
+        driver.alloc(torch.full(sizes or (8,), float(rank)))
+        for rank, driver in enumerate(team.drivers)
+    ]
+
+
+def test_every_rank_reaches_every_tensor_where_it_lies() -> None:
+    team = Team(3)
+    whole = tensors_of(team, 4, 8)
+    held = team.register([{"w": t[rank]} for rank, t in enumerate(whole)])
+    for rank, mine in enumerate(held):
+        w = mine["w"]
+        assert w.tensor.data_ptr() == whole[rank][rank].data_ptr()
+        assert (w.written, w.input, w.staged) == (True, True, None)
+        for member, copy in enumerate(w.copies):
+            assert copy.data_ptr() == whole[member][member].data_ptr(), "at another offset each"
+            assert copy.view(torch.float32).eq(member).all()
+        assert len(set(w.mappings)) == 2, "its own is not mapped"
+
+
+def test_two_tensors_of_one_allocation_are_mapped_once() -> None:
+    team = Team()
+    whole = tensors_of(team, 2, 8)
+    held = team.register([{"a": t[0], "b": t[1]} for t in whole])
+    assert [driver.num_opened for driver in team.drivers] == [1, 1]
+    again = team.register([{"w": t[1]} for t in whole])
+    assert [driver.num_opened for driver in team.drivers] == [1, 1], "nor for another Program"
+    team.let_go(held)
+    assert [registry.num_mapped for registry in team.registries] == [1, 1]
+    team.let_go(again)
+    assert [registry.num_mapped for registry in team.registries] == [1, 1], "kept for the next"
+    team.register([{"w": t[0]} for t in whole])
+    assert [driver.num_opened for driver in team.drivers] == [1, 1]
+
+
+def test_memory_that_was_freed_and_allocated_anew_is_mapped_anew() -> None:
+    team = Team()
+    first = tensors_of(team)
+    held = team.register([{"w": t} for t in first])
+    team.let_go(held)
+    for driver, tensor in zip(team.drivers, first, strict=True):
+        driver.free(tensor)
+        driver.alloc(tensor)  # the same address, another allocation
+    held = team.register([{"w": t} for t in first])
+    assert [driver.num_opened for driver in team.drivers] == [2, 2]
+    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "the old one is unmapped"
+    team.let_go(held)
+
+
+def test_what_is_gone_but_in_use_stays_mapped_until_it_is_let_go() -> None:
+    team = Team()
+    first, second = tensors_of(team), tensors_of(team)
+    held = team.register([{"w": t} for t in first])
+    for driver, tensor in zip(team.drivers, first, strict=True):
+        driver.free(tensor)
+    team.register([{"w": t} for t in second])
+    assert [len(driver.open_now) for driver in team.drivers] == [2, 2]
+    team.let_go(held)
+    for registry in team.registries:
+        registry.trim(0)
+    assert [len(driver.open_now) for driver in team.drivers] == [1, 1]
+
+
+def test_few_that_nobody_uses_stay_and_the_least_lately_used_goes_first() -> None:
+    team = Team()
+    tensors = [tensors_of(team) for _ in range(KEPT + 3)]
+    for one in tensors:
+        team.let_go(team.register([{"w": t} for t in one]))
+    assert [registry.num_mapped for registry in team.registries] == [KEPT, KEPT]
+    opened = team.drivers[0].num_opened
+    team.let_go(team.register([{"w": t} for t in tensors[-KEPT]]))
+    assert team.drivers[0].num_opened == opened
+    team.let_go(team.register([{"w": t} for t in tensors[0]]))
+    assert team.drivers[0].num_opened == opened + 1
+    team.let_go(team.register([{"w": t} for t in tensors[-KEPT]]))
+    assert team.drivers[0].num_opened == opened + 1, "it was used after the others"
+    for registry in team.registries:
+        registry.close()
+        registry.close()
+    assert [driver.open_now for driver in team.drivers] == [[], []]
+
+
+def test_what_is_let_go_after_the_end_of_a_team_does_nothing() -> None:
+    team = Team()
+    held = team.register([{"w": t} for t in tensors_of(team)])
+    for registry in team.registries:
+        registry.close()
+    team.let_go(held)
+    assert [driver.open_now for driver in team.drivers] == [[], []]
+
+
+def test_memory_that_cannot_be_shared_is_told_to_every_rank() -> None:
+    team = Team()
+    tensors = tensors_of(team)
+    team.drivers[1].shareable = False
+    other, mine = team.register([{"w": t} for t in tensors])
+    assert isinstance(mine, BackendError)
+    assert isinstance(other, BackendError)
+    assert "expandable_segments:False" in str(mine)
+    assert str(other).startswith("rank 1: the registered parameter 'w' lies in memory that")
+    assert not team.drivers[0].open_now
+
+
+def test_a_tensor_over_two_allocations_is_refused() -> None:
+    team = Team()
+    tensors = tensors_of(team)
+    base = tensors[0].data_ptr()
+    team.drivers[0].there[base] = 16, 99
+    mine, other = team.register([{"w": t} for t in tensors])
+    assert "spans several allocations" in str(mine)
+    assert isinstance(other, BackendError)
+
+
+def test_a_mapping_that_fails_is_told_to_every_rank_and_leaves_none() -> None:
+    team = Team(3)
+    team.drivers[2].mappable = False
+    tensors = tensors_of(team)
+    errors = team.register([{"w": t} for t in tensors])
+    assert all(isinstance(error, BackendError) for error in errors)
+    assert "peer access" in str(errors[0])
+    for registry in team.registries:
+        registry.trim(0)
+    assert [driver.open_now for driver in team.drivers] == [[], [], []]
+    team.drivers[2].mappable = True
+    held = team.register([{"w": t} for t in tensors])
+    assert [len(mine["w"].mappings) for mine in held] == [2, 2, 2]
+
+
+def test_what_a_rank_found_wrong_before_is_told_to_every_rank() -> None:
+    team = Team()
+    tensors = tensors_of(team)
+    mine, other = team.register([{"w": t} for t in tensors], ExecutorError("it has no shape"))
+    assert isinstance(mine, ExecutorError)
+    assert isinstance(other, PeerError)
+    assert "rank 0: it has no shape" in str(other)
+
+
+def test_nothing_is_mapped_for_a_tensor_without_elements() -> None:
+    team = Team()
+    held = team.register([{"w": torch.empty(0, 4)} for _ in range(2)])
+    assert [mine["w"].copies[1].numel() for mine in held] == [0, 0]
+    assert not team.drivers[0].num_opened

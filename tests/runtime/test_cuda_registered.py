@@ -1,0 +1,180 @@
+"""Registered parameters on CUDA, without a GPU: what is issued, with which addresses, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from tests.support.fake_cuda import MAIN, Fake, fake_engine
+from tests.support.fake_device import Entry, simulate
+from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N
+
+from interlace.errors import ExecutorError
+from interlace.ir import parse
+from interlace.options import Options
+from interlace.runtime.cuda.binding import Binding
+from interlace.verify import check
+
+WORLD = 3
+SHAPES = {"gather_matmul": (ROWS, K), "gather_put": (WORLD * ROWS, K), "update": (WORLD * ROWS, K)}
+ROW = K * 4
+"""Bytes of a row."""
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def given_to(kind: str, mine: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The inputs and outputs of a run."""
+    if kind == "gather_matmul":
+        return [mine, torch.zeros(K, N)], [torch.zeros(WORLD * ROWS, N)]
+    other = torch.ones(ROWS, K)
+    return ([other], [mine]) if kind == "gather_put" else ([mine, other], [])
+
+
+@contextlib.contextmanager
+def engines(kind: str, in_order: bool = False) -> Iterator[tuple[list[Fake], list[torch.Tensor]]]:
+    """An engine for each rank, and the registered tensor of each."""
+    tensors = [torch.zeros(SHAPES[kind]) for _ in range(WORLD)]
+    program = parse(TEXTS[kind](WORLD))
+    with contextlib.ExitStack() as stack:
+        fakes = [
+            stack.enter_context(
+                fake_engine(
+                    program,
+                    rank,
+                    Options(in_order=in_order),
+                    registered={REGISTERED[kind]: tensors},
+                )
+            )
+            for rank in range(WORLD)
+        ]
+        yield fakes, tensors
+
+
+def copies(fake: Fake) -> list[tuple[int, int, int]]:
+    """Destination, source and bytes of every copy."""
+    return [entry[2:] for entry in fake.log if entry[0] == "copy"]
+
+
+def test_a_get_reads_the_peers_own_tensor() -> None:
+    with engines("gather_matmul") as (fakes, tensors):
+        fakes[1].run(*given_to("gather_matmul", tensors[1]))
+        sources = {src: nbytes for _, src, nbytes in copies(fakes[1])}
+        assert sources == {tensors[2].data_ptr(): ROWS * ROW, tensors[0].data_ptr(): ROWS * ROW}
+
+
+def test_a_put_writes_the_peers_own_tensor() -> None:
+    with engines("gather_put") as (fakes, tensors):
+        inputs, outputs = given_to("gather_put", tensors[1])
+        fakes[1].run(inputs, outputs)
+        (x,), skip = inputs, 1 * ROWS * ROW
+        wanted = {(t.data_ptr() + skip, x.data_ptr(), ROWS * ROW) for t in tensors}
+        assert set(copies(fakes[1])) == wanted, "into all three, at this rank's rows"
+
+
+def test_a_put_out_of_a_registered_input_and_into_the_same() -> None:
+    with engines("update") as (fakes, tensors):
+        fakes[2].run(*given_to("update", tensors[2]))
+        skip = 2 * ROWS * ROW
+        wanted = {
+            (tensors[peer].data_ptr() + skip, tensors[2].data_ptr() + skip, ROWS * ROW)
+            for peer in (0, 1)
+        }
+        assert set(copies(fakes[2])) == wanted
+        assert tensors[2][2 * ROWS :].eq(1).all(), "the call is done in place"
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_peers_touch_it_only_in_its_ranks_own_run(kind: str, in_order: bool, seed: int) -> None:
+    """Simulated, with ranks and streams far apart: what rank r does in run n to memory of rank p
+    comes after p has ended run n - 1, and before it has ended run n."""
+    with engines(kind, in_order=in_order) as (fakes, tensors):
+        logs: list[list[list[Entry]]] = []
+        for fake, mine in zip(fakes, tensors, strict=True):
+            runs: list[list[Entry]] = []
+            for _ in range(5):
+                fake.run(*given_to(kind, mine))
+                runs.append(list(fake.log))
+            logs.append(runs)
+        seen: list[int] = []
+
+        def look(rank: int, run: int, entry: Entry, over: Callable[[int], int]) -> None:
+            touched = entry[2:4] if entry[0] == "copy" else ()
+            for peer, theirs in enumerate(tensors):
+                start, end = theirs.data_ptr(), theirs.data_ptr() + theirs.numel() * 4
+                if peer != rank and any(start <= address < end for address in touched):
+                    seen.append(run)
+                    assert over(peer) == run - 1
+
+        for number in range(5):
+            assert not simulate(logs, random.Random(seed + number), look)
+        assert len(seen) == 5 * 5 * WORLD * (WORLD - 1)
+
+
+def test_another_tensor_is_refused_before_anything_is_issued() -> None:
+    with engines("gather_put") as (fakes, tensors):
+        inputs, outputs = given_to("gather_put", tensors[0])
+        fakes[0].run(inputs, outputs)
+        with pytest.raises(ExecutorError, match=r"output 0 \('y'\) of gather_put is registered"):
+            fakes[0].run(inputs, [outputs[0].clone()])
+        assert not fakes[0].log
+        fakes[0].run(inputs, None)  # the registered one is filled in
+        assert any(dst == tensors[0].data_ptr() for dst, _, _ in copies(fakes[0]))
+
+
+def test_the_run_before_a_capture_leaves_what_is_registered_as_it_was() -> None:
+    with engines("update") as (fakes, tensors):
+        tensors[0].fill_(5.0)
+        ran: list[torch.Tensor] = []
+
+        def note() -> None:
+            ran.append(tensors[0].clone())
+
+        settled = mock.patch.object(fakes[0].engine, "synchronize", side_effect=note)
+        with settled, mock.patch.object(torch.cuda, "current_stream"):
+            fakes[0].runner.warm_up([])
+        assert len(copies(fakes[0])) == WORLD - 1, "it ran"
+        (mine,) = ran
+        assert mine[:ROWS].eq(5.0).all(), "what is added is zero"
+        assert tensors[0].eq(5.0).all()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_in_a_graph_the_hand_over_stands_before_what_touches_peers(graph: bool) -> None:
+    """Signals of a graph are taken back by the next run, aside; a stream that is not the one aside
+    and that tells peers of its gets must come after that, as one that writes slots does."""
+    program = parse(
+        "def f(tp: Team[2], x: f32[4].registered(tp), z: f32[4], y: out[f32[4]], n: out[f32[4]]):\n"
+        "    main: notify(begun, to=tp.others)\n"
+        "    comm: copy(z, n)\n"
+        "    main: expect(begun, tp.rank + 1)\n"
+        "    main: get(x, y, peer=tp.rank + 1)\n"
+        "    main: notify(done, to=tp.others)\n"
+        "    main: expect(done, tp.rank + 1)"
+    )
+    assert check(program).sound
+    tensors = [torch.zeros(4) for _ in range(5)]
+    with fake_engine(program, 0, registered={"x": tensors[:2]}) as fake:
+        engine = fake.engine
+        context = dataclasses.replace(engine.context, options=Options(graph=graph))
+        binding = Binding(context, engine.driver, engine.context.crew.spaces, engine)
+        binding.main.handle = MAIN
+        context.values.begin(dict(zip("xzyn", (tensors[0], *tensors[2:]), strict=True)), {})
+        fake.side.run = 7
+        fake.log.clear()
+        binding.issue(entry=1)
+        log = fake.log
+        awaited = [i for i, e in enumerate(log) if e[0] == "wait" and e[2] in fake.side.heard]
+        (got,) = (i for i, e in enumerate(log) if e[:2] == ("copy", MAIN))
+        if not graph:
+            assert not awaited, "words that only grow need no hand-over"
+            return
+        (at,) = awaited
+        assert log[at] == ("wait", MAIN, fake.side.heard[0], 5)
+        assert at < got
