@@ -42,8 +42,9 @@ class Drops:
 
         def run() -> None:
             tensor = items[places[0]]
-            for stream in streams if tensor is not None else ():  # None: its Call left it out
-                tensor.record_stream(stream or torch.cuda.current_stream(device))
+            if tensor is not None:  # None: its Call left it out
+                for stream in streams:
+                    tensor.record_stream(stream or torch.cuda.current_stream(device))
             for place in places:
                 items[place] = None
 
