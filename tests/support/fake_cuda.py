@@ -206,7 +206,7 @@ class Fake:
         """One run. Its end is noted as such; what only the watchdog looks at is not noted."""
         log = self.driver.log
         log.clear()
-        result = self.runner(inputs, out)
+        result = self.runner.run(inputs, out)
         ends = {event for _, event in self.engine._marks}
         log[:] = [
             (*entry, "over") if entry[0] == "record" and entry[2] in ends else entry
@@ -317,10 +317,9 @@ def fake_engine(
         engine = CudaEngine(context)
         engines.append(engine)
         given = [
-            Given(program.name, kind, [b for b in plan.program.params if b.kind == kind])
+            Given(program.name, kind, [b for b in plan.program.params if b.kind == kind], device)
             for kind in ("input", "output")
         ]
-        results = [lambda: None]
-        yield Fake(engine, Runner(engine, given[0], given[1], results, tag=7), driver, caller)
+        yield Fake(engine, Runner(engine, given[0], given[1], tuple, tag=7), driver, caller)
     for segment in segments:
         segment.unlink()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,16 +23,16 @@ import torch.distributed as dist
 from interlace.comm import TeamComm, team_of
 from interlace.comm.teams import check_size
 from interlace.cost import Span, Timeline, op_kind, op_name
-from interlace.errors import ExecutorError, ProgramError, TeamError, UnsupportedError
-from interlace.ir import Arg, Program, View, validate
+from interlace.errors import ExecutorError, TeamError, UnsupportedError
+from interlace.ir import Program, validate
 from interlace.options import Options
 from interlace.runtime.agreement import Agreement, agree, verdict
-from interlace.runtime.calls import decode
 from interlace.runtime.engine import BeforeOp, Context, Crew, Engine, executor_for, runner_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
 from interlace.runtime.ranks import program_rank
+from interlace.runtime.results import reader_of
 from interlace.runtime.shares import Shared, end, share
 from interlace.runtime.values import Values
 
@@ -153,11 +153,12 @@ class Executor:
             self._engine.close()
         self._engine = self._engine_class(self._context)
         self._finalizer = weakref.finalize(self, end, self._engine, shared)
+        of_kind = lambda kind: [b for b in program.params if b.kind == kind]  # noqa: E731
         self._inputs, self._outputs = (
-            Given(program.name, kind, [b for b in program.params if b.kind == kind], self.host)
+            Given(program.name, kind, of_kind(kind), self.device, self.host)
             for kind in ("input", "output")
         )
-        self._results = [self._result(arg, values) for arg in program.returned()]
+        self._results = reader_of(program.returned(), plan, values)
         alike = self._agreement is not None and not self._agreement.verified
         self._peer_text = Flight(self.program, self.rank).text if alike else None
         self._bound_resets = self._resets()
@@ -167,53 +168,44 @@ class Executor:
         if self.options.graph:
             self._runner.warm_up(self._ordered())
 
-    def _result(self, arg: Arg, values: Values) -> Callable[[], Any]:
-        """How a run reads one of its results."""
-        if isinstance(arg, View):
-            kind = self._plan.buffers[arg.buffer].kind
-            if kind not in ("input", "output", "fresh"):
-                raise ProgramError(
-                    f"{self.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
-                    "the next run reuses: return a fresh buffer or an output"
-                )
-            place, items = values.own(arg), values.items
-            return lambda: items[place]
-        if isinstance(arg, tuple):
-            parts = [self._result(item, values) for item in arg]
-            return lambda: tuple(part() for part in parts)
-        fixed = decode(arg, self.device)
-        return lambda: fixed
-
     # -- runs ------------------------------------------------------------------------------------
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
-        if self._runner is not None and self._runner.ready and self._poison is None:
-            return self._launch(inputs, out)
-        self._check_ready()
-        self._inputs.check(inputs, self.device)
+        runner = self._runner
+        if runner is None or self._poison is not None or not runner.ready:
+            return self._run_after_a_look(inputs, out)
+        self._inputs.check(inputs)
         if out is not None:
-            self._outputs.check(out, self.device)
+            self._outputs.check(out)
+        try:
+            return runner.run(inputs, out)
+        except BaseException as error:  # what cannot be issued stops the peers too
+            self._fail(error)
+            raise
+
+    def _run_after_a_look(
+        self, inputs: Sequence[Any], out: Sequence[Any] | None
+    ) -> tuple[Any, ...]:
+        """A run, once it is known that there may be one."""
+        self._check_ready()
+        self._inputs.check(inputs)
+        if out is not None:
+            self._outputs.check(out)
         with self._alone():
             if self._bound_resets != self._resets():
                 with torch.inference_mode(False), torch.no_grad():
                     self._bind()  # a reset renewed the backends
             self._check_teams()
-            if self._runner is not None:
-                return self._launch(inputs, out)
-            return self._run(inputs, self._outputs.new(self.device) if out is None else out)
-
-    def _launch(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
-        """Issues a run by the runner; what cannot be issued stops the peers too."""
-        assert self._runner is not None
-        self._runner.check(inputs, out)
-        try:
-            return self._runner(inputs, out)
-        except BaseException as error:
-            self._fail(error)
-            raise
+            if self._runner is None:
+                return self._run(inputs, self._outputs.new() if out is None else out)
+            try:
+                return self._runner.run(inputs, out)
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def _run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         context, engine, agreement = self._context, self._engine, self._agreement
@@ -231,7 +223,7 @@ class Executor:
             with torch.no_grad():
                 values.begin(given, uses)
                 engine.run()
-                results = tuple(result() for result in self._results)
+                results = self._results()
         except BaseException as error:
             self._fail(error)
             raise
@@ -340,7 +332,7 @@ class Executor:
         self._finalizer()
         self._context = self._engine = self._runner = None
         self._shared = Shared({}, {}, ())
-        self._results = []
+        self._results = tuple
 
     def __enter__(self) -> Executor:
         return self

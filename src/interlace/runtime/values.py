@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Slot, Use
-from interlace.errors import ProgramError
+from interlace.errors import ExecutorError, ProgramError
 from interlace.ir import Alloc, Box, Buffer, DType, Program, View, contiguous_strides
 
 DTYPES: Mapping[DType, torch.dtype] = {
@@ -247,14 +247,18 @@ class Values:
 
         Asked for once every op is bound.
         """
-        families, items = [self._families[name] for name in names], self.items
+        items, families = self.items, [self._families[name] for name in names]
+        places = [family.place for family in families]
+        views = [(*view, family.place) for family in families for view in family.views]
         more = bool(self._symmetric or self._allocated)
 
         def start(tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
-            for family, tensor in zip(families, tensors, strict=True):
-                items[family.place] = tensor
-                for place, box in family.views:
-                    items[place] = derive(tensor, box)
+            if len(tensors) != len(places):
+                raise ExecutorError(f"{len(tensors)} tensors for {len(places)} parameters")
+            for place, tensor in zip(places, tensors):  # noqa: B905
+                items[place] = tensor
+            for place, box, whole in views:
+                items[place] = derive(items[whole], box)
             if more or uses:
                 self.begin({}, uses)
 

@@ -1,8 +1,8 @@
 """One run on CUDA, from the caller's tensors to the results, with as little of Python as can be.
 
-run = Runner(engine, inputs, outputs, results, tag)
-if run.ready:
-    (y,) = run([x, w], None)
+runner = Runner(engine, inputs, outputs, results, tag)
+if runner.ready:
+    (y,) = runner.run([x, w], None)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from interlace.comm import TeamComm
 from interlace.errors import ExecutorError
 from interlace.runtime.inputs import Given
+from interlace.runtime.results import Results
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -28,12 +29,12 @@ class Runner:
         engine: CudaEngine,
         inputs: Given,
         outputs: Given,
-        results: Sequence[Callable[[], Any]],
+        results: Results,
         tag: int,
     ) -> None:
         context = engine.context
         self._engine, self._inputs, self._outputs, self._results = engine, inputs, outputs, results
-        self._values, self._device = context.values, context.device
+        self._values = context.values
         self._teams = list(context.crew.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
         ordered = sorted(dict.fromkeys(self._teams), key=lambda team: team.topic)
@@ -52,7 +53,7 @@ class Runner:
 
         None goes on before all ranks have ended it.
         """
-        self([tensor.zero_() for tensor in self._inputs.new(self._device)], None)
+        self.run([tensor.zero_() for tensor in self._inputs.new()], None)
         self._engine.synchronize()
         for team in teams:
             topic = f"{team.topic}/warm/{team.num_prepared}/{team.resets}"
@@ -69,13 +70,7 @@ class Runner:
                 return False
         return True
 
-    def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
-        """Raises `ExecutorError` for tensors that the Program was not made for."""
-        self._inputs.check(inputs, self._device)
-        if out is not None:
-            self._outputs.check(out, self._device)
-
-    def __call__(
+    def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
         """Issues a run and gives its results, which are there once the caller's stream is."""
@@ -104,14 +99,14 @@ class Runner:
             team.control.enter(self._tag, self._name, self._text)
         if engine.graphs is not None and self.warm:
             return engine.graphs.run(
-                *(self._both, inputs, out, lambda: self._outputs.new(self._device)),
-                lambda: tuple([result() for result in self._results]),
+                *(self._both, inputs, out, lambda: self._outputs.new()),
+                self._results,
             )
-        out = self._outputs.new(self._device) if out is None else out
+        out = self._outputs.new() if out is None else out
         values = self._values
         try:
             self._start((*inputs, *out), engine.uses())
             engine.run()
-            return tuple([result() for result in self._results])
+            return self._results()
         finally:
             values.end()
