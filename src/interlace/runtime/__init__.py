@@ -10,7 +10,7 @@ host_ops.py    events, copies, collectives, messages and signals, bound for thre
 agreement.py   ranks agree on a Program before they run it
 flight.py      what every stream was doing, for errors
 inputs.py, ranks.py: checks of what a caller gives;  results.py: what it gets back
-quick.py       runs on the CPU of one stream, with as little of Python as can be
+quick.py       runs on the CPU of one stream, with little of Python;  flat.py: in a team
 """
 
 from interlace.runtime.cuda.watchdog import synchronize

@@ -27,7 +27,7 @@ from interlace.errors import ExecutorError, TeamError, UnsupportedError
 from interlace.ir import Program, validate
 from interlace.options import Options
 from interlace.runtime.agreement import Agreement, agree, verdict
-from interlace.runtime.engine import BeforeOp, Context, Crew, Engine, executor_for, runner_for
+from interlace.runtime.engine import BeforeOp, Context, Crew, Door, Engine, executor_for, runner_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
@@ -163,8 +163,9 @@ class Executor:
         self._peer_text = Flight(self.program, self.rank).text if alike else None
         self._bound_resets = self._resets()
         tag = self._agreement.tag if self._agreement is not None else 0
-        rest = self._inputs, self._outputs, self._results, tag
-        self._runner = runner_for(self.device, self._engine, *rest)
+        ends = self._inputs, self._outputs, self._results
+        door = Door([self._lock, *(team.lock for team in self._ordered())], tag, self._peer_text)
+        self._runner = runner_for(self.device, self._engine, ends, door)
         if self.options.graph:
             self._runner.warm_up(self._ordered())
 
@@ -176,18 +177,19 @@ class Executor:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
         runner = self._runner
         if runner is None or self._poison is not None or not runner.ready:
-            return self._run_after_a_look(inputs, out)
+            return self._look_and_run(inputs, out)
         self._inputs.check(inputs)
         if out is not None:
             self._outputs.check(out)
         try:
-            return runner.run(inputs, out)
+            found = runner.run(inputs, out)
         except BaseException as error:  # what cannot be issued stops the peers too
             self._fail(error)
             raise
+        return self._look_and_run(inputs, out) if found is None else found
 
-    def _run_after_a_look(
-        self, inputs: Sequence[Any], out: Sequence[Any] | None
+    def _look_and_run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
         """A run, once it is known that there may be one."""
         self._check_ready()
@@ -199,13 +201,14 @@ class Executor:
                 with torch.inference_mode(False), torch.no_grad():
                     self._bind()  # a reset renewed the backends
             self._check_teams()
-            if self._runner is None:
-                return self._run(inputs, self._outputs.new() if out is None else out)
             try:
-                return self._runner.run(inputs, out)
+                found = None if self._runner is None else self._runner.issue(inputs, out)
             except BaseException as error:
                 self._fail(error)
                 raise
+            if found is not None:
+                return found
+            return self._run(inputs, self._outputs.new() if out is None else out)
 
     def _run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         context, engine, agreement = self._context, self._engine, self._agreement

@@ -1,8 +1,8 @@
 """One run on the CPU of a Program of one stream and no teams, with as little of Python as can be.
 
-    run = quick(engine, inputs, outputs, results, tag)       # None: it has more to order than that
-    if run is not None and run.ready:
-        (y,) = run.run([x, w], None)
+    steps = engine.alone()               # None: it has more to order than that
+    run = Quick(engine, steps, inputs, outputs, results)
+    (y,) = run.run([x, w], None)
 
 Nothing waits there and nobody else looks: the ops are called one after another, and which one
 raised is known by how many are left. The rest is as in the engine.
@@ -11,7 +11,7 @@ raised is known by how many are left. The rest is as in the engine.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import length_hint
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -26,14 +26,6 @@ from interlace.runtime.results import Results
 
 if TYPE_CHECKING:
     from interlace.runtime.cpu import CpuEngine, Step
-
-
-def quick(
-    engine: CpuEngine, inputs: Given, outputs: Given, results: Results, tag: int
-) -> Quick | None:
-    """The runner of an engine, if its Program is one stream's."""
-    steps = engine.alone()
-    return None if steps is None else Quick(engine, steps, inputs, outputs, results)
 
 
 def is_plain(step: Step) -> bool:
@@ -89,10 +81,17 @@ class Quick:
                 run()
             return self._results()
         except BaseException as error:
-            done = len(self._runs) - length_hint(left)
-            raise self._engine.explain(error, self._steps[done - 1] if done else None)  # noqa: B904
+            raise self._explained(error, left)  # noqa: B904
         finally:
             self._end()
             if had_grad:
                 self._grad(True)
             lock.release()
+
+    issue = run
+    """`run`, once the Executor has looked at all that there may be to look at."""
+
+    def _explained(self, error: BaseException, left: Iterator[Any]) -> BaseException:
+        """The error as the user should see it; the last step that is not left raised it."""
+        done = len(self._steps) - length_hint(left)
+        return self._engine.explain(error, self._steps[done - 1] if done else None)

@@ -93,6 +93,9 @@ class Runner:
             for lock in taken:
                 lock.release()
 
+    issue = run
+    """`run`, once the Executor has looked at all that there may be to look at."""
+
     def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
         engine = self._engine
         for team in self._teams:
