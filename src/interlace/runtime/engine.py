@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -20,6 +20,10 @@ from interlace.options import Options
 from interlace.runtime.flight import Flight
 from interlace.runtime.plan import Plan
 from interlace.runtime.values import Values
+
+if TYPE_CHECKING:
+    from interlace.runtime.inputs import Given
+    from interlace.runtime.results import Results
 
 BeforeOp = Callable[[int, int, Op], None]
 """Called as (rank, index, op) before each op, on its stream: delays and faults for tests."""
@@ -109,7 +113,10 @@ class Door:
     """Tells the ops of peers by index, where they are the same as this rank's."""
 
 
-def runner_for(device: torch.device, engine: Any, ends: Sequence[Any], door: Door) -> Any:
+Ends = tuple["Given", "Given", "Results"]
+
+
+def runner_for(device: torch.device, engine: Any, ends: Ends, door: Door) -> Any:
     """What issues the runs of an engine quicker than the Executor does; None where nothing does.
 
     `ends` is what the Program takes, fills and returns.

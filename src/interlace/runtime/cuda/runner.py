@@ -15,6 +15,7 @@ import torch
 from interlace.comm import TeamComm
 from interlace.errors import ExecutorError
 from interlace.runtime.inputs import Given
+from interlace.runtime.quick import NO_USES
 from interlace.runtime.results import Results
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Runner:
         self._text = context.flight.text
         self._start = self._values.starter((*inputs.names, *outputs.names))
         self._both = self._inputs.names, self._outputs.names
+        self._plain = engine.plain
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
@@ -78,7 +80,7 @@ class Runner:
         had_grad = torch.is_grad_enabled()
         try:
             for lock in self._locks:
-                if not lock.acquire(timeout=self._limit):
+                if not lock.acquire(False) and not lock.acquire(True, self._limit):
                     raise ExecutorError(
                         f"{self._name} waited {self._limit:g} s for another thread's run on the "
                         "same teams: call Executors from one thread"
@@ -86,6 +88,8 @@ class Runner:
                 taken.append(lock)
             if had_grad:
                 self._grad(False)
+            if self._plain:
+                return self._issue_plain(inputs, out)
             return self._issue(inputs, out)
         finally:
             if had_grad:
@@ -96,15 +100,21 @@ class Runner:
     issue = run
     """`run`, once the Executor has looked at all that there may be to look at."""
 
+    def _issue_plain(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
+        out = self._outputs.new() if out is None else out
+        try:
+            self._start((*inputs, *out), NO_USES)
+            self._engine.run_plain()
+            return self._results()
+        finally:
+            self._values.end()
+
     def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
         engine = self._engine
         for team in self._teams:
             team.control.enter(self._tag, self._name, self._text)
         if engine.graphs is not None and self.warm:
-            return engine.graphs.run(
-                *(self._both, inputs, out, lambda: self._outputs.new()),
-                self._results,
-            )
+            return engine.graphs.run(self._both, inputs, out, self._outputs.new, self._results)
         out = self._outputs.new() if out is None else out
         values = self._values
         try:
