@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,6 +89,50 @@ def test_the_callers_grad_mode_is_as_it_was(grad: bool) -> None:
         with pytest.raises(ExecutorError, match="takes 2 inputs"):
             executor.run([x])
         assert torch.is_grad_enabled() is grad
+
+
+OTHER: Any = torch.randn(2 * WIDTH, WIDTH).untyped_storage(), 0, (WIDTH, WIDTH), (2 * WIDTH, 1)
+CHANGES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "resize_": (lambda x: x.resize_(3, WIDTH), "has shape"),
+    "transpose_": (lambda x: x.transpose_(0, 1), "has strides"),
+    "set_": (lambda x: x.set_(*OTHER), "has strides"),
+    "data": (lambda x: setattr(x, "data", torch.randn(WIDTH)), "has shape"),
+    "dtype": (lambda x: setattr(x, "data", x.double()), "has dtype"),
+    "unsqueeze_": (lambda x: x.unsqueeze_(0), "has shape"),
+    "as_strided_": (lambda x: x.as_strided_((WIDTH, WIDTH), (0, 1)), "has strides"),
+    "empty": (lambda x: x.resize_(0), "has shape"),
+}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_changed_in_place_between_runs_is_seen(change: str, which: int) -> None:
+    """The same object, the same number of writes to it, but not the same shape any more."""
+    do, told = CHANGES[change]
+    executor = Executor(program(2)).prepare()
+    tensors = [*given(), torch.empty(WIDTH, WIDTH)]
+    for place in (which, 2):  # an input, and the output
+        x, w, y = tensors
+        executor.run([x, w], [y])
+        do(tensors[place])
+        with pytest.raises(ExecutorError, match=rf"(in|out)put {place % 2} .*{told}"):
+            executor.run(tensors[:2], tensors[2:])
+        tensors[place] = torch.randn(WIDTH, WIDTH)
+        executor.run(tensors[:2], tensors[2:])  # a refusal leaves nothing behind
+
+
+LOOSE = """\
+def loose(x: f32[1, 4], z: f32[0, 3], y: out[f32[1, 4]]):
+    main: call("aten.add.out", x, x, out=y)
+"""
+
+
+def test_strides_that_reach_the_same_elements_will_do() -> None:
+    executor = Executor(parse(LOOSE)).prepare()
+    x, z = torch.ones(1, 4), torch.empty(0, 3)
+    for one in (x, x.as_strided((1, 4), (9, 1)), torch.ones(4, 1).t()):
+        for none in (z, torch.empty_strided((0, 3), (7, 5))):
+            assert torch.equal(executor.run([one, none])[0], 2 * x)
 
 
 FAILS = """\

@@ -41,7 +41,7 @@ from interlace.runtime.cuda.sharing import signals_of
 from interlace.runtime.engine import Context, Crew
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
-from interlace.runtime.plan import make_plan
+from interlace.runtime.plan import Plan, make_plan
 from interlace.runtime.registered import written
 from interlace.runtime.values import Values, nbytes
 
@@ -106,6 +106,12 @@ class FakeDriver:
 
     def fill(self, address: int, value: int, count: int) -> None:
         self.log.append(("fill", None, address, value, count))
+
+    def finish_device(self) -> None:
+        self.log.append(("finish", None))
+
+    def done(self, event: int) -> bool:
+        return True
 
     def read(self, address: int, count: int) -> list[int]:
         return [0] * count
@@ -197,8 +203,8 @@ class Fake:
 
     def __init__(self, engine: CudaEngine, runner: Runner, driver: FakeDriver, caller: Any) -> None:
         self.engine, self.runner, self.driver, self._caller = engine, runner, driver, caller
-        self.side: Any = engine.sides[0]
-        self.space: Any = next(iter(engine.context.crew.spaces.values()))
+        self.side: Any = next(iter(engine.sides), None)
+        self.space: Any = next(iter(engine.context.crew.spaces.values()), None)
 
     @property
     def log(self) -> list[tuple[Any, ...]]:
@@ -209,7 +215,7 @@ class Fake:
         """One run. Its end is noted as such; what only the watchdog looks at is not noted."""
         log = self.driver.log
         log.clear()
-        result = self.runner(inputs, out)
+        result = self.runner.run(inputs, out)
         ends = {event for _, event in self.engine._marks}
         log[:] = [
             (*entry, "over") if entry[0] == "record" and entry[2] in ends else entry
@@ -265,21 +271,12 @@ def but_for_the_device(why: str | None) -> str | None:
     return None if why is not None and why.startswith("the device is") else why
 
 
-@contextlib.contextmanager
-def fake_engine(
-    program: Program,
-    rank: int,
-    options: Options | None = None,
-    beside: Fake | None = None,
-    registered: Mapping[str, Sequence[torch.Tensor]] | None = None,
-) -> Iterator[Fake]:
-    """The engine of one rank of a Program with one team; `beside` is another of the same team.
-
-    `registered` has each registered parameter's tensor on every rank.
-    """
-    driver = FakeDriver() if beside is None else beside.driver
-    device = torch.device("cpu")
-    plan = make_plan(program, rank, lambda team, asked: asked or "nccl")
+def alone_or_teamed(
+    plan: Plan, driver: FakeDriver, beside: Fake | None
+) -> tuple[Crew, list[Segment]]:
+    """What a rank shares with its one team, if it is in one."""
+    if not plan.where.members:
+        return Crew({}, {}, {}, {}, {}), []
     (name,) = plan.where.members
     member = plan.where.member(name)
     size, me = len(member.ranks), member.index
@@ -302,17 +299,35 @@ def fake_engine(
     gets = [op.src.buffer for op in plan.program.ops if isinstance(op, Get)]
     gotten = frozenset(keys[name] for name in gets if name in keys)
     spaces: Any = {name: FakeSpace(side, span, gotten)}
+    return Crew({name: team}, slots, spaces, {}, {}), segments
+
+
+@contextlib.contextmanager
+def fake_engine(
+    program: Program,
+    rank: int,
+    options: Options | None = None,
+    beside: Fake | None = None,
+    registered: Mapping[str, Sequence[torch.Tensor]] | None = None,
+) -> Iterator[Fake]:
+    """The engine of one rank of a Program with one team or none; `beside` is another's of it.
+
+    `registered` has each registered parameter's tensor on every rank.
+    """
+    driver = FakeDriver() if beside is None else beside.driver
+    device = torch.device("cpu")
+    plan = make_plan(program, rank, lambda team, asked: asked or "nccl")
+    crew, segments = alone_or_teamed(plan, driver, beside)
     held = {
         buffer: Registered(
-            theirs[me],
-            me,
+            theirs[rank],
+            rank,
             tuple(memory_of(tensor) for tensor in theirs),
             buffer in written(plan.program),
         )
         for buffer, theirs in (registered or {}).items()
     }
-    values = Values(plan.program, plan.box, slots, device, registered=held)
-    crew = Crew({name: team}, slots, spaces, {}, {})
+    values = Values(plan.program, plan.box, crew.slots, device, registered=held)
     context = Context(
         plan, values, crew, options or Options(), device, Flight(plan.program, rank), None
     )
@@ -335,10 +350,13 @@ def fake_engine(
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
         refuse = support.refuse
         patch(support, "refuse", lambda **facts: but_for_the_device(refuse(**facts)))
-        patch(torch.cuda, "is_current_stream_capturing", lambda: False)
+        capturing = mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", create=True)
+        stack.enter_context(capturing).return_value = False
         patch(Lane, "own", lambda lane, device: Lane(lane, next(driver.streams)))
         patch(binder_file, "bind_call", noting(driver, engines))
         patch(engine_file, "watchdog", lambda: mock.MagicMock())
+        if not crew.spaces:
+            patch(engine_file, "Driver", lambda: driver)
         engine = CudaEngine(context)
         engines.append(engine)
         given = [
@@ -346,11 +364,11 @@ def fake_engine(
                 program.name,
                 kind,
                 [b for b in plan.program.params if b.kind == kind],
+                device,
                 registered=held,
             )
             for kind in ("input", "output")
         ]
-        results = [lambda: None]
-        yield Fake(engine, Runner(engine, given[0], given[1], results, tag=7), driver, caller)
+        yield Fake(engine, Runner(engine, given[0], given[1], tuple, tag=7), driver, caller)
     for segment in segments:
         segment.unlink()

@@ -20,13 +20,15 @@ from collections.abc import Callable, Sequence
 from interlace.comm.board import named
 from interlace.comm.liveness import Life
 from interlace.comm.shared_memory import Segment
-from interlace.comm.signals import VALUE_BITS, Wait, fence, stamp
+from interlace.comm.signals import VALUE_BITS, Wait, fence, order_cells, stamp
 from interlace.errors import AgreementError, InterlaceError, PeerError
 
-ERROR, ERROR_LENGTH, ENTERED, EXITED = range(4)
-REACHED = 8
+ERROR, ERROR_LENGTH = range(2)
+ENTERED, EXITED = 8, 9
+"""In a cache line that peers do not read in every run, as they do the error's."""
+REACHED = 16
 MAX_BACKENDS = 8
-PROGRESS, STREAMS = 16, 8
+PROGRESS, STREAMS = 24, 8
 """Two cells for each of the first streams: where it is, and since when."""
 DONE = (1 << VALUE_BITS) - 1
 RING = PROGRESS + 2 * STREAMS
@@ -57,7 +59,8 @@ class Control:
         self._segments = segments
         self._lives = lives
         self._cells = [segment.cells for segment in segments]
-        self._mine = segments[me].cells
+        self._mine = self.cells = segments[me].cells
+        self._peers = [(n, life) for n, life in enumerate(lives) if n != me]
         self._op_text: Callable[[int], str] | None = None
         self._met: list[int] = [0] * len(self.ranks)
 
@@ -83,10 +86,9 @@ class Control:
             mine[at + NAME_LENGTH] = len(text)
             self._write(self._segments[self.me], (at + NAME) * 8, text)
         mine[at + RUN] = run
-        fence()
-        mine[ENTERED] = run
-        self._met[self.me] = run
-        fence()
+        order_cells()
+        # What is told of this run later, signals and slots, has a fence of its own before it.
+        mine[ENTERED] = self._met[self.me] = run
         return run
 
     def leave(self, run: int | None = None) -> None:
@@ -186,6 +188,16 @@ class Control:
                 )
         return passed_on
 
+    def quiet(self) -> bool:
+        """Whether no rank has stopped; if one has, `failure` tells why."""
+        for cells in self._cells:
+            if cells[ERROR]:
+                return False
+        for member, life in self._peers:
+            if not life.alive() and self._cells[member][EXITED] < self._mine[ENTERED]:
+                return False
+        return True
+
     def check(self) -> None:
         """Raises what stopped a peer."""
         error = self.failure()
@@ -212,6 +224,16 @@ class Control:
                 mine[at + 1] = clock()
 
         return tell
+
+    def progress(self, streams: int) -> list[tuple[int, float]]:
+        """The op that each of the first streams of this rank is at in the run entered last, and
+        for how many seconds; as op -1 before its first, -2 after its last."""
+        mine, now, found = self._mine, time.monotonic_ns(), list[tuple[int, float]]()
+        for at in range(PROGRESS, PROGRESS + 2 * streams, 2):
+            run, op = divmod(mine[at], 1 << VALUE_BITS)
+            op = -1 if run != mine[ENTERED] else -2 if op == DONE else op
+            found.append((op, (now - mine[at + 1]) / 1e9))
+        return found
 
     def reach(self, backend: int, count: int, wait: Wait) -> None:
         """Returns when every rank got to collective number `count` of this run: a rendezvous."""

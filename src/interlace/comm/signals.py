@@ -13,11 +13,14 @@ Note [Memory order]
     release and an acquire of one lock order everything before them with everything after them (an
     acquire that reads the value of a release is ordered after it, and that after all that came
     before). A writer calls `fence()` between its data and its stamp, a reader between seeing a
-    stamp and touching the data. 64-bit cells are aligned and written by one store.
+    stamp and touching the data. 64-bit cells are aligned and written by one store. Tensors may be
+    copied by stores that go around the cache, which no processor keeps in order; cells are not, so
+    between cells alone `order_cells()` will do.
 """
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +53,10 @@ def fence() -> None:
 
 def _nothing() -> None:
     pass
+
+
+order_cells = _nothing if platform.machine().lower() in ("x86_64", "amd64") else fence
+"""`fence` between cells, where nothing but cells is written or read; see Note [Memory order]."""
 
 
 def _no_detail() -> str:

@@ -129,6 +129,10 @@ class TeamComm:
         """Whether `setup` has made the control block, and nobody released it."""
         return self._control is not None
 
+    def is_as_of(self, resets: int, control: Control) -> bool:
+        """Whether it was neither reset nor released since then, and no rank of it has stopped."""
+        return self.resets == resets and self._control is control and control.quiet()
+
     def setup(self, time_out_s: float) -> None:
         """Makes the control block, once. All ranks of the team call it together."""
         if self._control is not None:

@@ -9,7 +9,8 @@ calls.py       Calls bound to torch operators;  regions.py: groups of them
 host_ops.py    events, copies, collectives, messages and signals, bound for threads
 agreement.py   ranks agree on a Program before they run it
 flight.py      what every stream was doing, for errors
-inputs.py, ranks.py: checks of what a caller gives
+inputs.py, ranks.py: checks of what a caller gives;  results.py: what it gets back
+quick.py       runs on the CPU of one stream, with little of Python;  flat.py: in a team
 """
 
 from interlace.runtime.cuda.watchdog import synchronize

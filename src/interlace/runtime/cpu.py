@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from interlace.comm.control import DONE
+from interlace.comm.control import DONE, STREAMS
 from interlace.errors import ExecutorError, InterlaceError, PeerError
 from interlace.ir import Call, Collective, Fused, Group, Op, Recv, Send, in_order
 from interlace.runtime.calls import Thunk, bind_call
@@ -102,12 +102,20 @@ class CpuEngine:
         return streams
 
     def alone(self) -> list[Step] | None:
-        """The steps, if there is one stream that orders nothing, and nobody watches it."""
-        watched = self._teams or self._before_op is not None or self._trace
-        if watched or self.context.plan.syncs or len(self._streams) != 1:
+        """The steps, if one stream has them all and nobody watches it."""
+        plan = self.context.plan
+        if self._before_op is not None or self._trace or len(self._streams) != 1:
             return None
         (steps,) = self._streams.values()
-        return steps if all(map(is_plain, steps)) else None
+        if self._teams:
+            told = len(self._teams) == 1 and len(plan.program.streams()) <= STREAMS
+            return steps if told and steps else None
+        return steps if not plan.syncs and all(map(is_plain, steps)) else None
+
+    def begin_alone(self) -> None:
+        """A run of those steps begins, on the caller's thread."""
+        self._order.begin()
+        self._failure = None
 
     def check(self) -> None:
         """Raises where waiting on is pointless: this rank or a peer has failed."""

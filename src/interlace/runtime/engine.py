@@ -7,9 +7,9 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -20,6 +20,10 @@ from interlace.options import Options
 from interlace.runtime.flight import Flight
 from interlace.runtime.plan import Plan
 from interlace.runtime.values import Values
+
+if TYPE_CHECKING:
+    from interlace.runtime.inputs import Given
+    from interlace.runtime.results import Results
 
 BeforeOp = Callable[[int, int, Op], None]
 """Called as (rank, index, op) before each op, on its stream: delays and faults for tests."""
@@ -97,15 +101,36 @@ def executor_for(device: torch.device | str) -> type[Engine]:
     raise BackendError(f"there is no executor for {kind!r} devices yet: choose device='cpu'")
 
 
-def runner_for(device: torch.device, engine: Any, *rest: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What an Executor's runs go in by."""
+
+    locks: Sequence[Any]
+    """The Executor's own and its teams', in the order in which they are taken."""
+    tag: int
+    """The Program's, the same on all ranks."""
+    peer_text: Callable[[int], str] | None
+    """Tells the ops of peers by index, where they are the same as this rank's."""
+
+
+Ends = tuple["Given", "Given", "Results"]
+
+
+def runner_for(device: torch.device, engine: Any, ends: Ends, door: Door) -> Any:
     """What issues the runs of an engine quicker than the Executor does; None where nothing does.
 
-    `rest` is what the Program takes, fills and returns, and the tag of its runs.
+    `ends` is what the Program takes, fills and returns.
     """
     if device.type == "cuda":
         from interlace.runtime.cuda.runner import Runner
 
-        return Runner(engine, *rest)
-    from interlace.runtime.quick import quick
+        return Runner(engine, *ends, door.tag)
+    from interlace.runtime.flat import Flat
+    from interlace.runtime.quick import Quick
 
-    return quick(engine, *rest)
+    steps = engine.alone()
+    if steps is None or engine.context.values.registered:
+        return None
+    if engine.context.crew.teams:
+        return Flat(engine, steps, *ends, door)
+    return Quick(engine, steps, *ends)

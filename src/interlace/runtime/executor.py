@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,16 +23,16 @@ import torch.distributed as dist
 from interlace.comm import TeamComm, team_of
 from interlace.comm.teams import check_size
 from interlace.cost import Timeline
-from interlace.errors import ExecutorError, ProgramError, TeamError, UnsupportedError
-from interlace.ir import Arg, Program, View, validate
+from interlace.errors import ExecutorError, TeamError, UnsupportedError
+from interlace.ir import Program, validate
 from interlace.options import Options
 from interlace.runtime.agreement import Agreement, agree, verdict
-from interlace.runtime.calls import decode
-from interlace.runtime.engine import BeforeOp, Context, Crew, Engine, executor_for, runner_for
+from interlace.runtime.engine import BeforeOp, Context, Crew, Door, Engine, executor_for, runner_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
 from interlace.runtime.ranks import program_rank
+from interlace.runtime.results import reader_of
 from interlace.runtime.shares import Shared, end, share
 from interlace.runtime.spans import measured
 from interlace.runtime.values import Values
@@ -159,35 +159,21 @@ class Executor:
             self._engine.close()
         self._engine = self._engine_class(self._context)
         self._finalizer = weakref.finalize(self, end, self._engine, shared)
+        of_kind = lambda kind: [b for b in program.params if b.kind == kind]  # noqa: E731
         self._inputs, self._outputs = (
-            Given(program.name, kind, [b for b in program.params if b.kind == kind], *known)
+            Given(program.name, kind, of_kind(kind), self.device, *known)
             for kind in ("input", "output")
         )
-        self._results = [self._result(arg, values) for arg in program.returned()]
+        self._results = reader_of(program.returned(), plan, values)
         alike = self._agreement is not None and not self._agreement.verified
         self._peer_text = Flight(self.program, self.rank).text if alike else None
         self._bound_resets = self._resets()
         tag = self._agreement.tag if self._agreement is not None else 0
-        rest = self._inputs, self._outputs, self._results, tag
-        self._runner = runner_for(self.device, self._engine, *rest)
+        ends = self._inputs, self._outputs, self._results
+        door = Door([self._lock, *(team.lock for team in self._ordered())], tag, self._peer_text)
+        self._runner = runner_for(self.device, self._engine, ends, door)
         if self.options.graph:
             self._runner.warm_up(self._ordered())
-
-    def _result(self, arg: Arg, values: Values) -> Callable[[], Any]:
-        """How a run reads one of its results."""
-        if isinstance(arg, View):
-            kind = self._plan.buffers[arg.buffer].kind
-            if kind not in ("input", "output", "fresh"):
-                raise ProgramError(
-                    f"{self.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
-                    "the next run reuses: return a fresh buffer or an output"
-                )
-            return values.result(arg)
-        if isinstance(arg, tuple):
-            parts = [self._result(item, values) for item in arg]
-            return lambda: tuple(part() for part in parts)
-        fixed = decode(arg, self.device)
-        return lambda: fixed
 
     # -- runs ------------------------------------------------------------------------------------
 
@@ -195,30 +181,40 @@ class Executor:
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
-        if self._runner is not None and self._runner.ready and self._poison is None:
-            return self._launch(inputs, out)
-        self._check_ready()
-        self._inputs.check(inputs, self.device)
+        runner = self._runner
+        if runner is None or self._poison is not None or not runner.ready:
+            return self._look_and_run(inputs, out)
+        self._inputs.check(inputs)
         if out is not None:
-            self._outputs.check(out, self.device)
+            self._outputs.check(out)
+        try:
+            found = runner.run(inputs, out)
+        except BaseException as error:  # what cannot be issued stops the peers too
+            self._fail(error)
+            raise
+        return self._look_and_run(inputs, out) if found is None else found
+
+    def _look_and_run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        """A run, once it is known that there may be one."""
+        self._check_ready()
+        self._inputs.check(inputs)
+        if out is not None:
+            self._outputs.check(out)
         with self._alone():
             if self._bound_resets != self._resets():
                 with torch.inference_mode(False), torch.no_grad():
                     self._bind()  # a reset renewed the backends
             self._check_teams()
-            if self._runner is not None:
-                return self._launch(inputs, out)
-            return self._run(inputs, self._outputs.new(self.device) if out is None else out)
-
-    def _launch(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
-        """Issues a run by the runner; what cannot be issued stops the peers too."""
-        assert self._runner is not None
-        self._runner.check(inputs, out)
-        try:
-            return self._runner(inputs, out)
-        except BaseException as error:
-            self._fail(error)
-            raise
+            try:
+                found = None if self._runner is None else self._runner.issue(inputs, out)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            if found is not None:
+                return found
+            return self._run(inputs, self._outputs.new() if out is None else out)
 
     def _run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         context, engine, agreement = self._context, self._engine, self._agreement
@@ -242,7 +238,7 @@ class Executor:
                 engine.run()
                 for held in values.registered.values():
                     held.leave()
-                results = tuple(result() for result in self._results)
+                results = self._results()
         except BaseException as error:
             self._fail(error)
             raise
@@ -317,6 +313,9 @@ class Executor:
             settle()
         for team in self._ordered():
             team.reset(self.options.time_out_s)
+        if settle is not None and not self._teams:  # no team's reset has the next run bind anew
+            with torch.inference_mode(False), torch.no_grad():
+                self._bind()
         self._poison = None
 
     def synchronize(self) -> None:
@@ -339,8 +338,8 @@ class Executor:
         self._finalizer()
         self._context = self._engine = self._runner = None
         self._shared = Shared({}, {}, ())
-        self._results, self._given = [], {}
-        self._inputs = self._outputs = Given(self.program.name, "input", [])
+        self._results, self._given = tuple, {}
+        self._inputs = self._outputs = Given(self.program.name, "input", [], self.device)
 
     def __enter__(self) -> Executor:
         return self

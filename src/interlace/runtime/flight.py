@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable, Mapping
 
 from interlace.ir import Fused, Program
 from interlace.ir.printer import print_op
@@ -32,6 +33,17 @@ class Flight:
         """For each stream, the op that it began last; -1 before the first, -2 after the last."""
         self.since: dict[str, float] = dict.fromkeys(self._order, 0.0)
         """When it began it, or the run, by `time.perf_counter`."""
+        self._tell: Callable[[], Mapping[str, tuple[int, float]]] | None = None
+
+    def follow(self, tell: Callable[[], Mapping[str, tuple[int, float]]]) -> None:
+        """From now on `tell` says of each stream at which op it is and for how many seconds."""
+        self._tell = tell
+
+    def _catch_up(self) -> None:
+        if self._tell is not None:
+            now, told = time.perf_counter(), self._tell()
+            self.stands = {stream: op for stream, (op, _) in told.items()}
+            self.since = {stream: now - held for stream, (_, held) in told.items()}
 
     def begin(self) -> None:
         """A new run: no stream has begun an op, and the time of waiting counts from now."""
@@ -41,6 +53,7 @@ class Flight:
     @property
     def last_begun(self) -> float:
         """When a stream last began an op, by `time.perf_counter`."""
+        self._catch_up()
         return max(self.since.values(), default=0.0)
 
     def text(self, index: int, member: int | None = None) -> str:
@@ -63,6 +76,7 @@ class Flight:
 
     def tail(self) -> str:
         """The last ops of every stream."""
+        self._catch_up()
         now = time.perf_counter()
         lines = [f"what the streams of rank {self._rank} did last:"]
         for stream, order in self._order.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from interlace.comm import Registered
 from interlace.errors import ExecutorError
-from interlace.ir import Buffer
+from interlace.ir import Buffer, contiguous_strides
 from interlace.runtime.values import DTYPES, whole
 
 
@@ -20,6 +21,7 @@ class Given:
         program: str,
         kind: str,
         params: Sequence[Buffer],
+        device: torch.device,
         host: frozenset[str] = frozenset(),
         registered: Mapping[str, Registered] | None = None,
     ) -> None:
@@ -34,26 +36,38 @@ class Given:
         ]
         self.kind = kind
         self.names = tuple(buffer.name for buffer in params)
+        self._device, self._host = device, host
+        boxes = [whole(buffer) for buffer in params]
         self._wanted = [
-            (buffer.name, DTYPES[buffer.dtype], whole(buffer).sizes, whole(buffer).strides)
-            for buffer in params
+            (
+                DTYPES[box.dtype],
+                box.sizes,
+                box.strides,
+                box.strides == contiguous_strides(box.sizes),
+            )
+            for box in boxes
         ]
-        self._host = host
+        self._makers: list[Callable[[], torch.Tensor]] = [
+            functools.partial(
+                *(torch.empty_strided, box.sizes, box.strides),
+                **{"dtype": DTYPES[box.dtype], "device": device},
+            )
+            for box in boxes
+        ]
+        for index, tensor, _ in self._held:
+            self._makers[index] = lambda tensor=tensor: tensor
 
-    def new(self, device: torch.device) -> list[torch.Tensor]:
+    def new(self) -> list[torch.Tensor]:
         """Tensors for all of them: the registered ones, and for the others new ones."""
-        found = {index: tensor for index, tensor, _ in self._held}
-        return [
-            found[index]
-            if index in found
-            else torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-            for index, (_, dtype, sizes, strides) in enumerate(self._wanted)
-        ]
+        made: list[torch.Tensor] = []
+        for make in self._makers:  # a list comprehension costs a call
+            made.append(make())
+        return made
 
-    def zeros(self, device: torch.device) -> list[torch.Tensor]:
+    def zeros(self) -> list[torch.Tensor]:
         """The same, and the new ones are zero."""
-        found, held = self.new(device), {index for index, _, _ in self._held}
-        return [t if index in held else t.zero_() for index, t in enumerate(found)]
+        held = {index for index, _, _ in self._held}
+        return [t if index in held else t.zero_() for index, t in enumerate(self.new())]
 
     def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises `ExecutorError` unless the registered ones lie where peers reach them."""
@@ -66,32 +80,46 @@ class Given:
                     "into it; for another, make another Executor"
                 )
 
-    def check(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Raises `ExecutorError` unless the tensors are what the Program was made for."""
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises `ExecutorError` unless the tensors are what the Program was made for.
+
+        What is looked at are the tensors as they are now, every time: a tensor's shape can change
+        in place.
+        """
+        kind, device = torch.Tensor, self._device
+        if len(tensors) == len(self._wanted):
+            for tensor, (dtype, sizes, strides, dense) in zip(tensors, self._wanted):  # noqa: B905
+                if not (
+                    isinstance(tensor, kind)
+                    and tensor.dtype is dtype
+                    and tensor.shape == sizes
+                    and tensor.device == device
+                    and (tensor.is_contiguous() if dense else tensor.stride() == strides)
+                ):
+                    break
+            else:
+                return
+        self._look(tensors)
+
+    def _look(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A closer look: raises what is wrong with the tensors, if anything is."""
+        device = self._device
         if len(tensors) != len(self._wanted):
             names = ", ".join(self.names) or "none"
             raise ExecutorError(
                 f"{self.program} takes {len(self._wanted)} {self.kind}s ({names}), not "
                 f"{len(tensors)}"
             )
-        for index, (tensor, (name, dtype, sizes, strides)) in enumerate(
-            zip(tensors, self._wanted, strict=True)
+        for index, (tensor, name, (dtype, sizes, strides, _)) in enumerate(
+            zip(tensors, self.names, self._wanted, strict=True)
         ):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor.dtype is dtype
-                and tensor.shape == sizes
-                and tensor.device == device
-                and tensor.stride() == strides
-            ):
-                continue
             if not isinstance(tensor, torch.Tensor):
                 what = f"is a {type(tensor).__name__}, not a tensor"
             elif tensor.dtype != dtype:
                 what = f"has dtype {tensor.dtype}, not {dtype}: convert it with .to({dtype})"
             elif tensor.shape != sizes:
                 what = f"has shape {list(tensor.shape)}, not {list(sizes)}: prepare another Program"
-            elif tensor.device != device and not self._elsewhere(name, tensor, device):
+            elif tensor.device != device and not self._elsewhere(name, tensor):
                 what = f"is on {tensor.device}, not on {device}: move it with .to('{device}')"
             elif tensor.stride() != strides and not _alike(tensor, strides):
                 what = (
@@ -102,12 +130,13 @@ class Given:
                 continue
             raise ExecutorError(f"{self.kind} {index} ({name!r}) of {self.program} {what}")
 
-    def _elsewhere(self, name: str, tensor: torch.Tensor, device: torch.device) -> bool:
+    def _elsewhere(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether an input may be where it is, which is not on the device.
 
         torch takes a CPU scalar beside CUDA tensors, and keeps the seed of an attention with
         dropout on the CPU, where tracing has it on the GPU.
         """
+        device = self._device
         if tensor.device.type == "cpu":
             return device.type == "cpu" or name in self._host or tensor.ndim == 0
         return tensor.device.type == device.type and device.index is None

@@ -1,8 +1,8 @@
 """One run on the CPU of a Program of one stream and no teams, with as little of Python as can be.
 
-    run = quick(engine, inputs, outputs, results, tag)       # None: it has more to order than that
-    if run is not None and run.ready:
-        (y,) = run([x, w], None)
+    steps = engine.alone()               # None: it has more to order than that
+    run = Quick(engine, steps, inputs, outputs, results)
+    (y,) = run.run([x, w], None)
 
 Nothing waits there and nobody else looks: the ops are called one after another, and which one
 raised is known by how many are left. The rest is as in the engine.
@@ -11,31 +11,29 @@ raised is known by how many are left. The rest is as in the engine.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import length_hint
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace.comm import Use
 from interlace.errors import ExecutorError
 from interlace.ir import Alloc, Call, Copy, Free
 from interlace.runtime.inputs import Given
+from interlace.runtime.results import Results
 
 if TYPE_CHECKING:
     from interlace.runtime.cpu import CpuEngine, Step
 
 
-def quick(
-    engine: CpuEngine, inputs: Given, outputs: Given, results: Sequence[Callable[[], Any]], tag: int
-) -> Quick | None:
-    """The runner of an engine, if its Program is one stream's."""
-    steps = engine.alone()
-    return None if steps is None else Quick(engine, steps, inputs, outputs, results)
-
-
 def is_plain(step: Step) -> bool:
     """Whether it computes, and orders nothing."""
     return isinstance(step.op, Call | Copy | Alloc | Free)
+
+
+NO_USES: Mapping[str, Use] = MappingProxyType({})
 
 
 class Quick:
@@ -49,29 +47,24 @@ class Quick:
         steps: Sequence[Step],
         inputs: Given,
         outputs: Given,
-        results: Sequence[Callable[[], Any]],
+        results: Results,
     ) -> None:
         context = engine.context
         self._engine, self._steps = engine, steps
         self._inputs, self._outputs, self._results = inputs, outputs, results
         self._runs = [step.run for step in steps]
-        self._device, self._limit = context.device, context.options.time_out_s
+        self._limit = context.options.time_out_s
         self._name, self._end = context.plan.program.name, context.values.end
         self._start = context.values.starter((*inputs.names, *outputs.names))
         self._lock = threading.Lock()
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
-    def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
-        """Raises `ExecutorError` for tensors that the Program was not made for."""
-        self._inputs.check(inputs, self._device)
-        if out is not None:
-            self._outputs.check(out, self._device)
-
-    def __call__(
+    def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
         """A run, and its results."""
-        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=self._limit):
+        lock = self._lock
+        if not lock.acquire(False) and not lock.acquire(True, self._limit):
             raise ExecutorError(
                 f"{self._name} waited {self._limit:g} s for another thread's run: call Executors "
                 "from one thread"
@@ -81,15 +74,24 @@ class Quick:
         try:
             if had_grad:
                 self._grad(False)
-            self._start((*inputs, *(self._outputs.new(self._device) if out is None else out)), {})
+            if out is None:
+                out = self._outputs.new()
+            self._start((*inputs, *out), NO_USES)
             for run in left:
                 run()
-            return tuple([result() for result in self._results])
+            return self._results()
         except BaseException as error:
-            done = len(self._runs) - length_hint(left)
-            raise self._engine.explain(error, self._steps[done - 1] if done else None)  # noqa: B904
+            raise self._explained(error, left)  # noqa: B904
         finally:
             self._end()
             if had_grad:
                 self._grad(True)
-            self._lock.release()
+            lock.release()
+
+    issue = run
+    """`run`, once the Executor has looked at all that there may be to look at."""
+
+    def _explained(self, error: BaseException, left: Iterator[Any]) -> BaseException:
+        """The error as the user should see it; the last step that is not left raised it."""
+        done = len(self._steps) - length_hint(left)
+        return self._engine.explain(error, self._steps[done - 1] if done else None)

@@ -63,7 +63,8 @@ def _check(
                 f"{program.name} has no registered parameter {name!r}: it has {names or 'none'}; "
                 f"declare one as {name}: f32[8, 4].registered(tp)"
             )
-    Given(program.name, "registered parameter", buffers).check([given[n] for n in names], device)
+    wanted = Given(program.name, "registered parameter", buffers, device)
+    wanted.check([given[n] for n in names])
     extents = [
         (tensor.data_ptr(), tensor.data_ptr() + nbytes(buffer), buffer.name)
         for buffer in buffers

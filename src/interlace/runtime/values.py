@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Registered, Slot, Use
-from interlace.errors import ProgramError
+from interlace.errors import ExecutorError, ProgramError
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, DType, Program, View, contiguous_strides
 
 DTYPES: Mapping[DType, torch.dtype] = {
@@ -217,16 +217,13 @@ class Values:
             self._places[key] = self._add(tensor, constant=True)
         return self._places[key]
 
-    def result(self, view: View) -> Callable[[], Any]:
-        """What gives a view as the caller gets it; of what is registered, the caller's tensor."""
+    def callers(self, view: View) -> torch.Tensor | None:
+        """A view of what is registered, of the caller's own tensor; None of anything else."""
         held = self.registered.get(view.buffer)
         if held is None:
-            place, items = self.own(view), self.items
-            return lambda: items[place]
+            return None
         box = self.box(view)
-        same = box == whole(self._buffers[view.buffer])
-        tensor = held.tensor if same else derive(held.tensor, box)
-        return lambda: tensor
+        return held.tensor if box == whole(self._buffers[view.buffer]) else derive(held.tensor, box)
 
     def _in_slot(self, buffer: Buffer, member: int, box: Box) -> int:
         key = (buffer.name, member, box)
@@ -295,14 +292,18 @@ class Values:
 
         Asked for once every op is bound.
         """
-        families, items = [self._families[name] for name in names], self.items
+        items, families = self.items, [self._families[name] for name in names]
+        places = [family.place for family in families]
+        views = [(*view, family.place) for family in families for view in family.views]
         more = bool(self._symmetric or self._allocated)
 
         def start(tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
-            for family, tensor in zip(families, tensors, strict=True):
-                items[family.place] = tensor
-                for place, box in family.views:
-                    items[place] = derive(tensor, box)
+            if len(tensors) != len(places):
+                raise ExecutorError(f"{len(tensors)} tensors for {len(places)} parameters")
+            for place, tensor in zip(places, tensors):  # noqa: B905
+                items[place] = tensor
+            for place, box, whole in views:
+                items[place] = derive(items[whole], box)
             if more or uses:
                 self.begin({}, uses)
 

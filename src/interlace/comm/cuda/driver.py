@@ -138,6 +138,10 @@ class Driver:
                 raise CommTimeoutError(f"a CUDA stream is not done after {time_out_s:g} s")
             time.sleep(POLL_S)
 
+    def finish_device(self) -> None:
+        """Waits until all that the current device was given is done."""
+        self.check("cuCtxSynchronize", self._cu.cuCtxSynchronize())
+
     # -- memory ----------------------------------------------------------------------------------
 
     def alloc(self, nbytes: int) -> int:

@@ -12,6 +12,14 @@ Note [A run on the streams]
     after   another stream tells the peers that this run has ended
     The stream that computes has nothing on it but its own ops and a few events: writes and waits
     for words each keep a stream for a microsecond or more.
+
+Note [Runs that wait for nobody]
+    Outside of teams nothing waits for a peer, so the watchdog has nothing to bound and needs no
+    mark of where a run begins. One event stands for the end of the last run: whoever runs next on
+    another stream waits for it, since the arena is one run's at a time. It is recorded when the run
+    ends, not when the next one comes on another stream: by then the caller may have destroyed the
+    old stream, or capture a graph on it. A run of torch's own operators that has no arena shares
+    nothing with the next: it leaves no event at all, and `synchronize` waits for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ import torch
 from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver
 from interlace.errors import ExecutorError, InterlaceError
-from interlace.ir import Expect, Fused
+from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.graphs import Graphs
 from interlace.runtime.cuda.lanes import Lane, Thunk
@@ -48,6 +56,17 @@ def hears_all(plan: Plan, team: str) -> bool:
     return len(heard - {member.index}) == len(member.ranks) - 1 > 0
 
 
+def keeps_memory(context: Context) -> bool:
+    """Whether runs share memory that only one of them may use at a time, as far as is known."""
+    program = context.plan.program
+    regions = {region.name for region in program.regions}
+    return context.values.arena_nbytes > 0 or not all(
+        isinstance(op, Alloc | Copy | Free)
+        or (isinstance(op, Call) and op.fn.startswith("aten.") and op.fn not in regions)
+        for op in program.ops
+    )
+
+
 MARKS = 32
 """Runs whose begin and end on the device can be told apart."""
 
@@ -67,9 +86,16 @@ class CudaEngine:
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
         self._index = context.device.index or 0
         self.watched: Any = None
+        self.watches = bool(context.crew.teams) or context.options.trace
+        """Whether runs have marks for the watchdog: Note [Runs that wait for nobody]."""
+        self.marks = MARKS if self.watches else 1
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
-            self._marks = [(self.driver.event(), self.driver.event()) for _ in range(MARKS)]
+            self._marks = [(self.driver.event(), self.driver.event()) for _ in range(self.marks)]
+        self.plain = not (self.watches or self.binding.sides or context.options.graph)
+        """Whether a run is nothing but its ops, on the caller's stream."""
+        self._keeps = not self.plain or keeps_memory(context)
+        self._finished = 0
         self._used = [s.side for s in spaces.values() if s.uses]
         self._generations = [(side, side.generation) for side in self.sides]
         self._closing = [s.side for team, s in spaces.items() if hears_all(context.plan, team)]
@@ -79,9 +105,9 @@ class CudaEngine:
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
         self.graphs: Graphs | None = None
         self.issued = self.entered = self.probed = 0
-        self.marks, self.since = MARKS, 0.0
+        self.since = 0.0
         self.probe, self._told = self.driver.event(), self.driver.event()
-        self._capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+        self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing  # pyright: ignore
         self.watched = Watched(self, context)
         watchdog().add(self.watched)
         for team in context.crew.teams.values():
@@ -121,11 +147,44 @@ class CudaEngine:
                     self._tell_after(side, aside.handle)
                 tells.run(aside.handle, side.run)
 
+    def run_plain(self) -> None:
+        """`run`, of a Program that is `plain`."""
+        stream = self._raw_stream(self._index)
+        if self._capturing():
+            raise self._captured()
+        last = self.last
+        if last is not None and last[0] != stream:
+            self.driver.wait_event(stream, last[1])
+        try:
+            self.binding.issue_plain(stream)
+        except BaseException as error:
+            self._leave_plain(stream)
+            self.watched.fail(error)
+            raise
+        self._leave_plain(stream)
+
+    def _leave_plain(self, stream: int) -> None:
+        if self._keeps:
+            over = self._marks[0][1]
+            self.driver.record(stream, over)
+            self.last = stream, over
+        self.issued += 1
+        self.entered = self.issued
+
+    def finish_unmarked(self) -> None:
+        """Waits for runs that left no event."""
+        issued = self.issued
+        if not self._keeps and self._finished != issued:
+            with torch.cuda.device(self.device):
+                self.driver.finish_device()
+            self._finished = issued
+
     def replay(self, graph: Any) -> None:
         """Issues one run that was captured."""
         stream, entry, over = self._enter()
         try:
-            self.driver.record(stream, entry)
+            if self.watches:
+                self.driver.record(stream, entry)
             graph.replay()
         except BaseException as error:
             self._abandon(error, stream, over)
@@ -159,16 +218,19 @@ class CudaEngine:
         """The stream that the caller is on, after the last run on another; the events of a run."""
         stream = self._raw_stream(self._index)
         if self._capturing():
-            raise ExecutorError(
-                f"{self.context.plan.program.name} was called inside a CUDA graph capture, which "
-                "would keep this run's numbers: use Options(graph=True) instead"
-            )
+            raise self._captured()
         self.since, self.entered = time.monotonic(), self.issued + 1
         for owner in self._owners:
             last = owner.last
             if last is not None and last[0] != stream:
                 self.driver.wait_event(stream, last[1])
-        return stream, *self._marks[(self.issued + 1) % MARKS]
+        return stream, *self._marks[(self.issued + 1) % self.marks]
+
+    def _captured(self) -> ExecutorError:
+        return ExecutorError(
+            f"{self.context.plan.program.name} was called inside a CUDA graph capture, which "
+            "would keep this run's numbers: use Options(graph=True) instead"
+        )
 
     def _leave(self, stream: int, over: int) -> None:
         """All of a run is issued. Only now it counts: before, its event stands for an older one."""
@@ -176,17 +238,19 @@ class CudaEngine:
         for owner in self._owners:
             owner.last = stream, over
         self.issued += 1
-        if not self.probed:  # one run whose end the watchdog sees however many are under way
+        if (
+            self.watches and not self.probed
+        ):  # one run whose end the watchdog sees however many are under way
             self.driver.record(stream, self.probe)
             self.probed = self.issued
 
     def begun(self, run: int) -> bool:
         """Whether a run has begun on the device, of the last few."""
-        return self.driver.done(self._marks[run % MARKS][0])
+        return self.driver.done(self._marks[run % self.marks][0])
 
     def ended(self, run: int) -> bool:
         """Whether a run has ended, of the last few; a later one in its place counts as not."""
-        return self.driver.done(self._marks[run % MARKS][1])
+        return not self._keeps or self.driver.done(self._marks[run % self.marks][1])
 
     def uses(self) -> Mapping[str, Use]:
         """Which copy of its slot each symmetric buffer has in the next run."""

@@ -20,6 +20,7 @@ Note [Addresses in graphs]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,8 @@ class Graphs:
         self._own_outs = False
         self._graphs: list[Any] = []
         self._results: list[tuple[Any, ...]] = []
+        self._homes: list[list[Home]] = []
+        self._picks: list[Pick | None] = []
         self._steady: list[int] = []
         """Where the tensors lie that the graphs read and write in place; none: some are copied."""
         self._runs = 0
@@ -153,7 +156,7 @@ class Graphs:
         if self._own_outs == (out is None) and self._at_home(given):
             turn, self._runs = self._runs & 1, self._runs + 1
             self._engine.replay(self._graphs[turn])
-            return self._given_back(turn, len(inputs), given)
+            return self._given_back(turn, given)
         if not all(tensor.is_cuda for tensor in given):
             raise ExecutorError(
                 f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
@@ -188,29 +191,42 @@ class Graphs:
                 given[index].copy_(self._baked[index])
         if not self._copied:
             self._steady = [tensor.data_ptr() for tensor in self._baked]
-        return self._given_back(turn, num_inputs, given)
+        return self._given_back(turn, given)
 
     def _at_home(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors lie where the graphs have them: most runs of a training step."""
         if not self._graphs or len(given) != len(self._steady):
             return False
-        for tensor, address in zip(given, self._steady, strict=True):
+        for tensor, address in zip(given, self._steady):  # noqa: B905
             if tensor.data_ptr() != address:
                 return False
         return True
 
-    def _given_back(
-        self, turn: int, num_inputs: int, given: Sequence[torch.Tensor]
-    ) -> tuple[Any, ...]:
+    def _given_back(self, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The results of a replay: the graph's own, or what no other replay writes."""
         if self._context.options.static_outputs:
             return self._results[turn]
-        callers = {
-            self._baked[index].data_ptr(): given[index] for index in range(num_inputs, len(given))
+        pick = self._picks[turn]
+        if pick is not None:
+            return pick(given)
+        homes, results = self._homes[turn], self._results[turn]
+        return tuple(
+            [_lasting(item, home, given) for item, home in zip(results, homes, strict=True)]
+        )
+
+    def _settle(self, num_inputs: int) -> None:
+        """Which results of each graph lie in which tensors of the caller's: once for each capture,
+        since these then stay where they are, or are copied."""
+        outs = {
+            tensor.data_ptr(): (index, tensor.shape)
+            for index, tensor in enumerate(self._baked)
+            if index >= num_inputs
         }
-        for held in self._context.values.registered.values():
-            callers[held.tensor.data_ptr()] = held.tensor
-        return tuple([_lasting(item, callers) for item in self._results[turn]])
+        kept = {
+            held.tensor.data_ptr(): held.tensor for held in self._context.values.registered.values()
+        }
+        self._homes = [[_home(item, outs, kept) for item in results] for results in self._results]
+        self._picks = [_picker(homes) for homes in self._homes]
 
     def _capture(
         self,
@@ -240,6 +256,7 @@ class Graphs:
                 finally:
                     values.end()
             self._graphs.append(graph)
+        self._settle(num_inputs)
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
@@ -255,9 +272,43 @@ class Graphs:
             binding.close()
 
 
-def _lasting(item: Any, callers: Mapping[int, torch.Tensor]) -> Any:
+Home = int | torch.Tensor | tuple["Home", ...] | None
+"""The tensor of the caller's that a result is, by number, or registered; None: it is the graph's,
+or no tensor."""
+Pick = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
+
+
+def _home(
+    item: Any, outs: Mapping[int, tuple[int, torch.Size]], kept: Mapping[int, torch.Tensor]
+) -> Home:
+    if isinstance(item, tuple):
+        return tuple([_home(part, outs, kept) for part in item])
+    if not isinstance(item, torch.Tensor):
+        return None
+    registered = kept.get(item.data_ptr())
+    if registered is not None and registered.shape == item.shape:
+        return registered
+    index, shape = outs.get(item.data_ptr(), (None, None))
+    return index if shape == item.shape else None
+
+
+def _picker(homes: Sequence[Home]) -> Pick | None:
+    """What gives all results, if they are all the caller's."""
+    places = [home for home in homes if isinstance(home, int)]
+    if not places or len(places) < len(homes):
+        return None
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    (place,) = places
+    return lambda given: (given[place],)
+
+
+def _lasting(item: Any, home: Home, given: Sequence[torch.Tensor]) -> Any:
     """A result in memory that no replay writes again: the caller's own, or a copy."""
-    if isinstance(item, torch.Tensor):
-        given = callers.get(item.data_ptr())
-        return item.clone() if given is None or given.shape != item.shape else given
-    return tuple(_lasting(part, callers) for part in item) if isinstance(item, tuple) else item
+    if isinstance(home, int):
+        return given[home]
+    if isinstance(home, torch.Tensor):
+        return home
+    if isinstance(home, tuple):
+        return tuple([_lasting(part, at, given) for part, at in zip(item, home, strict=True)])
+    return item.clone() if isinstance(item, torch.Tensor) else item

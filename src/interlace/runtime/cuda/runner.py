@@ -1,8 +1,8 @@
 """One run on CUDA, from the caller's tensors to the results, with as little of Python as can be.
 
-run = Runner(engine, inputs, outputs, results, tag)
-if run.ready:
-    (y,) = run([x, w], None)
+runner = Runner(engine, inputs, outputs, results, tag)
+if runner.ready:
+    (y,) = runner.run([x, w], None)
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from interlace.comm import TeamComm
 from interlace.errors import ExecutorError
 from interlace.runtime.inputs import Given
+from interlace.runtime.quick import NO_USES
+from interlace.runtime.results import Results
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -28,12 +30,12 @@ class Runner:
         engine: CudaEngine,
         inputs: Given,
         outputs: Given,
-        results: Sequence[Callable[[], Any]],
+        results: Results,
         tag: int,
     ) -> None:
         context = engine.context
         self._engine, self._inputs, self._outputs, self._results = engine, inputs, outputs, results
-        self._values, self._device = context.values, context.device
+        self._values = context.values
         self._teams = list(context.crew.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
         ordered = sorted(dict.fromkeys(self._teams), key=lambda team: team.topic)
@@ -43,6 +45,7 @@ class Runner:
         self._text = context.flight.text
         self._start = self._values.starter((*inputs.names, *outputs.names))
         self._both = self._inputs.names, self._outputs.names
+        self._plain = engine.plain
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
@@ -55,12 +58,12 @@ class Runner:
         """
         registered = self._values.registered.values()
         kept = [(held.tensor, held.tensor.clone()) for held in registered if held.written]
-        self(self._inputs.zeros(self._device), None)
+        self.run(self._inputs.zeros(), None)
         self._engine.synchronize()
         for tensor, before in kept:  # by now the peers are done with it too
             tensor.copy_(before)
         if kept:
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self._values.device).synchronize()
         for team in teams:
             topic = f"{team.topic}/warm/{team.num_prepared}/{team.resets}"
             team.board.exchange(topic, team.ranks, team.rank, {}, self._limit)
@@ -76,13 +79,7 @@ class Runner:
                 return False
         return True
 
-    def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
-        """Raises `ExecutorError` for tensors that the Program was not made for."""
-        self._inputs.check(inputs, self._device)
-        if out is not None:
-            self._outputs.check(out, self._device)
-
-    def __call__(
+    def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
         """Issues a run and gives its results, which are there once the caller's stream is."""
@@ -90,7 +87,7 @@ class Runner:
         had_grad = torch.is_grad_enabled()
         try:
             for lock in self._locks:
-                if not lock.acquire(timeout=self._limit):
+                if not lock.acquire(False) and not lock.acquire(True, self._limit):
                     raise ExecutorError(
                         f"{self._name} waited {self._limit:g} s for another thread's run on the "
                         "same teams: call Executors from one thread"
@@ -98,12 +95,26 @@ class Runner:
                 taken.append(lock)
             if had_grad:
                 self._grad(False)
+            if self._plain:
+                return self._issue_plain(inputs, out)
             return self._issue(inputs, out)
         finally:
             if had_grad:
                 self._grad(True)
             for lock in taken:
                 lock.release()
+
+    issue = run
+    """`run`, once the Executor has looked at all that there may be to look at."""
+
+    def _issue_plain(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
+        out = self._outputs.new() if out is None else out
+        try:
+            self._start((*inputs, *out), NO_USES)
+            self._engine.run_plain()
+            return self._results()
+        finally:
+            self._values.end()
 
     def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
         engine = self._engine
@@ -113,15 +124,12 @@ class Runner:
         if out is not None:
             self._outputs.check_places(out)
         if engine.graphs is not None and self.warm:
-            return engine.graphs.run(
-                *(self._both, inputs, out, lambda: self._outputs.new(self._device)),
-                lambda: tuple([result() for result in self._results]),
-            )
-        out = self._outputs.new(self._device) if out is None else out
+            return engine.graphs.run(self._both, inputs, out, self._outputs.new, self._results)
+        out = self._outputs.new() if out is None else out
         values = self._values
         try:
             self._start((*inputs, *out), engine.uses())
             engine.run()
-            return tuple([result() for result in self._results])
+            return self._results()
         finally:
             values.end()

@@ -1,10 +1,10 @@
 """Bounds what streams wait for: a thread that looks at all runs under way, a few times a second.
 
-A stream cannot time out by itself. So every run has an event where it begins on the device and one
-where it ends. Where the oldest run under way does not end within the time-out, or a peer has
-failed, the watchdog finds out what is missing, tells the peers, writes the words that streams and
-kernels of this rank wait for (so that they end, with results that nobody may use) and keeps the
-error for the next call.
+A stream cannot time out by itself. So every run of a Program with teams has an event where it
+begins on the device and one where it ends. Where the oldest run under way does not end within the
+time-out, or a peer has failed, the watchdog finds out what is missing, tells the peers, writes the
+words that streams and kernels of this rank wait for (so that they end, with results that nobody may
+use) and keeps the error for the next call. Without teams there is nothing of that kind to find.
 
     watched = Watched(engine, context)
     watchdog().add(watched)
@@ -76,7 +76,7 @@ class Watched:
     def look(self) -> None:
         """One look: notes progress, finds failures, lets go what is stuck."""
         engine, now = self._engine(), time.monotonic()
-        if engine is None:
+        if engine is None or not engine.watches:
             return
         if self.past:
             return
@@ -164,6 +164,10 @@ class Watched:
 
     def finish(self) -> None:
         """Returns when all that was issued has ended; raises what failed."""
+        engine = self._engine()
+        if engine is not None and self.failure is None:
+            engine.finish_unmarked()
+        del engine
         pause = 20e-6
         while not self.idle and self.failure is None:
             if self.past:  # the watchdog, which bounds this loop, looks at it no more
@@ -239,7 +243,8 @@ def watchdog() -> Watchdog:
 def synchronize() -> None:
     """Returns when every run of every CUDA Executor of this process has ended; raises what failed.
 
-    Bounded by each Executor's time-out. What runs leave in tensors is known to be right after it.
+    Bounded by the time-out of each Executor that is in teams. What runs leave in tensors is known
+    to be right after it.
     """
     for watched in watchdog().all():
         watched.finish()

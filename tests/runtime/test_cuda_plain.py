@@ -1,0 +1,177 @@
+"""What the CUDA engine issues for a Program outside of teams: its ops, and one event at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.support.fake_cuda import MAIN, Fake, fake_engine
+
+from interlace.bench.kernels.host import WIDTH, program
+from interlace.errors import ExecutorError
+from interlace.ir import parse
+from interlace.options import Options
+from interlace.runtime.cuda.graphs import _home, _lasting, _picker
+
+TWO_STREAMS = f"""
+def two(x: f32[{WIDTH}, {WIDTH}], w: f32[{WIDTH}, {WIDTH}], y: out[f32[{WIDTH}, {WIDTH}]]):
+    t = alloc(f32[{WIDTH}, {WIDTH}])
+    main: call("aten.mm.out", x, w, out=t)
+    main: record(e)
+    side: wait(e)
+    side: call("aten.mm.out", t, w, out=y)
+"""
+
+
+@pytest.fixture
+def plain() -> Iterator[Fake]:
+    """Two calls, and an arena between them."""
+    with fake_engine(program(2), rank=0) as fake:
+        assert fake.engine.plain
+        assert not fake.engine.watches
+        yield fake
+
+
+@pytest.fixture
+def single() -> Iterator[Fake]:
+    """One call, which shares nothing with the next run's."""
+    with fake_engine(program(1), rank=0) as fake:
+        assert fake.engine.plain
+        yield fake
+
+
+def given() -> list[torch.Tensor]:
+    return [torch.randn(WIDTH, WIDTH) for _ in range(2)]
+
+
+def shape_of(fake: Fake) -> list[tuple[Any, ...]]:
+    return [entry[:2] for entry in fake.log]
+
+
+def test_a_run_with_an_arena_leaves_one_event(plain: Fake) -> None:
+    for _ in range(3):
+        plain.run(given())
+        assert shape_of(plain) == [("call", MAIN), ("call", MAIN), ("record", MAIN)]
+        assert plain.log[-1][3:] == ("over",)
+    assert plain.engine.issued == plain.engine.entered == 3
+
+
+def test_a_run_on_another_stream_waits_for_the_last_ones_end(plain: Fake) -> None:
+    plain.run(given())
+    over = plain.log[-1][2]
+    for stream, waits in ((900, True), (900, False), (MAIN, True), (901, True), (901, False)):
+        plain.on(stream)
+        plain.run(given())
+        waited = [("wait_event", stream, over)] if waits else []
+        assert plain.log[: len(waited)] == waited
+        calls = [("call", stream), ("call", stream), ("record", stream)]
+        assert shape_of(plain)[len(waited) :] == calls
+
+
+def test_a_run_that_shares_nothing_leaves_no_event(single: Fake) -> None:
+    for stream in (MAIN, 900, MAIN):
+        single.on(stream)
+        single.run(given())
+        assert shape_of(single) == [("call", stream)]
+
+
+def test_synchronize_waits_for_runs_that_left_no_event(single: Fake, plain: Fake) -> None:
+    single.run(given())
+    single.log.clear()
+    single.engine.watched.finish()
+    single.engine.watched.finish()
+    assert single.log == [("finish", None)], "once, as nothing was issued between"
+    single.run(given())
+    single.engine.watched.finish()
+    assert single.log[-1] == ("finish", None)
+    plain.run(given())
+    plain.log.clear()
+    plain.engine.watched.finish()
+    assert plain.log == [], "the event says it"
+
+
+def test_the_watchdog_finds_nothing_wrong(plain: Fake) -> None:
+    plain.run(given())
+    plain.driver.done = lambda event: False
+    plain.engine.watched._since -= 1e6
+    plain.engine.watched.look()
+    assert plain.engine.failure is None
+
+
+def test_a_step_that_fails_ends_the_run_and_is_kept(plain: Fake) -> None:
+    plain.run(given())
+    assert plain.runner.ready
+
+    def fail() -> None:
+        raise ValueError("as planned")
+
+    first, second = plain.engine.binding.steps
+    plain.engine.binding.steps[1] = fail
+    with torch.enable_grad(), pytest.raises(ValueError, match="as planned"):
+        plain.run(given())
+    assert torch.is_grad_enabled()
+    assert shape_of(plain) == [("call", MAIN), ("record", MAIN)], "what was issued ends there"
+    assert not plain.runner.ready
+    assert isinstance(plain.engine.failure, ValueError)
+    plain.engine.binding.steps[:] = [first, second]
+
+
+def test_a_call_in_a_capture_is_refused(plain: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain.engine, "_capturing", lambda: True)
+    with pytest.raises(ExecutorError, match="chain was called inside a CUDA graph capture"):
+        plain.run(given())
+    assert plain.log == []
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [(TWO_STREAMS, {}), (str(program(2)), {"trace": True})],
+    ids=["streams", "trace"],
+)
+def test_what_is_more_than_its_ops_is_not_plain(text: str, options: dict[str, Any]) -> None:
+    with fake_engine(parse(text), 0, Options(**options)) as fake:
+        assert not fake.engine.plain
+        assert fake.engine.watches == bool(options)
+
+
+def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:
+    text = str(program(1)).replace("aten.mm.out", "interlace.matmul")
+    changed = parse(text)
+    from interlace.runtime.cuda.engine import keeps_memory
+
+    with fake_engine(program(1), 0) as fake:
+        context = fake.engine.context
+        assert not keeps_memory(context)
+        plan: Any = type("Plan", (), {"program": changed})
+        other: Any = type("Context", (), {"plan": plan, "values": context.values})
+        assert keeps_memory(other)
+
+
+def test_results_of_replays_are_the_callers_or_copies() -> None:
+    x, y, z, own, held = (torch.randn(2, 3) for _ in range(5))
+    outs = {t.data_ptr(): (n, t.shape) for n, t in enumerate((x, y, z)) if n}
+    homes = [_home(item, outs, {}) for item in (z, y)]
+    pick = _picker(homes)
+    assert pick is not None
+    assert [id(item) for item in pick([x, y, z])] == [id(z), id(y)]
+    one = _picker(homes[:1])
+    assert one is not None
+    assert [id(item) for item in one([x, y, z])] == [id(z)]
+    results = (y, (own, y.view(6), 3), None, x, held)
+    mixed = [_home(item, outs, {held.data_ptr(): held}) for item in results]
+    assert mixed == [1, (None, None, None), None, None, held]
+    assert _picker(mixed) is None
+    assert _picker([]) is None
+    given = [x.clone(), y.clone(), z.clone()]
+    found = [_lasting(item, home, given) for item, home in zip(results, mixed, strict=True)]
+    assert found[0] is given[1]
+    copy, view, number = found[1]
+    assert torch.equal(copy, own)
+    assert copy.data_ptr() != own.data_ptr()
+    assert view.shape == (6,)
+    assert view.data_ptr() != y.data_ptr()
+    assert (number, found[2]) == (3, None)
+    assert found[3].data_ptr() != x.data_ptr()
+    assert found[4] is held  # registered: no other replay writes it but where the caller wants it
