@@ -165,17 +165,15 @@ def test_a_scatters_chunks_leave_when_their_tiles_are_made(strategy: str, subs: 
                 assert stage is not None
                 which, inside = divmod(src - stage.data_ptr(), y.nbytes)
                 assert which == peer
-                assert nbytes == (y.nbytes if peer == 3 else y.nbytes // subs)
-                first, end = inside * subs // y.nbytes, (inside + nbytes) * subs // y.nbytes
-                moved.append((peer, first))
-                for sub in range(first, end):
-                    count = order.one("wait", stream, launch.counters + 4 * (peer * subs + sub))
-                    assert log[count][3] == number * TILES
-                    assert order.before(count, copy)
-                    assert not order.before(order.one("launch"), count)
+                assert nbytes == y.nbytes // subs
+                moved.append((peer, inside // nbytes))
+                address = launch.counters + 4 * (peer * subs + moved[-1][1])
+                count = order.one("wait", stream, address)
+                assert log[count][3] == number * TILES
+                assert order.before(count, copy)
+                assert not order.before(order.one("launch"), count)
                 lanes.add(stream)
-            cut = range(subs)
-            assert moved == [*((2, s) for s in cut), (3, 0), *((0, s) for s in cut)]
+            assert moved == [(peer, sub) for peer in (2, 3, 0) for sub in range(subs)]
             sums = order.find("call", MAIN, "interlace.sum_slots")
             assert all(fake.place(log[one][3][0]) == (1, number % 2) for one in sums)
             assert len(sums) == subs

@@ -40,8 +40,7 @@ class Scatter:
     width: int
     dtype: DType
     parts: int = 1
-    """Put: pieces that each rank's rows are summed in. Those of the first and the last that leave
-    are computed and travel so, too: the first soon, the last little; between them whole."""
+    """Put: pieces that each rank's rows are computed, travel and are summed in, to leave soon."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
@@ -160,10 +159,7 @@ class Scatter:
         for k in e.others:
             chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
             into = self._rows(slots, e.rank, chunk)
-            pieces = [*enumerate(self._pieces(), start=1)]
-            if k not in (1, e.size - 1):
-                pieces = [(self.parts, None)]
-            for number, within in pieces:
+            for number, within in enumerate(self._pieces(), start=1):
                 src, dst = (v if within is None else v.then(within) for v in (staged(chunk), into))
                 compute(chunk, src, within)
                 e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))

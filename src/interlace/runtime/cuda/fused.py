@@ -127,9 +127,9 @@ def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
     def due() -> int:
         return runs() * tiles
 
-    for spot, chunk, subs in parts.records:
-        words = tuple(counters + 4 * (chunk * parts.subs + sub) for sub in subs)
-        binder.points[spot] = CounterPoint(binder.driver, words, due)
+    for spot, chunk, sub in parts.records:
+        address = counters + 4 * (chunk * parts.subs + sub)
+        binder.points[spot] = CounterPoint(binder.driver, address, due)
     x, stage, own = values.at(*parts.x), values.at(*parts.stage), values.at(*parts.own)
     w = values.own(parts.weight)
     bias = None if parts.bias is None else values.own(parts.bias)

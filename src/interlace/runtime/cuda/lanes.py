@@ -72,15 +72,15 @@ class EventPoint:
 
 @dataclass(frozen=True, slots=True)
 class CounterPoint:
-    """A point inside of a kernel, marked by words that its tiles raise."""
+    """A point inside of a kernel, marked by a word that its tiles raise."""
 
     driver: Driver
-    addresses: tuple[int, ...]
+    address: int
     due: Callable[[], int]
-    """What each word has reached in this run."""
+    """What the word has reached in this run."""
 
     def wait(self, lane: Lane) -> Thunk:
-        step = Words.of("wait", self.driver, lane, self.addresses, self.due)
+        step = Words.of("wait", self.driver, lane, (self.address,), self.due)
         assert step is not None
         return step
 

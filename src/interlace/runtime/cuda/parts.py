@@ -3,8 +3,8 @@
 With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
 
     gather    the own chunk's matmul, then for each other chunk: expect its arrival, its matmul
-    scatter   the others' chunks, the first and the last in `subs` ranges: matmul into the stage,
-              record; then the own one: matmul into its slot
+    scatter   the others' chunks, each in `subs` ranges: matmul into the stage, record; then the own
+              one: matmul into its slot
 
 `gather_of` and `scatter_of` give None for whatever is not exactly that.
 """
@@ -102,8 +102,8 @@ class ScatterParts:
     own: Place
     """The rank's own rows, in its slot."""
     bias: View | None
-    records: tuple[tuple[Spot, int, range], ...]
-    """Where each chunk or range is recorded: the spot, the chunk and the numbers of its ranges."""
+    records: tuple[tuple[Spot, int, int], ...]
+    """Where each chunk or range is recorded: the spot, the chunk and the number of the range."""
 
 
 def gather_of(plan: Plan, op: Fused) -> GatherParts | None:
@@ -158,33 +158,27 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
         return None
     size = len(plan.where.member(buffer.team).ranks)
-    mine, first = products[-1], products[0]
-    shape = _shape(plan, mine, buffer.team, size) if size > 1 else None
-    if mine is None or first is None or shape is None:
-        return None
-    subs, rest = divmod(shape.rows, max(box(first.out).sizes[0], 1))
-    pieces = [
-        (k, range(sub, sub + 1) if k in (0, size - 2) else range(subs))
-        for k in range(size - 1)
-        for sub in (range(subs) if k in (0, size - 2) else (0,))
-    ]
-    if rest or len(op.parts) != len(pieces) + 1:
+    subs, rest = divmod(len(op.parts) - 1, max(size - 1, 1))
+    mine = products[-1]
+    fits = size > 1 and subs > 0 and not rest
+    shape = _shape(plan, mine, buffer.team, size) if fits else None
+    if mine is None or shape is None or shape.rows % subs:
         return None
     rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
     first_x, own = box(mine.a).offset - rank * rows * inner, box(mine.out).offset
     stage: tuple[str, int] | None = None
-    records: list[tuple[Spot, int, range]] = []
+    records: list[tuple[Spot, int, int]] = []
     position = 0
-    pieces.append((size - 1, range(subs)))
-    for (k, ranges), part, product in zip(pieces, op.parts, products, strict=True):
+    for nth, (part, product) in enumerate(zip(op.parts, products, strict=True)):
+        k, sub = divmod(nth, subs)
         chunk = (rank + 1 + k) % size
-        length = rows // subs * len(ranges)
+        length = rows if chunk == rank else rows // subs
         if product is None or (product.b, product.bias, product.a.buffer) != (
             *(mine.b, mine.bias),
             mine.a.buffer,
         ):
             return None
-        at = chunk * rows + ranges.start * (rows // subs)
+        at = chunk * rows + sub * length
         if chunk == rank:
             place, start = slots, own
         else:
@@ -197,7 +191,7 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
             and all(isinstance(member, Record) for member in part[1:])
         ):
             return None
-        records += [((index, position + 1 + i), chunk, ranges) for i in range(len(part) - 1)]
+        records += [((index, position + 1 + i), chunk, sub) for i in range(len(part) - 1)]
         position += len(part)
     assert stage is not None
     return ScatterParts(
