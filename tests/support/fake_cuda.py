@@ -36,7 +36,7 @@ from interlace.runtime.cuda import binder as binder_file
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.engine import CudaEngine
 from interlace.runtime.cuda.lanes import Lane
-from interlace.runtime.cuda.runner import Runner
+from interlace.runtime.cuda.runner import Runner, runner_of
 from interlace.runtime.cuda.sharing import signals_of
 from interlace.runtime.engine import Context, Crew
 from interlace.runtime.flight import Flight
@@ -369,6 +369,6 @@ def fake_engine(
             )
             for kind in ("input", "output")
         ]
-        yield Fake(engine, Runner(engine, given[0], given[1], tuple, tag=7), driver, caller)
+        yield Fake(engine, runner_of(engine, given[0], given[1], tuple, 7), driver, caller)
     for segment in segments:
         segment.unlink()

@@ -122,9 +122,9 @@ def runner_for(device: torch.device, engine: Any, ends: Ends, door: Door) -> Any
     `ends` is what the Program takes, fills and returns.
     """
     if device.type == "cuda":
-        from interlace.runtime.cuda.runner import Runner
+        from interlace.runtime.cuda.runner import runner_of
 
-        return Runner(engine, *ends, door.tag)
+        return runner_of(engine, *ends, door.tag)
     from interlace.runtime.flat import Flat
     from interlace.runtime.quick import Quick
 

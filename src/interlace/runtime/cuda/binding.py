@@ -110,13 +110,6 @@ class Binding:
             step()
         self.join()
 
-    def issue_plain(self, stream: int) -> None:
-        """`issue` on one stream, with nothing before the ops and nothing after them."""
-        self.main.handle = stream
-        self.runs += 1
-        for step in self.steps:
-            step()
-
     def join(self) -> None:
         """The caller's stream waits for the others."""
         driver, main = self.driver, self.main

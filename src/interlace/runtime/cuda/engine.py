@@ -148,20 +148,26 @@ class CudaEngine:
                 tells.run(aside.handle, side.run)
 
     def run_plain(self) -> None:
-        """`run`, of a Program that is `plain`."""
-        stream = self._raw_stream(self._index)
+        """`run`, of a Program that is `plain`: nothing before the ops and nothing after them."""
+        stream, binding = self._raw_stream(self._index), self.binding
         if self._capturing():
             raise self._captured()
         last = self.last
         if last is not None and last[0] != stream:
             self.driver.wait_event(stream, last[1])
+        binding.main.handle = stream
+        binding.runs += 1
         try:
-            self.binding.issue_plain(stream)
+            for step in binding.steps:
+                step()
         except BaseException as error:
             self._leave_plain(stream)
             self.watched.fail(error)
             raise
-        self._leave_plain(stream)
+        if self._keeps:
+            self._leave_plain(stream)
+        else:
+            self.issued = self.entered = self.issued + 1
 
     def _leave_plain(self, stream: int) -> None:
         if self._keeps:

@@ -8,6 +8,7 @@ if runner.ready:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,6 @@ class Runner:
         self._text = context.flight.text
         self._start = self._values.starter((*inputs.names, *outputs.names))
         self._both = self._inputs.names, self._outputs.names
-        self._plain = engine.plain
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
@@ -95,8 +95,6 @@ class Runner:
                 taken.append(lock)
             if had_grad:
                 self._grad(False)
-            if self._plain:
-                return self._issue_plain(inputs, out)
             return self._issue(inputs, out)
         finally:
             if had_grad:
@@ -106,15 +104,6 @@ class Runner:
 
     issue = run
     """`run`, once the Executor has looked at all that there may be to look at."""
-
-    def _issue_plain(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
-        out = self._outputs.new() if out is None else out
-        try:
-            self._start((*inputs, *out), NO_USES)
-            self._engine.run_plain()
-            return self._results()
-        finally:
-            self._values.end()
 
     def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
         engine = self._engine
@@ -133,3 +122,48 @@ class Runner:
             return self._results()
         finally:
             values.end()
+
+
+class PlainRunner(Runner):
+    """Issues runs that are nothing but their ops, of an engine that is `plain`."""
+
+    def __init__(self, engine: CudaEngine, *rest: Any) -> None:
+        super().__init__(engine, *rest)
+        self._lock, self._watched, self._end = Lock(), engine.watched, self._values.end
+
+    @property
+    def ready(self) -> bool:
+        """Whether no run has failed."""
+        return self._watched.failure is None
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        """Issues a run and gives its results, which are there once the caller's stream is."""
+        lock = self._lock
+        if not lock.acquire(False) and not lock.acquire(True, self._limit):
+            raise ExecutorError(
+                f"{self._name} waited {self._limit:g} s for another thread's run: call Executors "
+                "from one thread"
+            )
+        had_grad = torch.is_grad_enabled()
+        try:
+            if had_grad:
+                self._grad(False)
+            if out is None:
+                out = self._outputs.new()
+            self._start((*inputs, *out), NO_USES)
+            self._engine.run_plain()
+            return self._results()
+        finally:
+            self._end()
+            if had_grad:
+                self._grad(True)
+            lock.release()
+
+    issue = run
+
+
+def runner_of(engine: CudaEngine, *rest: Any) -> Runner:
+    """What issues the runs of this engine."""
+    return (PlainRunner if engine.plain else Runner)(engine, *rest)
