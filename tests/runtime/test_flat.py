@@ -254,3 +254,18 @@ def test_an_input_that_changed_in_place_is_seen(pool: Pool, seed: int) -> None:
         assert refusal[0] == "ExecutorError"
         assert "has shape [2, 2], not [4]" in refusal[1]
         assert after[0] == "result"
+
+
+def nested() -> list[Outcome]:
+    """An op of a run calls the Executor that it is an op of."""
+    executor = flat(BEFORE.format("peer"))
+    runner = executor._runner
+    at, index, _ = runner._listed[0]
+    runner._listed[0] = at, index, lambda: executor.run(given(0))
+    return [attempt(lambda: executor.run(given(0)))]
+
+
+def test_a_run_within_a_run_of_its_own_is_refused(pool: Pool) -> None:
+    for ((error, text, _),) in pool(2).run(nested):
+        assert error in ("ExecutorError", "PeerError")
+        assert "was called in a run of its own" in text

@@ -7,7 +7,7 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -105,8 +105,6 @@ def executor_for(device: torch.device | str) -> type[Engine]:
 class Door:
     """What an Executor's runs go in by."""
 
-    locks: Sequence[Any]
-    """The Executor's own and its teams', in the order in which they are taken."""
     tag: int
     """The Program's, the same on all ranks."""
     peer_text: Callable[[int], str] | None

@@ -170,7 +170,7 @@ class Executor:
         self._bound_resets = self._resets()
         tag = self._agreement.tag if self._agreement is not None else 0
         ends = self._inputs, self._outputs, self._results
-        door = Door([self._lock, *(team.lock for team in self._ordered())], tag, self._peer_text)
+        door = Door(tag, self._peer_text)
         self._runner = runner_for(self.device, self._engine, ends, door)
         if self.options.graph:
             self._runner.warm_up(self._ordered())

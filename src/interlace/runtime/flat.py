@@ -26,6 +26,7 @@ import torch
 from interlace.comm import Control
 from interlace.comm.control import DONE, PROGRESS, STREAMS
 from interlace.comm.signals import VALUE_BITS
+from interlace.errors import ExecutorError
 from interlace.runtime.engine import Door
 from interlace.runtime.inputs import Given
 from interlace.runtime.quick import Quick, is_plain
@@ -51,7 +52,8 @@ class Flat(Quick):
         crew, plan = engine.context.crew, engine.context.plan
         (self._team,) = crew.teams.values()
         self._resets, self._control = self._team.resets, self._team.control
-        self._own_lock, self._team_lock = door.locks
+        self._under_way = False
+        """Whether this thread is in a run: the team's lock keeps out only others."""
         self._tag, self._text = door.tag, door.peer_text
         self._uses = crew.uses
         self._takes = [(buffer, crew.slots[buffer]) for buffer in plan.takes]
@@ -69,33 +71,26 @@ class Flat(Quick):
     def run(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...] | None:
-        """A run, and its results; None, with nothing done, where it cannot be begun at once."""
-        if not self._own_lock.acquire(False):
-            return None
-        try:
-            if not self._team_lock.acquire(False):
-                return None
-            try:
-                return self.issue(inputs, out)
-            finally:
-                self._team_lock.release()
-        finally:
-            self._own_lock.release()
+        """A run, and its results; None, with nothing done, where it cannot be begun at once.
 
-    def issue(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, ...] | None:
-        """`run`, with all locks taken."""
-        control, clock = self._control, time.monotonic_ns
-        if not self._team.is_as_of(self._resets, control):
+        Whoever has the team's lock already may call it too.
+        """
+        team, control, clock = self._team, self._control, time.monotonic_ns
+        lock = team.lock
+        if not lock.acquire(False):
             return None
-        cells = control.cells
-        mark = control.enter(self._tag, self._name, self._text) << VALUE_BITS
-        for buffer, slot in self._takes:
-            self._uses[buffer] = slot.next_use()
-        had_grad = torch.is_grad_enabled()
-        left = iter(self._listed)
+        if self._under_way or not team.is_as_of(self._resets, control):
+            lock.release()
+            if self._under_way:  # the lock was this thread's
+                raise ExecutorError(f"{self._name} was called in a run of its own: make another")
+            return None
+        cells, had_grad, left = control.cells, torch.is_grad_enabled(), iter(self._listed)
+        self._under_way = True
         try:
+            run = control.enter(self._tag, self._name, self._text)
+            mark = run << VALUE_BITS
+            for buffer, slot in self._takes:
+                self._uses[buffer] = slot.next_use()
             if had_grad:
                 self._grad(False)
             if out is None:
@@ -103,21 +98,25 @@ class Flat(Quick):
             if self._orders:
                 self._engine.begin_alone()
             self._start((*inputs, *out), self._uses)
-            for at, index, run in left:
+            for at, index, issue in left:
                 if at:
                     cells[at] = mark | index
                     cells[at + 1] = clock()
-                run()
+                issue()
             results = self._results()
+            cells[self._last] = mark | DONE
+            control.leave(run)
+            return results
         except BaseException as error:
             raise self._explained(error, left)  # noqa: B904
         finally:
             self._end()
             if had_grad:
                 self._grad(True)
-        cells[self._last] = mark | DONE
-        control.leave()
-        return results
+            self._under_way = False
+            lock.release()
+
+    issue = run
 
 
 def stands(control: Control, streams: Sequence[str]) -> dict[str, tuple[int, float]]:
