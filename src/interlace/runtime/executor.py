@@ -148,7 +148,7 @@ class Executor:
         shared = self._shared
         backends = shared.backends(self._teams, self.device, limit)
         known = self.host, shared.registered
-        values = Values(program, plan.box, shared.slots, self.device, *known, self.static_inputs)
+        values = Values(program, plan.box, shared.slots, self.device, *known)
         crew = Crew(self._teams, shared.slots, shared.spaces, backends, {}, shared.graph_spaces)
         flight = Flight(program, self.rank)
         self._context = Context(

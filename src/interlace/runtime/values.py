@@ -11,7 +11,7 @@ its arguments by place, so the hot path makes no view and looks up no name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 from interlace.comm import Registered, Slot, Use
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, DType, Program, View, contiguous_strides
-from interlace.runtime.kept import KeptViews
 
 DTYPES: Mapping[DType, torch.dtype] = {
     DType.f64: torch.float64,
@@ -109,7 +108,6 @@ class Values:
         device: torch.device,
         host: frozenset[str] = frozenset(),
         registered: Mapping[str, Registered] | None = None,
-        static: Collection[str] = (),
     ) -> None:
         self.registered = registered or {}
         """What peers reach of the caller's memory, by name: the same in every run."""
@@ -124,9 +122,6 @@ class Values:
         self._buffers = program.buffers()
         self.used = frozenset((*_returned(program.returned()), *_touched(program)))
         """Buffers that it returns, or that an op touches which is not the Call that makes them."""
-        written = {access.view.buffer for op in program.ops for access in op.writes()}
-        self._static = frozenset(static) - written
-        """Inputs that are only read, and as a rule are the same tensors in every run."""
         self._slots = slots
         self._places: dict[tuple[str, int | None, Box], int] = {}
         self._families: dict[str, _Family] = {}
@@ -299,19 +294,7 @@ class Values:
         """
         items, families = self.items, [self._families[name] for name in names]
         places = [family.place for family in families]
-        still = [name in self._static for name in names]
-        kept = [
-            (family.place, [place for place, _ in family.views],
-             KeptViews([box for _, box in family.views], at))
-            for family, stays in zip(families, still, strict=True)
-            if stays and family.views
-        ]  # fmt: skip
-        views = [
-            (*view, family.place)
-            for family, stays in zip(families, still, strict=True)
-            if not stays
-            for view in family.views
-        ]
+        views = [(*view, family.place) for family in families for view in family.views]
         more = bool(self._symmetric or self._allocated)
 
         def start(tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
@@ -321,9 +304,6 @@ class Values:
                 items[place] = tensor
             for place, box, whole in views:
                 items[place] = derive(items[whole], box)
-            for whole, spots, memory in kept:
-                for place, view in zip(spots, memory.of(items[whole])):  # noqa: B905
-                    items[place] = view
             if more or uses:
                 self.begin({}, uses)
 
