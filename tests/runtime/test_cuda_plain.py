@@ -151,8 +151,8 @@ def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:
 
 def test_results_of_replays_are_the_callers_or_copies() -> None:
     x, y, z, own, held = (torch.randn(2, 3) for _ in range(5))
-    outs = {t.data_ptr(): (n, t.shape) for n, t in enumerate((x, y, z)) if n}
-    homes = [_home(item, outs, {}) for item in (z, y)]
+    outs = [(n, t) for n, t in enumerate((x, y, z)) if n]
+    homes = [_home(item, outs, []) for item in (z, y)]
     pick = _picker(homes)
     assert pick is not None
     assert [id(item) for item in pick([x, y, z])] == [id(z), id(y)]
@@ -160,7 +160,7 @@ def test_results_of_replays_are_the_callers_or_copies() -> None:
     assert one is not None
     assert [id(item) for item in one([x, y, z])] == [id(z)]
     results = (y, (own, y.view(6), 3), None, x, held)
-    mixed = [_home(item, outs, {held.data_ptr(): held}) for item in results]
+    mixed = [_home(item, outs, [held]) for item in results]
     assert mixed == [1, (None, None, None), None, None, held]
     assert _picker(mixed) is None
     assert _picker([]) is None
@@ -175,3 +175,13 @@ def test_results_of_replays_are_the_callers_or_copies() -> None:
     assert (number, found[2]) == (3, None)
     assert found[3].data_ptr() != x.data_ptr()
     assert found[4] is held  # registered: no other replay writes it but where the caller wants it
+
+
+def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
+    y, empty = torch.randn(3, 3), torch.empty(0)
+    others = y.permute(1, 0), y.view(torch.int32), y[:2], empty
+    for outs, kept in (([(0, y), (1, empty)], []), ([], [y, empty])):
+        found = [_home(item, outs, kept) for item in others]
+        assert [home is None for home in found] == [True] * 4
+    (turned,) = [_lasting(others[0], None, [y])]
+    assert torch.equal(turned, y.t())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import types
 from typing import Any
 
 import pytest
 from tests.support.fake_cuda import FakeDriver
 
-from interlace.comm.cuda.driver import Batch
+from interlace.comm.cuda import driver as driver_file
+from interlace.comm.cuda.driver import WAIT_VALUE_32, Batch
 from interlace.runtime.cuda.lanes import Lane
 from interlace.runtime.cuda.words import Words, brought_together
 
@@ -105,3 +107,35 @@ def test_each_stream_keeps_its_order(seed: int) -> None:
         for early, late in ((a, b) for i, a in enumerate(plain) for b in plain[i + 1 :]):
             if place[early] > place[late]:
                 assert early[0] == "wait" or late[0] == "write", (early, late)
+
+
+def test_more_words_than_the_driver_takes_are_several_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[list[tuple[str, int, int]]] = []
+
+    class Item:
+        def __init__(self) -> None:
+            self.waitValue, self.writeValue = types.SimpleNamespace(), types.SimpleNamespace()
+
+    def issue(stream: int, count: int, items: list[Any], flags: int) -> tuple[int]:
+        assert count == len(items) < 256  # so the reference of cuStreamBatchMemOp has it
+        told = [
+            ("wait", i.waitValue) if i.operation == WAIT_VALUE_32 else ("write", i.writeValue)
+            for i in items
+        ]
+        calls.append([(kind, part.address, part.value) for kind, part in told])
+        return (0,)
+
+    fake = types.SimpleNamespace(
+        CUstreamBatchMemOpParams=Item, CUstreamBatchMemOpType=int, cuStreamBatchMemOp=issue
+    )
+    monkeypatch.setattr(driver_file, "bindings", lambda: fake)
+    driver: Any = types.SimpleNamespace()
+    Batch(driver, [("wait", range(200)), ("write", range(1000, 1300))]).run(1, 5, -1)
+    assert [len(call) for call in calls] == [255, 245]
+    wanted = [("wait", at, 5) for at in range(200)]
+    wanted += [("write", at, 0xFFFFFFFF) for at in range(1000, 1300)]
+    assert [entry for call in calls for entry in call] == wanted
+    Batch(driver, [("write", [])]).run(1, 5)
+    assert len(calls) == 2

@@ -314,7 +314,7 @@ class Executor:
         for team in self._ordered():
             team.reset(self.options.time_out_s)
         if settle is not None and not self._teams:  # no team's reset has the next run bind anew
-            with torch.inference_mode(False), torch.no_grad():
+            with self._alone(), torch.inference_mode(False), torch.no_grad():
                 self._bind()
         self._poison = None
 

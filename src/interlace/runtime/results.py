@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+import torch
+
 from interlace.errors import ProgramError
 from interlace.ir import Arg, View
 from interlace.runtime.calls import decode
 from interlace.runtime.plan import Plan
-from interlace.runtime.values import Values
+from interlace.runtime.values import Values, derive
 
 Results = Callable[[], tuple[Any, ...]]
 
@@ -35,8 +37,9 @@ def reader_of(returned: Sequence[Arg], plan: Plan, values: Values) -> Results:
     return lambda: getter(items)
 
 
-Part = int | tuple["Part", ...] | list[Any]
-"""A place in the table, several of them, or (in a list) a value that never changes."""
+Part = int | tuple["Part", ...] | list[Any] | Callable[[], torch.Tensor]
+"""A place in the table, several of them, (in a list) a value that never changes, or what makes a
+view of a registered tensor."""
 
 
 def _part(arg: Arg, plan: Plan, values: Values) -> Part:
@@ -47,8 +50,11 @@ def _part(arg: Arg, plan: Plan, values: Values) -> Part:
                 f"{plan.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
                 "the next run reuses: return a fresh buffer or an output"
             )
-        fixed = values.callers(arg)
-        return values.own(arg) if fixed is None else [fixed]
+        registered = values.callers(arg)
+        if registered is None:
+            return values.own(arg)
+        tensor, box = registered
+        return [tensor] if box is None else lambda: derive(tensor, box)
     if isinstance(arg, tuple):
         return tuple(_part(item, plan, values) for item in arg)
     return [decode(arg, values.device)]
@@ -59,4 +65,4 @@ def _read(part: Part, items: list[Any]) -> Any:
         return items[part]
     if isinstance(part, tuple):
         return tuple([_read(item, items) for item in part])
-    return part[0]
+    return part[0] if isinstance(part, list) else part()

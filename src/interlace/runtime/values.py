@@ -61,6 +61,11 @@ def at(storage: torch.UntypedStorage, start: int, box: Box, device: torch.device
     offset, rest = divmod(start, box.dtype.itemsize)
     if rest:
         raise ProgramError(f"byte {start} is no multiple of the size of {box.dtype}")
+    if start + box.hull[1] > storage.nbytes() and box.numel:  # `set_` would make it larger
+        raise ExecutorError(
+            f"a tensor of {list(box.sizes)} {box.dtype} lies beyond the end of its storage of "
+            f"{storage.nbytes()} bytes: was its memory freed (untyped_storage().resize_)?"
+        )
     empty = torch.empty(0, dtype=DTYPES[box.dtype], device=device)
     return empty.set_(storage, offset + box.offset, box.sizes, box.strides)  # pyright: ignore
 
@@ -68,6 +73,8 @@ def at(storage: torch.UntypedStorage, start: int, box: Box, device: torch.device
 def derive(base: torch.Tensor, box: Box) -> torch.Tensor:
     """A box of a buffer that is a tensor of the caller's or of this run's own."""
     if base.dtype == DTYPES[box.dtype]:
+        if not box.offset:  # torch then begins where the base does
+            return base.as_strided(box.sizes, box.strides)
         return base.as_strided(box.sizes, box.strides, base.storage_offset() + box.offset)
     start = int(base.storage_offset()) * base.itemsize
     return at(base.untyped_storage(), start, box, base.device)
@@ -217,13 +224,14 @@ class Values:
             self._places[key] = self._add(tensor, constant=True)
         return self._places[key]
 
-    def callers(self, view: View) -> torch.Tensor | None:
-        """A view of what is registered, of the caller's own tensor; None of anything else."""
+    def callers(self, view: View) -> tuple[torch.Tensor, Box | None] | None:
+        """The caller's own tensor of what is registered, and which box of it, if not all of it;
+        None for anything else."""
         held = self.registered.get(view.buffer)
         if held is None:
             return None
         box = self.box(view)
-        return held.tensor if box == whole(self._buffers[view.buffer]) else derive(held.tensor, box)
+        return held.tensor, None if box == whole(self._buffers[view.buffer]) else box
 
     def _in_slot(self, buffer: Buffer, member: int, box: Box) -> int:
         key = (buffer.name, member, box)

@@ -208,27 +208,27 @@ class Driver:
 class Batch:
     """Memory operations that are issued as one call, and done in their order."""
 
-    LIMIT = 256
-    """Operations that the driver takes at once."""
+    LIMIT = 255
+    """Operations that the driver takes at once; more are several calls."""
 
     def __init__(self, driver: Driver, parts: Sequence[tuple[str, Sequence[int]]]) -> None:
         cu = bindings()
         self._driver = driver
         self._issue = cu.cuStreamBatchMemOp
         made = [[_item(cu, kind, address) for address in words] for kind, words in parts]
-        self._items = [item for items in made for item, _ in items]
+        items = [item for items in made for item, _ in items]
+        self._calls = [items[at : at + self.LIMIT] for at in range(0, len(items), self.LIMIT)]
         self._values = [[place for _, place in items] for items in made]
 
     def run(self, stream: int, *values: int) -> None:
         """Part by part: waits until all words have reached its value, or writes that to all."""
-        if not self._items:
-            return
         for places, value in zip(self._values, values, strict=True):
             for place in places:
                 place.value = value & 0xFFFFFFFF
-        (error,) = self._issue(stream, len(self._items), self._items, 0)
-        if error:
-            self._driver.fail("cuStreamBatchMemOp", error)
+        for items in self._calls:
+            (error,) = self._issue(stream, len(items), items, 0)
+            if error:
+                self._driver.fail("cuStreamBatchMemOp", error)
 
 
 def _item(cu: Any, kind: str, address: int) -> tuple[Any, Any]:

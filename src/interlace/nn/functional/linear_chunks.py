@@ -149,7 +149,8 @@ class Chunks:
             return steps_for(hidden).count(self._problem(hidden[:, :0], 0, hidden.shape[0]))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         if isinstance(denominator, torch.Tensor):
-            return denominator.to(hidden.device, dtype, non_blocking=True).reshape(())
+            wait_free = hidden.is_cuda  # a copy to the host is not there until it is awaited
+            return denominator.to(hidden.device, dtype, non_blocking=wait_free).reshape(())
         number = 1.0 if denominator is None else denominator
         return torch.full((), number, dtype=dtype, device=hidden.device)
 

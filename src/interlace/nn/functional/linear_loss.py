@@ -171,6 +171,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         loss, divisor = steps_for(hidden).total(loss, kept, weighted, mean, denominator)
         if grads is not None:
             ctx.dtype, ctx.grads = hidden.dtype, (grads.hidden, grads.weight, grads.bias)
+            ctx.counts = denominator is None
             ctx.save_for_backward(divisor if early is None else None)
         return loss
 
@@ -202,7 +203,9 @@ def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
         ctx.grads = None
     scale = upstream
     if divisor is not None:
-        scale = (scale / divisor).masked_fill(divisor == 0, 0.0)  # no row counts: 0, not 0 / 0
+        scale = scale / divisor
+        if ctx.counts:
+            scale = scale.masked_fill(divisor == 0, 0.0)  # no row counts: 0, not 0 / 0
     results: list[torch.Tensor | None] = []
     for grad in found:
         if grad is not None and last and grad.dtype == ctx.dtype:

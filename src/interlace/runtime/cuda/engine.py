@@ -161,8 +161,9 @@ class CudaEngine:
             for step in binding.steps:
                 step()
         except BaseException as error:
-            self._leave_plain(stream)
             self.watched.fail(error)
+            with contextlib.suppress(InterlaceError):  # the error is that of the op
+                self._leave_plain(stream)
             raise
         if self._keeps:
             self._leave_plain(stream)

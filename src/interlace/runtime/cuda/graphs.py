@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm import Use
-from interlace.comm.cuda.driver import Batch, Driver
+from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.runtime.cuda.binding import Binding
@@ -95,10 +95,8 @@ class GraphBinding(Binding):
         todo += [("write", word, 0) for words in mine for word in words.heard]
         todo += [("write", word, 0) for words in others for word in words.raised]
         todo += [("write", word, 1) for words in others for word in words.told]
-        for first in range(0, len(todo), Batch.LIMIT):
-            some = todo[first : first + Batch.LIMIT]
-            batch = self.driver.batch(*((kind, (word,)) for kind, word, _ in some))
-            batch.run(aside, *(value for _, _, value in some))
+        batch = self.driver.batch(*((kind, (word,)) for kind, word, _ in todo))
+        batch.run(aside, *(value for _, _, value in todo))
         self.driver.record(aside, self._taken)
 
     def close(self) -> None:
@@ -217,14 +215,8 @@ class Graphs:
     def _settle(self, num_inputs: int) -> None:
         """Which results of each graph lie in which tensors of the caller's: once for each capture,
         since these then stay where they are, or are copied."""
-        outs = {
-            tensor.data_ptr(): (index, tensor.shape)
-            for index, tensor in enumerate(self._baked)
-            if index >= num_inputs
-        }
-        kept = {
-            held.tensor.data_ptr(): held.tensor for held in self._context.values.registered.values()
-        }
+        outs = [(i, tensor) for i, tensor in enumerate(self._baked) if i >= num_inputs]
+        kept = [held.tensor for held in self._context.values.registered.values()]
         self._homes = [[_home(item, outs, kept) for item in results] for results in self._results]
         self._picks = [_picker(homes) for homes in self._homes]
 
@@ -279,17 +271,21 @@ Pick = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 
 
 def _home(
-    item: Any, outs: Mapping[int, tuple[int, torch.Size]], kept: Mapping[int, torch.Tensor]
+    item: Any, outs: Sequence[tuple[int, torch.Tensor]], kept: Sequence[torch.Tensor]
 ) -> Home:
     if isinstance(item, tuple):
         return tuple([_home(part, outs, kept) for part in item])
-    if not isinstance(item, torch.Tensor):
+    if not isinstance(item, torch.Tensor) or not item.numel():
         return None
-    registered = kept.get(item.data_ptr())
-    if registered is not None and registered.shape == item.shape:
-        return registered
-    index, shape = outs.get(item.data_ptr(), (None, None))
-    return index if shape == item.shape else None
+    if any(item is tensor for tensor in kept):
+        return item
+    return next((index for index, tensor in outs if _is_all_of(item, tensor)), None)
+
+
+def _is_all_of(item: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a result is a whole tensor: no view with other strides or of another type."""
+    alike = item.shape == tensor.shape and item.stride() == tensor.stride()
+    return alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr()
 
 
 def _picker(homes: Sequence[Home]) -> Pick | None:
