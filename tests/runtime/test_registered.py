@@ -12,11 +12,13 @@ import torch.distributed as dist
 from tests.support.interpreter import LifetimeFault, run_ranks
 from tests.support.pool import Pool, RankFailure
 from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N, drawn
+from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.errors import InterlaceError
+from interlace.errors import ExecutorError, InterlaceError, UnsupportedError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
+from interlace.runtime.registered import collect
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -187,6 +189,99 @@ def test_every_rank_hears_what_cannot_be_registered(pool: Pool, case: str, told:
     assert told in mine
     assert other.startswith("PeerError: rank 0:")
     assert told in other
+
+
+@pytest.mark.parametrize("kind", ["dtensor", "inference", "number"])
+def test_what_has_no_memory_of_its_own_is_refused(kind: str) -> None:
+    program = parse(TEXTS["gather_put"](2))
+    size = 2 * ROWS, K
+    given: Any = 3
+    if kind == "inference":
+        with torch.inference_mode():
+            given = torch.empty(size)
+    elif kind == "dtensor":
+        given = torch.empty(size).as_subclass(type("DTensor", (torch.Tensor,), {}))
+    problem = collect(program, 0, {"y": given}, torch.device("cpu")).problem
+    told = {"dtensor": r"\.to_local\(\)", "inference": "inference mode", "number": "is a int"}
+    with pytest.raises(ExecutorError, match=told[kind]):
+        raise problem or AssertionError
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "all_gather"])
+def test_on_nccl_only_what_all_ranks_meet_in_orders_registered_memory(kind: str) -> None:
+    op = "broadcast(y, y, root=0, team=tp)" if kind == "broadcast" else "all_gather(x, y, team=tp)"
+    text = f"def f(tp: Team[2], x: f32[4].registered(tp), y: out[f32[8]]):\n    main: {op}"
+    given = {"x": torch.empty(4)}
+    problem = collect(parse(text), 0, given, torch.device("cuda")).problem
+    assert isinstance(problem, UnsupportedError) == (kind == "broadcast")
+    assert collect(parse(text), 0, given, torch.device("cpu")).problem is None
+
+
+def moved() -> list[str]:
+    """The registered tensor itself is given other memory: peers would reach the old."""
+    y = torch.empty(2 * ROWS, K)
+    told: list[str] = []
+    with executor_of("gather_put", y, time_out_s=20) as executor:
+        executor.prepare().run([torch.ones(ROWS, K)])
+        dist.barrier()
+        if dist.get_rank() == 0:
+            y.data = torch.empty(2 * ROWS, K)
+        with pytest.raises(InterlaceError) as caught:
+            executor.run([torch.ones(ROWS, K)])
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_registered_tensor_stays_where_it_is(pool: Pool) -> None:
+    mine, other = pool(2).run(moved)
+    assert "'y') of gather_put is registered" in mine[0]
+    assert "rank 0" in other[0]
+
+
+def far() -> str:
+    """Four ranks in two teams each; rank 0 gives what it cannot."""
+    text = (
+        "def f(a: Team[[0, 1], [2, 3]], b: Team[[0, 2], [1, 3]], x: f32[4].registered(a), "
+        "y: f32[4].registered(b), z: out[f32[4]]):\n"
+        "    main: copy(x, z)"
+    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("b", "a"))
+    groups = {name: mesh.get_group(name) for name in "ab"}
+    given = {"x": torch.empty(4 if dist.get_rank() else 5), "y": torch.empty(4)}
+    options = Options(time_out_s=20)
+    with pytest.raises(InterlaceError) as caught:
+        Executor(parse(text), groups=groups, registered=given, options=options).prepare()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_of_other_teams_hear_it_too(pool: Pool) -> None:
+    mine, *others = pool(4).run(far)
+    assert mine.startswith("ExecutorError: registered parameter 0 ('x') of f has shape [5]")
+    for other in others:
+        assert other.startswith("PeerError: rank 0: registered parameter 0 ('x') of f has shape")
+
+
+def apart() -> str:
+    """Rank 0's Program puts into y of rank 1, whose own only waits; there x and y overlap."""
+    head = "def {}(tp: Team[2], x: f32[4].registered(tp), y: out[f32[4].registered(tp)]):\n"
+    bodies = [
+        "    main: expect(open, 1)\n    main: put(x, y, peer=1)\n    main: notify(came, to=1)",
+        "    main: notify(open, to=0)\n    main: expect(came, 0)",
+    ]
+    rank = dist.get_rank()
+    program = parse(head.format("fg"[rank]) + bodies[rank]).instantiate(rank)
+    memory = torch.empty(6)
+    given = {"x": memory[:4], "y": memory[2:] if rank else torch.empty(4)}
+    group = {"tp": dist.group.WORLD} if dist.group.WORLD else {}
+    with pytest.raises(InterlaceError) as caught:
+        Executor(program, groups=group, registered=given, options=Options(time_out_s=20)).prepare()
+    return str(caught.value)
+
+
+def test_what_a_peer_writes_overlaps_nothing(pool: Pool) -> None:
+    first, second = pool(2).run(apart)
+    assert "rank 1: the registered parameters 'x' and 'y' of f overlap" in first
+    assert "the registered parameters 'x' and 'y' of g overlap" in second
 
 
 def overlapping() -> str:

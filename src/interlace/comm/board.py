@@ -76,7 +76,7 @@ class Board:
         found = self.collect({rank: f"{topic}/{rank}" for rank in ranks}, time_out_s)
         for rank in ranks:
             if (error := found.get(rank, {}).get("error")) is not None:
-                raise _ERRORS.get(error[0], PeerError)(f"rank {rank}: {error[1]}")
+                raise as_told(rank, error)
         missing = [rank for rank in ranks if rank not in found]
         if missing:
             raise AgreementError(
@@ -99,6 +99,11 @@ class Board:
 def failure(error: InterlaceError) -> Note:
     """The note that tells the others that this rank failed."""
     return {"error": [type(error).__name__, str(error)]}
+
+
+def as_told(rank: int, error: Sequence[str]) -> InterlaceError:
+    """The error that a rank told in its note, as the others raise it."""
+    return _ERRORS.get(error[0], PeerError)(f"rank {rank}: {error[1]}")
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ Note [Registered memory on the CPU]
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +50,14 @@ class Registered:
     """On the CPU: the block that peers reach, with the sizes and strides of the tensor."""
     mappings: tuple[tuple[int, int], ...] = ()
     """On CUDA: what of the peers' memory is mapped here for it."""
+    address: int = field(init=False)
+    """Where the tensor lay when it was registered: where peers reach it."""
+    memory: torch.UntypedStorage = field(init=False)
+    """Its storage then, which stays alive whatever becomes of the tensor."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.tensor.data_ptr())
+        object.__setattr__(self, "memory", self.tensor.untyped_storage())
 
     def enter(self) -> None:
         """A run begins."""

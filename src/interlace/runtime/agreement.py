@@ -20,9 +20,10 @@ from functools import lru_cache
 from typing import Any
 
 from interlace.comm import TeamComm
-from interlace.comm.board import Note, named
+from interlace.comm.board import Note, failure, named
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
+from interlace.runtime.registered import Found, judge
 from interlace.verify import Report, check
 
 
@@ -83,8 +84,18 @@ def skeleton(program: Program) -> Program:
     return program.replace(ops=tuple(map(strip, program.ops)), regions=regions)
 
 
-def agree(program: Program, rank: int, teams: Sequence[TeamComm], time_out_s: float) -> Agreement:
-    """Agrees with every rank that is joined to this one by teams; `rank` is the Program's."""
+def agree(
+    program: Program,
+    rank: int,
+    teams: Sequence[TeamComm],
+    time_out_s: float,
+    found: Found | None = None,
+) -> Agreement:
+    """Agrees with every rank that is joined to this one by teams; `rank` is the Program's.
+
+    `found` is what this rank registers: what is wrong with that on any rank, all of them raise.
+    """
+    found = found or Found()
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {
@@ -93,8 +104,12 @@ def agree(program: Program, rank: int, teams: Sequence[TeamComm], time_out_s: fl
         "hash": digest(text),
         "skeleton": digest(print_program(skeleton(plain))),
         "teams": [],
+        "registered": found.note,
     }
+    if found.problem is not None:
+        mine |= failure(found.problem)
     if not teams:
+        judge(program.name, {0: mine}, 0, found.problem)
         return Agreement(int(mine["hash"][:16], 16))
     for team in teams:
         team.num_prepared += 1
@@ -104,6 +119,7 @@ def agree(program: Program, rank: int, teams: Sequence[TeamComm], time_out_s: fl
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
     entries = _collect(board, teams[0].rank, mine, time_out_s)
+    judge(program.name, entries, teams[0].rank, found.problem)
     differ = len({entry["skeleton"] for entry in entries.values()}) > 1
     if differ:
         _verify_set(board, entries, teams[0].rank, text, time_out_s)

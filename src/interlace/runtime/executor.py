@@ -32,6 +32,7 @@ from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
 from interlace.runtime.ranks import program_rank
+from interlace.runtime.registered import Wanted, collect
 from interlace.runtime.results import reader_of
 from interlace.runtime.shares import Shared, end, share
 from interlace.runtime.spans import measured
@@ -115,12 +116,14 @@ class Executor:
         # Made in inference mode, memory could not be written by runs out of it.
         with self._alone(), torch.inference_mode(False), torch.no_grad():
             program = with_backends(self.program, self._backend_name, self._teams)
-            self._agreement = agree(program, self.rank, list(self._teams.values()), limit)
+            found = collect(self.program, self.rank, self._given, self.device)
+            teams = list(self._teams.values())
+            self._agreement = agree(program, self.rank, teams, limit, found)
             if not self._agreement.verified:
                 verdict(program).raise_if_unsound()
             for team in self._ordered():
                 team.setup(limit)
-            self._share()
+            self._share(found.wanted)
             self._bind()
         self._groups.clear()  # so that destroying a group frees what stands on it
         return self
@@ -130,11 +133,10 @@ class Executor:
         teams = dict.fromkeys(self._teams.values())
         return sorted(teams, key=lambda team: team.topic) if len(teams) > 1 else list(teams)
 
-    def _share(self) -> None:
+    def _share(self, callers: Wanted) -> None:
         """Slots, signals and backends: all that needs the other ranks."""
         self._plan = make_plan(self.program, self.rank, self._backend_name)
-        facts = self.device, self.options, self._given
-        self._shared = share(self._plan, self._teams, *facts)
+        self._shared = share(self._plan, self._teams, self.device, self.options, callers)
 
     def _backend_name(self, team: str, asked: str | None) -> str:
         if asked is None and self.options.transport != "auto":

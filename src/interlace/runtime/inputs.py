@@ -53,6 +53,7 @@ class Given:
             for index, buffer in enumerate(params)
             if buffer.name in held
         ]
+        self._places = [(index, held[name].address, name) for index, _, name in self._held]
         self.kind = kind
         self.names = tuple(buffer.name for buffer in params)
         self._device, self._host = device, host
@@ -84,8 +85,8 @@ class Given:
 
     def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises `ExecutorError` unless the registered ones lie where peers reach them."""
-        for index, held, name in self._held:
-            if tensors[index].data_ptr() != held.data_ptr():
+        for index, address, name in self._places:
+            if tensors[index].data_ptr() != address:
                 raise ExecutorError(
                     f"{self.kind} {index} ({name!r}) of {self.program} is registered, and is not "
                     "the tensor that it was registered with: peers reach memory at another "

@@ -16,7 +16,7 @@ from interlace.comm import Registered, SlotPool, TeamComm, Workspace, share_on_h
 from interlace.comm.teams import BACKENDS
 from interlace.options import Options
 from interlace.runtime.plan import Plan
-from interlace.runtime.registered import collect, written
+from interlace.runtime.registered import Wanted, written
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +57,23 @@ def share(
     teams: Mapping[str, TeamComm],
     device: torch.device,
     options: Options,
-    given: Mapping[str, torch.Tensor],
+    callers: Wanted,
 ) -> Shared:
     """Sets all of it up; every rank of the teams calls this, in one order.
 
-    `given` has the tensors of registered parameters.
+    `callers` has the tensors of registered parameters.
     """
     wanted = {(turn.team, turn.backend) for turn in plan.turns.values()}
     wanted |= {(team, letter.backend) for team, letter in plan.lettered()}
     named = sorted(wanted, key=lambda key: (BACKENDS.index(key[1]), key[0]))
     backends = tuple(key for key in named if key[1] != "peer")
     limit = options.time_out_s
-    callers, problem = collect(plan, given, device)
-    if problem is not None and not callers:
-        raise problem
     if device.type == "cuda":
         from interlace.runtime.cuda import sharing  # which needs the CUDA driver
 
         with torch.cuda.device(device):
             found = sharing.share(plan, teams, device, options.graph, limit)
-            registered, kept = sharing.register(plan, teams, device, callers, problem, limit)
+            registered, kept = sharing.register(plan, teams, device, callers, limit)
             shared = Shared(
                 *(found.slots, found.spaces, backends, found.graph_spaces),
                 *((*found.held, *kept), registered),
@@ -101,7 +98,7 @@ def share(
             for _, backend in (key for key in backends if key[0] == name):
                 team.backend(backend, device.type, limit)
             if name in callers:
-                facts = inputs, written(plan.program), problem, limit
+                facts = inputs, written(plan.program), None, limit
                 registered.update(share_on_host(team, topic, callers[name], *facts))
     return Shared(slots, spaces, backends, held=tuple(held), registered=registered)
 

@@ -115,6 +115,10 @@ class Binder:
         for index, op in enumerate(self.plan.program.ops):
             self._on.setdefault(id(lanes[op.stream]), []).append(index)
         self._taken: set[tuple[int, str]] = set()
+        registered = {b.team: None for b in self.plan.program.params if b.registered and b.team}
+        self._registers = list(registered) if context.options.graph else []
+        """Teams for which every stream of a graph begins behind the hand-over: only signals guard
+        registered memory, and none may be raised that the hand-over would clear."""
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
         """What issues an op (or one member of a Fused), with the slots that it needs."""
@@ -222,21 +226,17 @@ class Binder:
     def takes(self, op: Op) -> list[Thunk]:
         """What stands before an op for the slots it writes: Note [When slots are taken]."""
         lane, found = self.lanes[op.stream], list[Thunk]()
-        touched = [(access, True) for access in op.writes()]
-        touched += [(access, False) for access in op.reads()]
-        for access, write in touched:
+        teams = list(self._registers)
+        for access in op.writes():
             buffer = self.plan.buffers.get(access.view.buffer)
-            if buffer is None or buffer.team is None:
+            if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
                 continue
-            if buffer.registered:
-                if access.peer is None or not self.context.options.graph:
-                    continue
-            else:
-                shown = self.slots[buffer.name] in self.links.spaces[buffer.team].gotten
-                if not write or (access.peer is None and not shown):
-                    continue
-            key = id(lane), buffer.team
-            take = None if key in self._taken else self.links.takes(buffer.team, lane)
+            shown = self.slots[buffer.name] in self.links.spaces[buffer.team].gotten
+            if access.peer is not None or shown:
+                teams.append(buffer.team)
+        for team in teams:
+            key = id(lane), team
+            take = None if key in self._taken else self.links.takes(team, lane)
             self._taken.add(key)
             if take is not None:
                 found.append(take)

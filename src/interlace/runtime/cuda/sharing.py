@@ -14,7 +14,6 @@ import torch
 from interlace.comm import Registered, SlotPool, TeamComm
 from interlace.comm.cuda.slots import CudaSlot, slot_keys
 from interlace.comm.cuda.space import CudaSpace
-from interlace.errors import InterlaceError
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
 from interlace.runtime.cuda.exchanges import ensure_area
 from interlace.runtime.plan import Plan
@@ -85,14 +84,13 @@ def register(
     teams: Mapping[str, TeamComm],
     device: torch.device,
     callers: Wanted,
-    problem: InterlaceError | None,
     time_out_s: float,
 ) -> tuple[dict[str, Registered], list[tuple[Any, Registered]]]:
     """The caller's tensors that peers reach, by name; and with the registries that they are in."""
     found: dict[str, Registered] = {}
     held: list[tuple[Any, Registered]] = []
     inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-    facts = inputs, written(plan.program), problem, time_out_s
+    facts = inputs, written(plan.program), None, time_out_s
     for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
         if name in callers:
             registry = team.cuda(device, time_out_s).registry
