@@ -169,6 +169,19 @@ def test_a_run_before_a_capture_that_fails_leaves_it_as_it_was_too(where: str) -
         assert not fakes[0].runner.warm
 
 
+def test_nobody_waits_for_a_run_before_a_capture_that_never_ends() -> None:
+    with engines("update") as (fakes, _):
+        engine = fakes[0].engine
+        stopped = mock.patch.object(engine, "synchronize", side_effect=ExecutorError("as planned"))
+        settled = mock.patch.object(engine.watched, "settle")
+        ended = mock.patch.object(engine.driver, "done", return_value=False)
+        stream = mock.patch.object(torch.cuda, "current_stream")
+        with stopped, settled, ended, stream as current:
+            with pytest.raises(ExecutorError, match="as planned"):
+                fakes[0].runner.warm_up([])
+            current.return_value.synchronize.assert_not_called()
+
+
 def test_autograd_sees_that_a_run_wrote_what_is_registered() -> None:
     with engines("gather_put") as (fakes, tensors):
         inputs, outputs = given_to("gather_put", tensors[0])

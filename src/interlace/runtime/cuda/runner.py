@@ -84,7 +84,8 @@ class Runner:
             with torch.inference_mode():
                 for tensor, before in kept:
                     tensor.copy_(before)
-            torch.cuda.current_stream(self._values.device).synchronize()
+            if self._engine.watched.idle:  # else it failed, and may never end: nobody waits for it
+                torch.cuda.current_stream(self._values.device).synchronize()
 
     @property
     def ready(self) -> bool:
