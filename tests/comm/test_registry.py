@@ -4,6 +4,7 @@ threads of one process, so that what one rank "maps" is the other's own memory."
 from __future__ import annotations
 
 import itertools
+import threading
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from interlace.comm.board import Board
+from interlace.comm.cuda import registry as registry_file
 from interlace.comm.cuda.registry import KEPT, Registry
 from interlace.comm.registered import Registered
 from interlace.errors import BackendError, ExecutorError, InterlaceError, PeerError
@@ -190,9 +192,21 @@ def test_what_is_gone_but_in_use_stays_mapped_until_it_is_let_go() -> None:
     team.register([{"w": t} for t in second])
     assert [len(driver.open_now) for driver in team.drivers] == [2, 2]
     team.let_go(held)
-    for registry in team.registries:
-        registry.trim(0)
-    assert [len(driver.open_now) for driver in team.drivers] == [1, 1]
+    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "no longer than that"
+
+
+def test_news_of_what_is_gone_is_told_again_where_the_exchange_failed() -> None:
+    team = Team()
+    first, second = tensors_of(team), tensors_of(team)
+    team.let_go(team.register([{"w": t} for t in first]))
+    for driver, tensor in zip(team.drivers, first, strict=True):
+        driver.free(tensor)
+    wanted = [{"w": t} for t in second]
+    errors = team.register(wanted, ExecutorError("it has no shape"))
+    assert all(isinstance(error, InterlaceError) for error in errors)
+    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "nobody heard of it yet"
+    team.register(wanted)
+    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "the second's alone"
 
 
 def test_few_that_nobody_uses_stay_and_the_least_lately_used_goes_first() -> None:
@@ -214,12 +228,121 @@ def test_few_that_nobody_uses_stay_and_the_least_lately_used_goes_first() -> Non
     assert [driver.open_now for driver in team.drivers] == [[], []]
 
 
-def test_what_is_let_go_after_the_end_of_a_team_does_nothing() -> None:
+def test_so_many_stay_of_each_peer_and_not_of_all_together() -> None:
+    team = Team(4)
+    for one in [tensors_of(team) for _ in range(KEPT + 1)]:
+        team.let_go(team.register([{"w": t} for t in one]))
+    assert [registry.num_mapped for registry in team.registries] == [3 * KEPT] * 4
+
+
+def test_what_is_in_use_at_the_end_of_a_team_stays_mapped_until_it_is_let_go() -> None:
     team = Team()
     held = team.register([{"w": t} for t in tensors_of(team)])
+    team.let_go(team.register([{"w": t} for t in tensors_of(team)]))
     for registry in team.registries:
         registry.close()
+    assert [len(driver.open_now) for driver in team.drivers] == [1, 1], "streams may not be done"
     team.let_go(held)
+    assert [driver.open_now for driver in team.drivers] == [[], []]
+    team.let_go(held)
+    assert [driver.open_now for driver in team.drivers] == [[], []]
+
+
+@pytest.mark.parametrize("broken", ["handle", "tensor_at"])
+def test_any_error_is_told_to_every_rank_and_leaves_no_use(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = Team()
+    wanted = [{"v": t, "w": u} for t, u in zip(tensors_of(team), tensors_of(team), strict=True)]
+    threads: dict[int, int] = {}
+    plain = team.each
+
+    def each(function: Callable[[int], T]) -> list[T | InterlaceError]:
+        def known(rank: int) -> T:
+            threads[threading.get_ident()] = rank
+            return function(rank)
+
+        return plain(known)
+
+    monkeypatch.setattr(team, "each", each)
+    made = itertools.count()
+
+    def tensor_at(*args: Any) -> torch.Tensor:
+        if threads[threading.get_ident()] == 1 and next(made) == 2:
+            raise RuntimeError("as planned")
+        return real(*args)
+
+    def handle(base: int) -> str:
+        raise RuntimeError("as planned")
+
+    real = registry_file.tensor_at
+    if broken == "handle":
+        monkeypatch.setattr(team.drivers[1], "handle", handle)
+    else:
+        monkeypatch.setattr(registry_file, "tensor_at", tensor_at)
+    other, mine = team.register(wanted)
+    assert isinstance(mine, BackendError)
+    assert isinstance(mine.__cause__, RuntimeError)
+    assert isinstance(other, BackendError), "at once, not after the time-out"
+    assert str(other).endswith("RuntimeError: as planned")
+    for registry in team.registries:
+        registry.trim(0)
+    assert [driver.open_now for driver in team.drivers] == [[], []]
+
+
+def test_what_ends_in_the_midst_of_another_thing_keeps_the_books_right() -> None:
+    """As a finalizer does, which the collector starts wherever it likes."""
+    team = Team()
+    first, second = tensors_of(team), tensors_of(team)
+    held, more = (team.register([{"w": t} for t in one]) for one in (first, second))
+    for driver, registry, mine, other in zip(
+        team.drivers, team.registries, held, more, strict=True
+    ):
+        plain = driver.close
+
+        def close(
+            base: int,
+            plain: Callable[[int], None] = plain,
+            registry: Registry = registry,
+            rest: list[Registered] = [other["w"]],  # noqa: B006
+        ) -> None:
+            plain(base)
+            if rest:
+                registry.let_go(rest.pop())
+                registry.trim(0)
+
+        driver.close = close  # pyright: ignore[reportAttributeAccessIssue]
+        registry.let_go(mine["w"])
+        registry.trim(0)
+        assert driver.open_now == []
+        assert registry.num_mapped == 0
+
+
+def test_threads_let_go_while_another_registers() -> None:
+    team = Team()
+    tensors = [tensors_of(team) for _ in range(3 * KEPT)]
+    wanted = [[{"w": t} for t in one] for one in tensors]
+    ended = threading.Event()
+
+    def trim(registry: Registry) -> None:
+        while not ended.wait(1e-5):
+            registry.trim(0)
+
+    with ThreadPoolExecutor(2) as threads:
+        trims = [threads.submit(trim, registry) for registry in team.registries]
+        try:
+            for one in wanted:
+                held = team.register(one)
+                copies = [list(mine["w"].mappings) for mine in held]
+                for registry, keys in zip(team.registries, copies, strict=True):
+                    assert all(registry._mapped[key].users == 1 for key in keys)
+                team.let_go(held)
+        finally:
+            ended.set()
+        for done in trims:
+            done.result()
+    for registry in team.registries:
+        registry.trim(0)
     assert [driver.open_now for driver in team.drivers] == [[], []]
 
 

@@ -7,7 +7,10 @@ import time
 import pytest
 
 from interlace.ir import Program, parse
+from interlace.options import Options
+from interlace.passes import lower
 from interlace.passes.dependencies import Before, dependencies
+from interlace.verify import check
 
 
 def before(text: str, listed: bool = False) -> Before:
@@ -77,6 +80,44 @@ def test_without_a_signal_what_meets_peers_stays() -> None:
     assert 2 in edges[3]
     assert 3 in edges[4]
     assert 4 in edges[5]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_signals_of_another_team_order_what_is_in_slots_too(frozen: bool) -> None:
+    program = parse(
+        "def p(tp: Team[2], w: Team[[0, 1]], x: f32[4], y: f32[4]):\n"
+        "    s = alloc(f32[4], symmetric=tp)\n"
+        "    main: copy(x, s)\n"
+        "    main: notify(here, to=w.others)\n"
+        "    main: expect(here, w.rank + 1)\n"
+        "    main: get(s, y, peer=tp.rank + 1)\n"
+        "    main: notify(got, to=w.others)\n"
+        "    main: expect(got, w.rank + 1)\n"
+        "    main: copy(y, s)\n"
+        "    main: free(s)\n"
+    )
+    edges = dependencies(program.instantiate(0) if frozen else program, listed=False)
+    for earlier, later in ((1, 2), (3, 4), (4, 5), (6, 7)):
+        assert earlier in edges[later]
+    lowered = lower(program, Options(overlap=True))
+    assert check(program).sound
+    check(lowered).raise_if_unsound()
+
+
+def test_collectives_of_another_team_stay_out_of_what_the_own_team_orders() -> None:
+    program = parse(
+        "def p(tp: Team[2], dp: Team[2], x: f32[4], y: f32[4], z: f32[4]):\n"
+        "    s = alloc(f32[4], symmetric=tp)\n"
+        "    main: copy(x, s)\n"
+        "    main: all_reduce(z, z, reduce='sum', team=dp)\n"
+        "    main: barrier(team=tp)\n"
+        "    main: get(s, y, peer=tp.rank + 1)\n"
+    )
+    edges = dependencies(program, listed=False)
+    assert edges[2] == ()
+    assert 1 in edges[3]
+    assert 2 not in edges[3]
+    assert 3 in edges[4]
 
 
 def test_empty_boxes_count_as_whole_unless_a_table_makes_them_empty() -> None:

@@ -19,13 +19,31 @@ def f(tp: Team[3], w: f32[4, 2].registered(tp), y: out[f32[4, 2].registered(tp)]
     main: barrier(team=tp)
 """
 
+OTHER_TEAM = """
+def f(a: Team[2], w: Team[[0, 1]], x: f32[4].registered(a), y: out[f32[4]]):
+    main: notify(begun, to=w.others)
+    comm: expect(begun, w.rank + 1)
+    comm: get(x, y, peer=a.rank + 1)
+    comm: notify(done, to=w.others)
+    comm: record(got)
+    main: wait(got)
+    main: expect(done, w.rank + 1)
+"""
+OTHER_BARRIERS = """
+def f(a: Team[3], w: Team[[0, 1, 2]], x: f32[4].registered(a), y: out[f32[4]]):
+    main: barrier(team=w)
+    main: get(x, y, peer=a.rank + 1)
+    main: barrier(team=w)
+"""
+MORE = {"barriers": BARRIERS, "other team": OTHER_TEAM, "other team's barriers": OTHER_BARRIERS}
+
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", [*TEXTS, "barriers"])
+@pytest.mark.parametrize("kind", [*TEXTS, *MORE])
 def test_lowered_programs_stay_sound(kind: str, world: int, overlap: bool) -> None:
-    source = parse(BARRIERS.strip() if kind == "barriers" else TEXTS[kind](world))
+    source = parse(MORE[kind].strip() if kind in MORE else TEXTS[kind](world))
     assert check(source).sound
     lowered = lower(source, Options(overlap=overlap))
     validate(lowered)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -134,6 +136,29 @@ def test_what_is_more_than_its_ops_is_not_plain(text: str, options: dict[str, An
     with fake_engine(parse(text), 0, Options(**options)) as fake:
         assert not fake.engine.plain
         assert fake.engine.watches == bool(options)
+
+
+def test_threads_take_turns_with_what_is_outside_of_teams_and_not_plain() -> None:
+    with fake_engine(parse(TWO_STREAMS), 0, Options(time_out_s=0.2)) as fake:
+        entered, go_on = threading.Event(), threading.Event()
+        steps = fake.engine.binding.steps
+
+        def stay() -> None:
+            entered.set()
+            assert go_on.wait(10)
+
+        first, steps[0] = steps[0], stay
+        with ThreadPoolExecutor(1) as threads:
+            other = threads.submit(fake.runner.run, given(), None)
+            assert entered.wait(10)
+            steps[0] = first
+            with pytest.raises(
+                ExecutorError, match=r"waited 0\.2 s for another thread's run: call"
+            ):
+                fake.runner.run(given(), None)
+            go_on.set()
+            other.result()
+        fake.runner.run(given(), None)
 
 
 def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:

@@ -37,9 +37,11 @@ def given_to(kind: str, mine: torch.Tensor) -> tuple[list[torch.Tensor], list[to
 
 
 @contextlib.contextmanager
-def engines(kind: str, in_order: bool = False) -> Iterator[tuple[list[Fake], list[torch.Tensor]]]:
+def engines(
+    kind: str, in_order: bool = False, tensors: list[torch.Tensor] | None = None
+) -> Iterator[tuple[list[Fake], list[torch.Tensor]]]:
     """An engine for each rank, and the registered tensor of each."""
-    tensors = [torch.zeros(SHAPES[kind]) for _ in range(WORLD)]
+    tensors = tensors or [torch.zeros(SHAPES[kind]) for _ in range(WORLD)]
     program = parse(TEXTS[kind](WORLD))
     with contextlib.ExitStack() as stack:
         fakes = [
@@ -143,6 +145,71 @@ def test_the_run_before_a_capture_leaves_what_is_registered_as_it_was() -> None:
         (mine,) = ran
         assert mine[:ROWS].eq(5.0).all(), "what is added is zero"
         assert tensors[0].eq(5.0).all()
+
+
+@pytest.mark.parametrize("where", ["run", "synchronize"])
+def test_a_run_before_a_capture_that_fails_leaves_it_as_it_was_too(where: str) -> None:
+    with engines("update") as (fakes, tensors):
+        tensors[0].fill_(5.0).requires_grad_()  # as a Parameter is
+        engine = fakes[0].engine
+
+        def fail() -> None:
+            with torch.no_grad():
+                tensors[0][0, 0] = 1.0
+            raise ExecutorError("as planned")
+
+        stopped = mock.patch.object(engine, where, side_effect=fail)
+        settled = mock.patch.object(engine.watched, "settle")
+        with stopped, settled as settle, mock.patch.object(torch.cuda, "current_stream") as stream:
+            with pytest.raises(ExecutorError, match="as planned"):
+                fakes[0].runner.warm_up([])
+            settle.assert_called_once()
+            stream.return_value.synchronize.assert_called_once()
+        assert tensors[0].eq(5.0).all()
+        assert not fakes[0].runner.warm
+
+
+def test_nobody_waits_for_a_run_before_a_capture_that_never_ends() -> None:
+    with engines("update") as (fakes, _):
+        engine = fakes[0].engine
+        stopped = mock.patch.object(engine, "synchronize", side_effect=ExecutorError("as planned"))
+        settled = mock.patch.object(engine.watched, "settle")
+        ended = mock.patch.object(engine.driver, "done", return_value=False)
+        stream = mock.patch.object(torch.cuda, "current_stream")
+        with stopped, settled, ended, stream as current:
+            with pytest.raises(ExecutorError, match="as planned"):
+                fakes[0].runner.warm_up([])
+            current.return_value.synchronize.assert_not_called()
+
+
+def test_autograd_sees_that_a_run_wrote_what_is_registered() -> None:
+    with engines("gather_put") as (fakes, tensors):
+        inputs, outputs = given_to("gather_put", tensors[0])
+        scale = torch.ones((), requires_grad=True)
+        fakes[0].run(inputs, outputs)
+        product = scale * tensors[0]
+        fakes[0].run(inputs, outputs)  # in a GPU's memory, which torch does not see written
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        known = tensors[0]._version
+        with pytest.raises(ExecutorError):
+            fakes[0].run(inputs, [outputs[0].clone()])
+        assert tensors[0]._version == known, "nothing was issued"
+    with engines("gather_matmul") as (fakes, tensors):
+        known = tensors[0]._version
+        fakes[0].run(*given_to("gather_matmul", tensors[0]))
+        assert tensors[0]._version == known, "it is read alone"
+
+
+def test_what_is_registered_may_be_a_tensor_of_inference() -> None:
+    with torch.inference_mode(), engines("update") as (fakes, tensors):
+        pass
+    assert tensors[0].is_inference()
+    with engines("update", tensors=tensors) as (fakes, _):
+        fakes[0].run(*given_to("update", tensors[0]))
+        with mock.patch.object(torch.cuda, "current_stream"):
+            fakes[0].runner.warm_up([])
+        assert tensors[0][:ROWS].eq(1).all()
 
 
 @pytest.mark.parametrize("graph", [False, True])

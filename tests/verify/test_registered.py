@@ -117,13 +117,20 @@ def test_ranks_register_alike() -> None:
     first = parse(text).instantiate(0)
     other = {
         "no such parameter": "y: out[f32[8, 8]]",
-        "is an input of 256 bytes": "y: f32[8, 8].registered(tp)",
-        "is an output of 512 bytes": "y: out[f32[16, 8].registered(tp)]",
+        "is an input, not an output": "y: f32[8, 8].registered(tp)",
+        "is an output f32[16, 8], not f32[8, 8]": "y: out[f32[16, 8].registered(tp)]",
+        "is an output i32[8, 8], not f32[8, 8]": "y: out[i32[8, 8].registered(tp)]",
+        "is an output f32[8, 8].strides(1, 8), not f32[8, 8]": (
+            "y: out[f32[8, 8].strides(1, 8).registered(tp)]"
+        ),
+        "is an output f32[8, 2, 4], not f32[8, 8]": "y: out[f32[8, 2, 4].registered(tp)]",
     }
     assert check([first, parse(text).instantiate(1)]).sound
     for said, declared in other.items():
         wrong = parse(text.replace("y: out[f32[8, 8].registered(tp)]", declared)).instantiate(1)
         report = check([first, wrong])
+        (found,) = (f for f in report.errors if f.kind == "mismatch")
+        assert "the same element type, sizes and strides" in found.fix
         assert "mismatch" in report.kinds(), report
         assert said in str(report)
     assert check([first]).kinds() >= {"deadlock"}, "the other rank is none of the set"

@@ -265,7 +265,7 @@ class TeamComm:
             self._control = None
             self.slots.slots.clear()
             if self._cuda is not None:
-                self._cuda.registry.close()  # what peers map of this rank's stays, as it says below
+                self._cuda.registry.close()  # what is in use stays mapped until it is let go
             self._cuda = None
             for life in self._lives:
                 life.close()

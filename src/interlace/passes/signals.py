@@ -12,18 +12,22 @@ Note [Signals publish]
     order them; a Notify N after X to distance d does, with an Expect E of it before Y. Such a pair
     is proof enough, and exact: the edges X -> N and E -> Y keep it. Of several E the nearest
     to Y is taken, one of the same site first. Where no single signal orders X and Y, all that
-    meets peers between them stays where it is.
+    meets peers between them stays where it is: on all teams, since what one team signals may order
+    accesses to another's memory; but on the buffer's own team alone where a collective of that,
+    which all of its ranks wait for, stands between them.
     What callers register has no copies, and a rank's begin and end count as accesses too. There no
-    pair is looked for: what publishes stays after all earlier accesses, what admits before all
-    later ones.
+    pair is looked for: what publishes, on any team, stays after all earlier accesses, what admits
+    before all later ones.
     An Expect stays after its Notify, which keeps the list free of deadlocks in order: whatever a
     rank waits for stands earlier in the list that its peer runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from interlace.ir import (
     Box,
@@ -79,19 +83,21 @@ def signal_edges(program: Program, edges: Edges, listed: Edges, frozen: bool) ->
     """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
     teams = _teams(program)
     meets = _Meets(program)
+    meetings = sorted({index for team in teams.values() for index in team.meetings})
+    if frozen:
+        _keep_all(teams.values(), edges)
     for name, team in teams.items():
         for signal in dict.fromkeys((*team.notifies, *team.expects)):
             _match(program, name, team, signal, edges, listed)
-        _keep_registered(program, team, edges)
+        _keep_registered(program, team, meetings, edges)
         if frozen:
-            _keep_all(team, edges)
             continue
         for buffer, uses in team.uses.items():
             remote = any(use.offset != 0 for use in uses)
             for j, y in enumerate(uses if remote else ()):
                 for x in uses[:j]:
                     if x.op < y.op and (x.write or y.write):
-                        _order(program, team, x, y, edges, meets.at(name, buffer))
+                        _order(program, team, x, y, edges, meets.at(name, buffer), meetings)
 
 
 def _teams(program: Program) -> dict[str, _Team]:
@@ -170,22 +176,21 @@ def _match(
                     team.proofs.setdefault(-distance % team.size, []).append(proof)
 
 
-def _keep_all(team: _Team, edges: Edges) -> None:
+def _keep_all(teams: Collection[_Team], edges: Edges) -> None:
     """Where other Programs share the signals: after all they may publish, before all they admit."""
-    used = sorted({use.op for uses in team.uses.values() for use in uses})
-    for ends in team.notifies.values():
-        for index in ends:
+    used = sorted({use.op for team in teams for uses in team.uses.values() for use in uses})
+    for team in teams:
+        for index in chain.from_iterable(team.notifies.values()):
             edges[index].update(op for op in used if op < index)
-    for ends in team.expects.values():
-        for index in ends:
+        for index in chain.from_iterable(team.expects.values()):
             for op in used:
                 if op > index:
                     edges[op].add(index)
 
 
-def _keep_registered(program: Program, team: _Team, edges: Edges) -> None:
+def _keep_registered(program: Program, team: _Team, meetings: Sequence[int], edges: Edges) -> None:
     """Every meeting after what it may publish, and before what it may admit, as it is listed."""
-    for index in team.meetings:
+    for index in meetings if team.registered else ():
         op = program.ops[index]
         if not isinstance(op, Expect):
             edges[index].update(used for used in team.registered if used < index)
@@ -202,6 +207,7 @@ def _order(
     y: _Use,
     edges: Edges,
     meet: Callable[[View, View, int], bool],
+    meetings: Sequence[int],
 ) -> None:
     """Keeps what orders two accesses that may touch the same bytes on different ranks."""
     if x.offset is not None and y.offset is not None:
@@ -219,13 +225,19 @@ def _order(
             edges[notify].add(x.op)
             edges[y.op].add(expect)
             return
+    between = _between(team.meetings, x.op, y.op)
+    if not any(isinstance(program.ops[index], Collective) for index in between):
+        between = _between(meetings, x.op, y.op)
     last = x.op
-    for index in team.meetings:
-        if x.op < index < y.op:
-            edges[index].add(last)
-            last = index
+    for index in between:
+        edges[index].add(last)
+        last = index
     if last != x.op:
         edges[y.op].add(last)
+
+
+def _between(ops: Sequence[int], start: int, end: int) -> Sequence[int]:
+    return ops[bisect_right(ops, start) : bisect_left(ops, end)]
 
 
 class _Meets:

@@ -3,11 +3,13 @@
 findings = disagreements(builder, explainer, regions)
 
 What one rank reads or writes of a peer's is the peer's parameter of the same name, so each Program
-of the set must have it: registered with that team, of the same kind and as large.
+of the set must have it: registered with that team, of the same kind, element type, sizes and
+strides, since a rank finds a peer's elements where its own would be.
 """
 
 from __future__ import annotations
 
+from interlace.ir.types import contiguous_strides
 from interlace.verify.build import Builder, Slot
 from interlace.verify.explain import Explainer
 from interlace.verify.graph import Frame
@@ -35,18 +37,21 @@ def disagreements(builder: Builder, explainer: Explainer, regions: Regions) -> l
             if rank not in has:
                 said = f"rank {rank} has no such parameter"
             elif (facts := _facts(*has[rank], regions)) != wanted:
-                said = f"on rank {rank} it is an {facts[0]} of {facts[1]} bytes"
+                said = f"on rank {rank} it is an {facts[0]} {facts[1]}, not {wanted[1]}"
+                if facts[1] == wanted[1]:
+                    said = f"on rank {rank} it is an {facts[0]}, not an {wanted[0]}"
             else:
                 continue
             enter = frame.place.source.enter
             assert enter is not None
-            role = f"registers the {wanted[0]} {name}, of {wanted[1]} bytes"
+            role = f"registers the {wanted[0]} {name}: {wanted[1]}"
             findings.append(
                 Finding(
                     "mismatch",
                     f"rank {first} registers {name} with team {team}, and {said}",
                     (explainer.ref(frame, enter, role, name),),
-                    f"register {name} with {team} on every rank of it, with the same sizes",
+                    f"register {name} with {team} on every rank of it, with the same element type, "
+                    "sizes and strides",
                     ranks=tuple(sorted({first, rank})),
                 )
             )
@@ -54,5 +59,12 @@ def disagreements(builder: Builder, explainer: Explainer, regions: Regions) -> l
     return findings
 
 
-def _facts(frame: Frame, version: Version, regions: Regions) -> tuple[str, int]:
-    return version.buffer.kind, regions.at(version.spot, frame.place.where).hi
+def _facts(frame: Frame, version: Version, regions: Regions) -> tuple[str, str]:
+    """Its kind, and how its elements lie."""
+    box = regions.at(version.spot, frame.place.where).box
+    text = f"{box.dtype}{list(box.sizes)}"
+    usual = contiguous_strides(box.sizes)
+    steps = zip(box.sizes, box.strides, usual, strict=True)
+    if box.numel and any(size > 1 and one != other for size, one, other in steps):
+        text += f".strides({', '.join(map(str, box.strides))})"
+    return version.buffer.kind, text

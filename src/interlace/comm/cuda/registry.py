@@ -12,16 +12,25 @@ Note [Mapped once]
     address, is never used again, so memory that was freed and allocated anew is not taken for what
     it was. A mapping stands under (member, number) and is counted by those who use it: two tensors
     of one allocation, and two Programs, share it. A few that nobody uses stay for the next Program;
-    the least lately used go first, and those whose allocation is gone, as its rank tells. CUDA's
-    manual leaves open what becomes of memory that is freed while others map it: nothing here reads
-    or writes what is idle, and the device has it again when it is unmapped.
+    the least lately used go first. One whose allocation is gone, as its rank tells, goes at once,
+    or with its last user. CUDA's manual leaves open what becomes of memory that is freed while
+    others map it: nothing here reads or writes what is idle, and the device has it again when it is
+    unmapped.
 
     Nothing of this happens in a run: a Program's mappings stay the same from its preparation on.
+
+Note [Let go at any time]
+    Executors end in any thread, and in finalizers, which may begin in the midst of what is done
+    here, in the same thread. So books are changed under a lock that its thread may take again, a
+    mapping counts as used before anything else is done with it, and what ends one looks whether it
+    still stands in the books. No lock is held while peers are waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
 
 KEPT = 8
-"""Mappings that nobody uses and that stay all the same."""
+"""Mappings for each peer that nobody uses and that stay all the same."""
 
 Key = tuple[int, int]
 """A member, and the number of one of its allocations."""
@@ -50,7 +59,9 @@ class Mapping:
     """An allocation of a peer's, mapped here."""
 
     base: int
-    users: int = 0
+    users: int = 1
+    gone: bool = False
+    """Whether its rank has freed it: it goes with its last user."""
 
 
 class Registry:
@@ -58,7 +69,9 @@ class Registry:
 
     def __init__(self, team: TeamComm, driver: Driver, device: torch.device) -> None:
         self._team, self._driver, self._device = team, driver, device
-        self._mapped: dict[Key, Mapping] = {}
+        self._kept = KEPT * (len(team.ranks) - 1)
+        self._lock = threading.RLock()
+        self._mapped: OrderedDict[Key, Mapping] = OrderedDict()
         """In the order of use: the last one used stands last."""
         self._told: dict[int, int] = {}
         """This rank's allocations that peers were told of: number -> address."""
@@ -80,36 +93,42 @@ class Registry:
         """Makes these tensors reachable on every rank of the team; all ranks call it together.
 
         `problem` is what this rank found wrong before. Raises `BackendError`, on every rank, where
-        a tensor lies in memory that cannot be shared.
+        a tensor lies in memory that cannot be shared, or cannot be reached for another reason.
         """
         team = self._team
-        note: Note = {"gone": self._gone()}
+        gone: list[int] = []
+        note: Note = {"gone": gone}
         try:
+            gone += self._gone()
             if problem is None:
                 note["params"] = {n: self._describe(n, *wanted[n]) for n in sorted(wanted)}
-        except InterlaceError as error:
-            problem = error
+        except Exception as error:
+            problem = problem or _as_ours(error, "told to its peers")
         notes, written = tell(team, topic, note, writes, problem, time_out_s)
-        for member, theirs in enumerate(notes):
-            for number in theirs["gone"]:
-                self._close_idle((member, number))
         told: Note = {}
         held: dict[str, Registered] = {}
         try:
-            for name, (tensor, nbytes) in wanted.items():
-                copies, keys = self._map(name, tensor, nbytes, notes)
-                facts = name in written, name in inputs
-                held[name] = Registered(tensor, team.me, copies, *facts, mappings=keys)
-        except InterlaceError as error:
-            problem, told = error, failure(error)
-        try:
+            try:
+                for member, theirs in enumerate(notes):
+                    for number in theirs["gone"]:
+                        self._forget((member, number))
+                for name, (tensor, nbytes) in wanted.items():
+                    copies, keys = self._map(name, tensor, nbytes, notes)
+                    facts = name in written, name in inputs
+                    held[name] = Registered(tensor, team.me, copies, *facts, mappings=keys)
+            except Exception as error:
+                problem = _as_ours(error, "mapped")
+                told = failure(problem)
             place = f"{team.topic}/registered/{topic}/mapped parameters"
             meet(team.board, place, team.ranks, team.rank, told, time_out_s, problem)
-        except InterlaceError:
+        except BaseException:
             for mine in held.values():
                 self.let_go(mine)
             raise
-        self.trim(KEPT)
+        with self._lock:  # all peers came here, so each has heard what is gone
+            for number in gone:
+                self._told.pop(number, None)
+        self.trim(self._kept)
         return held
 
     def _describe(self, name: str, tensor: torch.Tensor, nbytes: int) -> list[str | int]:
@@ -131,7 +150,8 @@ class Registry:
                 "register a tensor that lies in one, such as torch.empty makes it"
             )
         number = driver.buffer_id(base)
-        self._told[number] = base
+        with self._lock:
+            self._told[number] = base
         return [driver.handle(base), number, address - base]
 
     def _map(
@@ -150,55 +170,79 @@ class Registry:
                     keys.append(key)
                 empty = torch.empty(0, dtype=torch.uint8, device=self._device)
                 copies.append(tensor_at(address, nbytes, self._device) if nbytes else empty)
-        except InterlaceError:
+        except BaseException:
             self._release(keys)
             raise
         return tuple(copies), tuple(keys)
 
     def _use(self, key: Key, handle: str) -> Mapping:
         """One more use of a mapping, which is opened if it is not there."""
-        mapping = self._mapped.pop(key, None) or Mapping(self._driver.open(handle))
-        mapping.users += 1
-        self._mapped[key] = mapping
-        return mapping
+        with self._lock:
+            mapping = self._mapped.get(key)
+            if mapping is not None:
+                mapping.users += 1
+                if self._mapped.get(key) is mapping:  # a finalizer may have ended it before
+                    self._mapped.move_to_end(key)
+                    return mapping
+            mapping = self._mapped[key] = Mapping(self._driver.open(handle))
+            return mapping
 
     def let_go(self, held: Registered) -> None:
         """What `register` gave is not needed any more; nothing that used it is under way."""
         self._release(held.mappings)
-        self.trim(KEPT)
+        self.trim(self._kept)
 
     def _release(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            mapping = self._mapped.get(key)
-            if mapping is not None:
-                mapping.users -= 1
+        with self._lock:
+            for key in keys:
+                mapping = self._mapped.get(key)
+                if mapping is not None:
+                    mapping.users -= 1
+                    if mapping.gone:
+                        self._close_idle(key)
 
     def trim(self, kept: int) -> None:
         """Ends mappings that nobody uses, but for so many."""
-        idle = [key for key, mapping in self._mapped.items() if not mapping.users]
-        for key in idle[: max(len(idle) - kept, 0)]:
-            self._close_idle(key)
+        with self._lock:
+            idle = [key for key, mapping in list(self._mapped.items()) if not mapping.users]
+            for key in idle[: max(len(idle) - kept, 0)]:
+                self._close_idle(key)
+
+    def _forget(self, key: Key) -> None:
+        """The allocation is gone: the mapping goes too, now or with its last user."""
+        with self._lock:
+            mapping = self._mapped.get(key)
+            if mapping is not None:
+                mapping.gone = True
+                self._close_idle(key)
 
     def _close_idle(self, key: Key) -> None:
         mapping = self._mapped.get(key)
-        if mapping is not None and not mapping.users:
-            del self._mapped[key]
-            self._unmap(mapping)
-
-    def _unmap(self, mapping: Mapping) -> None:
-        on_gpu = self._device.type == "cuda"
-        with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
-            self._driver.close(mapping.base)
+        if mapping is None or mapping.users:
+            return
+        if self._mapped.pop(key, None) is mapping:  # else a finalizer was faster
+            on_gpu = self._device.type == "cuda"
+            with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
+                self._driver.close(mapping.base)
 
     def _gone(self) -> list[int]:
         """This rank's allocations that peers were told of and that are freed since."""
-        gone = [n for n, base in self._told.items() if self._driver.buffer_id(base) != n]
-        for number in gone:
-            del self._told[number]
-        return gone
+        with self._lock:
+            told = list(self._told.items())
+        return [number for number, base in told if self._driver.buffer_id(base) != number]
 
     def close(self) -> None:
-        """Ends all mappings; nothing that used them is under way."""
-        mapped, self._mapped = self._mapped, {}
-        for mapping in mapped.values():
-            self._unmap(mapping)
+        """The team ends: so do mappings that nobody uses, and the others when they are let go."""
+        self._kept = 0
+        self.trim(0)
+
+
+def _as_ours(error: Exception, what: str) -> InterlaceError:
+    """The error as peers can be told of it."""
+    if isinstance(error, InterlaceError):
+        return error
+    ours = BackendError(
+        f"registered parameters could not be {what}: {type(error).__name__}: {error}"
+    )
+    ours.__cause__ = error
+    return ours

@@ -8,10 +8,11 @@ if runner.ready:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm
 from interlace.errors import ExecutorError
@@ -40,34 +41,51 @@ class Runner:
         self._teams = list(context.crew.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
         ordered = sorted(dict.fromkeys(self._teams), key=lambda team: team.topic)
-        self._locks = [team.lock for team in ordered]
+        self._locks = [team.lock for team in ordered] or [RLock()]
+        self._shared = " on the same teams" if ordered else ""
         self._limit = context.options.time_out_s
         self._name, self._tag = context.plan.program.name, tag
         self._text = context.flight.text
         self._start = self._values.starter((*inputs.names, *outputs.names))
         self._both = self._inputs.names, self._outputs.names
+        held = self._values.registered.values()
+        self._written = [one.tensor for one in held if one.written]
+        self._marked = [tensor for tensor in self._written if not tensor.is_inference()]
+        """What a run, of any rank, writes without torch seeing it."""
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """With graphs: one run op by op, with zeros, which sets up what cannot be in a capture.
-        What it writes of registered parameters is put back.
+        What it writes of registered parameters is put back, also where it fails.
 
         None goes on before all ranks have ended it.
         """
-        registered = self._values.registered.values()
-        kept = [(held.tensor, held.tensor.clone()) for held in registered if held.written]
-        self.run(self._inputs.zeros(), None)
-        self._engine.synchronize()
-        for tensor, before in kept:  # by now the peers are done with it too
-            tensor.copy_(before)
-        if kept:
-            torch.cuda.current_stream(self._values.device).synchronize()
+        with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
+            kept = [(tensor, tensor.clone()) for tensor in self._written]
+        try:
+            self.run(self._inputs.zeros(), None)
+            self._engine.synchronize()
+        except BaseException:
+            if kept:  # peers are let go of; what the streams still do, they do before the copies
+                self._engine.watched.settle()
+            raise
+        finally:
+            self._put_back(kept)
         for team in teams:
             topic = f"{team.topic}/warm/{team.num_prepared}/{team.resets}"
             team.board.exchange(topic, team.ranks, team.rank, {}, self._limit)
         self.warm = True
+
+    def _put_back(self, kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies the contents back; after a run that went well its peers are done with them too."""
+        if kept:
+            with torch.inference_mode():
+                for tensor, before in kept:
+                    tensor.copy_(before)
+            if self._engine.watched.idle:  # else it failed, and may never end: nobody waits for it
+                torch.cuda.current_stream(self._values.device).synchronize()
 
     @property
     def ready(self) -> bool:
@@ -89,8 +107,8 @@ class Runner:
             for lock in self._locks:
                 if not lock.acquire(False) and not lock.acquire(True, self._limit):
                     raise ExecutorError(
-                        f"{self._name} waited {self._limit:g} s for another thread's run on the "
-                        "same teams: call Executors from one thread"
+                        f"{self._name} waited {self._limit:g} s for another thread's run"
+                        f"{self._shared}: call Executors from one thread"
                     )
                 taken.append(lock)
             if had_grad:
@@ -112,16 +130,20 @@ class Runner:
         self._inputs.check_places(inputs)
         if out is not None:
             self._outputs.check_places(out)
-        if engine.graphs is not None and self.warm:
-            return engine.graphs.run(self._both, inputs, out, self._outputs.new, self._results)
-        out = self._outputs.new() if out is None else out
         values = self._values
         try:
-            self._start((*inputs, *out), engine.uses())
-            engine.run()
-            return self._results()
+            if engine.graphs is not None and self.warm:
+                return engine.graphs.run(self._both, inputs, out, self._outputs.new, self._results)
+            out = self._outputs.new() if out is None else out
+            try:
+                self._start((*inputs, *out), engine.uses())
+                engine.run()
+                return self._results()
+            finally:
+                values.end()
         finally:
-            values.end()
+            for tensor in self._marked:
+                increment_version(tensor)
 
 
 class PlainRunner(Runner):
