@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -116,15 +117,17 @@ class Team:
     def register(
         self, tensors: list[dict[str, torch.Tensor]], problem: InterlaceError | None = None
     ) -> list[Any]:
-        """Registers on all ranks; `problem` is rank 0's."""
+        """Registers on all ranks; `problem` is what rank 0 finds wrong with its tensors."""
         topic = str(next(self._topics))
 
         def one(rank: int) -> dict[str, Registered]:
             wanted = {n: (t, t.numel() * t.itemsize) for n, t in tensors[rank].items()}
-            mine = problem if rank == 0 else None
-            return self.registries[rank].register(topic, wanted, ("w",), ("w",), mine, LIMIT)
+            return self.registries[rank].register(topic, wanted, ("w",), ("w",), LIMIT)
 
-        return self.each(one)
+        if problem is None:
+            return self.each(one)
+        with mock.patch.object(self.registries[0], "_describe", side_effect=problem):
+            return self.each(one)
 
     def let_go(self, held: list[dict[str, Registered]]) -> None:
         for registry, mine in zip(self.registries, held, strict=True):
@@ -383,7 +386,7 @@ def test_a_mapping_that_fails_is_told_to_every_rank_and_leaves_none() -> None:
     assert [len(mine["w"].mappings) for mine in held] == [2, 2, 2]
 
 
-def test_what_a_rank_found_wrong_before_is_told_to_every_rank() -> None:
+def test_what_a_rank_finds_wrong_is_told_to_every_rank() -> None:
     team = Team()
     tensors = tensors_of(team)
     mine, other = team.register([{"w": t} for t in tensors], ExecutorError("it has no shape"))

@@ -1,6 +1,6 @@
 """Registered parameters: memory that the caller allocated and that peers read and write.
 
-    held = share_on_host(team, "3/tp", {"w": (w, nbytes)}, writes=(), problem=None, time_out_s=60)
+    held = share_on_host(team, "3/tp", {"w": (w, nbytes)}, ("w",), writes=(), time_out_s=60)
     held["w"].copies[1]        # the bytes of the parameter on rank 1 of the team
     held["w"].enter()          # on the CPU: what peers read is what the tensor holds now
 
@@ -94,14 +94,10 @@ def share_on_host(
     wanted: Wanted,
     inputs: Collection[str],
     writes: Collection[str],
-    problem: InterlaceError | None,
     time_out_s: float,
 ) -> dict[str, Registered]:
-    """Blocks of shared memory for parameters in the memory of the CPU; all ranks call it.
-
-    `problem` is what this rank found wrong before: then every rank raises it.
-    """
-    _, written = tell(team, topic, {}, writes, problem, time_out_s)
+    """Blocks of shared memory for parameters in the memory of the CPU; all ranks call it."""
+    _, written = tell(team, topic, {}, writes, None, time_out_s)
     starts: dict[str, int] = {}
     total = 0
     for name in sorted(wanted):

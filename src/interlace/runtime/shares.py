@@ -98,7 +98,7 @@ def share(
             for _, backend in (key for key in backends if key[0] == name):
                 team.backend(backend, device.type, limit)
             if name in callers:
-                facts = inputs, written(plan.program), None, limit
+                facts = inputs, written(plan.program), limit
                 registered.update(share_on_host(team, topic, callers[name], *facts))
     return Shared(slots, spaces, backends, held=tuple(held), registered=registered)
 

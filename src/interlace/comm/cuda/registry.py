@@ -1,7 +1,7 @@
 """Memory of callers that peers map: any CUDA tensor, by the IPC handle of the allocation it is in.
 
     registry = side.registry
-    held = registry.register("3/tp", {"w": (w, nbytes)}, writes=(), problem=None, time_out_s=60)
+    held = registry.register("3/tp", {"w": (w, nbytes)}, ("w",), writes=(), time_out_s=60)
     held["w"].copies[1]         # the bytes of rank 1's tensor, mapped here
     registry.let_go(held["w"])  # by whoever got it, when none of its runs is under way
 
@@ -87,23 +87,22 @@ class Registry:
         wanted: Wanted,
         inputs: Collection[str],
         writes: Collection[str],
-        problem: InterlaceError | None,
         time_out_s: float,
     ) -> dict[str, Registered]:
         """Makes these tensors reachable on every rank of the team; all ranks call it together.
 
-        `problem` is what this rank found wrong before. Raises `BackendError`, on every rank, where
-        a tensor lies in memory that cannot be shared, or cannot be reached for another reason.
+        Raises an error on every rank, `BackendError` as a rule, where a tensor lies in memory that
+        cannot be shared, or cannot be reached for another reason.
         """
         team = self._team
         gone: list[int] = []
         note: Note = {"gone": gone}
+        problem: InterlaceError | None = None
         try:
             gone += self._gone()
-            if problem is None:
-                note["params"] = {n: self._describe(n, *wanted[n]) for n in sorted(wanted)}
+            note["params"] = {n: self._describe(n, *wanted[n]) for n in sorted(wanted)}
         except Exception as error:
-            problem = problem or _as_ours(error, "told to its peers")
+            problem = _as_ours(error, "told to its peers")
         notes, written = tell(team, topic, note, writes, problem, time_out_s)
         told: Note = {}
         held: dict[str, Registered] = {}

@@ -90,7 +90,7 @@ def register(
     found: dict[str, Registered] = {}
     held: list[tuple[Any, Registered]] = []
     inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-    facts = inputs, written(plan.program), None, time_out_s
+    facts = inputs, written(plan.program), time_out_s
     for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
         if name in callers:
             registry = team.cuda(device, time_out_s).registry
