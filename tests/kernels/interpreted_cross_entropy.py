@@ -19,6 +19,7 @@ import torch
 from triton.runtime import interpreter
 
 from interlace.kernels import cross_entropy_launch as launch
+from interlace.kernels import cross_entropy_layout as layout
 from interlace.kernels import cross_entropy_twin as twin
 from interlace.kernels.cross_entropy import Problem, Shards, Terms, new_word
 
@@ -104,9 +105,10 @@ def check(draw: random.Random) -> None:
         shard += offset
         if draw.random() < 0.2 and shard.numel() and not terms.smoothing:
             shard[..., shard.shape[-1] // 2 :] = -torch.inf
-    launch.PROGRAMS = draw.choice([1, 2048])  # whole rows, or parts of them
-    launch.PART_TILES = 1
-    launch.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
+    layout.PROGRAMS = draw.choice([1, 2048])  # whole rows, or parts of them
+    layout.PART_TILES = 1
+    layout.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
+    layout.cut_of.cache_clear()
     measured = world > 1 and draw.random() < 0.5
     device_sizes = torch.tensor(sizes) if measured else None
     what = (

@@ -72,7 +72,7 @@ def test_loads_of_16_bytes_and_no_spills(
 ) -> None:
     """Each thread has its loads of 16 bytes under way together, also in rows of odd length."""
     pytest.importorskip("triton")
-    from interlace.kernels.cross_entropy_launch import GRAD_UNROLL, UNROLL, WARPS
+    from interlace.kernels.cross_entropy_layout import GRAD_UNROLL, UNROLL, WARPS
 
     forward = name == "stats_kernel"
     loads = UNROLL if forward else GRAD_UNROLL
@@ -203,12 +203,12 @@ def test_rows_are_found_without_a_copy(
     shape: tuple[int, ...], view: Any, dims: int, even: bool
 ) -> None:
     pytest.importorskip("triton")
-    from interlace.kernels.cross_entropy_launch import Layout
+    from interlace.kernels.cross_entropy_layout import Layout
 
     x = view(torch.zeros(shape, dtype=torch.bfloat16))
     y = torch.zeros(x.shape[:-1], dtype=torch.int64)
     problem = Problem(x, y, None, Terms(), Shards.alone(x.shape[-1]), new_word("cpu"))
     layout = Layout(problem)
-    assert (layout.dims, layout.even) == (dims, even)
+    assert (layout.cut.dims, dict(layout.cut.ways)["EVEN"]) == (dims, even)
     copied = layout.logits.data_ptr() != x.data_ptr()
     assert copied == (len(shape) > 4), "only what takes more than three strides is copied"

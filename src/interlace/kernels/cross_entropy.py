@@ -25,6 +25,7 @@ torch elsewhere (and for float64); both have these functions:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -103,7 +104,12 @@ def new_word(kind: str) -> torch.Tensor:
 
 def steps_for(logits: torch.Tensor) -> ModuleType:
     """The kernels, or their twin."""
-    if logits.is_cuda and logits.dtype in FAST and find_spec("triton") is not None:
+    return _steps(logits.is_cuda and logits.dtype in FAST)
+
+
+@cache
+def _steps(fast: bool) -> ModuleType:
+    if fast and find_spec("triton") is not None:
         from interlace.kernels import cross_entropy_launch
 
         return cross_entropy_launch

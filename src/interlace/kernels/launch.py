@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,18 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
 }
 """Triton's names of the element types that the kernels take."""
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a tensor's device the current one, if it is not."""
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def stream_of(device: torch.device) -> int:
+    """The handle of a tensor's device's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = False) -> str:
