@@ -17,9 +17,11 @@ torch elsewhere (and for float64); both have these functions:
     alone(problem)                  the same where no other rank has classes
     total(losses, kept, weighted, mean, denominator)
                                     their sum over the divisor, and the divisor
-    gradient(problem, kept, upstream, divisor, into)  of the logits: a tensor, or written into one
+    gradient(problem, kept, upstream, divisor, into)  of the logits: a tensor, or written into one;
+                                    by upstream (None: 1) over the divisor (None: 1)
     count(problem)                  of the rows that count: what an unweighted mean is divided by
-    scale(tensor, by)               in place, by one number on the device; by 1 costs nothing
+    scale(tensors, by)              up to three of one type in place, by one number on the device;
+                                    by 1 costs nothing
 """
 
 from __future__ import annotations

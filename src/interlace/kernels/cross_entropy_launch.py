@@ -7,6 +7,7 @@ Everything is enqueued on the current stream; nothing waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -201,11 +202,18 @@ def count(problem: Problem) -> torch.Tensor:
     return found
 
 
-def scale(tensor: torch.Tensor, by: torch.Tensor) -> None:
-    """Multiplies a contiguous tensor by a number of float32, in place."""
-    if numel := tensor.numel():
-        grid = min(SCALERS, -(-numel // SCALED)), 1
-        launch("scale_kernel", grid, (tensor, by), (numel,), (("BLOCK", SCALED),))
+def scale(tensors: Sequence[torch.Tensor], by: torch.Tensor) -> None:
+    """Multiplies up to three contiguous tensors of one type by a number of float32, in place."""
+    found = [tensor for tensor in tensors if tensor.numel()]
+    if not found:
+        return
+    sizes = [tensor.numel() for tensor in found]
+    count, grid = len(found), min(SCALERS, -(-max(sizes) // SCALED))
+    first, second, third = [*found, None, None][:3]
+    launch(
+        "scale_kernel", (grid, count), (first, second, third, by), (*sizes, 0, 0)[:3],
+        (("COUNT", count), ("BLOCK", SCALED)),
+    )  # fmt: skip
 
 
 def gradient(
@@ -215,7 +223,7 @@ def gradient(
     divisor: torch.Tensor | None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of the logits; `upstream` is a number, or one for each row."""
+    """The gradient of the logits; `upstream` is a number, one for each row, or None: 1."""
     logits, terms = problem.logits, problem.terms
     layout = Layout(problem, GRAD_UNROLL)
     if into is None:
