@@ -119,7 +119,8 @@ def _merge(problem: Problem, layout: Layout, found: torch.Tensor, merged: Any, k
          problem.word, problem.shards.sizes),
         (layout.rows, found.shape[0], *layout.numbers[1:],
          terms.smoothing, terms.z_loss, terms.softcap),
-        (("PICK", picks), ("FINISH", losses is not None), ("BLOCK", MERGED_ROWS), *layout.cut.flags),
+        (("PICK", picks), ("FINISH", losses is not None), ("BLOCK", MERGED_ROWS),
+         *layout.cut.flags),
     )  # fmt: skip
 
 

@@ -59,8 +59,8 @@ class Kind(NamedTuple):
 class Cut:
     """How kernels go through rows of one shape and place."""
 
-    __slots__ = ("alike", "dims", "flags", "local", "places", "rows", "tile", "vec", "ways",
-                 "warps")  # fmt: skip
+    __slots__ = ("alike", "dims", "flags", "local", "places", "rows", "tile", "vec", "warps",
+                 "ways")  # fmt: skip
 
     def __init__(
         self, kind: Kind, groups: list[tuple[int, int, int]], shape: tuple[int, ...], stride: int,

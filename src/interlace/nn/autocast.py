@@ -1,7 +1,9 @@
-"""Leaving autocast for a while, at no cost where there is none to leave.
+"""Leaving autocast for a while: entering and leaving a context of torch's takes microseconds.
 
     with without_autocast(x.device.type):
         y = torch.mm(x, w)                  # in the types that x and w have
+
+Where autocast is off already, nothing is done.
 """
 
 from __future__ import annotations
