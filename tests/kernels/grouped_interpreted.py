@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlace.kernels import grouped
 from interlace.kernels.grouped import Groups
-from interlace.kernels.grouped_kernel import rows_kernel, sums_kernel, wgrad_kernel
+from interlace.kernels.grouped_kernel import ends_kernel, rows_kernel, sums_kernel, wgrad_kernel
 
 patch_tensor = interpreter._patch_lang_tensor
 
@@ -123,6 +123,20 @@ def check_rows(draw: random.Random) -> None:
     assert torch.equal(y, wanted), (groups, biased)
 
 
+def check_ends(draw: random.Random) -> None:
+    """What torch makes of them, also where sizes are negative, far too large, or wrap."""
+    num, tokens = draw.randint(1, 70), draw.choice([1, 40, 5000])
+    dtype = draw.choice([torch.int32, torch.int64])
+    most = draw.choice([3, 100, 2**31 - 1, 2**40 if dtype == torch.int64 else 9])
+    sizes = torch.randint(draw.choice([0, 0, -most]), most, (num, 3)).to(dtype)
+    sizes = sizes[:, 1] if draw.random() < 0.5 else sizes.reshape(-1)[1 : 1 + num]
+    ends = torch.full((num + 1,), -7, dtype=torch.int32)
+    block = max(32, 1 << (num - 1).bit_length())
+    ends_kernel[(1,)](sizes, ends, num, sizes.stride(0), tokens, BLOCK=block)
+    wanted = sizes.cumsum(0, dtype=torch.int32).clamp_(0, tokens)
+    assert ends.tolist() == [*wanted.tolist(), -7], (sizes, tokens)
+
+
 def check_bounds(draw: random.Random) -> None:
     """Sizes that ask for more rows than there are read and write nothing out of bounds."""
     tokens, ends = 20, torch.tensor([16, 900, 950], dtype=torch.int32)
@@ -142,7 +156,7 @@ def check_bounds(draw: random.Random) -> None:
 if __name__ == "__main__":
     drawn = random.Random(int(sys.argv[1]))
     torch.manual_seed(int(sys.argv[1]))
-    for check in (check_wgrad, check_rounding, check_sums, check_rows):
+    for check in (check_wgrad, check_rounding, check_sums, check_rows, check_ends):
         for _ in range(int(sys.argv[2])):
             check(drawn)
     check_bounds(drawn)

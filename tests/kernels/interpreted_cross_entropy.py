@@ -19,6 +19,7 @@ import torch
 from triton.runtime import interpreter
 
 from interlace.kernels import cross_entropy_launch as launch
+from interlace.kernels import cross_entropy_layout as layout
 from interlace.kernels import cross_entropy_twin as twin
 from interlace.kernels.cross_entropy import Problem, Shards, Terms, new_word
 
@@ -104,9 +105,10 @@ def check(draw: random.Random) -> None:
         shard += offset
         if draw.random() < 0.2 and shard.numel() and not terms.smoothing:
             shard[..., shard.shape[-1] // 2 :] = -torch.inf
-    launch.PROGRAMS = draw.choice([1, 2048])  # whole rows, or parts of them
-    launch.PART_TILES = 1
-    launch.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
+    layout.PROGRAMS = draw.choice([1, 2048])  # whole rows, or parts of them
+    layout.PART_TILES = 1
+    layout.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
+    layout.cut_of.cache_clear()
     measured = world > 1 and draw.random() < 0.5
     device_sizes = torch.tensor(sizes) if measured else None
     what = (
@@ -149,12 +151,13 @@ def check(draw: random.Random) -> None:
         assert int(problems[0].word[2]) == classes, what
     for problem in problems:
         assert float(launch.count(problem)) == float(twin.count(problem)), what
-    scaled = strided(draw, (draw.randrange(1, 5000),), dtype).contiguous()
+    lengths = [draw.choice([0, 7, draw.randrange(1, 5000)]) for _ in range(draw.randint(1, 3))]
+    scaled = [strided(draw, (length,), dtype).contiguous() for length in lengths]
     factor = torch.tensor(draw.choice([1.0, 0.0, -1.7]))
-    by_twin = scaled.clone()
+    by_twin = [tensor.clone() for tensor in scaled]
     twin.scale(by_twin, factor)
     launch.scale(scaled, factor)
-    assert torch.equal(scaled, by_twin), (what, factor)
+    assert all(map(torch.equal, scaled, by_twin)), (what, lengths, factor)
     mean = draw.random() < 0.5
     given = draw.choice([None, 3.5, torch.tensor(7)])
     for loss, kept in results[:1]:
@@ -162,9 +165,9 @@ def check(draw: random.Random) -> None:
         got = launch.total(loss, kept, heavy, mean, given)
         for a, b in zip(got, twin.total(wanted, figures, heavy, mean, given), strict=True):
             close(a, b, 1e-5, 1e-5 * (1 + offset), (what, mean, given))
-    up = draw.choice([None, "number", "rows"])
-    upstream = None if up is None else torch.randn(batch if up == "rows" else ())
-    divisor = torch.tensor(2.5) if up == "number" else None
+    up = draw.choice([None, "divisor", "number", "rows"])
+    upstream = torch.randn(batch if up == "rows" else ()) if up in ("number", "rows") else None
+    divisor = torch.tensor(2.5) if up in ("divisor", "number") else None
     grads = [
         launch.gradient(p, kept, upstream, divisor)
         for p, (_, kept) in zip(problems, results, strict=True)

@@ -72,7 +72,7 @@ def test_loads_of_16_bytes_and_no_spills(
 ) -> None:
     """Each thread has its loads of 16 bytes under way together, also in rows of odd length."""
     pytest.importorskip("triton")
-    from interlace.kernels.cross_entropy_launch import GRAD_UNROLL, UNROLL, WARPS
+    from interlace.kernels.cross_entropy_layout import GRAD_UNROLL, UNROLL, WARPS
 
     forward = name == "stats_kernel"
     loads = UNROLL if forward else GRAD_UNROLL
@@ -109,14 +109,16 @@ def test_the_small_kernels_compile(picks: bool) -> None:
     assert "ld.local" not in ptx_of("count_kernel", torch.bfloat16, count, 4)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("element", [torch.bfloat16, torch.float32], ids=str)
-def test_scaling_by_one_moves_nothing(element: torch.dtype) -> None:
+def test_scaling_by_one_moves_nothing(element: torch.dtype, count: int) -> None:
     """The kernel leaves before its first access that is wide: only the factor is read."""
     pytest.importorskip("triton")
     from interlace.kernels.cross_entropy_launch import SCALED, source_of
 
-    dtypes = element, torch.float32
-    ptx = source_of("scale_kernel", dtypes, (("BLOCK", SCALED),), 4).compile().asm["ptx"]
+    dtypes = *(element if index < count else None for index in range(3)), torch.float32
+    constants = ("COUNT", count), ("BLOCK", SCALED)
+    ptx = source_of("scale_kernel", dtypes, constants, 4).compile().asm["ptx"]
     wide = re.search(r"ld\.global(?:\.\w+)*\.v4\.b32", ptx)
     leaves = re.search(r"setp\.(?:n?eq?u?|neu)\.f32[^;]*;.*?@%p\d+ bra", ptx, re.DOTALL)
     assert wide is not None
@@ -167,6 +169,7 @@ def test_kernels_are_given_what_they_name(
         losses, kept = launch.alone(problem)
         loss, divisor = launch.total(losses, kept, weighted, True, None)
         grad = launch.gradient(problem, kept, loss, divisor)
+        launch.scale([kept[0], losses[:0], grad], loss)
     launch.program_of.cache_clear()
     assert all(len(of_kernel) == 1 for of_kernel in programs.values())
     stream, grid, columns, given = programs["grad_kernel"][0].launched[1]
@@ -184,6 +187,12 @@ def test_kernels_are_given_what_they_name(
     assert (given["losses"] is None) == (rows == 3)
     assert ("merge_kernel" in programs) == (rows == 3)
     assert programs["total_kernel"][0].launched[1][3]["rows"] == rows
+    _, grid, columns, given = programs["scale_kernel"][0].launched[1]
+    assert (grid, columns) == (min(launch.SCALERS, 2 * rows), 2)
+    assert given["second"] is grad
+    assert given["third"] is None
+    assert given["by"] is loss
+    assert (given["numel"], given["numel_2"], given["numel_3"]) == (rows, 4096 * rows, 0)
 
 
 @pytest.mark.parametrize(
@@ -203,12 +212,12 @@ def test_rows_are_found_without_a_copy(
     shape: tuple[int, ...], view: Any, dims: int, even: bool
 ) -> None:
     pytest.importorskip("triton")
-    from interlace.kernels.cross_entropy_launch import Layout
+    from interlace.kernels.cross_entropy_layout import Layout
 
     x = view(torch.zeros(shape, dtype=torch.bfloat16))
     y = torch.zeros(x.shape[:-1], dtype=torch.int64)
     problem = Problem(x, y, None, Terms(), Shards.alone(x.shape[-1]), new_word("cpu"))
     layout = Layout(problem)
-    assert (layout.dims, layout.even) == (dims, even)
+    assert (layout.cut.dims, dict(layout.cut.ways)["EVEN"]) == (dims, even)
     copied = layout.logits.data_ptr() != x.data_ptr()
     assert copied == (len(shape) > 4), "only what takes more than three strides is copied"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +16,12 @@ import interlace
 
 pytest.importorskip("triton")
 
+from interlace.kernels import grouped_launch as launch
 from interlace.kernels.grouped import ROWS, SUMS, TILE
-from interlace.kernels.grouped_kernel import rows_kernel, sums_kernel, wgrad_kernel
-from interlace.kernels.launch import Source, block_type
 
 SCRIPT = Path(__file__).with_name("grouped_interpreted.py")
 SOURCE = Path(interlace.__file__).parents[1]
-FP, BF, INT = "*fp32", "*bf16", "*i32"
+BF16 = torch.bfloat16
 
 
 def test_kernels_compute_what_their_twins_do(seed: int) -> None:
@@ -33,27 +35,10 @@ def test_kernels_compute_what_their_twins_do(seed: int) -> None:
     assert done.stdout.strip() == "all right"
 
 
-def wgrad_source(out: str, accumulate: bool) -> Source:
-    tile = TILE["BK"]
-    return Source(
-        kernel=wgrad_kernel,
-        types={
-            "dy_desc": block_type(torch.bfloat16, tile, TILE["BM"]),
-            "x_desc": block_type(torch.bfloat16, tile, TILE["BN"]),
-            **{"dy": BF, "x": BF, "ends": INT, "out": out},
-            **dict.fromkeys(("tokens", "rows", "columns"), "i32"),
-        },
-        constants={**TILE, "ACCUMULATE": accumulate},
-        num_warps=8,
-        num_stages=3,
-        divisible={"rows": 16, "columns": 16},
-    )
-
-
 @pytest.mark.parametrize("accumulate", [True, False])
-@pytest.mark.parametrize("out", [FP, BF])
-def test_wgrad_is_pipelined_and_spills_nothing(out: str, accumulate: bool) -> None:
-    compiled = wgrad_source(out, accumulate).compile()
+@pytest.mark.parametrize("out", [torch.float32, BF16], ids=str)
+def test_wgrad_is_pipelined_and_spills_nothing(out: torch.dtype, accumulate: bool) -> None:
+    compiled = launch.wgrad_source(out, accumulate, (False, True, True, True)).compile()
     ptx = compiled.asm["ptx"]
     assert "ld.local" not in ptx
     assert "wgmma.mma_async" in ptx
@@ -64,21 +49,175 @@ def test_wgrad_is_pipelined_and_spills_nothing(out: str, accumulate: bool) -> No
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_others_use_wide_accesses(bias: bool) -> None:
-    types = {"y": BF, "bias": BF, "ends": INT, "groups": "i32", "tokens": "i32", "columns": "i32"}
-    rows = Source(
-        kernel=rows_kernel,
-        types=types,
-        constants={**ROWS, "BIAS": bias},
-        num_warps=4,
-        divisible={"columns": 16},
-    )
-    ptx = rows.compile().asm["ptx"]
+    ptx = launch.rows_source(bias, (False, False, True, True)).compile().asm["ptx"]
     assert "st.global.v4" in ptx
     assert "ld.local" not in ptx
-    types = {"dy": BF, "ends": INT, "out": BF, "tokens": "i32", "columns": "i32"}
-    sums = Source(
-        kernel=sums_kernel, types=types, constants=SUMS, num_warps=4, divisible={"columns": 16}
-    )
-    ptx = sums.compile().asm["ptx"]
+    ptx = launch.sums_source((False, True)).compile().asm["ptx"]
     assert "ld.global.v4" in ptx
     assert "ld.local" not in ptx
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_wide_accesses_only_where_the_address_allows_them(aligned: bool) -> None:
+    """A main gradient may begin anywhere in its bucket, and a bias in what it was cut from."""
+    whole = True, True, True, aligned
+    stores = re.findall(
+        r"st\.global(\.v\d)?\.b32",
+        launch.wgrad_source(torch.float32, False, whole).compile().asm["ptx"],
+    )
+    assert stores
+    assert set(stores) == ({".v4"} if aligned else {""})
+    ptx = launch.rows_source(True, whole).compile().asm["ptx"]
+    assert ("ld.global.b16" in ptx) == (not aligned)
+
+
+@pytest.mark.parametrize("sizes", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("block", [32, 4096])
+def test_sums_of_sizes_compile(sizes: torch.dtype, block: int) -> None:
+    ptx = launch.ends_source(sizes, block).compile().asm["ptx"]
+    assert "ld.local" not in ptx
+    assert "ld.global.v" not in ptx, "sizes may lie anywhere"
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+class Launched:
+    """Stands in for a compiled kernel, and writes down its launches by argument."""
+
+    def __init__(self, source: Any, device: torch.device) -> None:
+        self.source, self.launches = source, []
+
+    def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
+        source, given, found = self.source, list(args), {}
+        names = source.kernel.arg_names
+        constants = [name for name in names if name in source.constants]
+        assert names[-len(constants) :] == constants, "the launcher gives the constants last"
+        for name in names[: -len(constants)]:
+            if source.types[name].startswith("tensordesc"):
+                found[name] = tuple(given[:5])
+                del given[:5]
+            else:
+                found[name] = given.pop(0)
+                assert type(found[name]) is int
+            if source.types[name][0] == "*" and source.divisible.get(name, 16) == 16:
+                assert found[name] % 16 == 0, "compiled for a multiple of 16"
+            elif source.divisible.get(name) == 16:
+                assert found[name] % 16 == 0
+        assert not given
+        self.launches.append((stream, grid, columns, found))
+
+
+class Mapped:
+    """Stands in for tensor maps."""
+
+    made = 0
+
+    def __init__(self, program: Launched, index: int, shape: tuple[int, int]) -> None:
+        self.name, self.shape = ("dy", "x")[index], shape
+
+    def make(self, address: int) -> tuple[Any, ...]:
+        Mapped.made += 1
+        return (f"{self.name} at {address}", *self.shape, self.shape[1], 1)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+    made: list[Launched] = []
+
+    def program(source: Any, device: torch.device) -> Launched:
+        made.append(Launched(source, device))
+        return made[-1]
+
+    def forget() -> None:
+        launch.program_of.cache_clear()
+        launch.wgrad_of.cache_clear()
+
+    monkeypatch.setattr(launch, "Program", program)
+    monkeypatch.setattr(launch, "Descriptors", Mapped)
+    monkeypatch.setattr(launch, "stream_of", lambda device: 7)
+    forget()
+    yield made
+    forget()
+
+
+def zeros(*shape: int, at: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor whose address is `at` elements above a multiple of 16 bytes."""
+    numel = torch.Size(shape).numel()
+    memory = torch.zeros(numel + at + 16, dtype=dtype)
+    skip = -memory.data_ptr() // dtype.itemsize % (16 // dtype.itemsize) + at
+    return memory[skip : skip + numel].view(shape)
+
+
+def test_wgrad_is_given_what_it_names(programs: list[Launched]) -> None:
+    dy, x, ends = zeros(48, 320), zeros(48, 64), zeros(3, dtype=torch.int32)
+    out = zeros(3, 320, 64, dtype=torch.float32)
+    launch.weight_gradient(dy, x, ends, out, True)
+    stream, grid, columns, given = programs[0].launches[0]
+    assert (stream, grid, columns) == (7, 3 * -(-320 // TILE["BM"]) * -(-64 // TILE["BN"]), 1)
+    assert given["dy_desc"] == (f"dy at {dy.data_ptr()}", 48, 320, 320, 1)
+    assert given["x_desc"] == (f"x at {x.data_ptr()}", 48, 64, 64, 1)
+    addresses = [given[name] for name in ("dy", "x", "ends", "out")]
+    assert addresses == [tensor.data_ptr() for tensor in (dy, x, ends, out)]
+    assert (given["tokens"], given["rows"], given["columns"]) == (48, 320, 64)
+
+
+def test_what_decides_the_code_makes_another_kernel(programs: list[Launched]) -> None:
+    """An odd address, another type or option, and sizes that are no multiples of 16; no more."""
+
+    def run(tokens: int = 48, at: int = 0, kind: torch.dtype = BF16, add: bool = True) -> int:
+        out = zeros(2, 32, 64, at=at, dtype=kind)
+        ends = zeros(2, dtype=torch.int32)
+        launch.weight_gradient(zeros(tokens, 32), zeros(tokens, 64), ends, out, add)
+        return len(programs)
+
+    assert [run(), run(), run(tokens=96)] == [1, 1, 1]
+    assert run(tokens=50) == 2
+    assert [run(at=1), run(at=3)] == [3, 3]
+    assert run(kind=torch.float32) == 4
+    assert run(add=False) == 5
+    assert run() == 5
+
+
+def test_maps_are_made_once_for_addresses_and_shapes(programs: list[Launched]) -> None:
+    dy, x, ends = zeros(48, 32), zeros(48, 64), zeros(2, dtype=torch.int32)
+    out = zeros(2, 32, 64)
+    for _ in range(3):
+        before = Mapped.made
+        launch.weight_gradient(dy, x, ends, out, True)
+    assert Mapped.made == before
+    launch.weight_gradient(dy[:32], x[:32], ends, out, True)
+    assert Mapped.made == before + 2
+    assert programs[0].launches[-1][3]["dy_desc"][1:] == (32, 32, 32, 1)
+
+
+@pytest.mark.parametrize("at", [None, 0, 1])
+def test_rows_and_sums_are_given_what_they_name(at: int | None, programs: list[Launched]) -> None:
+    y, ends = zeros(50, 264), zeros(3, dtype=torch.int32)
+    bias = None if at is None else zeros(3, 264, at=at)
+    launch.finish_rows(y, bias, ends)
+    stream, grid, columns, given = programs[0].launches[0]
+    assert (stream, grid, columns) == (7, -(-50 // ROWS["BK"]), -(-264 // ROWS["BN"]))
+    assert given["bias"] == (0 if bias is None else bias.data_ptr())
+    assert programs[0].source.constants["BIAS"] == (bias is not None)
+    assert [given[n] for n in ("groups", "tokens", "columns")] == [3, 50, 264]
+    out = zeros(3, 264)
+    launch.row_sums(y, ends, out)
+    _, grid, columns, given = programs[1].launches[0]
+    assert (grid, columns) == (3 * -(-264 // SUMS["BN"]), 1)
+    found = [given[name] for name in ("dy", "ends", "out", "tokens", "columns")]
+    assert found == [y.data_ptr(), ends.data_ptr(), out.data_ptr(), 50, 264]
+
+
+def test_sizes_are_added_up_by_one_block(programs: list[Launched]) -> None:
+    sizes = torch.zeros(40, 2, dtype=torch.int64)[:, 1]
+    ends = launch.group_ends(sizes, 99)
+    assert (ends.dtype, ends.shape) == (torch.int32, (40,))
+    stream, grid, columns, given = programs[0].launches[0]
+    assert (stream, grid, columns) == (7, 1, 1)
+    assert programs[0].source.constants == {"BLOCK": 64}
+    found = [given[name] for name in ("sizes", "ends", "groups", "stride", "tokens")]
+    assert found == [sizes.data_ptr(), ends.data_ptr(), 40, 2, 99]
+    many = torch.ones(launch.MOST_GROUPS + 1, dtype=torch.int32)
+    assert launch.group_ends(many, 9)[-1] == 9
+    assert len(programs) == 1, "by torch"

@@ -165,3 +165,40 @@ def test_belongs_to_one_parameter() -> None:
         copy.deepcopy(accumulator)
     with pytest.raises(GradientError, match="no Parameter that requires a gradient"):
         GradAccumulator(nn.Parameter(torch.ones(3), requires_grad=False))
+
+
+class Stream:
+    """Stands in for a stream of a GPU, and notes which it waited for."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle, self.awaited = handle, []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.awaited.append(other.handle)
+
+
+def test_another_stream_waits_for_who_wrote_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each change; saying that the gradient is complete takes it over without a wait."""
+    param = torch.nn.Parameter(torch.ones(3))
+    accumulator = GradAccumulator(param, torch.zeros(3))
+    accumulator._device = 0
+    one, two = Stream(0), Stream(4096)
+    current: list[Stream] = [one]
+    raw = lambda device: current[0].handle  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    for _ in range(2):
+        assert accumulator.destination() is accumulator.buffer
+    assert accumulator.writer is one
+    current[0] = two
+    for _ in range(2):
+        accumulator.destination()
+    assert (one.awaited, two.awaited) == ([], [0])
+    current[0] = one
+    accumulator.mark_ready()
+    assert accumulator.writer is one
+    accumulator.destination()
+    assert one.awaited == []
+    current[0] = two
+    accumulator.accumulate(torch.ones(3))
+    assert (one.awaited, two.awaited) == ([], [0, 0])

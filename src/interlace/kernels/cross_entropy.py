@@ -17,14 +17,17 @@ torch elsewhere (and for float64); both have these functions:
     alone(problem)                  the same where no other rank has classes
     total(losses, kept, weighted, mean, denominator)
                                     their sum over the divisor, and the divisor
-    gradient(problem, kept, upstream, divisor, into)  of the logits: a tensor, or written into one
+    gradient(problem, kept, upstream, divisor, into)  of the logits: a tensor, or written into one;
+                                    by upstream (None: 1) over the divisor (None: 1)
     count(problem)                  of the rows that count: what an unweighted mean is divided by
-    scale(tensor, by)               in place, by one number on the device; by 1 costs nothing
+    scale(tensors, by)              up to three of one type in place, by one number on the device;
+                                    by 1 costs nothing
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -103,7 +106,12 @@ def new_word(kind: str) -> torch.Tensor:
 
 def steps_for(logits: torch.Tensor) -> ModuleType:
     """The kernels, or their twin."""
-    if logits.is_cuda and logits.dtype in FAST and find_spec("triton") is not None:
+    return _steps(logits.is_cuda and logits.dtype in FAST)
+
+
+@cache
+def _steps(fast: bool) -> ModuleType:
+    if fast and find_spec("triton") is not None:
         from interlace.kernels import cross_entropy_launch
 
         return cross_entropy_launch

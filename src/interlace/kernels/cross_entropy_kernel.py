@@ -249,8 +249,8 @@ def grad_kernel(
     up = 1.0
     if SCALED:
         up = tl.load(upstream + (row if PER_ROW else 0)).to(tl.float32)
-        if DIVIDED:
-            up = up / tl.load(divisor)
+    if DIVIDED:
+        up = up / tl.load(divisor)
     h = tl.load(out + (2 + SMOOTH) * rows + row) if WEIGHTED else 1.0
     a = h
     b = 0.0

@@ -1,4 +1,4 @@
-"""Launches the kernels of the cross-entropy: how they are cut, and how rows of any strides lie.
+"""Launches the kernels of the cross-entropy, cut as cross_entropy_layout.py says.
 
     found = stats(problem)              # the steps of cross_entropy.py, on CUDA
 
@@ -7,138 +7,35 @@ Everything is enqueued on the current stream; nothing waits for the device.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from triton.runtime import JITFunction, driver
+from triton.runtime import JITFunction
 
 from interlace.kernels import cross_entropy_kernel, cross_entropy_totals
 from interlace.kernels.cross_entropy import Problem
-from interlace.kernels.launch import TYPES, Program, Source
+from interlace.kernels.cross_entropy_layout import (
+    ALIGNMENT,
+    GRAD_TILES,
+    GRAD_UNROLL,
+    Constants,
+    Layout,
+)
+from interlace.kernels.launch import TYPES, Program, Source, on, stream_of
 
-WARPS = 8
-"""Warps of a program, at most: fewer where a row is short."""
-UNROLL = GRAD_UNROLL = 2
-"""Loads of 16 bytes that each thread has under way at a time, forward and backward."""
-PROGRAMS = 2048
-"""Rows are split into parts until there are about so many programs: some four waves of an H200."""
-PART_TILES = 2
-"""Tiles that a part of a row has at least,"""
-GRAD_TILES = 8
-"""and those of a program of the backward pass."""
 SCALED, SCALERS = 2048, 1056
 """Elements that a program of `scale_kernel` takes at a time, and the programs: 8 a processor."""
 MERGED_ROWS = 128
 """Rows that a program of `merge_kernel` joins."""
-ALIGNMENT = 16
-"""Bytes; the kernels are compiled for pointers that are multiples of it."""
 ELEMENTS = {**TYPES, torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32"}
 """Triton's names of the types that a tensor given to a kernel may have."""
 NARROW = ("rows", "local", "parts", "groups_a_part", "groups_a_program")
 """Numbers of 32 bits; others that count are of 64,"""
 FLOATS = ("smoothing", "z_loss", "softcap", "number")
 """and these do not."""
-MAX_DIMS = 3
-"""Batch dimensions that no single stride describes, at most; more are copied."""
 KERNELS: dict[str, Any] = vars(cross_entropy_kernel) | vars(cross_entropy_totals)
-
-
-class Layout:
-    """Where the rows of the logits and of the target lie, and how kernels are cut for them."""
-
-    __slots__ = ("alike", "dims", "even", "flags", "logits", "numbers", "rows", "strided", "target",
-                 "tile", "unroll", "vec", "warps")  # fmt: skip
-
-    def __init__(self, problem: Problem, unroll: int = UNROLL) -> None:
-        logits, target = problem.logits, problem.target
-        skew = logits.data_ptr() % ALIGNMENT // logits.element_size()
-        if skew > logits.storage_offset():  # not even memory that torch allocated
-            logits, skew = logits.clone(memory_format=torch.contiguous_format), 0
-        groups = collapse(target.shape, logits.stride()[:-1], target.stride())
-        if len(groups) > MAX_DIMS:
-            target = target.contiguous()
-            groups = collapse(target.shape, logits.stride()[:-1], target.stride())
-        local = logits.shape[-1]
-        if len(groups) > MAX_DIMS:  # the last resort
-            logits, target, skew = logits.reshape(-1, local).contiguous(), target.view(-1), 0
-            groups = collapse(target.shape, logits.stride()[:-1], target.stride())
-        self.rows = rows = target.numel()
-        self.dims = len(groups)
-        (_, s0, t0), (n1, s1, t1), (n2, s2, t2) = [(1, 0, 0)] * (MAX_DIMS - self.dims) + groups
-        stride = logits.stride(-1) if local > 1 else 1
-        self.strided = stride != 1
-        self.vec = vec = 16 // logits.element_size()
-        self.even = not (skew or local % vec or s0 % vec or s1 % vec or s2 % vec)
-        apart = (s2 - local, s1 - n2 * local, s0 - n1 * n2 * local)
-        self.alike = not (skew or self.strided or any(step % vec for step in apart[: self.dims]))
-        if skew:  # the kernels are given the boundary below, and how far above it rows begin
-            logits = logits.as_strided((1,), (1,), logits.storage_offset() - skew)
-        self.logits, self.target = logits, target
-        shards, terms = problem.shards, problem.terms
-        self.numbers = (
-            rows, local, shards.offset, shards.classes, terms.ignore_index,
-            n1, n2, s0, s1, s2, stride, t0, t1, t2,
-            skew, problem.first_row,
-        )  # fmt: skip
-        self.flags = {
-            "RANK": shards.rank,
-            "WORLD": shards.world,
-            "MEASURED": shards.sizes is not None,
-            "DIMS": self.dims,
-            "SMOOTH": terms.smoothing != 0.0,
-            "WEIGHTED": problem.weight is not None,
-            "ZLOSS": terms.z_loss != 0.0,
-            "CAP": terms.softcap != 0.0,
-        }
-        self.warps, self.unroll = WARPS, unroll
-        while self.unroll > 1 and self.unroll * self.warps * 32 * vec >= 2 * local:
-            self.unroll //= 2
-        while self.warps > 1 and self.unroll * self.warps * 32 * vec >= 2 * local:
-            self.warps //= 2
-        self.tile = self.unroll * self.warps * 32  # in groups of `vec` elements
-
-    def cut(self) -> dict[str, Any]:
-        """How the kernels that go through the vocabulary are cut."""
-        return {
-            "STRIDED": self.strided,
-            "EVEN": self.even,
-            "U": self.unroll,
-            "LANES": 32 * self.warps,
-            "VEC": self.vec,
-        }
-
-    def parts(self) -> tuple[int, int]:
-        """How many parts the rows are split into, and groups a part: a whole number of tiles."""
-        tiles = -(-(-(-self.numbers[1] // self.vec) + 1) // self.tile)
-        wanted = min(-(-PROGRAMS // max(self.rows, 1)), -(-tiles // PART_TILES))
-        each = -(-tiles // max(wanted, 1))
-        return -(-tiles // each), each * self.tile
-
-
-def collapse(
-    shape: tuple[int, ...], one: tuple[int, ...], two: tuple[int, ...]
-) -> list[tuple[int, int, int]]:
-    """The dimensions (size, stride of one, of two), joined where one stride does for both."""
-    found: list[tuple[int, int, int]] = []
-    for size, a, b in zip(shape, one, two, strict=True):
-        if size == 1:
-            continue
-        if found:
-            before, step, other = found[-1]
-            if step == size * a and other == size * b:
-                found[-1] = (before * size, a, b)
-                continue
-        found.append((size, a, b))
-    return found or [(1, 0, 0)]
-
-
-def on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """Makes the tensor's device the current one, if it is not."""
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 def dense(weight: torch.Tensor | None) -> torch.Tensor | None:
@@ -151,7 +48,7 @@ def dense(weight: torch.Tensor | None) -> torch.Tensor | None:
     return weight.clone() if weight.data_ptr() % ALIGNMENT else weight
 
 
-def source_of(name: str, dtypes: tuple[Any, ...], constants: Any, warps: int) -> Source:
+def source_of(name: str, dtypes: tuple[Any, ...], constants: Constants, warps: int) -> Source:
     """A kernel whose first arguments are tensors of these types (None: it is not used)."""
     kernel = KERNELS[name]
     types = dict.fromkeys(kernel.arg_names, "i64")
@@ -163,39 +60,33 @@ def source_of(name: str, dtypes: tuple[Any, ...], constants: Any, warps: int) ->
 
 @lru_cache(maxsize=512)
 def program_of(
-    name: str, dtypes: tuple[Any, ...], constants: Any, warps: int, device: torch.device
+    name: str, dtypes: tuple[Any, ...], constants: Constants, warps: int, device: torch.device
 ) -> Program:
-    """A kernel ready on a device; `constants` are items."""
+    """A kernel ready on a device."""
     return Program(source_of(name, dtypes, constants, warps), device)
 
 
 def launch(
     name: str, grid: tuple[int, int], tensors: tuple[torch.Tensor | None, ...],
-    numbers: tuple[float, ...], constants: dict[str, Any], warps: int = 4,
+    numbers: tuple[float, ...], constants: Constants, warps: int = 4,
 ) -> None:  # fmt: skip
     """Launches a kernel on the current stream of its first tensor's device."""
     kernel = KERNELS[name]
     if not isinstance(kernel, JITFunction):  # the interpreter's
-        kernel[grid](*tensors, *numbers, **constants)
+        kernel[grid](*tensors, *numbers, **dict(constants))
         return
     assert tensors[0] is not None
     device = tensors[0].device
     dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-    with on(tensors[0]):
-        program = program_of(name, dtypes, tuple(constants.items()), warps, device)
+    with on(device):
+        program = program_of(name, dtypes, constants, warps, device)
         program.launch(stream_of(device), grid[0], (*tensors, *numbers), grid[1])
-
-
-def stream_of(device: torch.device) -> int:
-    """The handle of the current stream."""
-    active: Any = driver.active
-    return active.get_current_stream(device.index)
 
 
 def stats(problem: Problem) -> torch.Tensor:
     """[parts, K, rows] of this rank's classes, but for the target's logit and weight."""
     layout = Layout(problem)
-    count, each = layout.parts()
+    count, each = layout.cut.parts()
     found = torch.empty(
         count, problem.num_stats, layout.rows, dtype=torch.float32, device=problem.logits.device
     )
@@ -213,7 +104,7 @@ def _stats(problem: Problem, layout: Layout, count: int, each: int, found: Any, 
         (layout.logits, layout.target, dense(problem.weight), found, kept, losses, problem.word,
          problem.shards.sizes),
         (*layout.numbers, terms.smoothing, terms.z_loss, terms.softcap, each),
-        {"FINISH": losses is not None, **layout.flags, **layout.cut()}, layout.warps,
+        (("FINISH", losses is not None), *layout.cut.ways), layout.cut.warps,
     )  # fmt: skip
 
 
@@ -228,7 +119,8 @@ def _merge(problem: Problem, layout: Layout, found: torch.Tensor, merged: Any, k
          problem.word, problem.shards.sizes),
         (layout.rows, found.shape[0], *layout.numbers[1:],
          terms.smoothing, terms.z_loss, terms.softcap),
-        {"PICK": picks, "FINISH": losses is not None, "BLOCK": MERGED_ROWS, **layout.flags},
+        (("PICK", picks), ("FINISH", losses is not None), ("BLOCK", MERGED_ROWS),
+         *layout.cut.flags),
     )  # fmt: skip
 
 
@@ -249,7 +141,7 @@ def losses(problem: Problem, found: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def alone(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """`losses` where no other rank has classes: one kernel, unless the rows are few."""
     layout = Layout(problem)
-    count, each = layout.parts()
+    count, each = layout.cut.parts()
     loss, kept = _results(problem)
     if count == 1:
         _stats(problem, layout, count, each, None, kept, loss)
@@ -289,9 +181,9 @@ def total(
     launch(
         "total_kernel", (1, 1), (losses, kept if mean else None, loss, divisor, given),
         (number, rows),
-        {"MEAN": mean and denominator is None, "WEIGHTED": weighted,
-         "FIGURE": kept.shape[0] - 1 if weighted else 1, "GIVEN": given is not None,
-         "BLOCK": block},
+        (("MEAN", mean and denominator is None), ("WEIGHTED", weighted),
+         ("FIGURE", kept.shape[0] - 1 if weighted else 1), ("GIVEN", given is not None),
+         ("BLOCK", block)),
         max(1, min(16, block // 128)),
     )  # fmt: skip
     return loss, divisor
@@ -305,17 +197,24 @@ def count(problem: Problem) -> torch.Tensor:
     launch(
         "count_kernel", (1, 1), (target, found, shards.sizes),
         (rows, stride, shards.offset, shards.classes, problem.terms.ignore_index),
-        {"RANK": shards.rank, "WORLD": shards.world, "MEASURED": shards.sizes is not None,
-         "BLOCK": 1024},
+        (("RANK", shards.rank), ("WORLD", shards.world), ("MEASURED", shards.sizes is not None),
+         ("BLOCK", 1024)),
     )  # fmt: skip
     return found
 
 
-def scale(tensor: torch.Tensor, by: torch.Tensor) -> None:
-    """Multiplies a contiguous tensor by a number of float32, in place."""
-    if numel := tensor.numel():
-        grid = min(SCALERS, -(-numel // SCALED)), 1
-        launch("scale_kernel", grid, (tensor, by), (numel,), {"BLOCK": SCALED})
+def scale(tensors: Sequence[torch.Tensor], by: torch.Tensor) -> None:
+    """Multiplies up to three contiguous tensors of one type by a number of float32, in place."""
+    found = [tensor for tensor in tensors if tensor.numel()]
+    if not found:
+        return
+    sizes = [tensor.numel() for tensor in found]
+    count, grid = len(found), min(SCALERS, -(-max(sizes) // SCALED))
+    first, second, third = [*found, None, None][:3]
+    launch(
+        "scale_kernel", (grid, count), (first, second, third, by), (*sizes, 0, 0)[:3],
+        (("COUNT", count), ("BLOCK", SCALED)),
+    )  # fmt: skip
 
 
 def gradient(
@@ -325,16 +224,16 @@ def gradient(
     divisor: torch.Tensor | None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of the logits; `upstream` is a number, or one for each row."""
+    """The gradient of the logits; `upstream` is a number, one for each row, or None: 1."""
     logits, terms = problem.logits, problem.terms
     layout = Layout(problem, GRAD_UNROLL)
     if into is None:
         into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    local = layout.numbers[1]
+    cut, local = layout.cut, layout.cut.local
     if not layout.rows or not local:
         return into
-    each = GRAD_TILES * layout.tile
-    count = -(-(-(-local // layout.vec) + 1) // each)
+    each = GRAD_TILES * cut.tile
+    count = -(-(-(-local // cut.vec) + 1) // each)
     per_row = upstream is not None and upstream.dim() > 0
     if per_row and upstream is not None:
         upstream = upstream.reshape(-1).contiguous()
@@ -343,7 +242,7 @@ def gradient(
         (layout.logits, layout.target, dense(problem.weight), kept, upstream, divisor, into,
          problem.shards.sizes),
         (*layout.numbers, local, terms.smoothing, terms.z_loss, terms.softcap, each),
-        {"ALIKE": layout.alike, "PER_ROW": per_row, "DIVIDED": divisor is not None,
-         "SCALED": upstream is not None, **layout.flags, **layout.cut()}, layout.warps,
+        (("ALIKE", cut.alike), ("PER_ROW", per_row), ("DIVIDED", divisor is not None),
+         ("SCALED", upstream is not None), *cut.ways), cut.warps,
     )  # fmt: skip
     return into

@@ -2,7 +2,7 @@
 
 total    the loss of all rows, and what it is divided by
 count    how many rows count
-scale    a tensor times a number
+scale    tensors times a number
 
 total_kernel[(1, 1)](losses, ...)
 """
@@ -59,22 +59,36 @@ def count_kernel(target, divisor, sizes, rows, stride, offset, classes, ignore_i
     tl.store(divisor, tl.sum(found, 0))
 
 
-@triton.jit(do_not_specialize=["numel"])
-def scale_kernel(tensor, by, numel, BLOCK: tl.constexpr):
+@triton.jit
+def scale_one(tensor, factor, numel, BLOCK: tl.constexpr):
+    """Blocks end at a multiple of 8 elements, which the compiler sees; the rest is one block's."""
+    full = numel // 8 * 8
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, full, step):
+        left = tl.minimum(full - first, BLOCK).to(tl.int32) // 8 * 8
+        at = tl.arange(0, BLOCK)
+        x = tl.load(tensor + first + at, mask=at < left, other=0.0).to(tl.float32) * factor
+        tl.store(tensor + first + at, x.to(tensor.dtype.element_ty), mask=at < left)
+    if tl.program_id(0) == 0:
+        rest = full + tl.arange(0, 8)
+        x = tl.load(tensor + rest, mask=rest < numel, other=0.0).to(tl.float32) * factor
+        tl.store(tensor + rest, x.to(tensor.dtype.element_ty), mask=rest < numel)
+
+
+@triton.jit(do_not_specialize=["numel", "numel_2", "numel_3"])
+def scale_kernel(tensor, second, third, by, numel, numel_2, numel_3,
+                 COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Each element times `by`, rounded once; nothing is read where `by` is 1.
 
-    Blocks end at a multiple of 8 elements, which the compiler sees; the rest is one block's.
+    COUNT tensors, one for each column of the grid.
     """
     factor = tl.load(by).to(tl.float32)
     if factor != 1.0:
-        full = numel // 8 * 8
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, full, step):
-            left = tl.minimum(full - first, BLOCK).to(tl.int32) // 8 * 8
-            at = tl.arange(0, BLOCK)
-            x = tl.load(tensor + first + at, mask=at < left, other=0.0).to(tl.float32) * factor
-            tl.store(tensor + first + at, x.to(tensor.dtype.element_ty), mask=at < left)
-        if tl.program_id(0) == 0:
-            rest = full + tl.arange(0, 8)
-            x = tl.load(tensor + rest, mask=rest < numel, other=0.0).to(tl.float32) * factor
-            tl.store(tensor + rest, x.to(tensor.dtype.element_ty), mask=rest < numel)
+        if tl.program_id(1) == 0:
+            scale_one(tensor, factor, numel, BLOCK)
+        if COUNT > 1:
+            if tl.program_id(1) == 1:
+                scale_one(second, factor, numel_2, BLOCK)
+        if COUNT > 2:
+            if tl.program_id(1) == 2:
+                scale_one(third, factor, numel_3, BLOCK)

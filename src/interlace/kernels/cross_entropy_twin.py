@@ -14,7 +14,7 @@ works through blocks of rows: little is held beside the logits and their gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -189,10 +189,11 @@ def count(problem: Problem) -> torch.Tensor:
     return (known & ~ignored).sum().to(wide(problem.logits.dtype))
 
 
-def scale(tensor: torch.Tensor, by: torch.Tensor) -> None:
-    """Multiplies a tensor by a number, in place."""
+def scale(tensors: Sequence[torch.Tensor], by: torch.Tensor) -> None:
+    """Multiplies tensors by a number, in place."""
     if by.is_cuda or by.item() != 1.0:
-        tensor.mul_(by.view(1))  # of one dimension: it takes part in promotion
+        for tensor in tensors:
+            tensor.mul_(by.view(1))  # of one dimension: it takes part in promotion
 
 
 def gradient(
@@ -202,7 +203,7 @@ def gradient(
     divisor: torch.Tensor | None,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of the logits; `upstream` is a number, or one for each row."""
+    """The gradient of the logits; `upstream` is a number, one for each row, or None: 1."""
     logits, weight, terms = problem.logits, problem.weight, problem.terms
     if into is None:
         into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -214,7 +215,8 @@ def gradient(
     up = torch.ones_like(base)
     if upstream is not None:
         up = upstream.reshape(-1).expand_as(base)
-        up = up if divisor is None else up / divisor
+    if divisor is not None:
+        up = up / divisor
     own = torch.ones_like(base) if weight is None else kept[-1]
     h = own * (1.0 - terms.smoothing)
     a = h + share(problem) * kept[2] if terms.smoothing else h

@@ -21,8 +21,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -52,9 +52,14 @@ def refuse(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> str | N
         return f"the weight has strides {weight.stride()}, or begins at an odd address"
     if min(x.shape[0], rows, columns) < 1 or max(x.shape[0], rows, columns) >= LIMIT:
         return f"{x.shape[0]} rows of {columns} to {rows} features are none, or too many"
+    return _refuse_device(x.device)
+
+
+@cache
+def _refuse_device(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    major, minor = torch.cuda.get_device_capability(x.device)
+    major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
         return f"the GPU has compute capability {major}.{minor}: the kernels are made for 9.0"
     return None
@@ -87,8 +92,9 @@ class Groups:
         if isinstance(group_sizes, torch.Tensor):
             check_sizes(group_sizes, num_groups, device)
             if by_kernel and group_sizes.device.type != "cpu":
-                ends = group_sizes.cumsum(0, dtype=torch.int32).clamp_(0, tokens)
-                return cls(num_groups, tokens, None, ends, padded=True)
+                from interlace.kernels.grouped_launch import group_ends
+
+                return cls(num_groups, tokens, None, group_ends(group_sizes, tokens), padded=True)
             waits = group_sizes.device.type != "cpu"  # for nothing, if there are no rows
             group_sizes = [0] * num_groups if waits and not tokens else group_sizes.tolist()
         sizes = tuple(group_sizes)
@@ -181,7 +187,10 @@ def weight_gradient(
     the host waits for the sizes.
     """
     if groups.ends is not None and out.is_contiguous():
-        return _launch_wgrad(dy, x, groups, out, accumulate)
+        from interlace.kernels.grouped_launch import weight_gradient as launch
+
+        launch(dy, x, groups.ends, out, accumulate)
+        return out
     wide = torch.promote_types(dy.dtype, out.dtype)
     groups = _host(groups)
     if not accumulate:
@@ -199,13 +208,9 @@ def bias_gradient(dy: torch.Tensor, groups: Groups) -> torch.Tensor:
     """`out[g] = dy[rows of g].sum(0)`, of dy's type, [groups, out]."""
     out = dy.new_zeros(groups.num, dy.shape[1])
     if groups.ends is not None:
-        from interlace.kernels.grouped_kernel import sums_kernel
+        from interlace.kernels.grouped_launch import row_sums
 
-        kernel: Any = sums_kernel
-        with torch.cuda.device(dy.device):
-            kernel[(groups.num * -(-dy.shape[1] // SUMS["BN"]),)](
-                dy, groups.ends, out, groups.tokens, dy.shape[1], num_warps=4, **SUMS
-            )
+        row_sums(dy, groups.ends, out)
         return out
     for group, start, end in groups.spans():
         torch.sum(dy[start:end], 0, out=out[group])
@@ -224,36 +229,9 @@ def _host(groups: Groups) -> Groups:
 
 def _finish(y: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch.Tensor:
     """Adds the biases and clears the padding, where there is any: torch leaves it as it was."""
-    if bias is None and not groups.padded:
-        return y
-    from interlace.kernels.grouped_kernel import rows_kernel
+    if bias is not None or groups.padded:
+        from interlace.kernels.grouped_launch import finish_rows
 
-    tokens, columns = y.shape
-    kernel: Any = rows_kernel
-    grid = -(-tokens // ROWS["BK"]), -(-columns // ROWS["BN"])
-    with torch.cuda.device(y.device):
-        kernel[grid](
-            y, bias, groups.ends, groups.num, tokens, columns,
-            BIAS=bias is not None, num_warps=4, **ROWS,
-        )  # fmt: skip
+        assert groups.ends is not None
+        finish_rows(y, bias, groups.ends)
     return y
-
-
-def _launch_wgrad(
-    dy: torch.Tensor, x: torch.Tensor, groups: Groups, out: torch.Tensor, accumulate: bool
-) -> torch.Tensor:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from interlace.kernels.grouped_kernel import wgrad_kernel
-
-    num, rows, columns = out.shape
-    kernel: Any = wgrad_kernel
-    grid = num * -(-rows // TILE["BM"]) * -(-columns // TILE["BN"])
-    with torch.cuda.device(dy.device):
-        kernel[(grid,)](
-            TensorDescriptor.from_tensor(dy, [TILE["BK"], TILE["BM"]]),
-            TensorDescriptor.from_tensor(x, [TILE["BK"], TILE["BN"]]),
-            dy, x, groups.ends, out, groups.tokens, rows, columns,
-            ACCUMULATE=accumulate, num_warps=8, num_stages=3, **TILE,
-        )  # fmt: skip
-    return out

@@ -3,6 +3,7 @@
     wgrad_kernel   out[g] (+)= dy[rows of g]^T x[rows of g]      fp32 accumulators, no temporary
     sums_kernel    out[g]   = sum of dy over the rows of g       the gradient of the biases
     rows_kernel    y[row]  += bias[group of row], and 0 in the rows behind the last group
+    ends_kernel    ends[g]  = sum of the sizes up to g           inside the matrix
 
 `ends[g]` is the row behind group g, on the device: no kernel needs to be told a size by the host.
 Every element is written by one block, in an order of additions that only the shapes decide, so
@@ -149,3 +150,12 @@ def rows_kernel(
     else:
         zeros = tl.zeros([BK, BN], y.dtype.element_ty)
         tl.store(to, zeros, there & (real == 0)[:, None])
+
+
+@triton.jit
+def ends_kernel(sizes, ends, groups, stride, tokens, BLOCK: tl.constexpr):
+    """One block has all groups. Sizes and sums are of 32 bits and wrap, as torch's cumsum does."""
+    at = tl.arange(0, BLOCK)
+    size = tl.load(sizes + at.to(tl.int64) * stride, at < groups, 0).to(tl.int32)
+    end = tl.minimum(tl.maximum(tl.cumsum(size, 0), 0), tokens)
+    tl.store(ends + at, end, at < groups)

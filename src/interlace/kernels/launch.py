@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,18 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
 }
 """Triton's names of the element types that the kernels take."""
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a tensor's device the current one, if it is not."""
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def stream_of(device: torch.device) -> int:
+    """The handle of a tensor's device's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = False) -> str:
@@ -94,6 +107,9 @@ class Program:
         if launcher.global_scratch_size or launcher.profile_scratch_size:
             raise BackendError(f"{self.compiled.name} wants scratch memory, which nobody gives it")
         self._call = _c_launcher(launcher.launch)
+        # What arguments are: Triton 3.6 makes a launcher for them, later ones tell their only one.
+        later = hasattr(launcher, "kernel_signature")
+        self._told = (launcher.arg_annotations, launcher.kernel_signature) if later else None
         self._function = self.compiled.function
         self._packed = self.compiled.packed_metadata
         self._rest = (None,) * len(source.constants)
@@ -103,10 +119,16 @@ class Program:
 
         Pointers are addresses, or tensors, of which the launcher takes the address (None: 0).
         """
-        self._call(
-            grid, columns, 1, stream, self._function, False, False, None, None,
-            self._packed, None, None, None, *args, *self._rest,
-        )  # fmt: skip
+        if self._told is None:
+            self._call(
+                grid, columns, 1, stream, self._function, False, False, None, None,
+                self._packed, None, None, None, *args, *self._rest,
+            )  # fmt: skip
+        else:
+            self._call(
+                grid, columns, 1, stream, self._function, False, False, self._packed,
+                None, None, None, None, None, *self._told, (*args, *self._rest),
+            )  # fmt: skip
 
 
 def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
@@ -121,7 +143,7 @@ def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
             return cell.cell_contents
     if cells:
         raise BackendError(
-            "this Triton launches kernels in another way than 3.6 does; install triton==3.6.0"
+            "this Triton launches kernels in another way than 3.6 and 3.7 do; install triton==3.6.0"
         )
     return launch
 
@@ -133,8 +155,9 @@ class Descriptors:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
         from triton.runtime import driver
 
-        active: Any = driver.active
-        self._fill = active.utils.fill_tma_descriptor
+        utils: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]
+        later = hasattr(utils, "fill_tma_descriptor_tiled")  # than Triton 3.6
+        self._fill = utils.fill_tma_descriptor_tiled if later else utils.fill_tma_descriptor
         self._meta = program.compiled.metadata.tensordesc_meta[index]
         self._type = TMA_DTYPE_DEVICE_TO_HOST[self._meta["elem_type"]]
         self._shape = shape

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from interlace.errors import GradientError, GroupError
 from interlace.kernels import grouped
 from interlace.kernels.grouped import ALIGNMENT, Groups
+from interlace.nn.autocast import without_autocast
 from interlace.optim.grad_accumulator import GradAccumulator
 
 
@@ -152,9 +153,14 @@ def _dense(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     A single row is contiguous whatever its stride, which kernels look at all the same.
     """
-    tensor = tensor.to(dtype).contiguous()
+    tensor = _cast(tensor, dtype).contiguous()
     odd = tensor.stride(0) != tensor.shape[1] or (tensor.is_cuda and tensor.data_ptr() % ALIGNMENT)
     return tensor.clone(memory_format=torch.contiguous_format) if odd else tensor
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor.to(dtype)`, with no call where it has that type."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -176,9 +182,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.groups, ctx.dtype, ctx.accumulator = groups, dtype, accumulator
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        cast = None if bias is None else bias.to(dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            return grouped.multiply(rows, weight.to(dtype), cast, groups)
+        cast = None if bias is None else _cast(bias, dtype)
+        with without_autocast(x.device.type):
+            return grouped.multiply(rows, _cast(weight, dtype), cast, groups)
 
     @staticmethod
     @once_differentiable
@@ -186,14 +192,15 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         groups: Groups = ctx.groups
         dx = dw = db = None
-        with torch.autocast(dy.device.type, enabled=False):  # a backward may be called under it
+        with without_autocast(dy.device.type):  # a backward may be called under it
             dy = _dense(dy, ctx.dtype)
             if ctx.needs_input_grad[0]:
-                dx = grouped.input_gradient(dy, weight.to(ctx.dtype), groups).to(ctx.x_dtype)
+                dx = grouped.input_gradient(dy, _cast(weight, ctx.dtype), groups)
+                dx = _cast(dx, ctx.x_dtype)
             if ctx.needs_input_grad[1]:
                 dw = _weight_gradient(dy, rows, groups, ctx.weight_dtype, ctx.accumulator)
             if ctx.needs_input_grad[2]:
-                db = grouped.bias_gradient(dy, groups).to(ctx.bias_dtype)
+                db = _cast(grouped.bias_gradient(dy, groups), ctx.bias_dtype)
         return dx, dw, db, None, None, None
 
 
@@ -211,7 +218,7 @@ def _weight_gradient(
         return None
     # Of dy's type first: under autocast autograd casts a gradient to the weight's type at last.
     made = dy.new_empty(groups.num, dy.shape[1], x.shape[1])
-    return grouped.weight_gradient(dy, x, groups, out=made, accumulate=False).to(dtype)
+    return _cast(grouped.weight_gradient(dy, x, groups, out=made, accumulate=False), dtype)
 
 
 def _traceable(layer: GroupedLinear, x: torch.Tensor, group_sizes: object) -> bool:

@@ -80,9 +80,11 @@ class GradAccumulator:
         self.buffer = buffer
         self.on_ready = on_ready
         self._refusal: str | None = None
-        self._cuda = param.device.type == "cuda"
+        self._device = param.device.index if param.device.type == "cuda" else None
         self.writer: Any = None
-        """On CUDA, the stream that wrote last."""
+        """On CUDA, the stream that wrote last,"""
+        self._handle: int | None = None
+        """and its handle, which tells more cheaply whether it is the current one."""
         self._node: Any = get_gradient_edge(param).node  # kept, or else its hooks go
         # The node belongs to C++, where a cycle would stay for ever.
         me: weakref.ref[GradAccumulator] = weakref.ref(self)
@@ -130,8 +132,8 @@ class GradAccumulator:
 
     def mark_ready(self) -> None:
         """Says that the gradient is complete. After a backward of torch's this is done already."""
-        if self._cuda:
-            self.writer = torch.cuda.current_stream(self.param.device)
+        if self._device is not None:
+            self._become_writer(self._device, waits=False)
         if self.on_ready is not None:
             self.on_ready(self)
 
@@ -166,17 +168,24 @@ class GradAccumulator:
             raise GradientError(
                 f"a gradient of a Parameter {list(self.param.shape)} came late: {self._refusal}"
             )
-        if self._cuda:
-            stream = torch.cuda.current_stream(self.param.device)
-            if self.writer is not None and self.writer != stream:
-                stream.wait_stream(self.writer)
-            self.writer = stream
+        if self._device is not None:
+            self._become_writer(self._device, waits=True)
 
-    @torch.no_grad()
+    def _become_writer(self, device: int, *, waits: bool) -> None:
+        """Notes the current stream as the writer; it waits for the one before, if that differs."""
+        handle = torch._C._cuda_getCurrentRawStream(device)
+        if handle == self._handle:
+            return
+        stream = torch.cuda.current_stream(device)
+        if waits and self.writer is not None:
+            stream.wait_stream(self.writer)
+        self.writer, self._handle = stream, handle
+
     def _take(self) -> None:
         """Moves what autograd brought into the buffer."""
         if self.buffer is not None and self.param.grad is not None:
-            self.buffer.add_(self.param.grad)
+            with torch.no_grad():
+                self.buffer.add_(self.param.grad)
             self.param.grad = None
 
 

@@ -89,7 +89,6 @@ class Chunks:
         steps = steps_for(hidden)
         sums: list[Waiting] = []
         ended: list[Chunk] = []
-        by = None if divisor is None else torch.ones_like(divisor)
         for chunk in self._begun(hidden, weight, bias):
             if chunk.gathered is not None:
                 chunk.wait()
@@ -97,7 +96,7 @@ class Chunks:
                 chunk.gathered = None
             if grads is not None:
                 logits = chunk.problem.logits
-                steps.gradient(chunk.problem, chunk.kept, by, divisor, logits)
+                steps.gradient(chunk.problem, chunk.kept, None, divisor, logits)
                 sums.append(self._add(hidden, weight, logits, chunk, grads))
             ended.append(chunk)
         for wait in sums:
@@ -107,6 +106,8 @@ class Chunks:
             return steps.alone(problem)
         losses = [chunk.loss for chunk in ended if chunk.loss is not None]
         kept = [chunk.kept for chunk in ended if chunk.kept is not None]
+        if len(ended) == 1:
+            return losses[0], kept[0]
         return torch.cat(losses), torch.cat(kept, 1)
 
     def backward(
@@ -123,8 +124,8 @@ class Chunks:
         sums: list[Waiting] = []
         logits = self._buffer(hidden, weight)
         for start, stop in self._ranges():
-            rows = logits[: stop - start]
-            multiply(hidden[start:stop], weight, bias, rows)
+            rows = part(logits, 0, stop - start)
+            multiply(part(hidden, start, stop), weight, bias, rows)
             chunk = Chunk(start, stop, self._problem(rows, start, stop))
             own = kept[:, start:stop].contiguous()
             steps.gradient(chunk.problem, own, upstream[start:stop], None, rows)
@@ -146,7 +147,7 @@ class Chunks:
             if self.class_weight is not None:
                 return None
             self.ready()
-            return steps_for(hidden).count(self._problem(hidden[:, :0], 0, hidden.shape[0]))
+            return steps_for(hidden).count(self._problem(hidden, 0, hidden.shape[0]))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         if isinstance(denominator, torch.Tensor):
             wait_free = hidden.is_cuda  # a copy to the host is not there until it is awaited
@@ -162,7 +163,7 @@ class Chunks:
         return hidden.new_empty(min(self.size, hidden.shape[0]), weight.shape[0])
 
     def _problem(self, logits: torch.Tensor, start: int, stop: int) -> Problem:
-        target = self.target[start:stop]
+        target = part(self.target, start, stop)
         return Problem(logits, target, self.class_weight, self.terms, self.shards, self.word, start)
 
     def _begun(
@@ -174,8 +175,8 @@ class Chunks:
         buffers = [self._buffer(hidden, weight) for _ in range(1 + ahead)]
         under_way: list[Chunk] = []
         for index, (start, stop) in enumerate(ranges):
-            logits = buffers[index % len(buffers)][: stop - start]
-            multiply(hidden[start:stop], weight, bias, logits)
+            logits = part(buffers[index % len(buffers)], 0, stop - start)
+            multiply(part(hidden, start, stop), weight, bias, logits)
             under_way.append(self._begin(Chunk(start, stop, self._problem(logits, start, stop))))
             if len(under_way) > ahead:
                 yield under_way.pop(0)
@@ -206,7 +207,7 @@ class Chunks:
         """Adds what a chunk's gradient of the logits gives; what to wait for of its rows."""
         wait = done
         if grads.hidden is not None:
-            rows = grads.hidden[chunk.start : chunk.stop]
+            rows = part(grads.hidden, chunk.start, chunk.stop)
             torch.mm(logits, weight, out=rows)
             if self.group is not None:
                 wait = start_sum(rows, self.group)
@@ -214,10 +215,16 @@ class Chunks:
                     wait()
                     wait = done
         if grads.weight is not None:
-            add_product(grads.weight, logits.t(), hidden[chunk.start : chunk.stop], not chunk.start)
+            own = part(hidden, chunk.start, chunk.stop)
+            add_product(grads.weight, logits.t(), own, not chunk.start)
         if grads.bias is not None:
             grads.bias += logits.sum(0, dtype=grads.bias.dtype)
         return wait
+
+
+def part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Some rows of a tensor; where these are all, itself, which costs nothing."""
+    return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
 
 
 def multiply(

@@ -15,6 +15,7 @@ import torch
 
 from interlace.errors import InputError
 from interlace.kernels.cross_entropy import Terms, steps_for
+from interlace.nn.autocast import without_autocast
 from interlace.nn.functional.linear_chunks import Chunks, Grads
 from interlace.nn.functional.once import eager, first_order
 from interlace.nn.functional.row_loss import LOGITS, check_options
@@ -109,9 +110,9 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():  # `needs_input_grad` asks only the tensors themselves
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     chunks = Chunks(
-        target=target.reshape(-1),
+        target=target if target.dim() == 1 else target.reshape(-1),
         class_weight=class_weight,
         terms=Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0)),
         shards=shards,
@@ -122,7 +123,7 @@ def linear_cross_entropy(
         accumulate_dtype=accumulate_dtype or WIDER.get(weight.dtype, weight.dtype),
         overlap=overlap,
     )
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         loss = LinearCrossEntropy.apply(rows, weight, bias, chunks, reduction, denominator)
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -207,13 +208,16 @@ def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
         if ctx.counts:
             scale = scale.masked_fill(divisor == 0, 0.0)  # no row counts: 0, not 0 / 0
     results: list[torch.Tensor | None] = []
+    here: list[torch.Tensor] = []  # scaled in place
     for grad in found:
         if grad is not None and last and grad.dtype == ctx.dtype:
-            steps_for(grad).scale(grad, scale)
+            here.append(grad)
         elif grad is not None:
             result = torch.empty_like(grad, dtype=ctx.dtype)
             grad = torch.mul(grad, scale.view(1), out=result)  # of one dimension: it promotes
         results.append(grad)
+    if here:
+        steps_for(here[0]).scale(here, scale)
     return results
 
 
