@@ -7,6 +7,7 @@ gradients of input and weight, scatters, and programs in which one follows the o
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import interlace.frontend
 from interlace.ir import Fused
+from interlace.passes import write
 
 DIM = 16
 
@@ -79,13 +81,19 @@ def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
     copies, _ = train({"strategy": "peer", "protocol": "put"}, steps, seed)
     trace, fused = train({"strategy": "fused"}, steps, seed)
     in_order, _ = train({"strategy": "fused", "in_order": True}, steps, seed)
-    return [different(copies, trace), different(copies, in_order)], fused
+    # Own rows in pieces as well, summed while others are made, as large ones are.
+    pieces = {"strategy": "fused", "chunks": 4 * torch.distributed.get_world_size()}
+    with mock.patch.object(write, "BESIDE_BYTES", 1):
+        beside, _ = train(pieces, steps, seed)
+        beside_in_order, _ = train({**pieces, "in_order": True}, steps, seed)
+    found = (trace, in_order, beside, beside_in_order)
+    return [different(copies, one) for one in found], fused
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
 def test_training_equals_that_by_copies(pool: Pool, ranks: int, seed: int) -> None:
     for wrong, fused in pool(ranks).run(compare, 5, seed, time_out_s=280.0):
-        assert wrong == [[], []]
+        assert wrong == [[], [], [], []]
         assert len(fused) == 2  # forward and backward
         assert all(fused), fused

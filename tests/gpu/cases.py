@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from tests.runtime.programs import world_group
 from interlace.errors import InterlaceError
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower
+from interlace.passes import lower, write
 from interlace.runtime import Executor
 from interlace.runtime.engine import BeforeOp
 
@@ -32,7 +33,7 @@ KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 EPS = {"bf16": 2.0**-8, "f16": 2.0**-10, "f32": 2.0**-20}
 """How far a result may be off, as a part of the sizes of what was rounded for it."""
-SHAPES = {"even": (64, 256, 192), "odd": (37, 120, 72), "uneven": (48, 128, 40)}
+SHAPES = {"even": (512, 256, 192), "odd": (37, 120, 72), "uneven": (48, 128, 40)}
 """Rows of a rank, K and N; `uneven` gives the last rank fewer rows."""
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -44,9 +45,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "peer-get": {"strategy": "peer", "protocol": "get"},
     "peer-put": {"strategy": "peer", "protocol": "put"},
     "fused": {"strategy": "fused"},
+    "beside": {"strategy": "fused"},
     "exchange": {"strategy": "exchange"},
 }
-"""Options of each."""
+"""Options of each. `beside`: own rows are cut as large ones are, and summed beside the kernel."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,11 @@ class Case:
 
         The fused kernels take neither fp32 nor uneven rows: `peer` stands in for them there.
         """
-        program = lower(parse(self.text), Options(**STRATEGIES[strategy]))
+        least = 1 if strategy == "beside" else write.BESIDE_BYTES
+        with mock.patch.object(write, "BESIDE_BYTES", least):
+            program = lower(parse(self.text), Options(**STRATEGIES[strategy]))
         taken = [site.strategy for site in program.sites]
-        wanted = strategy.split("-")[0]
+        wanted = STRATEGIES[strategy]["strategy"]
         if wanted == "fused" and (self.dtype == "f32" or self.shape == "uneven"):
             wanted = "peer"
         assert taken == [wanted], f"{strategy} was not taken: {program.remarks}"

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 TIME_OUT_S = 1.5
 LATE_S = 3.0
 """How long after the time-out the error may come."""
-STRATEGIES = ("peer-get", "peer-put", "fused", "exchange", "pipeline", "shift")
+STRATEGIES = ("peer-get", "peer-put", "fused", "beside", "exchange", "pipeline", "shift")
 
 
 def some(*quick: str) -> list[Any]:
@@ -31,7 +31,7 @@ def some(*quick: str) -> list[Any]:
     return [s if s in quick else pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES]
 
 
-NAMED = ("peer-get", "peer-put", "fused")
+NAMED = ("peer-get", "peer-put", "fused", "beside")
 """Strategies in which every rank waits for every other itself, and so sees which one is late."""
 CYCLES_PER_S = 1.9e9
 
@@ -105,7 +105,7 @@ def suffer(strategy: str, what: str, victim: int, seed: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("what", ["host", "device"])
-@pytest.mark.parametrize("strategy", some("peer-get", "fused", "exchange"))
+@pytest.mark.parametrize("strategy", some("peer-get", "fused", "beside", "exchange"))
 def test_a_stalled_rank_is_a_time_out_on_the_others(
     gpus: Ranks, strategy: str, what: str, seed: int
 ) -> None:

@@ -83,7 +83,7 @@ def shapes(draw: random.Random) -> dict:
     """A shape, often ragged, and what the kernel is asked for."""
     return {
         "size": draw.choice([1, 2, 3, 4]),
-        "rows": draw.choice([16, 32, 48, 20, 7]),
+        "rows": draw.choice([16, 32, 48, 64, 20, 7]),
         "inner": draw.choice([32, 64, 72, 8]),
         "columns": draw.choice([64, 128, 72, 136]),
         "transposed": draw.random() < 0.5,
@@ -135,7 +135,8 @@ def check_scatter(draw: random.Random) -> None:
     x, w, plain, bias = operands(size, rows, case["inner"], columns, case["transposed"])
     rank = draw.randrange(size)
     m_tiles = -(-rows // TILE["BM"])
-    subs = draw.choice([s for s in (1, 2, 3) if m_tiles % s == 0]) if size > 1 else 1
+    subs = draw.choice([s for s in (1, 2, 3, 4) if m_tiles % s == 0]) if size > 1 else 1
+    lead = draw.randint(1, subs)
     stage = torch.full((size * rows, columns), float("nan")).half()
     own = torch.full((rows, columns), float("nan")).half()
     counters = torch.zeros(size * subs, dtype=torch.int32)
@@ -147,10 +148,11 @@ def check_scatter(draw: random.Random) -> None:
         weight_of(w, case["transposed"], TILE["BN"]),
         described(stage, *block), described(own, *block), stage, own, bias, counters,
         rows, columns, case["inner"],
-        SIZE=size, RANK=rank, SUBS=subs, TRANSPOSED=case["transposed"], BIAS=case["bias"],
-        LATE=1, STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,
+        SIZE=size, RANK=rank, SUBS=subs, LEAD=lead,
+        TRANSPOSED=case["transposed"], BIAS=case["bias"], LATE=1,
+        STORE_TMA=rows % TILE["BM"] == 0, HALVES=case["halves"], **TILE,
     )  # fmt: skip
-    what = ("scatter", case, rank, subs)
+    what = ("scatter", case, rank, subs, lead)
     made = x.float() @ plain.float() + (bias.float() if case["bias"] else 0)
     mine = slice(rank * rows, (rank + 1) * rows)
     assert bool(stage[mine].isnan().all()), (what, "the own rows go to their own place")
@@ -161,12 +163,13 @@ def check_scatter(draw: random.Random) -> None:
 
 
 def check_sums(draw: random.Random) -> None:
-    size, count = draw.choice([1, 2, 4]), draw.choice([1, 100, sums.BLOCK, 3 * sums.BLOCK + 5])
     dtype = draw.choice([torch.float16, torch.float32])  # the interpreter cuts bfloat16 off
+    block = sums.block(dtype)
+    size, count = draw.choice([1, 2, 4]), draw.choice([1, 100, block, 3 * block + 5])
     slots = torch.randn(size, count + 8).to(dtype)[:, :count]
     out = torch.empty(count, dtype=dtype)
-    sums.sum_kernel[(-(-count // sums.BLOCK),)](
-        slots, out, slots.stride(0), count, SIZE=size, BLOCK=sums.BLOCK
+    sums.sum_kernel[(-(-count // block),)](
+        slots, out, slots.stride(0), count, SIZE=size, BLOCK=block
     )
     assert torch.equal(out, sum_slots(slots)), (size, count, dtype)
 

@@ -183,6 +183,7 @@ def test_scatter_with_copies_behind_it(
     kernel = ScatterMatmul(
         rows=rows, inner=inner, columns=columns, size=size, rank=rank, dtype=dtype,
         device=device, transposed=transposed, bias=has_bias, config=config, subs=2,
+        lead=1 + seed // size % 2,
     )  # fmt: skip
     counters, subs = line.words.data_ptr(), kernel.subs
     ranges = [

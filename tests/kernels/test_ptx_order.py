@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from interlace.kernels.configs import CONFIGS, SPECIALIZED, WITH_TAIL, Config
 from interlace.kernels.gather_matmul import gather_source
 from interlace.kernels.scatter_matmul import scatter_source
+from interlace.kernels.sums import sum_source
 
 EVENTS = {
     "acquire": r"ld\.acquire\.sys\.global|atom\.global\.sys\.acquire|ld\.global\.sys\.acquire",
@@ -120,6 +121,25 @@ def test_a_scatter_waits_for_nobody(config: Config) -> None:
     """Its peers wait for it: were some of its blocks kept off their processors, nothing ended."""
     seen = events_of(scatter_source(config, size=4, rank=2, dtype=torch.float16))
     assert "acquire" not in seen
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_sum_has_room_beside_a_scatter(size: int) -> None:
+    """What a processor (9.0) has, in registers and shared memory, is enough for a block of each."""
+    scatter = scatter_source(
+        SPECIALIZED[0], size=size, rank=1, dtype=torch.bfloat16, subs=4, lead=2
+    )
+    total = sum_source(size=size, dtype=torch.bfloat16, aligned=True)
+    registers, shared = 0, 0
+    for source in (scatter, total):
+        compiled = source.compile()
+        ptx = compiled.asm["ptx"]
+        assert "ld.local" not in ptx, "registers were spilled"
+        (threads,), (each,) = (re.findall(rf"\.{n} (\d+)", ptx) for n in ("reqntid", "maxnreg"))
+        registers += int(threads) * int(each)
+        shared += compiled.metadata.shared + 1024
+    assert registers <= 64 * 1024
+    assert shared <= 228 * 1024
 
 
 @pytest.mark.parametrize("size", [2, 8])

@@ -6,7 +6,7 @@ import pytest
 
 from interlace.errors import PassError
 from interlace.ir import Call, Expect, Free, Fused, Op, Program, Put, Record, Wait, in_order, parse
-from interlace.passes import run_pipeline
+from interlace.passes import run_pipeline, write
 from interlace.passes.fuse import Fuse
 from interlace.passes.groups import SUM, groups
 from interlace.verify import check
@@ -188,3 +188,26 @@ def test_puts_come_between_the_records_and_the_sum_in_order() -> None:
     assert {order[i].stream for i in expects} == {"arrivals"}
     assert max(puts) < min(expects) <= max(expects) < total
     assert at < min(i for i, op in enumerate(made.ops) if isinstance(op, Put) and i > at)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_own_rows_are_summed_beside_the_kernel(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of at least BESIDE_BYTES: all but the last on the stream that awaits the peers'."""
+    text = f"""
+def f(tp: Team[{size}], x: bf16[{size * 512}, 8], w: bf16[8, 8], y: out[bf16[512, 8]]):
+    t = empty(bf16[{size * 512}, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+"""
+    for least, pieces in ((2048, 4), (2049, 2), (4097, 1)):  # a rank's rows are 8192 bytes
+        monkeypatch.setattr(write, "BESIDE_BYTES", least)
+        made = run_pipeline(parse(text), f"{LOWER},fuse")
+        assert check(made).sound
+        (kernel,) = fused(made)
+        assert made.sites[0].chunks == size * pieces
+        own = [m.outs[0].buffer == "t_slots" for m in kernel.members if isinstance(m, Call)]
+        last = own[(size - 2) * pieces :]
+        orders = {1: "po", 2: "popo", 4: "ppopopoo"}
+        assert "".join("o" if mine else "p" for mine in last) == orders[pieces]
+        sums = [op for op in made.ops if isinstance(op, Call) and op.fn == SUM]
+        assert [op.stream for op in sums] == ["arrivals"] * (pieces - 1) + ["main"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from tests.support.fake_cuda import Fake, fake_engine
@@ -16,7 +17,7 @@ from tests.support.fake_device import Entry
 
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower
+from interlace.passes import lower, write
 
 GATHER = """
 def f(tp: Team[4], x: bf16[8, 16], w: bf16[16, 8], y: out[bf16[32, 8]]):
@@ -53,11 +54,18 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "get": {"strategy": "peer", "protocol": "get"},
     "fused": {"strategy": "fused"},
     "ranges": {"strategy": "fused", "chunks": 8},
+    "beside": {"strategy": "fused", "chunks": 16},
 }
+"""`beside`: own rows are made in ranges too, and summed while others are made."""
 
 
 def program(site: str, strategy: str) -> Program:
-    return lower(parse(SITES[site]), Options(**STRATEGIES[strategy]))
+    return lowered(SITES[site], strategy)
+
+
+def lowered(text: str, strategy: str) -> Program:
+    with mock.patch.object(write, "BESIDE_BYTES", 1 if strategy == "beside" else 1 << 40):
+        return lower(parse(text), Options(**STRATEGIES[strategy]))
 
 
 def tensors(site: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interlace.errors import TeamError
 from interlace.ir import Get, parse
 from interlace.options import Options
+from interlace.runtime.cuda.parts import turns
 
 sites = pytest.mark.parametrize("site", ["gather", "scatter"])
-strategies = pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges"])
+strategies = pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges", "beside"])
 
 
 def ended(reader: int, writer: int) -> int:
@@ -189,6 +190,65 @@ def test_a_scatters_chunks_leave_when_their_tiles_are_made(strategy: str, subs: 
         assert MAIN not in lanes
 
 
+def test_own_ranges_are_summed_beside_the_kernel() -> None:
+    """All but the last as soon as the own rows and the peers' are there, on the stream that waits
+    for these; the kernel's turns are those of the Program."""
+    with bound("scatter", "beside") as fake:
+        inputs, (y,) = tensors("scatter")
+        for number in (1, 2, 3):
+            fake.run(inputs, [y])
+            log, order, launch = list(fake.log), Order(fake.log), launch_of(fake.log)
+            assert (launch.subs, launch.lead) == (4, 2)
+            totals = order.find("call", None, "interlace.sum_slots")
+            streams = [log[total][1] for total in totals]
+            assert streams[-1] == MAIN
+            assert len({*streams}) == 2
+            assert streams[:-1] == [streams[0]] * 3
+            for sub, total in enumerate(totals):
+                assert log[total][4] == (y.data_ptr() + sub * y.nbytes // 4,)
+                for peer in (0, 2, 3):
+                    heard = word("t_slots_arrived", 1, peer, fake.space.number)
+                    came = order.one("wait", streams[0], heard, fake.space.base + 1 + sub)
+                    assert order.before(came, total)
+                own = order.find("wait", streams[0], launch.counters + 4 * (4 + sub))
+                assert len(own) == (sub < 3)
+                for count in own:
+                    assert log[count][3] == number * TILES
+                    assert order.before(count, total)
+                assert order.before(order.one("launch"), total) == (sub == 3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
+    from interlace.kernels import scatter_kernel, specialized_scatter
+
+    for subs in range(1, 5):
+        for lead in range(1, subs + 1):
+            wanted = turns(size, subs, lead)
+            assert sorted(wanted) == [(part, sub) for part in range(size) for sub in range(subs)]
+            for module in (scatter_kernel, specialized_scatter):
+                turn_of: Any = module.turn_of
+                found = [turn_of.fn(turn, size, subs, lead) for turn in range(size * subs)]
+                assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("out=t_slots[tp.rank].view(8, 8)[2:4]", "out=t_slots[tp.rank].view(8, 8)[4:6]"),
+        ("x[tp.rank][2:4]", "x[tp.rank][4:6]"),
+        ("x[tp.rank + 3][4:6]", "x[tp.rank + 3][6:8]"),
+    ],
+)
+def test_own_ranges_elsewhere_have_no_kernel(old: str, new: str) -> None:
+    text = str(program("scatter", "beside"))
+    assert old in text
+    with fake_engine(parse(text.replace(old, new, 1)), 1) as fake:
+        assert not fake.engine.binding.binder.kernels
+    with fake_engine(parse(text), 1) as fake:
+        assert fake.engine.binding.binder.kernels
+
+
 @strategies
 @sites
 def test_runs_take_turns_with_the_copies_of_slots(site: str, strategy: str) -> None:
@@ -251,9 +311,10 @@ def test_in_order_all_is_on_one_stream(site: str, strategy: str) -> None:
         assert {entry[1] for entry in log} == {MAIN}
         # Kernels then do one part each, and wait for nothing.
         launches = [entry[2] for entry in log if entry[0] == "launch"]
-        ranges = 2 if strategy == "ranges" and site == "scatter" else 1
-        parts = (WORLD - 1) * ranges + 1
-        assert len(launches) == (parts if strategy in ("fused", "ranges") else 0)
+        parts = {"fused": WORLD, "ranges": WORLD, "beside": WORLD}
+        if site == "scatter":
+            parts |= {"ranges": 2 * (WORLD - 1) + 1, "beside": 4 * WORLD}
+        assert len(launches) == parts.get(strategy, 0)
         assert not any(launch.gates or launch.counters for launch in launches)
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.runtime.cuda_sites import (
     OPEN,
-    STRATEGIES,
     WORLD,
     logs_of,
+    lowered,
     program,
     writes_what_peers_use,
 )
@@ -22,24 +22,23 @@ from tests.support.fake_device import Entry, simulate
 
 from interlace.ir import Fused, Get, parse
 from interlace.options import Options
-from interlace.passes import lower
 from interlace.runtime.cuda import binder
 from interlace.verify import check
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
-@pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges"])
+@pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges", "beside"])
 @pytest.mark.parametrize("site", ["gather", "scatter"])
 def test_no_rank_waits_for_ever_nor_writes_too_early(
     site: str, strategy: str, in_order: bool, seed: int
 ) -> None:
     """Simulated, with ranks and streams far apart: all ends, and whoever writes what peers use in
     run n does so after they have ended run n - 2."""
-    lowered = program(site, strategy)
-    gotten = any(isinstance(op, Get) for op in lowered.ops)
+    made = program(site, strategy)
+    gotten = any(isinstance(op, Get) for op in made.ops)
     with contextlib.ExitStack() as stack:
         options = Options(in_order=in_order)
-        fakes = [stack.enter_context(fake_engine(lowered, r, options)) for r in range(WORLD)]
+        fakes = [stack.enter_context(fake_engine(made, r, options)) for r in range(WORLD)]
         logs = [logs_of(fake, site, 6) for fake in fakes]
 
         def look(rank: int, run: int, entry: Entry, over: Any) -> None:
@@ -81,7 +80,7 @@ def test_a_kernel_that_holds_all_processors_leaves_none_waiting(
         assert all(ends) == waits
 
 
-@pytest.mark.parametrize("strategy", ["put", "fused", "ranges"])
+@pytest.mark.parametrize("strategy", ["put", "fused", "ranges", "beside"])
 @pytest.mark.parametrize("site", ["gather", "scatter"])
 @pytest.mark.parametrize("shared", [("comm", "arrivals"), ("main", "comm", "arrivals")])
 def test_streams_may_share_a_queue_of_the_device(
@@ -89,8 +88,8 @@ def test_streams_may_share_a_queue_of_the_device(
 ) -> None:
     """So they do with CUDA_DEVICE_MAX_CONNECTIONS=1, in the order in which ops are issued."""
     with contextlib.ExitStack() as stack:
-        lowered = program(site, strategy)
-        fakes = [stack.enter_context(fake_engine(lowered, rank)) for rank in range(WORLD)]
+        made = program(site, strategy)
+        fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
         logs = [logs_of(fake, site, 3) for fake in fakes]
         for runs, fake in zip(logs, fakes, strict=True):
             lanes = {name: lane.handle for name, lane in fake.engine.binding.lanes.items()}
@@ -184,10 +183,10 @@ def f(tp: Team[4], x: bf16[8, 16], w: bf16[16, 16], v: bf16[16, 16], r: bf16[8, 
 """
 
 
-@pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges"])
+@pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges", "beside"])
 def test_layers_end_whatever_holds_the_processors(strategy: str, seed: int) -> None:
-    made = lower(parse(LAYERS), Options(**STRATEGIES[strategy]))
-    assert any(isinstance(op, Fused) for op in made.ops) == (strategy in ("fused", "ranges"))
+    made = lowered(LAYERS, strategy)
+    assert any(isinstance(op, Fused) for op in made.ops) == (strategy not in ("put", "get"))
     with contextlib.ExitStack() as stack:
         fakes = [stack.enter_context(fake_engine(made, rank)) for rank in range(WORLD)]
         shapes = ((8, 16), (16, 16), (16, 16), (8, 16))

@@ -65,6 +65,7 @@ class Launch:
     gates: int = 0
     expected: int = 0
     counters: int = 0
+    lead: int = 0
 
 
 class FakeDriver:
@@ -194,6 +195,7 @@ class FakeKernel:
             *(self._kind, self._facts["size"], self._facts["rank"], self.subs),
             dict(zip(names, args, strict=False)),
             **dict(zip(words, args[len(names) :], strict=True)),
+            lead=self._facts.get("lead", 0),
         )
         self._driver.log.append(("launch", stream, launch))
 

@@ -21,6 +21,7 @@ from typing import Any
 from tests.support.fake_cuda import TILES, WORD, Launch
 
 from interlace.comm.cuda.words import reached
+from interlace.runtime.cuda.parts import turns
 
 Entry = tuple[Any, ...]
 Look = Callable[[int, int, Entry, Callable[[int], int]], None]
@@ -73,10 +74,10 @@ def steps(entry: Entry) -> Iterator[Entry]:
         return
     others = [(launch.rank + k) % launch.size for k in range(1, launch.size)]
     if launch.kind == "scatter":
-        for chunk in (*others, launch.rank):
-            for sub in range(launch.subs):
-                address = launch.counters + 4 * (chunk * launch.subs + sub)
-                yield ("raise", stream, address, TILES)
+        for part, sub in turns(launch.size, launch.subs, launch.lead):
+            chunk = (launch.rank + 1 + part) % launch.size
+            address = launch.counters + 4 * (chunk * launch.subs + sub)
+            yield ("raise", stream, address, TILES)
         return
     yield ("hold", stream)  # all processors, till the last chunk has come
     for chunk in others:

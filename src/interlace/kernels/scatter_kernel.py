@@ -4,7 +4,10 @@
     part k = W-1      own = x[rank] @ w, likewise
 
 The rows of a part are cut in SUBS ranges, one after another and each with a counter, so that copies
-start early and what arrives last is little.
+start early and what arrives last is little. Where the own rows are summed range by range while the
+rest is made, their ranges come between those of part W-2, once LEAD of these are made:
+
+    ... p0 p1 own0 p2 own1 p3 own2 own3        SUBS = 4, LEAD = 2; LEAD = SUBS: no own one between
 
 All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
 under way throughout. The counter of a tile is raised at k-step LATE of the block's next one, when
@@ -32,14 +35,27 @@ from interlace.kernels.device import (
 
 
 @triton.jit
+def turn_of(turn, SIZE: tl.constexpr, SUBS: tl.constexpr, LEAD: tl.constexpr):
+    """The part and the range whose tiles have that turn."""
+    part = turn // SUBS
+    sub = turn % SUBS
+    late = turn - (SIZE - 2) * SUBS - LEAD
+    if late >= 0:
+        if late < 2 * (SUBS - LEAD):
+            part = SIZE - 1 - late % 2
+            sub = late // 2 + late % 2 * LEAD
+    return part, sub
+
+
+@triton.jit
 def publish(
-    counters, tile, per_part,
-    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, BY_TMA: tl.constexpr,
+    counters, tile, per_turn,
+    SIZE: tl.constexpr, RANK: tl.constexpr, SUBS: tl.constexpr, LEAD: tl.constexpr,
+    BY_TMA: tl.constexpr,
 ):  # fmt: skip
     """Settles a tile's stores and raises the counter of its range."""
     settle(BY_TMA)
-    part = tile // per_part
-    sub = (tile - part * per_part) // (per_part // SUBS)
+    part, sub = turn_of(tile // per_turn, SIZE, SUBS, LEAD)
     raise_counter(counters + (RANK + 1 + part) % SIZE * SUBS + sub)
 
 
@@ -59,6 +75,7 @@ def scatter_kernel(
     SIZE: tl.constexpr,
     RANK: tl.constexpr,
     SUBS: tl.constexpr,
+    LEAD: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -73,21 +90,19 @@ def scatter_kernel(
     m_tiles = tl.cdiv(rows, BM)
     n_tiles = tl.cdiv(columns, BN)
     k_tiles = tl.cdiv(inner, BK)
-    per_part = m_tiles * n_tiles
-    tiles = per_part * SIZE
+    height = m_tiles // SUBS
+    per_turn = height * n_tiles
+    tiles = per_turn * SUBS * SIZE
     programs = tl.num_programs(0)
     first = tl.program_id(0)
     # Not the last k-step if there are more: the compiler puts the epilogue before this branch.
     late = tl.maximum(min(LATE, k_tiles - 2), 0)
     for tile in tl.range(first, tiles, programs, flatten=FLATTEN):
-        part = tile // per_part
+        turn = tile // per_turn
+        part, sub = turn_of(turn, SIZE, SUBS, LEAD)
         chunk = (RANK + 1 + part) % SIZE
-        inside = tile - part * per_part
-        height = m_tiles // SUBS
-        sub = inside // (height * n_tiles)
-        above = sub * height
-        m, n = place(inside - above * n_tiles, height, n_tiles, GROUP_M)
-        row = (above + m) * BM
+        m, n = place(tile - turn * per_turn, height, n_tiles, GROUP_M)
+        row = (sub * height + m) * BM
         column = n * BN
         acc = tl.zeros([BM, BN], tl.float32)
         for k in range(k_tiles):
@@ -95,7 +110,7 @@ def scatter_kernel(
             b = load_weight(w_desc, k * BK, column, TRANSPOSED)
             acc = tl.dot(a, b, acc)
             if (k == late) & (tile != first):
-                publish(counters, tile - programs, per_part, SIZE, RANK, SUBS, STORE_TMA)
+                publish(counters, tile - programs, per_turn, SIZE, RANK, SUBS, LEAD, STORE_TMA)
         if BIAS:
             acc = add_bias(acc, bias, column, columns, BN)
         made = acc.to(stage.dtype.element_ty)
@@ -118,4 +133,4 @@ def scatter_kernel(
             store_rows(to, made, row, rows, column, columns, BM, BN)
 
     last = first + (tl.cdiv(tiles - first, programs) - 1) * programs
-    publish(counters, last, per_part, SIZE, RANK, SUBS, STORE_TMA)
+    publish(counters, last, per_turn, SIZE, RANK, SUBS, LEAD, STORE_TMA)

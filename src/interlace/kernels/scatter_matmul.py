@@ -7,6 +7,7 @@
 `counters` is the address of size * subs words. Each call adds `raised` to each of them, tile by
 tile: word c * subs + s is of the rows `sub_rows(s)` of chunk c, which may be read from the stage
 (`own`, if c is the rank itself) once that is reached. stage[rank] is neither read nor written.
+`lead` says when the own ranges' turns come; see scatter_kernel.py.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ def scatter_source(
     transposed: bool = False,
     bias: bool = False,
     subs: int = 1,
+    lead: int | None = None,
     by_tma: bool = True,
 ) -> Source:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
+    lead = subs if lead is None else lead
     if config.specialized:
         assert by_tma
-        return _specialized(config, size, rank, dtype, transposed, bias, subs)
+        return _specialized(config, size, rank, dtype, transposed, bias, subs, lead)
     element = TYPES[dtype]
     halves = config.halves and by_tma
     to = block_type(dtype, config.bm, config.bn // (2 if halves else 1))
@@ -55,6 +58,7 @@ def scatter_source(
         "SIZE": size,
         "RANK": rank,
         "SUBS": subs,
+        "LEAD": lead,
         "BM": config.bm,
         "BN": config.bn,
         "BK": config.bk,
@@ -84,8 +88,10 @@ def _specialized(
     transposed: bool,
     bias: bool,
     subs: int,
+    lead: int,
 ) -> Source:
     """The kernel of specialized_scatter.py."""
+    from interlace.kernels.specialized_scatter import REGISTERS
     from interlace.kernels.specialized_scatter import scatter_kernel as kernel
 
     half, bn, bk = config.bm // 2, config.bn, config.bk
@@ -103,6 +109,7 @@ def _specialized(
         "SIZE": size,
         "RANK": rank,
         "SUBS": subs,
+        "LEAD": lead,
         "BM": config.bm,
         "BN": bn,
         "BK": bk,
@@ -111,7 +118,13 @@ def _specialized(
         "TRANSPOSED": transposed,
         "BIAS": bias,
     }
-    return Source(kernel=kernel, types=types, constants=constants, num_warps=config.warps)
+    return Source(
+        kernel=kernel,
+        types=types,
+        constants=constants,
+        num_warps=config.warps,
+        options={"maxnreg": REGISTERS},
+    )
 
 
 class ScatterMatmul:
@@ -130,6 +143,7 @@ class ScatterMatmul:
         transposed: bool = False,
         bias: bool = False,
         subs: int = 1,
+        lead: int | None = None,
         config: Config | None = None,
     ) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -151,6 +165,7 @@ class ScatterMatmul:
             transposed=transposed,
             bias=bias,
             subs=self.subs,
+            lead=lead if self.subs == subs else None,
             by_tma=size == 1 or rows % config.bm == 0,
         )
         self._program = Program(source, device)

@@ -2,6 +2,9 @@
 
 A tile's counter may rise once its stores are performed, some 2 us after they began. The warp that
 issues them waits for that; those that multiply go on with the next tile.
+
+It leaves a small block room on each processor (REGISTERS): the sum of the rows that are there runs
+beside it.
 """
 
 # Triton's language is not Python to a type checker.
@@ -16,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from interlace.kernels.specialized import (
     LOADER_REGISTERS,
-    WORKER_REGISTERS,
     add_bias,
     load_tile,
     multiply_tile,
@@ -25,38 +27,54 @@ from interlace.kernels.specialized import (
     ring,
 )
 
+REGISTERS = 160
+"""Of a thread: with 12 warps, 4096 of a processor's registers are left (sums.py takes them). The
+compiler refuses less than 154."""
+WORKER_REGISTERS = gl.constexpr(224)
+"""What that leaves the warps that multiply."""
+
+
+@gluon.jit
+def turn_of(turn, SIZE: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr):
+    """The part and the range whose tiles have that turn, as scatter_kernel.py says."""
+    part = turn // SUBS
+    sub = turn % SUBS
+    late = turn - (SIZE - 2) * SUBS - LEAD
+    if late >= 0:
+        if late < 2 * (SUBS - LEAD):
+            part = SIZE - 1 - late % 2
+            sub = late // 2 + late % 2 * LEAD
+    return part, sub
+
 
 @gluon.jit
 def scatter_place(
     tile, rows, m_tiles, n_tiles,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, BM: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    BM: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """A tile's chunk, its row in the chunk, its tile column, and the number of its counter."""
-    per_part = m_tiles * n_tiles
-    part = tile // per_part
-    chunk = (RANK + 1 + part) % SIZE
-    inside = tile - part * per_part
     height = m_tiles // SUBS
-    sub = inside // (height * n_tiles)
-    above = sub * height
-    m, n = place(inside - above * n_tiles, height, n_tiles, GROUP_M)
-    return chunk, (above + m) * BM, n, chunk * SUBS + sub
+    turn = tile // (height * n_tiles)
+    part, sub = turn_of(turn, SIZE, SUBS, LEAD)
+    chunk = (RANK + 1 + part) % SIZE
+    m, n = place(tile - turn * (height * n_tiles), height, n_tiles, GROUP_M)
+    return chunk, (sub * height + m) * BM, n, chunk * SUBS + sub
 
 
 @gluon.jit
 def scatter_load(
     x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads."""
     at = 0
     phase = 1
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
         chunk, row, n, _ = scatter_place(
-            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, BM, GROUP_M
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
         )
         at, phase = load_tile(
             x_desc, w_desc, chunk * rows + row, n * BN, k_tiles, a, b, full, empty, at, phase,
@@ -68,8 +86,8 @@ def scatter_load(
 def scatter_work(
     bias, rows, columns, m_tiles, n_tiles, k_tiles, a, b, out, full, empty, made, sent,
     HALF: gl.constexpr, SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+    LEAD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """A group of warps that multiplies its half of every tile and hands it on."""
     at = 0
@@ -80,7 +98,9 @@ def scatter_work(
             k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
         )
         if BIAS:
-            _, _, n, _ = scatter_place(tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, BM, GROUP_M)
+            _, _, n, _ = scatter_place(
+                tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
+            )
             acc = add_bias(acc, bias, n * BN, columns, BN)
         mbarrier.wait(sent.index(HALF), turn)
         out.index(HALF).store(acc.to(out.dtype))
@@ -92,14 +112,14 @@ def scatter_work(
 @gluon.jit
 def scatter_store(
     stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, GROUP_M: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
     """The warp that stores each half of a tile and says so."""
     phase = 0
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
         chunk, row, n, counter = scatter_place(
-            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, BM, GROUP_M
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
         )
         for half in gl.static_range(2):
             mbarrier.wait(made.index(half), phase)
@@ -117,9 +137,9 @@ def scatter_store(
 @gluon.jit
 def scatter_kernel(
     x_desc, w_desc, stage_desc, own_desc, bias, counters, rows, columns, inner,
-    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """What scatter_kernel.py describes; each half of a tile raises its counter once."""
     m_tiles = gl.cdiv(rows, BM)
@@ -137,7 +157,7 @@ def scatter_kernel(
                 scatter_work,
                 (
                     bias, rows, columns, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, made, sent, 0, SIZE, RANK, SUBS,
+                    a, b, out, full, empty, made, sent, 0, SIZE, RANK, SUBS, LEAD,
                     BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
                 ),
             ),
@@ -145,7 +165,7 @@ def scatter_kernel(
                 scatter_work,
                 (
                     bias, rows, columns, m_tiles, n_tiles, k_tiles,
-                    a, b, out, full, empty, made, sent, 1, SIZE, RANK, SUBS,
+                    a, b, out, full, empty, made, sent, 1, SIZE, RANK, SUBS, LEAD,
                     BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
                 ),
             ),
@@ -153,14 +173,14 @@ def scatter_kernel(
                 scatter_load,
                 (
                     x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
-                    SIZE, RANK, SUBS, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED,
+                    SIZE, RANK, SUBS, LEAD, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED,
                 ),
             ),
             (
                 scatter_store,
                 (
                     stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
-                    SIZE, RANK, SUBS, BM, BN, GROUP_M,
+                    SIZE, RANK, SUBS, LEAD, BM, BN, GROUP_M,
                 ),
             ),
         ],

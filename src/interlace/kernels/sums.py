@@ -15,8 +15,17 @@ import triton.language as tl
 
 from interlace.kernels.launch import TYPES, Program, Source
 
-BLOCK = 2048
-"""Elements a block sums: 16 bytes a thread and load, for 16-bit types."""
+WARPS = 4
+REGISTERS = 32
+"""Of a thread, at most: a block fits beside those of specialized_scatter.py, which leave 4096
+registers and no shared memory to speak of. So rows are summed while others are still made."""
+MANY = 8
+"""More slots than these, or loads that are not wide, need more registers."""
+
+
+def block(dtype: torch.dtype) -> int:
+    """Elements a block sums: 16 bytes a thread and load."""
+    return WARPS * 32 * 16 // dtype.itemsize
 
 
 @triton.jit
@@ -46,12 +55,13 @@ def sum_source(*, size: int, dtype: torch.dtype, aligned: bool) -> Source:
     return Source(
         kernel=sum_kernel,
         types={"slots": element, "out": element, "stride": "i64", "count": "i64"},
-        constants={"SIZE": size, "BLOCK": BLOCK},
-        num_warps=4 if dtype.itemsize == 4 else 8,
+        constants={"SIZE": size, "BLOCK": block(dtype)},
+        num_warps=WARPS,
         divisible={
             **dict.fromkeys(("slots", "out"), known[0]),
             **dict.fromkeys(("stride", "count"), known[1]),
         },
+        options={"maxnreg": REGISTERS} if aligned and size <= MANY else {},
     )
 
 
@@ -68,10 +78,11 @@ class SumSlots:
     ) -> None:
         source = sum_source(size=size, dtype=dtype, aligned=aligned)
         self._program = Program(source, device)
+        self._block = block(dtype)
 
     def launch(self, stream: int, slots: int, stride: int, out: int, count: int) -> None:
         """Sums `count` elements of the slots, `stride` elements apart, on that stream."""
-        grid = -(-count // BLOCK)
+        grid = -(-count // self._block)
         self._program.launch(stream, grid, (slots, out, stride, count))
 
 
@@ -89,13 +100,14 @@ def sum_slots_cuda(slots: torch.Tensor, out: torch.Tensor | None = None) -> torc
     count = out.numel()
     kernel: Any = sum_kernel
     with torch.cuda.device(slots.device):
-        kernel[(-(-count // BLOCK),)](
+        elements = block(out.dtype)
+        kernel[(-(-count // elements),)](
             slots,
             out,
             slots.stride(0),
             count,
             SIZE=slots.shape[0],
-            BLOCK=BLOCK,
-            num_warps=4 if slots.dtype.itemsize == 4 else 8,
+            BLOCK=elements,
+            num_warps=WARPS,
         )
     return out

@@ -82,7 +82,8 @@ class Decompose:
                 continue
             choice = self._choose(choose, values, found)
             if choice.row is not None and choice.row.name == "fused":
-                parts = pieces(values, found.site, self.chunks) * len(found.site.layout.rows)
+                count = pieces(values, found.site, self.chunks, fused=True)
+                parts = count * len(found.site.layout.rows)
                 choice = dataclasses.replace(choice, chunks=parts)
             changed[number] = choice.on(site)
             if choice.remark:

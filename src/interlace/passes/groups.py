@@ -1,7 +1,8 @@
 """The calls that one kernel is to do: what `schedule` and `plan_memory` keep together for `fuse`.
 
 A group is a matmul of a site whose strategy is `fused`, chunk by chunk. The sum of a reduction is
-no part of it; what it adds is awaited on a stream of its own, as waiting keeps a stream.
+no part of it; what it adds is awaited on a stream of its own, as waiting keeps a stream. If the own
+rows are made piece by piece, all of them but the last are summed there, beside the kernel.
 
     >>> groups(program)
     [(4, 6, 8, 10)]
@@ -9,6 +10,7 @@ no part of it; what it adds is awaited on a stream of its own, as waiting keeps 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from interlace.ir import Call, Expect, Op, Program
@@ -30,14 +32,23 @@ def groups(program: Program) -> list[tuple[int, ...]]:
 
 
 def arrivals(program: Program) -> list[int]:
-    """What sites that put await before they sum, as list indices, in order."""
+    """What sites that put await before they sum, with the sums beside a kernel, as list indices, in
+    order."""
     sites = {s.id for s in program.sites if s.strategy == FUSED or s.protocol == "put"}
     found, awaited = list[int](), dict[int | None, list[int]]()
+    made, sums = Counter[str](), dict[str, list[int]]()  # by buffer: matmuls that fill it, its sums
     for index, op in enumerate(program.ops if sites else ()):
         if isinstance(op, Expect):
             awaited.setdefault(op.site, []).append(index)
         elif isinstance(op, Call) and op.fn == SUM and op.site in sites:
             found += awaited.pop(op.site, [])
+            (slots,) = op.views()
+            sums.setdefault(slots.buffer, []).append(index)
+        elif isinstance(op, Call) and op.fn in FUSABLE and op.site in sites:
+            made[op.outs[0].buffer] += 1
+    for slots, mine in sums.items():
+        if made[slots] == len(mine):
+            found += mine[:-1]
     return sorted(found)
 
 

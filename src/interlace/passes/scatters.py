@@ -41,6 +41,9 @@ class Scatter:
     dtype: DType
     parts: int = 1
     """Put: pieces that each rank's rows are computed, travel and are summed in, to leave soon."""
+    beside: bool = False
+    """Put: whether the own rows are computed in these pieces too, so that all but the last can be
+    summed while others are computed: between those of the last other rank, half of them behind."""
 
     def run(self, compute: ComputeRows) -> None:
         """Emits the chunks' computation, their transfers and the sum."""
@@ -156,17 +159,31 @@ class Scatter:
         e, staged = self.emitter, self._staged()
         slots = self._alloc("slots", e.size, max(self.sizes), kind="symmetric")
         arrived = e.names.new(f"{slots.buffer}_arrived")
+        pieces = self._pieces()
+        mine = self._rows(slots, e.rank, e.rank)
+        own = [(e.rank, _cut(mine, within), within) for within in pieces]
+        if not self.beside:
+            own = [(e.rank, mine, None)]
+        lead = len(pieces) // 2 if self.beside else len(pieces)
         for k in e.others:
             chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
             into = self._rows(slots, e.rank, chunk)
-            for number, within in enumerate(self._pieces(), start=1):
-                src, dst = (v if within is None else v.then(within) for v in (staged(chunk), into))
+            for number, within in enumerate(pieces, start=1):
+                if k == e.others[-1] and number > lead:
+                    compute(*own.pop(0))
+                src, dst = _cut(staged(chunk), within), _cut(into, within)
                 compute(chunk, src, within)
                 e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
                 e.notify(arrived, to, number)
-        compute(e.rank, self._rows(slots, e.rank, e.rank))
-        for number, within in enumerate(self._pieces(), start=1):
+        for rows in own:
+            compute(*rows)
+        for number, within in enumerate(pieces, start=1):
             for k in e.others:
                 e.expect(arrived, e.at(path.source.at(k)), number)
             self._sum(slots, within)
         e.free(slots)
+
+
+def _cut(view: View, within: Slice | None) -> View:
+    """A view, or only some rows of it."""
+    return view if within is None else view.then(within)

@@ -24,6 +24,9 @@ from interlace.passes.values import Values
 DEFAULT_SLICES = 4
 PIECE_BYTES = 16 << 20
 """What a put should move at least: below it a copy engine does not reach its speed."""
+BESIDE_BYTES = 8 << 20
+"""A piece of own rows that is summed while others are computed: some 130 tiles of a kernel, one for
+each processor."""
 SMALL_BYTES = 16 << 20
 """Sums up to this size go back to the peers by one kernel, larger ones by copies."""
 MOST_PIECES = 4
@@ -54,7 +57,7 @@ def slices(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
     return min(chunks or DEFAULT_SLICES, rows)
 
 
-def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
+def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: bool = False) -> int:
     """In how many pieces each rank's rows are computed and put: `chunks` are of all ranks.
 
     Pieces let bytes leave sooner, and the last be summed alone; a gather's rows are there from the
@@ -66,9 +69,14 @@ def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
     if chunks:
         most = min(chunks // len(site.layout.rows), rows)
         return next((n for n in range(most, 1, -1) if rows % n == 0), 1)
-    nbytes = rows * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
-    most = min(MOST_PIECES, nbytes // PIECE_BYTES, rows // PIECE_ROWS)
+    least = BESIDE_BYTES if fused else PIECE_BYTES
+    most = min(MOST_PIECES, _nbytes(values, site) // least, rows // PIECE_ROWS)
     return next((n for n in range(most, 1, -1) if rows % (n * PIECE_ROWS) == 0), 1)
+
+
+def _nbytes(values: Values, site: ScatterSite) -> int:
+    """Of the rows that each rank keeps, where all keep as many."""
+    return site.layout.rows[0] * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
 
 
 def _collective(values: Values, site: GatherSite | ScatterSite) -> Collective:
@@ -268,14 +276,16 @@ class _Writer:
         self, site: ScatterSite, stage: View | None, out: View, sizes: tuple[int, ...], dtype: DType
     ) -> Scatter:
         """The reduction of a site into `out`."""
-        layout, count = site.layout, 1
+        layout, count, beside = site.layout, 1, False
         if self.row.name == "fused":
-            count = pieces(self.values, site, self.chunks)
+            count = pieces(self.values, site, self.chunks, fused=True)
+            beside = count > 1 and _nbytes(self.values, site) >= count * BESIDE_BYTES
         elif layout.batch == 1 and not layout.padded and len(set(layout.rows)) == 1:
             count = pieces(self.values, site, 0)
         cone = site.cone
         return Scatter(
-            *(self.emitter, self.row, cone.value, stage, out, sizes, cone.width, dtype, count)
+            *(self.emitter, self.row, cone.value, stage, out, sizes, cone.width, dtype, count),
+            beside=beside,
         )
 
     def all_reduce(self, site: ScatterSite, op: Collective) -> None:

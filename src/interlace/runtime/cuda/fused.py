@@ -93,7 +93,7 @@ def _kernel(binder: Binder, parts: GatherParts | ScatterParts) -> Any:
         return GatherMatmul(**facts, device=binder.context.device)
     from interlace.kernels.scatter_matmul import ScatterMatmul
 
-    return ScatterMatmul(**facts, subs=parts.subs, device=binder.context.device)
+    return ScatterMatmul(**facts, subs=parts.subs, lead=parts.lead, device=binder.context.device)
 
 
 def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:

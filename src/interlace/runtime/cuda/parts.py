@@ -4,7 +4,7 @@ With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, c
 
     gather    the own chunk's matmul, then for each other chunk: expect its arrival, its matmul
     scatter   the others' chunks, each in `subs` ranges: matmul into the stage, record; then the own
-              one: matmul into its slot
+              one: matmul into its slot; or that in ranges too, those between the last chunk's
 
 `gather_of` and `scatter_of` give None for whatever is not exactly that.
 """
@@ -96,6 +96,8 @@ class ScatterParts:
     shape: Shape
     team: str
     subs: int
+    lead: int
+    """So many ranges of the last other chunk come before the first of the own; `subs`: all."""
     x: Place
     weight: View
     stage: Place
@@ -158,10 +160,13 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
         return None
     size = len(plan.where.member(buffer.team).ranks)
-    subs, rest = divmod(len(op.parts) - 1, max(size - 1, 1))
-    mine = products[-1]
-    fits = size > 1 and subs > 0 and not rest
-    shape = _shape(plan, mine, buffer.team, size) if fits else None
+    own_parts = [i for i, p in enumerate(products) if p is not None and p.out.buffer == slots]
+    first, pieces = own_parts[0], len(own_parts)
+    subs, rest = divmod(len(op.parts) - pieces, max(size - 1, 1))
+    lead = min(first - (size - 2) * subs, subs)
+    mine = products[first]
+    fits = size > 1 and subs > 0 and not rest and pieces in (1, subs) and lead > 0
+    shape = _shape(plan, mine, buffer.team, size, pieces) if fits else None
     if mine is None or shape is None or shape.rows % subs:
         return None
     rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
@@ -169,10 +174,10 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     stage: tuple[str, int] | None = None
     records: list[tuple[Spot, int, int]] = []
     position = 0
-    for nth, (part, product) in enumerate(zip(op.parts, products, strict=True)):
-        k, sub = divmod(nth, subs)
+    order = turns(size, subs, lead, whole=pieces == 1)
+    for part, product, (k, sub) in zip(op.parts, products, order, strict=True):
         chunk = (rank + 1 + k) % size
-        length = rows if chunk == rank else rows // subs
+        length = rows // pieces if chunk == rank else rows // subs
         if product is None or (product.b, product.bias, product.a.buffer) != (
             *(mine.b, mine.bias),
             mine.a.buffer,
@@ -180,7 +185,7 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
             return None
         at = chunk * rows + sub * length
         if chunk == rank:
-            place, start = slots, own
+            place, start = slots, own + sub * length * columns
         else:
             stage = stage or (product.out.buffer, box(product.out).offset - at * columns)
             place, start = stage[0], stage[1] + at * columns
@@ -189,13 +194,14 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
             and _is(box(product.out), start, length, columns)
             and _is(box(product.a), first_x + at * inner, length, inner)
             and all(isinstance(member, Record) for member in part[1:])
+            and (chunk != rank or pieces == subs or len(part) == 1)
         ):
             return None
         records += [((index, position + 1 + i), chunk, sub) for i in range(len(part) - 1)]
         position += len(part)
     assert stage is not None
     return ScatterParts(
-        *(shape, buffer.team, subs),
+        *(shape, buffer.team, subs, lead),
         (mine.a.buffer, _matrix(first_x, size * rows, inner, shape.dtype)),
         mine.b,
         (stage[0], _matrix(stage[1], size * rows, columns, shape.dtype)),
@@ -203,6 +209,20 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
         mine.bias,
         tuple(records),
     )
+
+
+def turns(size: int, subs: int, lead: int, *, whole: bool = False) -> list[tuple[int, int]]:
+    """Which range of which part has its turn when, as scatter_kernel.py says; `whole`: the own rows
+    are one part.
+
+    >>> turns(2, 4, 2)
+    [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (0, 3), (1, 2), (1, 3)]
+    """
+    order = [(part, sub) for part in range(size - 1) for sub in range(subs)]
+    own = [(size - 1, sub) for sub in range(1 if whole else subs)]
+    for sub in range(lead, subs):
+        order.insert(len(order) - subs + sub, own.pop(0))
+    return order + own
 
 
 def _signal(op: Fused) -> tuple[str, str, int] | None:
@@ -214,8 +234,8 @@ def _signal(op: Fused) -> tuple[str, str, int] | None:
     return *next(iter(told)), min(item.value for item in expects)
 
 
-def _shape(plan: Plan, one: Matmul | None, name: str, size: int) -> Shape | None:
-    """The whole matmul, from that of the own chunk."""
+def _shape(plan: Plan, one: Matmul | None, name: str, size: int, pieces: int = 1) -> Shape | None:
+    """The whole matmul, from that of the own chunk, or of the first of its pieces."""
     if one is None:
         return None
     box: Callable[[View], Box] = plan.box
@@ -229,7 +249,7 @@ def _shape(plan: Plan, one: Matmul | None, name: str, size: int) -> Shape | None
     if not (_is(a, a.offset, rows, inner) and _is(out, out.offset, rows, columns)):
         return None
     transposed = b.strides != (columns, 1)
-    return Shape(rows, inner, columns, size, team.index, a.dtype, transposed)
+    return Shape(rows * pieces, inner, columns, size, team.index, a.dtype, transposed)
 
 
 def _matrix(offset: int, rows: int, columns: int, dtype: DType) -> Box:
