@@ -70,6 +70,7 @@ def plant(kind: str, what: str, victim: int, seed: int) -> tuple[Executor, Fault
     executor = prepared(kind, before_op=fault, time_out_s=TIME_OUT_S)
     fault.index = early_op(executor.program, seed)
     executor.run(inputs_of(executor.program, dist.get_rank(), seed))
+    dist.barrier()  # no rank's fault reaches another's first run
     fault.armed = True
     return executor, fault
 

@@ -5,10 +5,19 @@ backend `peer`, through the sender's segment. So a message that nobody takes lea
 operation in a backend, and a time-out can say who did not come.
 
     exchange([Outgoing(...), Incoming(...)], [a, b], wait)      # a Group
+
+Note [Both or neither]
+    A transfer by a backend blocks until the other side starts it too, and only its time-out ends
+    that: whoever leaves because of a failure must not leave the other behind. So each side's cell
+    says what it does: away, there, about to go (it saw the other there), going. Whoever is about to
+    go looks once more whether the other is there still; whoever leaves says that it is away, waits
+    while the other is about to go, and goes along if the other goes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -34,73 +43,106 @@ class Part(Protocol):
 
     def try_move(self, tensor: torch.Tensor) -> bool: ...
 
+    def leave(self, tensor: torch.Tensor) -> None: ...
+
     def end(self, wait: Wait) -> None: ...
 
 
-class Outgoing:
+AWAY, THERE, ABOUT, GOING = range(4)
+"""What a side's cell says of this run: Note [Both or neither]."""
+SETTLED_S = 1.0
+"""How long a side that lives is about to go, at most."""
+
+
+class _Meeting:
+    """One side of a message by a torch.distributed backend."""
+
+    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
+        self.team = team
+        self.peer = peer
+        self._box = box
+        self._backend = backend
+        self._tag = FIRST_TAG + nth
+        self._run = 0
+        self._work: Any = None
+
+    def _say(self, what: int) -> None:
+        raise NotImplementedError
+
+    def _hear(self) -> int:
+        """The cell of the other side."""
+        raise NotImplementedError
+
+    def _start(self, data: torch.Tensor) -> Any:
+        """Starts this side of the transfer."""
+        raise NotImplementedError
+
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Tells the other side that this rank is there."""
+        self._run = self.team.control.run
+        fence()
+        self._say(THERE)
+
+    def try_move(self, tensor: torch.Tensor) -> bool:
+        """Starts the transfer once the other side is there."""
+        there = stamp(self._run, THERE)
+        if self._hear() < there:
+            return False
+        self._say(ABOUT)
+        fence()
+        if self._hear() < there:
+            self._say(THERE)
+            return False
+        self._go(tensor)
+        return True
+
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Leaves because of a failure, if the other side is not going."""
+        self._say(AWAY)
+        fence()
+        about, deadline = stamp(self._run, ABOUT), time.monotonic() + SETTLED_S
+        while self._hear() == about and time.monotonic() < deadline:
+            time.sleep(1e-4)
+        if self._hear() > about:
+            self._go(tensor)
+
+    def _go(self, tensor: torch.Tensor) -> None:
+        self._say(GOING)
+        fence()
+        if tensor.numel():
+            self._work = self._start(as_bytes(tensor))
+
+    def end(self, wait: Wait) -> None:
+        """Waits for the transfer."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait(timedelta(seconds=wait.time_out_s))
+
+
+class Outgoing(_Meeting):
     """A Send by a torch.distributed backend."""
 
-    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
-        self.team = team
-        self.peer = peer
-        self._box = box
-        self._backend = backend
-        self._tag = FIRST_TAG + nth
-        self._work: Any = None
+    def _say(self, what: int) -> None:
+        self._box.sent[self._box.sent_at] = stamp(self._run, what)
 
-    def begin(self, tensor: torch.Tensor) -> None:
-        """Tells the receiver that this rank is there."""
-        self._mark = stamp(self.team.control.run, 1)
-        fence()
-        self._box.sent[self._box.sent_at] = self._mark
+    def _hear(self) -> int:
+        return self._box.ready[self._box.ready_at]
 
-    def try_move(self, tensor: torch.Tensor) -> bool:
-        """Starts the transfer once the receiver is there."""
-        if self._box.ready[self._box.ready_at] < self._mark:
-            return False
-        fence()
-        if tensor.numel():
-            self._work = self._backend.send([as_bytes(tensor)], self.peer, self._tag)
-        return True
-
-    def end(self, wait: Wait) -> None:
-        """Waits for the transfer."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait(timedelta(seconds=wait.time_out_s))
+    def _start(self, data: torch.Tensor) -> Any:
+        return self._backend.send([data], self.peer, self._tag)
 
 
-class Incoming:
+class Incoming(_Meeting):
     """A Recv by a torch.distributed backend."""
 
-    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
-        self.team = team
-        self.peer = peer
-        self._box = box
-        self._backend = backend
-        self._tag = FIRST_TAG + nth
-        self._work: Any = None
+    def _say(self, what: int) -> None:
+        self._box.ready[self._box.ready_at] = stamp(self._run, what)
 
-    def begin(self, tensor: torch.Tensor) -> None:
-        """Tells the sender that this rank is there."""
-        self._mark = stamp(self.team.control.run, 1)
-        fence()
-        self._box.ready[self._box.ready_at] = self._mark
+    def _hear(self) -> int:
+        return self._box.sent[self._box.sent_at]
 
-    def try_move(self, tensor: torch.Tensor) -> bool:
-        """Starts the transfer once the sender is there."""
-        if self._box.sent[self._box.sent_at] < self._mark:
-            return False
-        fence()
-        if tensor.numel():
-            self._work = self._backend.recv([as_bytes(tensor)], self.peer, self._tag)
-        return True
-
-    def end(self, wait: Wait) -> None:
-        """Waits for the transfer."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait(timedelta(seconds=wait.time_out_s))
+    def _start(self, data: torch.Tensor) -> Any:
+        return self._backend.recv([data], self.peer, self._tag)
 
 
 class PeerOutgoing:
@@ -122,6 +164,9 @@ class PeerOutgoing:
     def try_move(self, tensor: torch.Tensor) -> bool:
         """Whether the receiver has taken it."""
         return self._box.ready[self._box.ready_at] >= self._mark
+
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Nothing: it lies where the receiver finds it."""
 
     def end(self, wait: Wait) -> None:
         """Nothing is left to do."""
@@ -150,6 +195,9 @@ class PeerIncoming:
         self._box.ready[self._box.ready_at] = mark
         return True
 
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Nothing: the sender waits for an answer, and hears of failures meanwhile."""
+
     def end(self, wait: Wait) -> None:
         """Nothing is left to do."""
 
@@ -177,6 +225,14 @@ def _exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait
     def missing() -> str:
         return "\n".join(part.team.control.where([part.peer]) for part, _ in waiting)
 
-    wait.until(moved, missing)
+    try:
+        wait.until(moved, missing)
+    except BaseException:
+        for part, tensor in waiting:
+            part.leave(tensor)
+        for part in parts:
+            with contextlib.suppress(RuntimeError):  # what is raised is the failure
+                part.end(wait)
+        raise
     for part in parts:
         part.end(wait)
