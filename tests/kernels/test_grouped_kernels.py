@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.resources import spills
 
 import interlace
 
@@ -39,8 +40,8 @@ def test_kernels_compute_what_their_twins_do(seed: int) -> None:
 @pytest.mark.parametrize("out", [torch.float32, BF16], ids=str)
 def test_wgrad_is_pipelined_and_spills_nothing(out: torch.dtype, accumulate: bool) -> None:
     compiled = launch.wgrad_source(out, accumulate, (False, True, True, True)).compile()
+    assert not spills(compiled)
     ptx = compiled.asm["ptx"]
-    assert "ld.local" not in ptx
     assert "wgmma.mma_async" in ptx
     assert ptx.count("cp.async.bulk.tensor") >= 4, "tiles come by TMA, some ahead of their use"
     assert "st.global.v4" in ptx
@@ -49,12 +50,12 @@ def test_wgrad_is_pipelined_and_spills_nothing(out: torch.dtype, accumulate: boo
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_others_use_wide_accesses(bias: bool) -> None:
-    ptx = launch.rows_source(bias, (False, False, True, True)).compile().asm["ptx"]
-    assert "st.global.v4" in ptx
-    assert "ld.local" not in ptx
-    ptx = launch.sums_source((False, True)).compile().asm["ptx"]
-    assert "ld.global.v4" in ptx
-    assert "ld.local" not in ptx
+    rows = launch.rows_source(bias, (False, False, True, True)).compile()
+    assert "st.global.v4" in rows.asm["ptx"]
+    sums = launch.sums_source((False, True)).compile()
+    assert "ld.global.v4" in sums.asm["ptx"]
+    assert not spills(rows)
+    assert not spills(sums)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -74,9 +75,9 @@ def test_wide_accesses_only_where_the_address_allows_them(aligned: bool) -> None
 @pytest.mark.parametrize("sizes", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("block", [32, 4096])
 def test_sums_of_sizes_compile(sizes: torch.dtype, block: int) -> None:
-    ptx = launch.ends_source(sizes, block).compile().asm["ptx"]
-    assert "ld.local" not in ptx
-    assert "ld.global.v" not in ptx, "sizes may lie anywhere"
+    compiled = launch.ends_source(sizes, block).compile()
+    assert not spills(compiled)
+    assert "ld.global.v" not in compiled.asm["ptx"], "sizes may lie anywhere"
 
 
 # -- launches -------------------------------------------------------------------------------------

@@ -101,6 +101,44 @@ def test_streams_may_share_a_queue_of_the_device(
             assert not simulate(logs, random.Random(seed + number))
 
 
+BRANCHES = """
+def f(tp: Team[4], x: bf16[32, 16], w: bf16[16, 16], r: bf16[8, 16]):
+    t = empty(bf16[32, 16])
+    main: call("aten.mm.out", x, w, out=t)
+    y = empty(bf16[8, 16])
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+    g = empty(bf16[32, 16])
+    main: all_gather(r, g, team=tp)
+    main: call("aten.mm.default", g, w, out=(h := bf16[32, 16]))
+    return y, h
+"""
+
+
+@pytest.mark.parametrize("strategy", ["put", "fused", "ranges", "beside"])
+@pytest.mark.parametrize(
+    "shared", [(), ("comm", "arrivals"), ("main", "arrivals"), ("main", "comm", "arrivals")]
+)
+def test_a_sum_beside_a_kernel_holds_up_no_put(
+    strategy: str, shared: tuple[str, ...], seed: int
+) -> None:
+    """Of a gather whose kernel holds all processors, in whatever queue sums and puts stand."""
+    made = lowered(BRANCHES, strategy)
+    given = [torch.randn(n, 16).bfloat16() for n in (32, 16, 8)]
+    with contextlib.ExitStack() as stack:
+        logs: list[list[list[Entry]]] = []
+        for rank in range(WORLD):
+            fake = stack.enter_context(fake_engine(made, rank))
+            lanes = {name: lane.handle for name, lane in fake.engine.binding.lanes.items()}
+            one = {MAIN if name == "main" else lanes[name] for name in shared}
+            logs.append([])
+            for _ in range(3):
+                fake.run(given)
+                queues = [(e[0], min(one) if e[1] in one else e[1], *e[2:]) for e in fake.log]
+                logs[-1].append(queues)
+        for number in range(10):
+            assert not simulate(logs, random.Random(seed + number))
+
+
 def test_executors_of_one_team_in_any_order(seed: int) -> None:
     """Runs that hear of every rank among runs that do not."""
     rng = random.Random(seed)

@@ -210,6 +210,7 @@ def scale(tensors: Sequence[torch.Tensor], by: torch.Tensor) -> None:
         return
     sizes = [tensor.numel() for tensor in found]
     count, grid = len(found), min(SCALERS, -(-max(sizes) // SCALED))
+    assert count <= 3
     first, second, third = [*found, None, None][:3]
     launch(
         "scale_kernel", (grid, count), (first, second, third, by), (*sizes, 0, 0)[:3],

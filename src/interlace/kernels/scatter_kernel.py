@@ -1,4 +1,4 @@
-"""The persistent GEMM whose rows leave for their owners as they are made, own rows last.
+"""The persistent GEMM whose rows leave for their owners as they are made.
 
     part k = 0..W-2   stage[c] = x[c] @ w, and tiles raise counters[c]     c = (rank + 1 + k) % W
     part k = W-1      own = x[rank] @ w, likewise
@@ -39,11 +39,12 @@ def turn_of(turn, SIZE: tl.constexpr, SUBS: tl.constexpr, LEAD: tl.constexpr):
     """The part and the range whose tiles have that turn."""
     part = turn // SUBS
     sub = turn % SUBS
-    late = turn - (SIZE - 2) * SUBS - LEAD
-    if late >= 0:
-        if late < 2 * (SUBS - LEAD):
-            part = SIZE - 1 - late % 2
-            sub = late // 2 + late % 2 * LEAD
+    if LEAD < SUBS:
+        late = turn - (SIZE - 2) * SUBS - LEAD
+        if late >= 0:
+            if late < 2 * (SUBS - LEAD):
+                part = SIZE - 1 - late % 2
+                sub = late // 2 + late % 2 * LEAD
     return part, sub
 
 

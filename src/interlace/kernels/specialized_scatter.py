@@ -39,11 +39,12 @@ def turn_of(turn, SIZE: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr):
     """The part and the range whose tiles have that turn, as scatter_kernel.py says."""
     part = turn // SUBS
     sub = turn % SUBS
-    late = turn - (SIZE - 2) * SUBS - LEAD
-    if late >= 0:
-        if late < 2 * (SUBS - LEAD):
-            part = SIZE - 1 - late % 2
-            sub = late // 2 + late % 2 * LEAD
+    if LEAD < SUBS:
+        late = turn - (SIZE - 2) * SUBS - LEAD
+        if late >= 0:
+            if late < 2 * (SUBS - LEAD):
+                part = SIZE - 1 - late % 2
+                sub = late // 2 + late % 2 * LEAD
     return part, sub
 
 

@@ -20,7 +20,8 @@ REGISTERS = 32
 """Of a thread, at most: a block fits beside those of specialized_scatter.py, which leave 4096
 registers and no shared memory to speak of. So rows are summed while others are still made."""
 MANY = 8
-"""More slots than these, or loads that are not wide, need more registers."""
+"""More slots than these, or loads that are not wide, need more registers: such a sum waits for the
+kernel's end."""
 
 
 def block(dtype: torch.dtype) -> int:

@@ -9,7 +9,7 @@ become the parts of one `Fused`:
         part(expect(arrived, tp.rank + 1), call("aten.mm.out", slots[tp.rank + 1], w, out=...)),
         ...)
 
-Before a reduction each part records the event that its put waits for.
+Before a reduction each part records the event that its put waits for, or the sum beside the kernel.
 
 What else stands between the chunks on their stream goes before the op, or after it. The op takes
 the place in the list of the last chunk, or of the first thing that waits for one of them. Parts are

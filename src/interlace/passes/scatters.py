@@ -1,8 +1,9 @@
 """How the partial results of a scatter travel and are summed, chunk by chunk.
 
 `compute(rank, matrix, within)` emits the rows of that rank (or some of them) into a matrix; each
-transport has it compute the others' rows first, its own last, and leaves the sum of all ranks'
-parts of its rows in `out`. The order in which they are summed is the strategy's (`strategies.py`).
+transport has it compute the others' rows first, its own last (`beside`: and in between), and leaves
+the sum of all ranks' parts of its rows in `out`. The order in which they are summed is the
+strategy's (`strategies.py`).
 
     Scatter(emitter, strategy, stage, out, sizes, width, dtype).run(compute)
 """

@@ -23,7 +23,8 @@ from interlace.passes.values import Values
 
 DEFAULT_SLICES = 4
 PIECE_BYTES = 16 << 20
-"""What a put should move at least: below it a copy engine does not reach its speed."""
+"""What a put should move at least, if nothing else speaks for smaller ones: below it a copy engine
+does not reach its speed."""
 BESIDE_BYTES = 8 << 20
 """A piece of own rows that is summed while others are computed: some 130 tiles of a kernel, one for
 each processor."""
@@ -61,7 +62,7 @@ def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: b
     """In how many pieces each rank's rows are computed and put: `chunks` are of all ranks.
 
     Pieces let bytes leave sooner, and the last be summed alone; a gather's rows are there from the
-    start.
+    start. Those of `fused` may be smaller, as all but the last are summed beside the kernel.
     """
     if isinstance(site, GatherSite):
         return 1

@@ -9,6 +9,9 @@ Note [Kernels that wait]
     waits, before such a kernel, until no such op stands before any put that the peers' kernels
     wait for. Puts of bytes in a row are copies, and need none. What makes chunks for a reduction
     waits for nobody.
+
+    Streams may share a queue of the device, which goes by the order of issue. So a sum that runs
+    beside a kernel, on its own stream, stands before all puts that are issued after it.
 """
 
 from __future__ import annotations
@@ -22,19 +25,26 @@ def holds(plan: Plan) -> dict[int, list[int]]:
     """By Fused that awaits signals: on each stream, the first put behind the last op that may need
     a processor, of those into the slots that it reads."""
     found: dict[int, list[int]] = {}
-    main = callers(plan.program)
+    main, ops = callers(plan.program), plan.program.ops
     last: dict[str, int] = {}  # by stream: the last op that may need a processor
+    beside: dict[str, int] = {}  # by stream but main: the last Call that main has not awaited
     puts: dict[str, dict[str, int]] = {}  # by buffer and stream: the put that waits for it
-    for index, op in enumerate(plan.program.ops):
+    for index, op in enumerate(ops):
         if isinstance(op, Put):
             mine = puts.setdefault(op.dst.buffer, {})
-            if last.get(op.stream, -1) > mine.get(op.stream, -1):
+            if max(last.get(op.stream, -1), -1, *beside.values()) > mine.get(op.stream, -1):
                 mine[op.stream] = index
         if isinstance(op, Fused) and any(isinstance(member, Expect) for member in op.members):
             read = {v.buffer for m in op.members if isinstance(m, Call) for v in m.views()}
             found[index] = sorted(put for name in read for put in puts.get(name, {}).values())
         if _may_need_processor(plan, index, op, main):
             last[op.stream] = index
+        if isinstance(op, Call) and op.stream != main:
+            beside[op.stream] = index
+        if isinstance(op, Wait) and op.stream == main:
+            record = plan.waits[index, 0][0]
+            if record > beside.get(ops[record].stream, record):
+                del beside[ops[record].stream]
     return {index: needed for index, needed in found.items() if needed}
 
 
