@@ -58,33 +58,35 @@ def draw_interconnect(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_overlap(rows: Sequence[Row], path: Path) -> None:
-    """Time over the roof, R, by site and strategy: a panel for eager runs, one for graphs."""
+    """Time over the roof, R, by site and strategy: panels for eager runs and for graphs, of as many
+    ranks each as there are rows of."""
     pyplot = _pyplot()
-    latest: dict[tuple[str, str, str], float] = {}
+    latest: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for row in rows:
-        if not row["error"] and not math.isnan(number(row["r"])):
-            if row["strategy"].startswith("gemm"):
-                continue
+        if not (row["error"] or math.isnan(number(row["r"])) or row["strategy"][:4] == "gemm"):
             site = f"{row['op']} {row['m']},{row['k']},{row['n']}"
-            latest[site, row["strategy"], row["mode"]] = number(row["r"])
-    sites = list(dict.fromkeys(site for site, _, _ in latest))
-    modes = [mode for mode in ("eager", "graph") if any(m == mode for _, _, m in latest)]
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(n for _, n, _ in latest))}
-    shape = {"figsize": (max(8.0, 0.9 * len(sites)), 5 * max(1, len(modes))), "squeeze": False}
-    figure, axes = pyplot.subplots(max(1, len(modes)), 1, layout="constrained", **shape)
-    for panel, mode in enumerate(modes):
-        names = list(dict.fromkeys(name for _, name, m in latest if m == mode))
-        width = 0.8 / max(1, len(names))
+            times = latest.setdefault((row["world"], row["mode"]), {})
+            times[site, row["strategy"]] = number(row["r"])
+    panels = sorted(latest, key=lambda panel: (-number(panel[0]), panel[1]))
+    every = [key for times in latest.values() for key in times]
+    sites = list(dict.fromkeys(site for site, _ in every))
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for _, name in every))}
+    shape = {"figsize": (max(8.0, 0.9 * len(sites)), 5 * max(1, len(panels))), "squeeze": False}
+    figure, axes = pyplot.subplots(max(1, len(panels)), 1, layout="constrained", **shape)
+    for (world, mode), (axis,) in zip(panels, axes, strict=False):
+        times = latest[world, mode]
+        names = list(dict.fromkeys(name for _, name in times))
+        width = 0.8 / len(names)
         for place, name in enumerate(names):
-            heights = [latest.get((site, name, mode), math.nan) for site in sites]
+            heights = [times.get((site, name), math.nan) for site in sites]
             offsets = [i + place * width for i in range(len(sites))]
-            axes[panel][0].bar(offsets, heights, width, label=name, color=colours[name])
-        axes[panel][0].axhline(1.0, color="black", linewidth=0.8)
-        axes[panel][0].set(title=mode, ylabel="R: time over the roof", ylim=(0, 3))
-        axes[panel][0].set_xticks([i + 0.4 for i in range(len(sites))])
-        axes[panel][0].set_xticklabels(sites, rotation=60, ha="right", fontsize=7)
-        if names:
-            axes[panel][0].legend(fontsize=7, ncols=4)
+            axis.bar(offsets, heights, width, label=name, color=colours[name])
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        title = f"{world} ranks, {mode}"
+        axis.set(title=title, ylabel="R: time over the roof", ylim=(0, 3))
+        axis.set_xticks([i + 0.4 for i in range(len(sites))])
+        axis.set_xticklabels(sites, rotation=60, ha="right", fontsize=7)
+        axis.legend(fontsize=7, ncols=4)
     _save(pyplot, figure, path)
 
 
