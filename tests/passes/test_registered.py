@@ -35,7 +35,24 @@ def f(a: Team[3], w: Team[[0, 1, 2]], x: f32[4].registered(a), y: out[f32[4]]):
     main: get(x, y, peer=a.rank + 1)
     main: barrier(team=w)
 """
-MORE = {"barriers": BARRIERS, "other team": OTHER_TEAM, "other team's barriers": OTHER_BARRIERS}
+RELAY = """
+def f(tp: Team[3], x: f32[4].registered(tp), y: out[f32[4]]):
+    main: notify(begun, to=tp.rank + 1)
+    main: expect(begun, tp.rank - 1)
+    main: notify(told, to=tp.rank + 1)
+    main: expect(told, tp.rank - 1)
+    main: get(x, y, peer=tp.rank - 2)
+    main: notify(done, to=tp.others)
+    main: expect(done, tp.rank + 1)
+    main: expect(done, tp.rank + 2)
+"""
+"""What the next rank but one has begun is passed on by the rank between."""
+MORE = {
+    "relay": RELAY,
+    "barriers": BARRIERS,
+    "other team": OTHER_TEAM,
+    "other team's barriers": OTHER_BARRIERS,
+}
 
 
 @pytest.mark.timeout(60)

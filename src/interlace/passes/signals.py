@@ -17,7 +17,8 @@ Note [Signals publish]
     which all of its ranks wait for, stands between them.
     What callers register has no copies, and a rank's begin and end count as accesses too. There no
     pair is looked for: what publishes, on any team, stays after all earlier accesses, what admits
-    before all later ones.
+    before all later ones; and with three ranks or more, which may pass on what they were told, what
+    publishes stays after all that admitted before.
     An Expect stays after its Notify, which keeps the list free of deadlocks in order: whatever a
     rank waits for stands earlier in the list that its peer runs.
 """
@@ -190,11 +191,15 @@ def _keep_all(teams: Collection[_Team], edges: Edges) -> None:
 
 def _keep_registered(program: Program, team: _Team, meetings: Sequence[int], edges: Edges) -> None:
     """Every meeting after what it may publish, and before what it may admit, as it is listed."""
+    relays = max(each.size for each in program.teams) > 2
+    admitted: list[int] = []
     for index in meetings if team.registered else ():
         op = program.ops[index]
         if not isinstance(op, Expect):
             edges[index].update(used for used in team.registered if used < index)
+            edges[index].update(admitted if relays else ())
         if not isinstance(op, Notify):
+            admitted.append(index)
             for used in team.registered:
                 if used > index:
                     edges[used].add(index)
