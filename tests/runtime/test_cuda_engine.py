@@ -218,25 +218,6 @@ def test_own_ranges_are_summed_beside_the_kernel() -> None:
                 assert order.before(order.one("launch"), total) == (sub == 3)
 
 
-@pytest.mark.parametrize("strategy", ["put", "fused", "ranges", "beside"])
-def test_a_stream_that_was_awaited_is_not_awaited_again(strategy: str) -> None:
-    """The sum waits for the last that `arrivals` does; a run that broke off waits for all."""
-    with bound("scatter", strategy) as fake:
-        (log,) = logs_of(fake, "scatter", 1)
-        binding = fake.engine.binding
-        arrivals, comm = (binding.lanes[name].handle for name in ("arrivals", "comm"))
-        records = {stream: Order(log).find("record", stream) for stream in (arrivals, comm)}
-        total = Order(log).find("call", MAIN, "interlace.sum_slots")
-        assert len(records[arrivals]) == len(total)  # each waits for what it adds, and that is all
-        last = {stream: found[-1] for stream, found in records.items()}
-        for index in last.values():
-            assert ("wait_event", MAIN, log[index][2]) in log[index:]
-        assert last[arrivals] < total[-1] < last[comm]
-        fake.log.clear()
-        binding.join()
-        assert [entry[:2] for entry in fake.log[::2]] == [("record", comm), ("record", arrivals)]
-
-
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
     from interlace.kernels import scatter_kernel, specialized_scatter

@@ -101,10 +101,9 @@ class Binder:
         self.kernels: list[int] = []
         """The Fused ops that one kernel runs."""
         self.slots = slot_keys(self.plan.takes, self.plan.buffers)
-        self.last = self._end_of_main()
-        """From which op on the caller's stream is not made to wait: the end of the run waits."""
+        self._last = self._end_of_main()
         self._awaited = {
-            record for (index, _), record in self.plan.waits.items() if index < self.last
+            record for (index, _), record in self.plan.waits.items() if index < self._last
         }
         self._drops = Drops(self.plan.program, self.values, lanes, context.device)
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
@@ -169,7 +168,7 @@ class Binder:
             case Record():
                 point = self.points[index, member] = EventPoint(self.driver, self.event())
                 return point.record(lane)
-            case Wait() if index >= self.last:
+            case Wait() if index >= self._last:
                 return None
             case Wait():
                 point = self.points.get(self.plan.waits[index, member])

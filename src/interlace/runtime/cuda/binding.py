@@ -7,7 +7,7 @@ binding.issue()
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from interlace.comm.cuda.driver import Driver
@@ -46,7 +46,6 @@ class Binding:
         self.binder = Binder(context, self.lanes, links)
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
-        self._open = [end for end in self._ends if not self._met(end[0])]
         self._counted = [space for space in spaces.values() if space.uses]
 
     def words(self, team: str, count: int) -> int:
@@ -109,22 +108,12 @@ class Binding:
         self.begin()
         for step in self.steps:
             step()
-        self.join(self._open)
+        self.join()
 
-    def _met(self, lane: Lane) -> bool:
-        """Whether the last thing that a stream does is an event that the caller's waits for."""
-        plan, points = self.context.plan, self.binder.points
-        own, mine = (
-            [i for i, op in enumerate(plan.program.ops) if self.lanes[op.stream] is one]
-            for one in (lane, self.main)
-        )
-        waited = {plan.waits[i, 0] for i in mine if (i, 0) in plan.waits and i < self.binder.last}
-        return (own[-1], 0) in waited & points.keys()
-
-    def join(self, ends: Sequence[tuple[Lane, int]] | None = None) -> None:
+    def join(self) -> None:
         """The caller's stream waits for the others."""
         driver, main = self.driver, self.main
-        for lane, event in self._ends if ends is None else ends:
+        for lane, event in self._ends:
             driver.record(lane.handle, event)
             driver.wait_event(main.handle, event)
 
