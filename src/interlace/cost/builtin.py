@@ -65,6 +65,12 @@ NCCL_REDUCE = _curve(
 EXCHANGE = _curve((6, 9.0), (100, 9.5), (800, 12.0), (3_000, 20.0), (12_000, 52.0), (48_000, 190.0))
 """One kernel in which every rank writes to its peers."""
 EXCHANGE_REDUCE = _curve((12, 11.0), (200, 12.0), (1_600, 17.0), (6_000, 33.0), (24_000, 98.0))
+PEER_COPY = _curve(
+    *((4, 11.0), (256, 11.7), (1_000, 13.8), (2_100, 16.8), (4_200, 22.0)),
+    *((8_400, 26.5), (16_800, 49.6), (33_600, 95.0), (134_000, 370.0)),
+)
+"""Gets and puts: small ones with what their signals take to arrive, large ones as in a chain of
+puts, 5.6 us apart with their signals (measured on two GPUs)."""
 
 H200 = Machine(
     name="h200",
@@ -111,6 +117,8 @@ H200 = Machine(
                     ("all_gather", EXCHANGE),
                     ("reduce_scatter", EXCHANGE),
                     ("all_reduce", EXCHANGE_REDUCE),
+                    ("get", PEER_COPY),
+                    ("put", PEER_COPY),
                 ),
             ),
         ),
