@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from interlace.kernels import scatter_kernel as scatter_loop
 from interlace.kernels.specialized import (
     LOADER_REGISTERS,
     add_bias,
@@ -34,18 +35,8 @@ WORKER_REGISTERS = gl.constexpr(224)
 """What that leaves the warps that multiply."""
 
 
-@gluon.jit
-def turn_of(turn, SIZE: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr):
-    """The part and the range whose tiles have that turn, as scatter_kernel.py says."""
-    part = turn // SUBS
-    sub = turn % SUBS
-    if LEAD < SUBS:
-        late = turn - (SIZE - 2) * SUBS - LEAD
-        if late >= 0:
-            if late < 2 * (SUBS - LEAD):
-                part = SIZE - 1 - late % 2
-                sub = late // 2 + late % 2 * LEAD
-    return part, sub
+turn_of = gluon.jit(scatter_loop.turn_of.fn)
+"""Which tiles have their turn when, as scatter_kernel.py says."""
 
 
 @gluon.jit
