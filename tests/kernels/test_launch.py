@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from interlace.kernels import gather_matmul, scatter_matmul
-from interlace.kernels.launch import Recent, Source
+from interlace.kernels.launch import RECENT, Source
 
 CPU = torch.device("cpu")
 
@@ -143,14 +143,20 @@ def test_maps_are_made_once_for_an_address() -> None:
 
 
 def test_the_oldest_goes_first() -> None:
-    made: list[tuple[int, ...]] = []
-    recent = Recent(lambda key: made.append(key) or key)
-    for index in range(Recent.CAPACITY):
-        recent.find((index,))
-    recent.find((0,))
-    recent.find((-1,))  # pushes out 1, since 0 was just used
-    made.clear()
-    recent.find((0,))
-    assert made == []
-    recent.find((1,))
-    assert made == [(1,)]
+    kernel = gather_matmul.GatherMatmul(
+        rows=32, inner=64, columns=128, size=1, rank=0, dtype=torch.bfloat16, device=CPU
+    )
+    w, y = zeros(64, 128), zeros(32, 128)
+    inputs = [zeros(32, 64) for _ in range(RECENT + 1)]
+
+    def makes(number: int) -> bool:
+        """Whether a launch with that input makes maps."""
+        made = Mapped.made
+        kernel.launch(0, inputs[number], w, None, y, None, 0, 0)
+        return Mapped.made > made
+
+    assert all(makes(number) for number in range(RECENT))
+    assert not makes(0)
+    assert makes(RECENT)  # pushes out 1, since 0 was just used
+    assert not makes(0)
+    assert makes(1)

@@ -10,13 +10,14 @@ The kernel spins on the SMs it has: whatever raises the words must need none of 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from interlace.kernels.configs import Config, choose, short_tail, tiles
 from interlace.kernels.gather_kernel import gather_kernel
-from interlace.kernels.launch import TYPES, Descriptors, Program, Recent, Source, block_type
+from interlace.kernels.launch import RECENT, TYPES, Descriptors, Program, Source, block_type
 
 
 def gather_source(
@@ -152,7 +153,7 @@ class GatherMatmul:
             shapes = shapes[:4]
         self._specialized = config.specialized
         self._operands = [Descriptors(self._program, i, shape) for i, shape in enumerate(shapes)]
-        self._bound = Recent(self._bind)
+        self._bound = lru_cache(maxsize=RECENT)(self._bind)
         self._numbers = (rows, columns, inner, rank)
 
     def launch(
@@ -174,12 +175,11 @@ class GatherMatmul:
             y.data_ptr(),
             0 if bias is None else bias.data_ptr(),
         )
-        args = (*self._bound.find(key), gates or 0, expected & 0xFFFFFFFF, *self._numbers)
+        args = (*self._bound(*key), gates or 0, expected & 0xFFFFFFFF, *self._numbers)
         self._program.launch(stream, self._grid, args)
 
-    def _bind(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    def _bind(self, x: int, slots: int, w: int, y: int, bias: int) -> tuple[Any, ...]:
         """The arguments up to the gates."""
-        x, slots, w, y, bias = addresses
         operands = (x, slots, w, y) if self._specialized else (x, slots, w, y, w, y)
         each = zip(self._operands, operands, strict=True)
         made = (arg for operand, at in each for arg in operand.make(at))

@@ -22,6 +22,7 @@ import torch
 from interlace.kernels.grouped import ROWS, SUMS, TILE
 from interlace.kernels.grouped_kernel import ends_kernel, rows_kernel, sums_kernel, wgrad_kernel
 from interlace.kernels.launch import (
+    RECENT,
     TYPES,
     Descriptors,
     Program,
@@ -44,8 +45,6 @@ STAGES = 3
 """Of loops, as Triton has them where nobody says."""
 MOST_GROUPS = 4096
 """One block adds up the sizes of no more."""
-MAPS = 64
-"""Pairs of tensor maps that are kept for a kernel: making one takes microseconds."""
 
 Whole = tuple[bool, ...]
 """Which of some arguments are multiples of 16."""
@@ -122,7 +121,7 @@ class Wgrad:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.operands = lru_cache(maxsize=MAPS)(self._operands)
+        self.operands = lru_cache(maxsize=RECENT)(self._operands)
 
     def _operands(self, dy: int, x: int, tokens: int, rows: int, columns: int) -> tuple[Any, ...]:
         """The arguments that stand for the matrices at these addresses; nothing else is in them."""

@@ -7,12 +7,11 @@ numbers, and the call goes straight to the C launcher that Triton made for it:
     program = Program(Source(kernel=..., types=..., constants=..., num_warps=8), device)
     program.launch(stream, grid, (x.data_ptr(), y.data_ptr(), x.numel()))
 
-What depends on the addresses alone, tensor maps above all, is kept for the `Recent` ones.
+What depends on the addresses alone, tensor maps above all, its users keep for the `RECENT` ones.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -33,6 +32,8 @@ TYPES: Mapping[torch.dtype, str] = {
     torch.float32: "fp32",
 }
 """Triton's names of the element types that the kernels take."""
+RECENT = 64
+"""So many sets of addresses are remembered for a kernel: making a tensor map takes microseconds."""
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -177,27 +178,3 @@ class Descriptors:
             0,
         )
         return (described, *shape, *strides)
-
-
-class Recent:
-    """The last few results of a function of addresses: making a tensor map takes microseconds.
-
-    The least recently used one goes when there are more than `CAPACITY`.
-    """
-
-    CAPACITY = 64
-
-    def __init__(self, make: Callable[[tuple[int, ...]], tuple[Any, ...]]) -> None:
-        self._make = make
-        self._kept: OrderedDict[tuple[int, ...], tuple[Any, ...]] = OrderedDict()
-
-    def find(self, key: tuple[int, ...]) -> tuple[Any, ...]:
-        """What `make` gives for these addresses."""
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._kept.move_to_end(key)
-            return kept
-        made = self._kept[key] = self._make(key)
-        if len(self._kept) > self.CAPACITY:
-            self._kept.popitem(last=False)
-        return made

@@ -12,12 +12,13 @@ tile: word c * subs + s is of the rows `sub_rows(s)` of chunk c, which may be re
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from interlace.kernels.configs import Config, choose, tiles
-from interlace.kernels.launch import TYPES, Descriptors, Program, Recent, Source, block_type
+from interlace.kernels.launch import RECENT, TYPES, Descriptors, Program, Source, block_type
 from interlace.kernels.scatter_kernel import scatter_kernel
 
 LATE = 6
@@ -173,7 +174,7 @@ class ScatterMatmul:
         weight = (columns, inner) if transposed else (inner, columns)
         shapes = [(size * rows, inner), weight, (size * rows, columns), (rows, columns)]
         self._operands = [Descriptors(self._program, i, shape) for i, shape in enumerate(shapes)]
-        self._bound = Recent(self._bind)
+        self._bound = lru_cache(maxsize=RECENT)(self._bind)
         self._numbers = (rows, columns, inner)
 
     @property
@@ -203,10 +204,10 @@ class ScatterMatmul:
             own.data_ptr(),
             0 if bias is None else bias.data_ptr(),
         )
-        args = (*self._bound.find(key), counters, *self._numbers)
+        args = (*self._bound(*key), counters, *self._numbers)
         self._program.launch(stream, self._grid, args)
 
-    def _bind(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+    def _bind(self, *addresses: int) -> tuple[Any, ...]:
         """The arguments up to the counters."""
         *operands, bias = addresses
         each = zip(self._operands, operands, strict=True)
