@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -54,28 +54,30 @@ SETTLED_S = 1.0
 """How long a side that lives is about to go, at most."""
 
 
+Cell = tuple[memoryview, int]
+
+
 class _Meeting:
     """One side of a message by a torch.distributed backend."""
 
-    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
+    def __init__(
+        self, team: TeamComm, peer: int, own: Cell, other: Cell, start: Callable[..., Any], nth: int
+    ) -> None:
+        """`start` is the backend's method for this side."""
         self.team = team
         self.peer = peer
-        self._box = box
-        self._backend = backend
+        self._own, self._own_at = own
+        self._other, self._other_at = other
+        self._start = start
         self._tag = FIRST_TAG + nth
         self._run = 0
         self._work: Any = None
 
     def _say(self, what: int) -> None:
-        raise NotImplementedError
+        self._own[self._own_at] = stamp(self._run, what)
 
     def _hear(self) -> int:
-        """The cell of the other side."""
-        raise NotImplementedError
-
-    def _start(self, data: torch.Tensor) -> Any:
-        """Starts this side of the transfer."""
-        raise NotImplementedError
+        return self._other[self._other_at]
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Tells the other side that this rank is there."""
@@ -110,7 +112,7 @@ class _Meeting:
         self._say(GOING)
         fence()
         if tensor.numel():
-            self._work = self._start(as_bytes(tensor))
+            self._work = self._start([as_bytes(tensor)], self.peer, self._tag)
 
     def end(self, wait: Wait) -> None:
         """Waits for the transfer."""
@@ -122,27 +124,17 @@ class _Meeting:
 class Outgoing(_Meeting):
     """A Send by a torch.distributed backend."""
 
-    def _say(self, what: int) -> None:
-        self._box.sent[self._box.sent_at] = stamp(self._run, what)
-
-    def _hear(self) -> int:
-        return self._box.ready[self._box.ready_at]
-
-    def _start(self, data: torch.Tensor) -> Any:
-        return self._backend.send([data], self.peer, self._tag)
+    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
+        sent, ready = (box.sent, box.sent_at), (box.ready, box.ready_at)
+        super().__init__(team, peer, sent, ready, backend.send, nth)
 
 
 class Incoming(_Meeting):
     """A Recv by a torch.distributed backend."""
 
-    def _say(self, what: int) -> None:
-        self._box.ready[self._box.ready_at] = stamp(self._run, what)
-
-    def _hear(self) -> int:
-        return self._box.sent[self._box.sent_at]
-
-    def _start(self, data: torch.Tensor) -> Any:
-        return self._backend.recv([data], self.peer, self._tag)
+    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
+        sent, ready = (box.sent, box.sent_at), (box.ready, box.ready_at)
+        super().__init__(team, peer, ready, sent, backend.recv, nth)
 
 
 class PeerOutgoing:
