@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.support.pool import Died, Ranks
 
 from interlace.ir import Op
 from interlace.runtime import Executor
+from interlace.runtime.cuda import watchdog as watchdog_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -158,6 +160,51 @@ def hear(strategy: str, victim: int, seed: int) -> Outcome:
     assert after[:2] == first[:2], after
     executor.close()
     return heard
+
+
+@pytest.mark.parametrize("strategy", ["shift", "pipeline"])
+def test_a_failure_at_any_moment_ends_what_nccl_does(gpus: Ranks, strategy: str, seed: int) -> None:
+    """Also while another rank issues the op that then waits for ever: Note [Aborts]."""
+    for rank, heard in enumerate(gpus.run(hear_often, strategy, seed, time_out_s=60)):
+        for number, (error, text, seconds) in enumerate(heard):
+            victim = number % gpus.world == rank
+            assert error in (("ValueError", "ExecutorError") if victim else ("PeerError",)), text
+            assert "the planted fault" in text
+            assert seconds < 2 + LATE_S
+
+
+def hear_often(strategy: str, seed: int) -> list[Outcome]:
+    """What is heard of exceptions of each rank in turn, each before another op and moment."""
+    case = Case("all_gather_matmul", dist.get_world_size())
+    rng = random.Random(seed)
+    fault = Fault(0, raise_it)
+    executor = prepared(case, strategy, fault, time_out_s=10.0)
+    inputs = case.inputs(seed, exact=True)
+    first = finish(executor, case, inputs)
+    found: list[Outcome] = []
+    with mock.patch.object(watchdog_file, "PERIOD_S", 0.001):  # its looks meet more of a run
+        for number in range(6):
+            fault.rank, fault.index = number % dist.get_world_size(), rng.randrange(3)
+            late = [rng.random() * 0.004 for _ in range(dist.get_world_size())]
+            meet()
+            fault.armed, fault.fired = True, False
+            time.sleep(late[dist.get_rank()])
+            heard: Outcome = ("result", "", 0.0)
+            for _ in range(3):
+                try:
+                    heard = finish(executor, case, inputs)
+                except ValueError as error:
+                    heard = ("ValueError", str(error), 0.0)
+                if heard[0] != "result":
+                    break
+            found.append(heard)
+            meet()
+            fault.armed = False
+            executor.reset()
+            after = finish(executor, case, inputs)
+            assert after[:2] == first[:2], (number, after)
+    executor.close()
+    return found
 
 
 @pytest.mark.parametrize("strategy", some("peer-put", "exchange"))

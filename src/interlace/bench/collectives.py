@@ -17,7 +17,8 @@ import torch
 
 from interlace.bench.links import Figure, attempt, timed
 from interlace.bench.ranks import Ranks
-from interlace.comm.teams import BACKENDS, require_backend, reset_teams
+from interlace.comm.backends import BACKENDS, require_backend
+from interlace.comm.teams import reset_teams
 from interlace.cost.samples import Sample
 from interlace.errors import BackendError, InterlaceError
 from interlace.ir import parse

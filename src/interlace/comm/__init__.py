@@ -1,6 +1,7 @@
 """Teams and what moves bytes between their ranks.
 
 teams.py              a team over a process group, its backends, its set-up and reset
+backends.py           backends of torch that a team has for itself
 control.py            the block where ranks see each other's runs, progress and errors
 signals.py            counters in shared memory, and the one bounded wait
 slots.py              the pool of symmetric slots, two copies each
@@ -12,6 +13,7 @@ messages.py           Send, Recv and Group
 board.py, sharing.py, shared_memory.py, liveness.py, reductions.py: what these stand on
 """
 
+from interlace.comm.backends import BACKENDS
 from interlace.comm.board import Board
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
@@ -21,7 +23,7 @@ from interlace.comm.registered import Registered, share_on_host
 from interlace.comm.shared_memory import Segment
 from interlace.comm.signals import Wait, fence, stamp
 from interlace.comm.slots import Slot, SlotPool, Use
-from interlace.comm.teams import BACKENDS, TeamComm, release_teams, team_of
+from interlace.comm.teams import TeamComm, release_teams, team_of
 from interlace.comm.workspace import Demand, Message, Workspace
 
 __all__ = [

@@ -20,7 +20,6 @@ import contextlib
 import socket
 import threading
 import weakref
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from interlace.comm.backends import connect, end, require_backend
 from interlace.comm.board import Board, Note, named
 from interlace.comm.control import NBYTES, Control
 from interlace.comm.liveness import Life, identity
@@ -38,27 +38,8 @@ from interlace.errors import AgreementError, BackendError, TeamError
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
 
-BACKENDS = ("gloo", "nccl", "ucc", "peer")
-
-_CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
-_MEND = {
-    "gloo": "this torch was built without gloo; install torch from pip's index, which has it",
-    "nccl": "this torch has no NCCL; install a CUDA build of torch, or choose gloo or peer",
-    "ucc": "this torch was built without UCC; build torch with USE_UCC=1, or choose gloo or peer",
-}
-
-
-def require_backend(name: str) -> None:
-    """Raises `BackendError` where this torch lacks the backend."""
-    if name not in BACKENDS:
-        raise BackendError(f"no backend named {name!r}: choose one of {', '.join(BACKENDS)}")
-    there = {
-        "gloo": dist.is_gloo_available,
-        "nccl": dist.is_nccl_available,
-        "ucc": getattr(c10d, "is_ucc_available", lambda: False),
-    }
-    if name in there and not there[name]():
-        raise BackendError(f"the backend {name!r} is not there: {_MEND[name]}")
+END_S = 10.0
+"""How long connections get to end when a team goes."""
 
 
 def host() -> str:
@@ -97,6 +78,7 @@ class TeamComm:
         self._store = store
         self._own: dict[tuple[str, str], Any] = {}
         self._renewed: set[tuple[str, str]] = set()
+        self._made: list[Any] = []
         self._control: Control | None = None
         self._lives: list[Life] = []
         self.resets = 0
@@ -191,16 +173,15 @@ class TeamComm:
             return None
 
     def _make(self, name: str, time_out_s: float) -> Any:
-        place = f"{self.topic}/{name}/{self.resets}"
-        store = c10d.PrefixStore(f"interlace/{place}", self._store)
-        cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
-        try:
-            return cls(store, self.me, self.size, timeout=timedelta(seconds=time_out_s))
-        except (RuntimeError, ValueError) as error:
-            raise BackendError(
-                f"rank {self.rank} could not connect the backend {name!r} of team {self.name} "
-                f"within {time_out_s:g} s: {error}"
-            ) from error
+        store = c10d.PrefixStore(f"interlace/{self.topic}/{name}/{self.resets}", self._store)
+        made = connect(name, store, self.me, self.size, time_out_s, self.whose)
+        self._made.append(made)
+        return made
+
+    @property
+    def whose(self) -> str:
+        """This rank's part of the team, for messages."""
+        return f"team {self.name} on rank {self.rank}"
 
     def cuda(self, device: torch.device, time_out_s: float) -> CudaSide:
         """The team's device side; all ranks make it together, with their first Program on CUDA."""
@@ -220,11 +201,6 @@ class TeamComm:
         """The device side, if there is one."""
         return self._cuda
 
-    @property
-    def backends(self) -> dict[tuple[str, str], Any]:
-        """The torch backends in use, by name and device."""
-        return dict(self._own)
-
     def reset(self, time_out_s: float) -> None:
         """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
 
@@ -242,6 +218,7 @@ class TeamComm:
             self.slots.reset()
             if self._cuda is not None:
                 self._cuda.reset()
+            end(self._made, time_out_s, self.whose)
             self.board.exchange(f"{topic}/renewal", self.ranks, self.rank, {}, time_out_s)
             for key in sorted(self._own):
                 self._renewed.add(key)
@@ -269,6 +246,7 @@ class TeamComm:
             self._cuda = None
             for life in self._lives:
                 life.close()
+            end(self._made, END_S, self.whose)
 
 
 class _Registry:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Registered, SlotPool, TeamComm, Workspace, share_on_host
-from interlace.comm.teams import BACKENDS
+from interlace.comm.backends import BACKENDS
 from interlace.options import Options
 from interlace.runtime.plan import Plan
 from interlace.runtime.registered import Wanted, written

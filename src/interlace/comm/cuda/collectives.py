@@ -5,7 +5,7 @@
     move = bind_messages(backend, [("send", 1), ("recv", 3)], device)
     move([a, b])
 
-Bounded by the watchdog: what never completes is aborted with its communicator (`abort`).
+Bounded by the watchdog: what never completes is aborted with its communicator (`aborts.py`).
 """
 
 from __future__ import annotations
@@ -66,12 +66,3 @@ def bind_messages(
                 tensor.copy_(pack)
 
     return run
-
-
-def abort(backend: Any) -> None:
-    """Ends what a backend is doing; it cannot be used again."""
-    for name in ("abort", "_abort"):
-        end = getattr(backend, name, None)
-        if end is not None:
-            end()
-            return

@@ -130,8 +130,10 @@ class Runner:
         self._inputs.check_places(inputs)
         if out is not None:
             self._outputs.check_places(out)
-        values = self._values
+        values, watched = self._values, engine.watched
+        watched.issuing = True
         try:
+            engine.check()  # a failure from before is known here, a later one waits for the end
             if engine.graphs is not None and self.warm:
                 return engine.graphs.run(self._both, inputs, out, self._outputs.new, self._results)
             out = self._outputs.new() if out is None else out
@@ -142,6 +144,7 @@ class Runner:
             finally:
                 values.end()
         finally:
+            watched.issuing = False
             for tensor in self._marked:
                 increment_version(tensor)
 

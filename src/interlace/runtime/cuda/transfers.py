@@ -38,7 +38,10 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
     backend = binder.crew.backends[op.team, turn.backend]
     issue = bind_on_stream(backend, spec, binder.context.options.time_out_s)
 
+    check = binder.links.check
+
     def run() -> None:
+        check()  # Note [Aborts] in aborts.py
         issue(None if src is None else items[src], None if dst is None else items[dst])
 
     return lane.within(run)
@@ -69,7 +72,7 @@ def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv])
     backends = {
         (op.team, binder.plan.letters[index, number].backend) for number, op in enumerate(ops)
     }
-    by_backend: list[Thunk] = []
+    by_backend: list[Thunk] = [binder.links.check]  # Note [Aborts] in aborts.py
     for team, name in sorted(backends):
         if name == "peer":
             raise UnsupportedError(

@@ -21,7 +21,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from interlace.comm.board import named
-from interlace.comm.cuda.collectives import abort
+from interlace.comm.cuda.aborts import abort, all_ended
 from interlace.comm.cuda.driver import relax_captures
 from interlace.comm.cuda.words import reached
 from interlace.errors import CommTimeoutError, InterlaceError, TeamError
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 PERIOD_S = 0.05
 GRACE_S = 5.0
 """How long released streams get to end."""
+PATIENCE_S = 1.0
+"""How long a thread that is issuing a run gets to be done, before communicators are aborted."""
 
 
 class Watched:
@@ -46,6 +48,13 @@ class Watched:
         self._since = time.monotonic()
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
+        self.issuing = False
+        """Whether a thread is issuing a run: Note [Aborts] in aborts.py."""
+        self._failed_at = 0.0
+        self._aborts: list[threading.Thread] | None = None
+        ops = context.plan.program.ops
+        uses = any(isinstance(op, Collective | Send | Recv | Group) for op in ops)
+        self._backends = list(context.crew.backends.values()) if uses else []
         self._teams = list(context.crew.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
 
@@ -88,6 +97,7 @@ class Watched:
         if self.failure is not None:
             if not idle:
                 engine.release()
+                self._end_backends()
             return
         before, ended = known, self._progress(engine)
         under_way = engine.issued - ended
@@ -108,7 +118,7 @@ class Watched:
         with self._lock:
             if self.failure is not None:
                 return
-            self.failure = error
+            self.failure, self._failed_at = error, time.monotonic()
         for team, resets in self._resets:
             if team.resets == resets:
                 with contextlib.suppress(TeamError):  # released by now
@@ -117,10 +127,22 @@ class Watched:
         if engine is None or self.idle:
             return
         engine.release()
-        ops = self._context.plan.program.ops
-        if any(isinstance(op, Collective | Send | Recv | Group) for op in ops):
-            for backend in self._context.crew.backends.values():
-                abort(backend)
+
+    def _end_backends(self) -> None:
+        """Aborts the communicators, when it may: Note [Aborts] in aborts.py."""
+        if self._aborts is not None or not self._backends or self.failure is None:
+            return
+        mine = set(map(id, self._backends))
+        sharers = [w for w in watchdog().all() if not mine.isdisjoint(map(id, w._backends))]
+        for other in sharers:
+            other.fail(self.failure)
+        issuing = any(other.issuing for other in sharers)
+        if issuing and time.monotonic() - self._failed_at < PATIENCE_S:
+            return
+        with self._lock:
+            if self._aborts is not None:
+                return
+            self._aborts = abort(self._backends)
 
     def _stall(self, engine: CudaEngine) -> str:
         """What a run that does not go on is waiting for."""
@@ -184,6 +206,7 @@ class Watched:
         while not self.idle and time.monotonic() < deadline:
             self.look()
             time.sleep(0.002)
+        all_ended(self._aborts or [], deadline - time.monotonic())
 
 
 class Watchdog:

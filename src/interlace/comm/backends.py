@@ -1,0 +1,63 @@
+"""Backends of torch.distributed, made for a team alone.
+
+backend = connect("nccl", store, rank, size, 60, "team tp on rank 0")     # all ranks, together
+end([backend], 10, "team tp on rank 0")
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from interlace.errors import BackendError, TeamError
+
+BACKENDS = ("gloo", "nccl", "ucc", "peer")
+
+_CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
+_MEND = {
+    "gloo": "this torch was built without gloo; install torch from pip's index, which has it",
+    "nccl": "this torch has no NCCL; install a CUDA build of torch, or choose gloo or peer",
+    "ucc": "this torch was built without UCC; build torch with USE_UCC=1, or choose gloo or peer",
+}
+
+
+def require_backend(name: str) -> None:
+    """Raises `BackendError` where this torch lacks the backend."""
+    if name not in BACKENDS:
+        raise BackendError(f"no backend named {name!r}: choose one of {', '.join(BACKENDS)}")
+    there = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "ucc": getattr(c10d, "is_ucc_available", lambda: False),
+    }
+    if name in there and not there[name]():
+        raise BackendError(f"the backend {name!r} is not there: {_MEND[name]}")
+
+
+def connect(name: str, store: dist.Store, me: int, size: int, time_out_s: float, whose: str) -> Any:
+    """A new backend, which all its members make together; `whose` is for messages."""
+    cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
+    try:
+        return cls(store, me, size, timeout=timedelta(seconds=time_out_s))
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(
+            f"the backend {name!r} of {whose} could not be connected within {time_out_s:g} s: "
+            f"{error}"
+        ) from error
+
+
+def end(made: list[Any], time_out_s: float, whose: str) -> None:
+    """Ends what was made, and forgets it: Note [Aborts] in aborts.py."""
+    left = [backend for backend in made if backend.name() == "nccl"]
+    made.clear()
+    if not left:
+        return
+    from interlace.comm.cuda.aborts import abort, all_ended
+
+    if not all_ended(abort(left), time_out_s):
+        raise TeamError(
+            f"NCCL did not end the connections of {whose} within {time_out_s:g} s: end the process"
+        )
