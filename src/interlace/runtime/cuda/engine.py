@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,13 +186,19 @@ class CudaEngine:
                 self.driver.finish_device()
             self._finished = issued
 
-    def replay(self, graph: Any) -> None:
-        """Issues one run that was captured."""
+    def replay(self, graph: Any, given: Sequence[torch.Tensor]) -> None:
+        """Issues one run that was captured, between the copies that it needs: as parts of the run,
+        since other runs, on other streams, use the same memory."""
         stream, entry, over = self._enter()
+        graphs: Any = self.graphs
         try:
             if self.watches:
                 self.driver.record(stream, entry)
+            if graphs.moves:
+                graphs.bring(stream, given)
             graph.replay()
+            if graphs.moves:
+                graphs.take(given)
         except BaseException as error:
             self._abandon(error, stream, over)
             raise

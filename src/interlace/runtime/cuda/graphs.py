@@ -124,13 +124,19 @@ class Graphs:
         self._stream: Any = torch.cuda.Stream(self._context.device)
         self._baked: list[torch.Tensor] = []
         self._copied: set[int] = set()
+        self.moves = False
+        """Whether a run copies tensors."""
         self._own_outs = False
         self._graphs: list[Any] = []
         self._results: list[tuple[Any, ...]] = []
         self._homes: list[list[Home]] = []
         self._picks: list[Pick | None] = []
-        self._steady: list[int] = []
-        """Where the tensors lie that the graphs read and write in place; none: some are copied."""
+        self._still: list[tuple[int, int]] = []
+        """Where the tensors lie that the graphs read and write in place, by number."""
+        self._ins: list[tuple[int, torch.Tensor, int, int]] = []
+        """Inputs that are copied: number, tensor and address of the graphs', and bytes; 0: not in
+        one piece."""
+        self._outs: list[tuple[int, torch.Tensor]] = []
         self._runs = 0
 
     @property
@@ -151,54 +157,73 @@ class Graphs:
         `names` of the inputs and outputs; `make` gives outputs where the caller gives none.
         """
         given = [*inputs, *(out or ())]
-        if self._own_outs == (out is None) and self._at_home(given):
-            turn, self._runs = self._runs & 1, self._runs + 1
-            self._engine.replay(self._graphs[turn])
-            return self._given_back(turn, given)
+        if self._own_outs != (out is None) or not self._in_place(given):
+            self._look(names, given, len(inputs), out is None, make, results)
+        turn, self._runs = self._runs & 1, self._runs + 1
+        self._engine.replay(self._graphs[turn], given)
+        return self._given_back(turn, given)
+
+    def _in_place(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether all tensors lie where the graphs have them, but for those that are copied."""
+        if not self._graphs or len(given) != len(self._baked):
+            return False
+        for index, address in self._still:
+            if given[index].data_ptr() != address:
+                return False
+        return not self.moves or all(given[index].is_cuda for index in self._copied)
+
+    def _look(
+        self,
+        names: tuple[Sequence[str], Sequence[str]],
+        given: list[torch.Tensor],
+        num_inputs: int,
+        own_outs: bool,
+        make: Callable[[], Sequence[torch.Tensor]],
+        results: Callable[[], tuple[Any, ...]],
+    ) -> None:
+        """Finds out which tensors are copied from now on, and captures both graphs anew."""
         if not all(tensor.is_cuda for tensor in given):
             raise ExecutorError(
                 f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
                 "give it on the GPU, or leave out graph=True"
             )
-        baked, num_inputs = self._baked, len(inputs)
-        if self._graphs and self._own_outs == (out is None):
-            moved = [
-                index
-                for index, tensor in enumerate(given)
-                if index not in self._copied and tensor.data_ptr() != baked[index].data_ptr()
-            ]
-        else:
-            moved, self._baked, self._copied = [], list(given), set()
-            self._graphs, self._own_outs = [], out is None
-        if moved or not self._graphs:
-            self._steady = []
-            for index in moved:
-                self._copied.add(index)
+        if self._graphs and self._own_outs == own_outs:
+            for index, address in self._still:
                 like = given[index]
-                self._baked[index] = torch.empty_strided(
-                    like.shape, like.stride(), dtype=like.dtype, device=like.device
-                )
-            self._capture(names, num_inputs, make, results)
-        for index in self._copied:
-            if index < num_inputs:
-                self._baked[index].copy_(given[index])
-        turn, self._runs = self._runs & 1, self._runs + 1
-        self._engine.replay(self._graphs[turn])
-        for index in self._copied:
-            if index >= num_inputs:
-                given[index].copy_(self._baked[index])
-        if not self._copied:
-            self._steady = [tensor.data_ptr() for tensor in self._baked]
-        return self._given_back(turn, given)
+                if like.data_ptr() != address:
+                    self._copied.add(index)
+                    self._baked[index] = torch.empty_strided(
+                        like.shape, like.stride(), dtype=like.dtype, device=like.device
+                    )
+        else:
+            self._baked, self._copied, self._own_outs = list(given), set(), own_outs
+        self._still = [
+            (index, tensor.data_ptr())
+            for index, tensor in enumerate(self._baked)
+            if index not in self._copied
+        ]
+        self.moves = bool(self._copied)
+        homes = [(index, self._baked[index]) for index in sorted(self._copied)]
+        self._ins = [
+            (index, home, home.data_ptr(), home.nbytes if home.is_contiguous() else 0)
+            for index, home in homes
+            if index < num_inputs
+        ]
+        self._outs = [(index, home) for index, home in homes if index >= num_inputs]
+        self._capture(names, num_inputs, make, results)
 
-    def _at_home(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether all tensors lie where the graphs have them: most runs of a training step."""
-        if not self._graphs or len(given) != len(self._steady):
-            return False
-        for tensor, address in zip(given, self._steady):  # noqa: B905
-            if tensor.data_ptr() != address:
-                return False
-        return True
+    def bring(self, stream: int, given: Sequence[torch.Tensor]) -> None:
+        """Copies what comes at other addresses to where the graphs read it."""
+        for index, home, address, nbytes in self._ins:
+            if nbytes:
+                self._engine.driver.copy(stream, address, given[index].data_ptr(), nbytes)
+            else:
+                home.copy_(given[index])
+
+    def take(self, given: Sequence[torch.Tensor]) -> None:
+        """Copies what the graphs wrote to where the caller wants it."""
+        for index, home in self._outs:
+            given[index].copy_(home)
 
     def _given_back(self, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """The results of a replay: the graph's own, or what no other replay writes."""
@@ -230,6 +255,8 @@ class Graphs:
         """Captures both graphs: nothing runs, so no peer need do the same now."""
         values, device = self._context.values, self._context.device
         torch.cuda.current_stream(device).synchronize()
+        if self._graphs:
+            self._engine.synchronize()  # they may be under way, on whatever stream
         for graph in self._graphs:
             graph.reset()
         self._graphs, self._results = [], []
@@ -254,7 +281,7 @@ class Graphs:
         """Lets go of the graphs; the next run would capture them anew."""
         for graph in self._graphs:
             graph.reset()
-        self._graphs, self._results, self._baked, self._steady = [], [], [], []
+        self._graphs, self._results, self._baked, self._still = [], [], [], []
 
     def close(self) -> None:
         """Lets go of the graphs and their events."""
