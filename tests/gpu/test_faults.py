@@ -125,6 +125,40 @@ def test_a_stalled_rank_is_a_time_out_on_the_others(
         assert found[1][0] in ("ExecutorError", "CommTimeoutError", "PeerError")
 
 
+@pytest.mark.parametrize("strategy", some("fused", "exchange", "pipeline"))
+def test_a_rank_that_comes_late_to_a_replay_is_a_time_out_on_the_others(
+    gpus: Ranks, strategy: str, seed: int
+) -> None:
+    victim = seed % gpus.world
+    for rank, found in enumerate(gpus.run(late_replay, strategy, victim, seed, time_out_s=60)):
+        first, second, *after = found
+        if rank != victim:
+            assert first[0] in ("CommTimeoutError", "PeerError"), first
+            assert first[2] < TIME_OUT_S + LATE_S
+        assert second[0] in ("ExecutorError", "CommTimeoutError", "PeerError"), second
+        assert [outcome[0] for outcome in after] == ["result"] * 3, after
+
+
+def late_replay(strategy: str, victim: int, seed: int) -> list[Outcome]:
+    """The replay that one rank is late for, the next one, and three after a reset."""
+    case = Case("all_gather_matmul", dist.get_world_size())
+    executor = prepared(case, strategy, graph=True, time_out_s=TIME_OUT_S)
+    beside = prepared(case, strategy, graph=True, time_out_s=TIME_OUT_S)
+    inputs = case.inputs(seed, exact=True)
+    first, *_ = [finish(each, case, inputs) for each in (executor, beside, executor)]
+    meet()
+    if dist.get_rank() == victim:
+        time.sleep(TIME_OUT_S * 2)
+    found = [finish(executor, case, inputs) for _ in range(2)]
+    meet()
+    executor.reset()
+    found += [finish(each, case, inputs) for each in (executor, beside, executor)]
+    assert [outcome[1] for outcome in found[2:]] == [first[1]] * 3, found
+    executor.close()
+    beside.close()
+    return found
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_exception_on_one_rank_is_heard_by_all(gpus: Ranks, strategy: str, seed: int) -> None:
     victim = seed % gpus.world

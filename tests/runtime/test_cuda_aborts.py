@@ -151,6 +151,31 @@ def test_no_message_is_issued_once_there_is_a_failure() -> None:
     assert backend.mock_calls == []
 
 
+def test_graphs_of_all_engines_go_before_an_abort_is_waited_for() -> None:
+    """NCCL's abort waits for the graphs that its ops were captured in."""
+    with (
+        bound("gather", "put") as one,
+        fake_engine(program("gather", "put"), 1, beside=one) as other,
+        under_way(one, other) as backend,
+    ):
+        still = Nccl(stands_still=True)
+        for fake in (one, other):
+            fake.engine.watched._backends = [backend, still]
+        graphs = mock.Mock()
+        graphs.drop.side_effect = still.let_go
+        other.engine.graphs = graphs
+        one.engine.watched.fail(PROBLEM)
+        assert aborted(one, backend)
+        assert not one.engine.watched._aborted()
+        graphs.drop.assert_not_called()  # its run is still under way
+        one.driver.done = lambda event: True
+        start = time.monotonic()
+        one.engine.watched.settle()
+        assert time.monotonic() - start < 3
+        graphs.drop.assert_called()
+        assert one.engine.watched._aborted()
+
+
 def test_aborts_go_on_side_by_side() -> None:
     """One may only end once another has: memory is freed when the whole device stands still."""
     still, other = Nccl(stands_still=True), Nccl()

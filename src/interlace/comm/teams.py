@@ -207,6 +207,8 @@ class TeamComm:
         A failed op leaves a backend's connections unusable, so each one in use is replaced by one
         that this team makes. Memory stays where it is: Executors need not be prepared again.
         """
+        for user in list(self._users):
+            user.leave()  # bounded; they are bound anew before their next run
         self.resets += 1
         topic = f"{self.topic}/reset/{self.resets}"
         with self.lock:

@@ -279,9 +279,10 @@ class Graphs:
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
-        for graph in self._graphs:
+        graphs, self._graphs = self._graphs, []
+        for graph in graphs:
             graph.reset()
-        self._graphs, self._results, self._baked, self._still = [], [], [], []
+        self._results, self._baked, self._still = [], [], []
 
     def close(self) -> None:
         """Lets go of the graphs and their events."""

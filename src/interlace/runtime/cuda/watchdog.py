@@ -132,8 +132,7 @@ class Watched:
         """Aborts the communicators, when it may: Note [Aborts] in aborts.py."""
         if self._aborts is not None or not self._backends or self.failure is None:
             return
-        mine = set(map(id, self._backends))
-        sharers = [w for w in watchdog().all() if not mine.isdisjoint(map(id, w._backends))]
+        sharers = self._sharers()
         for other in sharers:
             other.fail(self.failure)
         issuing = any(other.issuing for other in sharers)
@@ -143,6 +142,12 @@ class Watched:
             if self._aborts is not None:
                 return
             self._aborts = abort(self._backends)
+
+    def _sharers(self) -> list[Watched]:
+        """All that use a backend of this one's, itself among them."""
+        mine = set(map(id, self._backends))
+        others = [w for w in watchdog().all() if w is not self]
+        return [self, *(w for w in others if not mine.isdisjoint(map(id, w._backends)))]
 
     def _stall(self, engine: CudaEngine) -> str:
         """What a run that does not go on is waiting for."""
@@ -203,10 +208,19 @@ class Watched:
     def settle(self) -> None:
         """Gives what was issued some time to end."""
         deadline = time.monotonic() + GRACE_S
-        while not self.idle and time.monotonic() < deadline:
+        while not (self.idle and self._aborted()) and time.monotonic() < deadline:
             self.look()
             time.sleep(0.002)
-        all_ended(self._aborts or [], deadline - time.monotonic())
+
+    def _aborted(self) -> bool:
+        """Whether no abort is under way. NCCL waits for the graphs that it is in, of any engine."""
+        if self._aborts is None:
+            return True
+        for other in self._sharers():
+            engine = other._engine()
+            if engine is not None and engine.graphs is not None and other.idle:
+                engine.graphs.drop()
+        return all_ended(self._aborts, 0)
 
 
 class Watchdog:
