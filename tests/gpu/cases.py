@@ -6,6 +6,7 @@
     executor.run(case.inputs(seed), out=[y])
 
 Every rank draws the inputs of all ranks, so each computes its reference alone, in fp64 on its GPU.
+With another device than "cuda" they are cases for the CPU.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Case:
     world: int
     dtype: str = "bf16"
     shape: str = "even"
+    device: str = "cuda"
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -127,7 +129,7 @@ class Case:
         rank = dist.get_rank() if rank is None else rank
         tall = self.rows[rank] if self.kind == "matmul_reduce_scatter" else sum(self.rows)
         shape = tall, SHAPES[self.shape][2]
-        return torch.full(shape, torch.nan, dtype=self.type, device="cuda")
+        return torch.full(shape, torch.nan, dtype=self.type, device=self.device)
 
     @lru_cache(maxsize=16)  # noqa: B019
     def all_inputs(self, seed: int, exact: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -147,12 +149,12 @@ class Case:
 
     def inputs(self, seed: int, exact: bool = False) -> list[torch.Tensor]:
         """This rank's inputs, on its GPU."""
-        return [x.cuda() for x in self.all_inputs(seed, exact)[dist.get_rank()]]
+        return [x.to(self.device) for x in self.all_inputs(seed, exact)[dist.get_rank()]]
 
     def reference(self, seed: int, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's result in fp64, and how much it may be off, element by element."""
         rank, everyone = dist.get_rank(), self.all_inputs(seed, exact)
-        pairs = [(x.cuda().double(), w.cuda().double()) for x, w in everyone]
+        pairs = [(x.to(self.device).double(), w.to(self.device).double()) for x, w in everyone]
         if self.kind == "all_gather_matmul":
             pairs = [(torch.cat([x for x, _ in pairs]), pairs[rank][1])]
         partials = [x @ w for x, w in pairs]
@@ -200,7 +202,7 @@ def prepared(
     return Executor(
         program_of(case, strategy),
         groups={"tp": world_group()},
-        device="cuda",
+        device=case.device,
         options=given,
         before_op=before_op,
     ).prepare()

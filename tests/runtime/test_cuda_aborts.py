@@ -176,6 +176,19 @@ def test_graphs_of_all_engines_go_before_an_abort_is_waited_for() -> None:
         assert one.engine.watched._aborted()
 
 
+def test_a_reset_of_the_team_mends_all_its_engines() -> None:
+    """Also one that has not run since, and so is not bound anew: nothing of it is under way."""
+    with bound("gather", "put") as fake:
+        fake.driver.done = lambda event: True
+        logs_of(fake, "gather", 1)
+        fake.engine.watched.fail(PROBLEM)
+        with pytest.raises(PeerError, match="a peer stopped"):
+            fake.engine.synchronize()
+        (team,) = fake.engine.context.crew.teams.values()
+        team.resets += 1
+        fake.engine.synchronize()
+
+
 def test_aborts_go_on_side_by_side() -> None:
     """One may only end once another has: memory is freed when the whole device stands still."""
     still, other = Nccl(stands_still=True), Nccl()

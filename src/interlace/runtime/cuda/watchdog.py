@@ -203,7 +203,8 @@ class Watched:
             pause = min(pause * 1.5, 0.002)
         if self.failure is not None:
             self.settle()
-            raise self.failure
+            if not self.past:  # else a reset has mended it
+                raise self.failure
 
     def settle(self) -> None:
         """Gives what was issued some time to end."""

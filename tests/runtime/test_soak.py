@@ -1,0 +1,15 @@
+"""Everything at once, in random order: Executors that come, go and fail."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.pool import Pool
+from tests.support.soak import soak
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("world", [2, 3])
+def test_whatever_comes_in_whatever_order(pool: Pool, world: int, seed: int) -> None:
+    for wrong, counts in pool(world).run(soak, seed, 8.0, "cpu", time_out_s=120):
+        assert not wrong
+        assert counts["run"] > 20, counts
