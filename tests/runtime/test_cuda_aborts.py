@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from tests.runtime.cuda_sites import bound, logs_of, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
 
+from interlace.comm import TeamComm, release_teams, team_of
+from interlace.comm import teams as teams_file
 from interlace.comm.backends import end
-from interlace.comm.cuda import aborts as aborts_file
 from interlace.comm.cuda.aborts import abort, all_ended
-from interlace.errors import PeerError, TeamError
-from interlace.ir import Send
+from interlace.errors import BackendError, CommTimeoutError, PeerError, TeamError
+from interlace.ir import Collective, Send
+from interlace.runtime.cuda import transfers as transfers_file
 from interlace.runtime.cuda import watchdog as watchdog_file
-from interlace.runtime.cuda.transfers import messages
+from interlace.runtime.cuda.transfers import collective, messages
+from interlace.runtime.cuda.watchdog import Watched
 
 PROBLEM = PeerError("a peer stopped")
 
@@ -41,11 +48,6 @@ class Nccl:
 
     def let_go(self) -> None:
         self._go.set()
-
-
-@pytest.fixture(autouse=True)
-def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aborts_file, "relax_captures", lambda: None)
 
 
 @contextlib.contextmanager
@@ -127,6 +129,65 @@ def test_no_run_begins_once_there_is_a_failure() -> None:
         assert fake.engine.entered == fake.engine.issued == 1
 
 
+def test_a_failure_is_looked_for_once_the_thread_is_known_to_be_issuing() -> None:
+    """The other way round, a failure and its abort could come between the two."""
+    with bound("gather", "put") as fake:
+        engine, seen = fake.engine, list[bool]()
+        check = engine.check
+        engine.check = lambda: (seen.append(engine.watched.issuing), check())[1]
+        logs_of(fake, "gather", 1)
+        assert seen == [True]
+
+
+def test_an_abort_is_begun_though_streams_cannot_be_let_go() -> None:
+    with bound("gather", "put") as fake, under_way(fake) as backend:
+        fake.engine.watched.fail(PROBLEM)
+        fake.engine.release = mock.Mock(side_effect=CommTimeoutError("no processor is free"))
+        with pytest.raises(CommTimeoutError):
+            fake.engine.watched.look()
+        assert backend.begun.wait(5)
+
+
+def test_a_thread_that_is_held_up_in_a_capture_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run of it has begun yet."""
+    with bound("gather", "put") as fake, under_way(fake) as backend:
+        fake.driver.done = lambda event: True
+        fake.engine.watched.issuing = True
+        fake.engine.watched.fail(PROBLEM)
+        assert not aborted(fake, backend)
+        monkeypatch.setattr(watchdog_file, "PATIENCE_S", 0.0)
+        assert aborted(fake, backend)
+
+
+def test_what_is_aborted_are_the_backends_of_the_programs_ops() -> None:
+    with bound("gather", "put") as fake:
+        context, nccl = fake.engine.context, Nccl()
+        crew = dataclasses.replace(context.crew, backends={("tp", "nccl"): nccl})
+        watched = Watched(fake.engine, dataclasses.replace(context, crew=crew))
+        assert watched._backends == [nccl]
+        assert fake.engine.watched._backends == []
+
+
+def test_the_garbage_collector_may_come_by_at_any_moment() -> None:
+    """An Executor that goes in the midst of a look is dropped without a lock."""
+    with bound("gather", "put") as fake:
+        dog, watched = watchdog_file.Watchdog(), fake.engine.watched
+        dog._thread = threading.current_thread()  # begins none
+        dog.add(watched)
+        assert dog.all() == [watched]
+        with dog._lock:
+            assert dog.all() == [watched]
+            dog.drop(watched)
+            dog.drop(watched)
+        assert dog.all() == []
+        dog.add(watched)
+        other = Watched(fake.engine, fake.engine.context)
+        dog.add(other)
+        del other
+        gc.collect()
+        assert dog.all() == [watched]
+
+
 def test_a_thread_is_issuing_from_before_the_first_op_to_after_the_last() -> None:
     with bound("gather", "put") as fake:
         seen: list[bool] = []
@@ -139,15 +200,20 @@ def test_a_thread_is_issuing_from_before_the_first_op_to_after_the_last() -> Non
         assert not fake.engine.watched.issuing
 
 
-def test_no_message_is_issued_once_there_is_a_failure() -> None:
-    op = mock.Mock(spec=Send, team="tp", peer=mock.Mock(), src=mock.Mock())
+@pytest.mark.parametrize("bind", [messages, collective])
+def test_no_op_of_nccl_is_issued_once_there_is_a_failure(bind: Any) -> None:
     binder, backend = mock.MagicMock(), mock.Mock()
     binder.plan.letters.__getitem__.return_value.backend = "nccl"
+    binder.plan.turns.__getitem__.return_value.backend = "nccl"
     binder.crew.backends.__getitem__.return_value = backend
     binder.links.check.side_effect = PROBLEM
     lane: Any = mock.Mock(within=lambda run: run)
+    send = mock.Mock(spec=Send, team="tp", peer=mock.Mock(), src=mock.Mock())
+    gather = mock.Mock(spec=Collective, team="tp", src=mock.Mock(), dst=mock.Mock())
+    with mock.patch.object(transfers_file, "bind_on_stream", return_value=backend.issue):
+        run = bind(binder, lane, 0, (send,) if bind is messages else gather)
     with pytest.raises(PeerError):
-        messages(binder, lane, 0, (op,))()
+        run()
     assert backend.mock_calls == []
 
 
@@ -169,6 +235,10 @@ def test_graphs_of_all_engines_go_before_an_abort_is_waited_for() -> None:
         assert not one.engine.watched._aborted()
         graphs.drop.assert_not_called()  # its run is still under way
         one.driver.done = lambda event: True
+        other.engine.watched.issuing = True
+        assert not one.engine.watched._aborted()
+        graphs.drop.assert_not_called()  # a thread is about to replay them
+        other.engine.watched.issuing = False
         start = time.monotonic()
         one.engine.watched.settle()
         assert time.monotonic() - start < 3
@@ -184,9 +254,12 @@ def test_a_reset_of_the_team_mends_all_its_engines() -> None:
         fake.engine.watched.fail(PROBLEM)
         with pytest.raises(PeerError, match="a peer stopped"):
             fake.engine.synchronize()
-        (team,) = fake.engine.context.crew.teams.values()
+        team: Any = fake.engine.context.crew.teams["tp"]
         team.resets += 1
         fake.engine.synchronize()
+        team.is_set_up = False  # released: nobody has mended it
+        with pytest.raises(PeerError, match="a peer stopped"):
+            fake.engine.synchronize()
 
 
 def test_aborts_go_on_side_by_side() -> None:
@@ -207,8 +280,80 @@ def test_an_end_that_stands_still_is_an_error() -> None:
     made: list[Any] = [gloo, still]
     with pytest.raises(TeamError, match=r"did not end the connections of team tp on rank 0 within"):
         end(made, 0.05, "team tp on rank 0")
-    assert made == []
+    assert made == [gloo, still], "the next end waits for it too"
     still.let_go()
+    end(made, 5, "team tp on rank 0")
+    assert made == []
     gloo.abort.assert_not_called()
-    end([Nccl(), gloo], 5, "team tp on rank 0")
-    end([], 5, "team tp on rank 0")
+
+
+class User:
+    """Notes when it is told that its team goes, or is mended."""
+
+    def __init__(self, team: TeamComm, backend: Nccl) -> None:
+        self.log: list[tuple[int, bool]] = []
+        self._team, self._backend = team, backend
+        team.used_by(self)
+
+    def leave(self) -> None:
+        self.log.append((self._team.resets, self._backend.begun.is_set()))
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TeamComm]:
+    """A team of one, whose NCCL is ours."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    monkeypatch.setattr(teams_file, "connect", lambda *_: Nccl())
+    monkeypatch.setattr(teams_file, "require_backend", lambda name: None)
+    try:
+        found = team_of(dist.group.WORLD, "tp")  # pyright: ignore
+        found.setup(5)
+        yield found
+    finally:
+        release_teams()
+        dist.destroy_process_group()
+
+
+def test_a_reset_ends_what_it_replaces_after_its_users_have_left(team: TeamComm) -> None:
+    old = team.backend("nccl", "cuda", 5)
+    user = User(team, old)
+    team.control.fail(PROBLEM)
+    team.reset(5)
+    assert user.log == [(0, False)]
+    assert old.begun.is_set()
+    assert team.control.failure() is None
+    assert team.backend("nccl", "cuda", 5) is not old
+
+
+def test_a_reset_that_cannot_end_a_connection_mends_nothing(team: TeamComm) -> None:
+    old = team.backend("nccl", "cuda", 5)
+    old._go.clear()
+    team.control.fail(PROBLEM)
+    for _ in range(2):
+        with pytest.raises(TeamError, match="did not end the connections of team tp on rank 0"):
+            team.reset(0.2)
+        assert team.control.failure() is not None
+        assert team.resets == 0
+    old.let_go()
+    team.reset(5)
+    assert team.control.failure() is None
+    assert team.backend("nccl", "cuda", 5) is not old
+
+
+def test_a_reset_that_cannot_connect_anew_leaves_a_failure(
+    team: TeamComm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team.backend("nccl", "cuda", 5)
+    monkeypatch.setattr(teams_file, "connect", mock.Mock(side_effect=BackendError("no port")))
+    with pytest.raises(BackendError, match="no port"):
+        team.reset(5)
+    assert "no port" in str(team.control.failure())
+
+
+def test_a_team_that_goes_ends_what_it_made(team: TeamComm) -> None:
+    old = team.backend("nccl", "cuda", 5)
+    user = User(team, old)
+    release_teams()
+    assert user.log == [(0, False)]
+    assert old.begun.is_set()

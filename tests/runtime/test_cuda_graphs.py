@@ -9,12 +9,15 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.runtime.test_cuda_plain import TWO_STREAMS
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
 
 from interlace.bench.kernels.host import WIDTH, program
-from interlace.errors import ExecutorError
+from interlace.errors import ExecutorError, PeerError
+from interlace.ir import parse
 from interlace.runtime.cuda import graphs as graphs_file
 
+CAPTURE = 4711
 NBYTES = 4 * WIDTH * WIDTH
 log: list[tuple[Any, ...]] = []
 
@@ -28,6 +31,18 @@ class OnGpu(torch.Tensor):
         log.append(("copy_", self.data_ptr(), source.data_ptr()))
         return self
 
+    def clone(self, **_: Any) -> torch.Tensor:  # pyright: ignore
+        log.append(("clone", self.data_ptr()))
+        return torch.zeros(()).as_subclass(OnGpu)
+
+
+CACHE = f"""
+def step(x: f32[{WIDTH}, {WIDTH}], c: f32[{WIDTH}, {WIDTH}], y: out[f32[{WIDTH}, {WIDTH}]]):
+    main: copy(x, c)
+    main: copy(c, y)
+"""
+"""A Program that changes one of its inputs."""
+
 
 def tensor() -> OnGpu:
     return torch.zeros(WIDTH, WIDTH).as_subclass(OnGpu)
@@ -38,23 +53,28 @@ class Graphed:
 
     def __init__(self, fake: Fake, graphs: graphs_file.Graphs) -> None:
         self.fake, self.graphs, self.captures = fake, graphs, 0
+        self.own: tuple[torch.Tensor, ...] = ()
+        """What the graphs give as results,"""
+        self.captured: list[tuple[Any, ...]] = []
+        """and what was captured last."""
 
     def run(self, inputs: list[Any], out: list[Any] | None) -> list[tuple[Any, ...]]:
         """What one run asked of the driver and of torch."""
-        fake = self.fake
-        fake.log.clear()
         log.clear()
-        names = ("x", "w"), ("y",)
-        self.graphs.run(names, inputs, out, lambda: [tensor()], lambda: ())
+        program = self.fake.engine.context.plan.program
+        params = [b.name for b in program.params]
+        names = params[:2], params[2:]
+        self.graphs.run(names, inputs, out, lambda: [tensor()], lambda: self.own)
         return [entry for entry in log if entry[0] != "call"]
 
 
 @pytest.fixture
-def graphed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphed]:
-    stream = mock.Mock(cuda_stream=4711)
+def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphed]:
+    of = getattr(request, "param", program(2))
+    stream = mock.Mock(cuda_stream=CAPTURE)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    with fake_engine(program(2), 0) as fake:
+    with fake_engine(of, 0) as fake:
         fake.driver.log = log
         fake.driver.done = lambda event: True  # pyright: ignore
         object.__setattr__(fake.engine.context.crew, "graph_spaces", ({}, {}))
@@ -63,13 +83,17 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphed]:
 
         def graph() -> Any:
             made.captures += 1
-            return mock.Mock(replay=lambda: log.append(("replay",)))
+            reset = lambda: log.append(("reset",))  # noqa: E731
+            return mock.Mock(replay=lambda: log.append(("replay",)), reset=reset)
 
         @contextlib.contextmanager
         def capture(graph: Any, **how: Any) -> Iterator[None]:
             before = list(log)
-            yield
-            log[:] = before
+            try:
+                yield
+            finally:
+                made.captured = log[len(before) :]
+                log[:] = before
 
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
         monkeypatch.setattr(torch.cuda, "graph", capture)
@@ -92,7 +116,7 @@ def test_copies_are_a_part_of_the_run(graphed: Graphed) -> None:
         other, result = tensor(), tensor()
         before = graphed.fake.engine.last
         assert before is not None
-        found = graphed.run([other, w], [result])
+        found = [e for e in graphed.run([other, w], [result]) if e != ("reset",)]
         home = graphed.graphs._baked
         assert found == [
             ("wait_event", MAIN + 50 + number, before[1]),
@@ -116,7 +140,7 @@ def test_a_tensor_that_is_not_in_one_piece_is_copied_by_torch(graphed: Graphed) 
     with mock.patch.object(
         torch, "empty_strided", lambda *a, **k: empty(*a, **k).as_subclass(OnGpu)
     ):
-        found = graphed.run([other, w], [y])
+        found = [e for e in graphed.run([other, w], [y]) if e != ("reset",)]
     home = graphed.graphs._baked[0]
     assert found[0] == ("copy_", home.data_ptr(), other.data_ptr())
     assert [entry[0] for entry in found] == ["copy_", "replay", "record"]
@@ -125,15 +149,59 @@ def test_a_tensor_that_is_not_in_one_piece_is_copied_by_torch(graphed: Graphed) 
 def test_graphs_are_captured_anew_once_their_runs_have_ended(graphed: Graphed) -> None:
     w, y = tensor(), tensor()
     graphed.run([tensor(), w], [y])
-    waited = mock.Mock()
-    graphed.fake.engine.synchronize = waited
-    graphed.run([tensor(), w], [y])
-    waited.assert_called_once()
-    graphed.run([tensor(), w], [y])
-    waited.assert_called_once()
-    graphed.run([tensor(), w], None)
-    assert waited.call_count == 2
+    graphed.fake.engine.synchronize = lambda: log.append(("synchronize",))
+    anew = [("synchronize",), ("reset",), ("reset",)]
+    assert graphed.run([tensor(), w], [y])[:3] == anew
+    assert ("synchronize",) not in graphed.run([tensor(), w], [y])
+    assert graphed.run([tensor(), w], None)[:3] == anew
     assert graphed.captures == 6
+
+
+@pytest.mark.parametrize("graphed", [parse(CACHE)], indirect=True)
+def test_an_input_that_a_program_changes_is_changed_wherever_it_lies(graphed: Graphed) -> None:
+    x, cache, y = tensor(), tensor(), tensor()
+    graphed.run([x, cache], [y])
+    for _ in range(2):
+        moved = tensor()
+        found = graphed.run([x, moved], [y])
+        home = graphed.graphs._baked[1].data_ptr()
+        assert ("copy", MAIN, home, moved.data_ptr(), NBYTES) in found
+        copied = found.index(("copy_", moved.data_ptr(), home))
+        assert found.index(("replay",)) < copied < [e[0] for e in found].index("record")
+
+
+def test_results_are_copied_before_the_end_of_the_run(graphed: Graphed) -> None:
+    """Else a run on another stream may write what the copy still reads."""
+    graphed.own = (tensor(),)
+    inputs = [tensor(), tensor()]
+    for _ in range(2):
+        found = graphed.run(inputs, None)
+    assert [entry[0] for entry in found] == ["replay", "clone", "record"]
+
+
+def test_no_graph_is_captured_after_a_failure(graphed: Graphed) -> None:
+    graphed.fake.engine.watched.fail(PeerError("a peer stopped"))
+    with pytest.raises(PeerError, match="a peer stopped"):
+        graphed.run([tensor(), tensor()], [tensor()])
+    assert graphed.captured == []
+
+
+@pytest.mark.parametrize("graphed", [parse(TWO_STREAMS)], indirect=True)
+def test_a_capture_that_fails_joins_its_streams(graphed: Graphed) -> None:
+    """Else the capture's end raises another error, and leaves the caller on the graphs' stream."""
+
+    def fail() -> None:
+        raise PeerError("heard in the midst of a capture")
+
+    for binding in graphed.graphs._bindings:
+        binding.steps[-1] = fail
+    with pytest.raises(PeerError, match="in the midst"):
+        graphed.run([tensor(), tensor()], [tensor()])
+    side = graphed.graphs._bindings[0].sides[0].handle
+    assert [entry[:2] for entry in graphed.captured[-2:]] == [
+        ("record", side),
+        ("wait_event", CAPTURE),
+    ]
 
 
 def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(graphed: Graphed) -> None:

@@ -50,14 +50,17 @@ def connect(name: str, store: dist.Store, me: int, size: int, time_out_s: float,
 
 
 def end(made: list[Any], time_out_s: float, whose: str) -> None:
-    """Ends what was made, and forgets it: Note [Aborts] in aborts.py."""
-    left = [backend for backend in made if backend.name() == "nccl"]
-    made.clear()
-    if not left:
-        return
-    from interlace.comm.cuda.aborts import abort, all_ended
+    """Ends what was made, and forgets it: Note [Aborts] in aborts.py.
 
-    if not all_ended(abort(left), time_out_s):
-        raise TeamError(
-            f"NCCL did not end the connections of {whose} within {time_out_s:g} s: end the process"
-        )
+    Raises `TeamError` where one does not end in time; then it is not forgotten.
+    """
+    left = [backend for backend in made if backend.name() == "nccl"]
+    if left:
+        from interlace.comm.cuda.aborts import abort, all_ended
+
+        if not all_ended(abort(left), time_out_s):
+            raise TeamError(
+                f"NCCL did not end the connections of {whose} within {time_out_s:g} s: end the "
+                "process"
+            )
+    made.clear()

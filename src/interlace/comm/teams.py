@@ -33,7 +33,7 @@ from interlace.comm.control import NBYTES, Control
 from interlace.comm.liveness import Life, identity
 from interlace.comm.sharing import share
 from interlace.comm.slots import SlotPool
-from interlace.errors import AgreementError, BackendError, TeamError
+from interlace.errors import AgreementError, BackendError, InterlaceError, TeamError
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
@@ -81,8 +81,8 @@ class TeamComm:
         self._made: list[Any] = []
         self._control: Control | None = None
         self._lives: list[Life] = []
-        self.resets = 0
-        """How often the team was reset."""
+        self.resets = self._tries = 0
+        """How often the team was reset; after one that failed, a number is left out."""
         self.num_prepared = 0
         """Programs prepared on this team so far: every rank counts alike."""
         key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
@@ -207,24 +207,34 @@ class TeamComm:
         A failed op leaves a backend's connections unusable, so each one in use is replaced by one
         that this team makes. Memory stays where it is: Executors need not be prepared again.
         """
-        for user in list(self._users):
-            user.leave()  # bounded; they are bound anew before their next run
-        self.resets += 1
-        topic = f"{self.topic}/reset/{self.resets}"
+        self._tries += 1
+        topic = f"{self.topic}/reset/{self._tries}"
         with self.lock:
             if self._cuda is not None:
                 self._cuda.drain(time_out_s)
+            for user in list(self._users):
+                user.leave()  # they are bound anew before their next run
+            before, self.resets = self.resets, self._tries  # runs of before are past
             mine: Note = {"run": self.control.run}
-            told = self.board.exchange(f"{topic}/reset", self.ranks, self.rank, mine, time_out_s)
+            where = self.ranks, self.rank
+            try:
+                told = self.board.exchange(f"{topic}/reset", *where, mine, time_out_s)
+                end(self._made, time_out_s, self.whose)
+            except BaseException:
+                self.resets = before  # all is as it was: out of order
+                raise
             self.control.reset(max(note["run"] for note in told))
             self.slots.reset()
             if self._cuda is not None:
                 self._cuda.reset()
-            end(self._made, time_out_s, self.whose)
-            self.board.exchange(f"{topic}/renewal", self.ranks, self.rank, {}, time_out_s)
-            for key in sorted(self._own):
-                self._renewed.add(key)
-                self._own[key] = self._make(key[0], time_out_s)
+            try:
+                self.board.exchange(f"{topic}/renewal", *where, {}, time_out_s)
+                for key in sorted(self._own):
+                    self._renewed.add(key)
+                    self._own[key] = self._make(key[0], time_out_s)
+            except BaseException as error:
+                self.control.fail(error)
+                raise
 
     def used_by(self, user: User) -> None:
         """From now on this is told when the team goes."""
@@ -235,10 +245,17 @@ class TeamComm:
         self._users.discard(user)
 
     def close(self) -> None:
-        """Lets go of the team's memory and connections."""
+        """Lets go of the team's memory and connections.
+
+        What the team connected itself is in use until all ranks come here: they wait, bounded.
+        """
         try:
             for user in list(self._users):
                 user.leave()
+            theirs = any(backend.name() == "nccl" for backend in self._made)
+            if theirs and self.is_set_up and self.control.failure() is None:
+                with contextlib.suppress(InterlaceError):
+                    self.board.exchange(f"{self.topic}/end", self.ranks, self.rank, {}, END_S)
         finally:
             self._own.clear()
             self._control = None

@@ -14,8 +14,9 @@ Note [Aborts]
       the communicator, as far as its patience goes: the device itself may hold that thread up, in
       a full queue, which only the abort ends. No run begins and no NCCL op is issued after a
       failure;
-    - a communicator that a reset or a team's end leaves behind is aborted there, by all ranks,
-      while nothing is under way, and not when the garbage collector comes by.
+    - a communicator of ours that a reset or `interlace.release()` leaves behind is aborted there,
+      by all ranks, while nothing is under way, and not when the garbage collector comes by;
+    - the abort waits for the graphs that the communicator's ops were captured in: they go first.
 """
 
 from __future__ import annotations
@@ -25,26 +26,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from interlace.comm.cuda.driver import relax_captures
-
 
 def abort(backends: Sequence[Any]) -> list[threading.Thread]:
     """Begins to end what these backends are doing; they cannot be used again."""
     threads: list[threading.Thread] = []
     for backend in backends:
-        thread = threading.Thread(target=_end, args=(backend,), name="interlace abort", daemon=True)
+        thread = threading.Thread(target=backend.abort, name="interlace abort", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is ending, and begins no threads any more
-            _end(backend)
-        else:
-            threads.append(thread)
+        except RuntimeError:  # the interpreter is ending, and the connections with it
+            break
+        threads.append(thread)
     return threads
-
-
-def _end(backend: Any) -> None:
-    relax_captures()  # else memory that is freed here would end a capture of the user's
-    backend.abort()
 
 
 def all_ended(aborts: Sequence[threading.Thread], time_out_s: float) -> bool:

@@ -118,7 +118,7 @@ class CudaEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What the watchdog found, if it did."""
+        """What was found to have failed."""
         return self.watched.failure
 
     def run(self) -> None:
@@ -186,9 +186,9 @@ class CudaEngine:
                 self.driver.finish_device()
             self._finished = issued
 
-    def replay(self, graph: Any, given: Sequence[torch.Tensor]) -> None:
-        """Issues one run that was captured, between the copies that it needs: as parts of the run,
-        since other runs, on other streams, use the same memory."""
+    def replay(self, graph: Any, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """One run that was captured, with copies in and out, and its results: all before its end,
+        since the next run, maybe on another stream, uses the same memory."""
         stream, entry, over = self._enter()
         graphs: Any = self.graphs
         try:
@@ -199,10 +199,12 @@ class CudaEngine:
             graph.replay()
             if graphs.moves:
                 graphs.take(given)
+            results = graphs.give(turn, given)
         except BaseException as error:
             self._abandon(error, stream, over)
             raise
         self._leave(stream, over)
+        return results
 
     def _tell_after(self, side: Any, stream: int) -> None:
         """What another Executor's stream tells comes before: the peers' words never go back."""
@@ -251,9 +253,7 @@ class CudaEngine:
         for owner in self._owners:
             owner.last = stream, over
         self.issued += 1
-        if (
-            self.watches and not self.probed
-        ):  # one run whose end the watchdog sees however many are under way
+        if self.watches and not self.probed:  # the watchdog sees its end however many go on
             self.driver.record(stream, self.probe)
             self.probed = self.issued
 
@@ -328,7 +328,7 @@ class CudaEngine:
 
     def leave(self) -> None:
         """Lets go of graphs, when no run is under way: NCCL waits for those that it is in."""
-        with contextlib.suppress(Exception):  # whatever failed is known by now
+        with contextlib.suppress(Exception):  # kept, and raised by the next call
             self.watched.finish()  # bounded: what stalls fails, and is let go
         if self.graphs is not None:
             self.graphs.drop()

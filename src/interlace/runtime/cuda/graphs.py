@@ -20,7 +20,7 @@ Note [Addresses in graphs]
 
 from __future__ import annotations
 
-import operator
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.runtime.cuda.binding import Binding
+from interlace.runtime.cuda.homes import Home, Pick, home_of, lasting, picker
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.engine import Context
 
@@ -137,6 +138,7 @@ class Graphs:
         """Inputs that are copied: number, tensor and address of the graphs', and bytes; 0: not in
         one piece."""
         self._outs: list[tuple[int, torch.Tensor]] = []
+        """What is written and is copied: outputs, and inputs that the Program changes."""
         self._runs = 0
 
     @property
@@ -160,8 +162,7 @@ class Graphs:
         if self._own_outs != (out is None) or not self._in_place(given):
             self._look(names, given, len(inputs), out is None, make, results)
         turn, self._runs = self._runs & 1, self._runs + 1
-        self._engine.replay(self._graphs[turn], given)
-        return self._given_back(turn, given)
+        return self._engine.replay(self._graphs[turn], turn, given)
 
     def _in_place(self, given: Sequence[torch.Tensor]) -> bool:
         """Whether all tensors lie where the graphs have them, but for those that are copied."""
@@ -192,9 +193,10 @@ class Graphs:
                 like = given[index]
                 if like.data_ptr() != address:
                     self._copied.add(index)
-                    self._baked[index] = torch.empty_strided(
-                        like.shape, like.stride(), dtype=like.dtype, device=like.device
-                    )
+                    with torch.inference_mode(False):  # later runs may copy into it outside of it
+                        self._baked[index] = torch.empty_strided(
+                            like.shape, like.stride(), dtype=like.dtype, device=like.device
+                        )
         else:
             self._baked, self._copied, self._own_outs = list(given), set(), own_outs
         self._still = [
@@ -209,7 +211,13 @@ class Graphs:
             for index, home in homes
             if index < num_inputs
         ]
-        self._outs = [(index, home) for index, home in homes if index >= num_inputs]
+        ops, params = self._context.plan.program.ops, names[0]
+        written = {access.view.buffer for op in ops for access in op.writes()}
+        self._outs = [
+            (index, home)
+            for index, home in homes
+            if index >= num_inputs or params[index] in written
+        ]
         self._capture(names, num_inputs, make, results)
 
     def bring(self, stream: int, given: Sequence[torch.Tensor]) -> None:
@@ -225,8 +233,9 @@ class Graphs:
         for index, home in self._outs:
             given[index].copy_(home)
 
-    def _given_back(self, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """The results of a replay: the graph's own, or what no other replay writes."""
+    def give(self, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The results of a replay: the graph's own, or what no other replay writes, copied as a
+        part of the run."""
         if self._context.options.static_outputs:
             return self._results[turn]
         pick = self._picks[turn]
@@ -234,7 +243,7 @@ class Graphs:
             return pick(given)
         homes, results = self._homes[turn], self._results[turn]
         return tuple(
-            [_lasting(item, home, given) for item, home in zip(results, homes, strict=True)]
+            [lasting(item, home, given) for item, home in zip(results, homes, strict=True)]
         )
 
     def _settle(self, num_inputs: int) -> None:
@@ -242,8 +251,8 @@ class Graphs:
         since these then stay where they are, or are copied."""
         outs = [(i, tensor) for i, tensor in enumerate(self._baked) if i >= num_inputs]
         kept = [held.tensor for held in self._context.values.registered.values()]
-        self._homes = [[_home(item, outs, kept) for item in results] for results in self._results]
-        self._picks = [_picker(homes) for homes in self._homes]
+        self._homes = [[home_of(item, outs, kept) for item in results] for results in self._results]
+        self._picks = [picker(homes) for homes in self._homes]
 
     def _capture(
         self,
@@ -263,6 +272,7 @@ class Graphs:
         for turn, binding in enumerate(self._bindings):
             graph: Any = torch.cuda.CUDAGraph()
             uses = dict.fromkeys(self._context.plan.takes, Use(turn, 0))
+            self._engine.check()  # in a capture it would be told badly
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 outs = make() if self._own_outs else self._baked[num_inputs:]
                 given = dict(zip(names[0], self._baked, strict=False))
@@ -272,6 +282,10 @@ class Graphs:
                     values.begin(given, uses)
                     binding.issue(self._entry)
                     self._results.append(results())
+                except BaseException:  # else the capture's end would hide it: streams not joined
+                    with contextlib.suppress(Exception):
+                        binding.join()
+                    raise
                 finally:
                     values.end()
             self._graphs.append(graph)
@@ -282,7 +296,7 @@ class Graphs:
         graphs, self._graphs = self._graphs, []
         for graph in graphs:
             graph.reset()
-        self._results, self._baked, self._still = [], [], []
+        self._results, self._baked, self._still, self._ins, self._outs = [], [], [], [], []
 
     def close(self) -> None:
         """Lets go of the graphs and their events."""
@@ -290,49 +304,3 @@ class Graphs:
         self._engine.driver.destroy_event(self._entry)
         for binding in self._bindings:
             binding.close()
-
-
-Home = int | torch.Tensor | tuple["Home", ...] | None
-"""The tensor of the caller's that a result is, by number, or registered; None: it is the graph's,
-or no tensor."""
-Pick = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
-
-
-def _home(
-    item: Any, outs: Sequence[tuple[int, torch.Tensor]], kept: Sequence[torch.Tensor]
-) -> Home:
-    if isinstance(item, tuple):
-        return tuple([_home(part, outs, kept) for part in item])
-    if not isinstance(item, torch.Tensor) or not item.numel():
-        return None
-    if any(item is tensor for tensor in kept):
-        return item
-    return next((index for index, tensor in outs if _is_all_of(item, tensor)), None)
-
-
-def _is_all_of(item: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a result is a whole tensor: no view with other strides or of another type."""
-    alike = item.shape == tensor.shape and item.stride() == tensor.stride()
-    return alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr()
-
-
-def _picker(homes: Sequence[Home]) -> Pick | None:
-    """What gives all results, if they are all the caller's."""
-    places = [home for home in homes if isinstance(home, int)]
-    if not places or len(places) < len(homes):
-        return None
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    (place,) = places
-    return lambda given: (given[place],)
-
-
-def _lasting(item: Any, home: Home, given: Sequence[torch.Tensor]) -> Any:
-    """A result in memory that no replay writes again: the caller's own, or a copy."""
-    if isinstance(home, int):
-        return given[home]
-    if isinstance(home, torch.Tensor):
-        return home
-    if isinstance(home, tuple):
-        return tuple([_lasting(part, at, given) for part, at in zip(item, home, strict=True)])
-    return item.clone() if isinstance(item, torch.Tensor) else item

@@ -25,7 +25,7 @@ from interlace.comm.cuda.aborts import abort, all_ended
 from interlace.comm.cuda.driver import relax_captures
 from interlace.comm.cuda.words import reached
 from interlace.errors import CommTimeoutError, InterlaceError, TeamError
-from interlace.ir import Collective, Expect, Fused, Group, Recv, Send
+from interlace.ir import Expect, Fused
 from interlace.runtime.engine import Context
 
 if TYPE_CHECKING:
@@ -51,10 +51,9 @@ class Watched:
         self.issuing = False
         """Whether a thread is issuing a run: Note [Aborts] in aborts.py."""
         self._failed_at = 0.0
+        self._aborting = False
         self._aborts: list[threading.Thread] | None = None
-        ops = context.plan.program.ops
-        uses = any(isinstance(op, Collective | Send | Recv | Group) for op in ops)
-        self._backends = list(context.crew.backends.values()) if uses else []
+        self._backends = list(context.crew.backends.values())
         self._teams = list(context.crew.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
 
@@ -63,6 +62,12 @@ class Watched:
         """Whether all that was issued has ended."""
         engine = self._engine()
         return engine is None or self._progress(engine) == engine.entered
+
+    @property
+    def mended(self) -> bool:
+        """Whether nothing is under way, and all teams were reset since this was made."""
+        resets = [team.is_set_up and team.resets != count for team, count in self._resets]
+        return bool(resets) and all(resets) and self.idle
 
     @property
     def past(self) -> bool:
@@ -95,9 +100,11 @@ class Watched:
             for team, run in zip(self._teams, entered, strict=True):
                 team.control.leave(run)
         if self.failure is not None:
-            if not idle:
-                engine.release()
-                self._end_backends()
+            if not idle or self.issuing:  # it may be issuing what has not begun a run: a capture
+                try:
+                    engine.release()
+                finally:
+                    self._end_backends()
             return
         before, ended = known, self._progress(engine)
         under_way = engine.issued - ended
@@ -130,7 +137,7 @@ class Watched:
 
     def _end_backends(self) -> None:
         """Aborts the communicators, when it may: Note [Aborts] in aborts.py."""
-        if self._aborts is not None or not self._backends or self.failure is None:
+        if self._aborting or not self._backends or self.failure is None:
             return
         sharers = self._sharers()
         for other in sharers:
@@ -139,8 +146,8 @@ class Watched:
         if issuing and time.monotonic() - self._failed_at < PATIENCE_S:
             return
         with self._lock:
-            if self._aborts is not None:
-                return
+            begun, self._aborting = self._aborting, True
+        if not begun:
             self._aborts = abort(self._backends)
 
     def _sharers(self) -> list[Watched]:
@@ -203,7 +210,7 @@ class Watched:
             pause = min(pause * 1.5, 0.002)
         if self.failure is not None:
             self.settle()
-            if not self.past:  # else a reset has mended it
+            if not self.mended:
                 raise self.failure
 
     def settle(self) -> None:
@@ -215,27 +222,27 @@ class Watched:
 
     def _aborted(self) -> bool:
         """Whether no abort is under way. NCCL waits for the graphs that it is in, of any engine."""
-        if self._aborts is None:
+        if not self._aborting:
             return True
         for other in self._sharers():
-            engine = other._engine()
-            if engine is not None and engine.graphs is not None and other.idle:
+            engine, free = other._engine(), other is self or not other.issuing
+            if engine is not None and engine.graphs is not None and free and other.idle:
                 engine.graphs.drop()
-        return all_ended(self._aborts, 0)
+        return self._aborts is not None and all_ended(self._aborts, 0)
 
 
 class Watchdog:
     """The thread, and what it looks at."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._watched: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def add(self, watched: Watched) -> None:
         """From now on this is looked at."""
+        self._watched[id(watched)] = watched
         with self._lock:
-            self._watched.add(watched)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._live, name="interlace watchdog", daemon=True
@@ -243,14 +250,14 @@ class Watchdog:
                 self._thread.start()
 
     def drop(self, watched: Watched) -> None:
-        """This is looked at no more."""
-        with self._lock:
-            self._watched.discard(watched)
+        """This is looked at no more. The garbage collector may call this at any moment, also in
+        the midst of `all`, so it takes no lock."""
+        self._watched.pop(id(watched), None)
 
     def all(self) -> list[Watched]:
         """What is looked at."""
-        with self._lock:
-            return list(self._watched)
+        found = [ref() for ref in self._watched.valuerefs()]
+        return [watched for watched in found if watched is not None]
 
     def _live(self) -> None:
         relax_captures()  # else a look at an event would end a capture of the user's
