@@ -329,7 +329,7 @@ def test_a_reset_ends_what_it_replaces_after_its_users_have_left(team: TeamComm)
 def test_a_reset_that_cannot_end_a_connection_mends_nothing(team: TeamComm) -> None:
     old = team.backend("nccl", "cuda", 5)
     old._go.clear()
-    team.control.fail(PROBLEM)
+    assert team.control.failure() is None
     for _ in range(2):
         with pytest.raises(TeamError, match="did not end the connections of team tp on rank 0"):
             team.reset(0.2)

@@ -205,7 +205,8 @@ class TeamComm:
         """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
 
         A failed op leaves a backend's connections unusable, so each one in use is replaced by one
-        that this team makes. Memory stays where it is: Executors need not be prepared again.
+        that this team makes. Memory stays where it is: Executors need not be prepared again. A
+        reset that fails leaves the team out of order.
         """
         self._tries += 1
         topic = f"{self.topic}/reset/{self._tries}"
@@ -220,8 +221,9 @@ class TeamComm:
             try:
                 told = self.board.exchange(f"{topic}/reset", *where, mine, time_out_s)
                 end(self._made, time_out_s, self.whose)
-            except BaseException:
-                self.resets = before  # all is as it was: out of order
+            except BaseException as error:
+                self.resets = before
+                self.control.fail(error)
                 raise
             self.control.reset(max(note["run"] for note in told))
             self.slots.reset()
