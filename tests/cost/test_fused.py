@@ -40,6 +40,36 @@ def test_waves_are_those_of_the_whole() -> None:
     assert simulate(four, tiled).makespan_s == pytest.approx(apart), "four tiles fill one wave"
 
 
+TILED = FAST.replace(gemm_tile=(8, 8), units=4)
+"""Four tiles at once, each of which takes four seconds."""
+
+
+def test_a_part_of_a_wave_takes_a_tile_from_when_it_may_begin() -> None:
+    """Units that have been idle since the kernel began make it no faster."""
+    text = parts(MM.format("a"), f"wait(e), {MM.format('b')}")
+    gathers = "    side: all_gather(x, z, team=tp)\n" * 3
+    late = text.replace("    main: fused", gathers + "    side: record(e)\n    main: fused")
+    assert simulate(parse(late), TILED).makespan_s == pytest.approx(3 + 4)
+
+
+def test_a_part_of_a_later_wave_begins_when_units_are_free() -> None:
+    names = "abcabc"
+    early = parse(parts(*(MM.format(name) for name in names)))
+    assert simulate(early, TILED).makespan_s == pytest.approx(8), "two waves"
+    last = parts(*(MM.format(name) for name in names[:5]), f"wait(e), {MM.format('c')}")
+    for gathers, ends in ((1, 8), (5, 9), (7, 11)):
+        before = "    side: all_gather(x, z, team=tp)\n" * gathers + "    side: record(e)\n"
+        program = parse(last.replace("    main: fused", before + "    main: fused"))
+        assert simulate(program, TILED).makespan_s == pytest.approx(ends)
+
+
+def test_what_comes_of_one_wave_is_there_at_its_end() -> None:
+    text = parts(f"{MM.format('a')}, record(e)", MM.format("b"), MM.format("c"))
+    text += "    side: wait(e)\n    side: all_gather(x, z, team=tp)\n"
+    (gather,) = [s for s in simulate(parse(text), TILED).of(rank=0).spans if s.name == "all_gather"]
+    assert gather.start_s == pytest.approx(4)
+
+
 def test_a_part_waits_where_it_stands() -> None:
     text = parts(MM.format("a"), f"wait(e), {MM.format('b')}")
     gathers = "    side: all_gather(x, z, team=tp)\n" * 3

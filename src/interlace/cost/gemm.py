@@ -66,6 +66,12 @@ def arithmetic_seconds(
     return min(times)
 
 
+def wave_seconds(machine: Machine, dtype: DType, inner: int) -> float:
+    """One wave of the largest tiles: the least from a large matmul's first byte to its last."""
+    rows, columns = machine.gemm_tile
+    return 2 * inner * machine.units * rows * columns / machine.flops(dtype)
+
+
 def _model(
     machine: Machine, dtype: DType, rows: int, inner: int, columns: int, batch: int = 1
 ) -> float:

@@ -13,11 +13,12 @@ task for each of its members, in the order in which a kernel works through them.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from interlace.cost.fused import fused_costs
+from interlace.cost.fused import Part, fused_costs
 from interlace.cost.issue import issue_seconds
 from interlace.cost.machine import Machine
 from interlace.cost.op_times import Cost, op_cost, op_kind, op_name
@@ -244,12 +245,7 @@ class _Builder:
                 queues[queue] = last
             parts: list[tuple[Op, int, int]] = [(op, first, last)]
             if isinstance(op, Fused):
-                spent = fused_costs(op, box, self.machine)
-                for member, part in zip(op.members, spent, strict=True):
-                    task = self.task((rank,), part)
-                    self.edge(last, task)
-                    parts.append((member, task, task))
-                    last = task
+                last = self.fused(rank, op, fused_costs(op, box, self.machine), last, parts)
             self.entries.append(
                 Entry(rank, index, op, first if first >= 0 else last, last, after, issued)
             )
@@ -257,6 +253,49 @@ class _Builder:
                 order(index, item, begin, end)
                 host = end if isinstance(item, HostSync) else host
             streams[op.stream] = last
+
+    def fused(
+        self,
+        rank: int,
+        op: Fused,
+        costs: Sequence[Part],
+        start: int,
+        parts: list[tuple[Op, int, int]],
+    ) -> int:
+        """The members' tasks, noted in `parts`; the task of the end.
+
+        Units work through the matmuls one after another (`chain`). Besides, each has a task of one
+        tile's time, from when its gates are open and earlier waves leave units free.
+        """
+
+        def then(cost: Cost, *before: int) -> int:
+            task = self.task((rank,), cost)
+            for other in dict.fromkeys(before):
+                self.edge(other, task)
+            return task
+
+        chain, spent, marks = start, 0.0, [(0.0, start)]
+        gates, tiles = list[int](), list[int]()
+        for member, (cost, tile_s) in zip(op.members, costs, strict=True):
+            begin = end = -1
+            if tile_s:
+                free_s = math.floor(spent / tile_s + 1e-9) * tile_s
+                mark_s, mark = [m for m in marks if m[0] <= free_s * (1 + 1e-9)][-1]
+                end = then(Cost(fixed_s=tile_s + max(0.0, free_s - mark_s)), mark, *gates)
+                begin = chain = then(cost, chain)
+                spent += cost.seconds
+                marks.append((spent, chain))
+                tiles.append(end)
+            elif isinstance(member, Wait | Expect):
+                begin = end = then(Cost(), start)
+                gates.append(begin)
+                chain = then(Cost(), chain, begin)
+            else:
+                begin = end = then(cost, chain, *tiles)
+                tiles = [end]
+                chain = chain if not cost.seconds else end
+            parts.append((member, begin, end))
+        return then(Cost(), chain, *tiles)
 
     def meet(
         self,
