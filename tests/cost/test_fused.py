@@ -63,6 +63,16 @@ def test_a_part_of_a_later_wave_begins_when_units_are_free() -> None:
         assert simulate(program, TILED).makespan_s == pytest.approx(ends)
 
 
+@pytest.mark.parametrize(("gathers", "ends"), [(0, 12), (1, 12), (8, 12), (10, 14), (20, 24)])
+def test_units_fall_free_while_a_part_waits(gathers: int, ends: int) -> None:
+    """Ten tiles, two waves and a half; then one that waits, for which there is room from 8 s on."""
+    text = parts('call("aten.mm.out", t, w, out=r)', f"wait(e), {MM.format('a')}")
+    tall = "    t = empty(f32[80, 8])\n    r = empty(f32[80, 8])\n"
+    before = "    side: all_gather(x, z, team=tp)\n" * gathers + "    side: record(e)\n"
+    program = parse(text.replace("    main: fused", tall + before + "    main: fused"))
+    assert simulate(program, TILED).makespan_s == pytest.approx(ends)
+
+
 def test_what_comes_of_one_wave_is_there_at_its_end() -> None:
     text = parts(f"{MM.format('a')}, record(e)", MM.format("b"), MM.format("c"))
     text += "    side: wait(e)\n    side: all_gather(x, z, team=tp)\n"

@@ -260,6 +260,13 @@ def test_a_reset_of_the_team_mends_all_its_engines() -> None:
         team.is_set_up = False  # released: nobody has mended it
         with pytest.raises(PeerError, match="a peer stopped"):
             fake.engine.synchronize()
+        dog = watchdog_file.Watchdog()
+        dog._thread = threading.current_thread()  # begins none
+        dog.add(fake.engine.watched)
+        with mock.patch.object(watchdog_file, "watchdog", return_value=dog):
+            with pytest.raises(PeerError, match="a peer stopped"):
+                watchdog_file.synchronize()
+            watchdog_file.synchronize()  # told once
 
 
 def test_aborts_go_on_side_by_side() -> None:

@@ -292,9 +292,9 @@ class _Registry:
 
     def clear(self) -> None:
         with self._lock:
-            teams = list(self._teams.values())
+            teams = sorted(self._teams.values(), key=lambda team: team.topic, reverse=True)
             self._teams.clear()
-        with contextlib.ExitStack() as all_of_them:  # also those after one that fails
+        with contextlib.ExitStack() as all_of_them:  # the last first; also after one that fails
             for team in teams:
                 all_of_them.callback(team.close)
 

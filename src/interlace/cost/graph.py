@@ -45,6 +45,8 @@ from interlace.ir import (
 
 TeamKey = tuple[str, tuple[int, ...]]
 Ports = tuple[str, ...]
+Spanned = tuple[Op, int, int]
+"""An op, its first task and its last."""
 
 
 @dataclass(slots=True)
@@ -243,7 +245,7 @@ class _Builder:
                 if queue in queues and queues[queue] != last:
                     self.edge(queues[queue], last)
                 queues[queue] = last
-            parts: list[tuple[Op, int, int]] = [(op, first, last)]
+            parts: list[Spanned] = [(op, first, last)]
             if isinstance(op, Fused):
                 last = self.fused(rank, op, fused_costs(op, box, self.machine), last, parts)
             self.entries.append(
@@ -255,12 +257,7 @@ class _Builder:
             streams[op.stream] = last
 
     def fused(
-        self,
-        rank: int,
-        op: Fused,
-        costs: Sequence[Part],
-        start: int,
-        parts: list[tuple[Op, int, int]],
+        self, rank: int, op: Fused, costs: Sequence[Part], start: int, parts: list[Spanned]
     ) -> int:
         """The members' tasks, noted in `parts`; the task of the end.
 
@@ -281,7 +278,8 @@ class _Builder:
             if tile_s:
                 free_s = math.floor(spent / tile_s + 1e-9) * tile_s
                 mark_s, mark = [m for m in marks if m[0] <= free_s * (1 + 1e-9)][-1]
-                end = then(Cost(fixed_s=tile_s + max(0.0, free_s - mark_s)), mark, *gates)
+                free = then(Cost(fixed_s=max(0.0, free_s - mark_s)), mark)
+                end = then(Cost(fixed_s=tile_s), free, *gates)
                 begin = chain = then(cost, chain)
                 spent += cost.seconds
                 marks.append((spent, chain))
@@ -293,7 +291,9 @@ class _Builder:
             else:
                 begin = end = then(cost, chain, *tiles)
                 tiles = [end]
-                chain = chain if not cost.seconds else end
+                if cost.seconds:
+                    chain = end
+                    gates.append(end)
             parts.append((member, begin, end))
         return then(Cost(), chain, *tiles)
 

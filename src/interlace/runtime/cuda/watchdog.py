@@ -70,6 +70,11 @@ class Watched:
         return bool(resets) and all(resets) and self.idle
 
     @property
+    def gone(self) -> bool:
+        """Whether nothing is under way, and all teams were released."""
+        return bool(self._teams) and self.idle and not any(team.is_set_up for team in self._teams)
+
+    @property
     def past(self) -> bool:
         """Whether a team of this engine was reset or released since it was made."""
         return any(team.resets != count or not team.is_set_up for team, count in self._resets)
@@ -225,8 +230,8 @@ class Watched:
         if not self._aborting:
             return True
         for other in self._sharers():
-            engine, free = other._engine(), other is self or not other.issuing
-            if engine is not None and engine.graphs is not None and free and other.idle:
+            engine, free = other._engine(), other.idle and not other.issuing
+            if engine is not None and engine.graphs is not None and free:
                 engine.graphs.drop()
         return self._aborts is not None and all_ended(self._aborts, 0)
 
@@ -291,5 +296,10 @@ def synchronize() -> None:
     Bounded by the time-out of each Executor that is in teams. What runs leave in tensors is known
     to be right after it.
     """
-    for watched in watchdog().all():
-        watched.finish()
+    dog = watchdog()
+    for watched in dog.all():
+        try:
+            watched.finish()
+        finally:
+            if watched.gone:  # told once
+                dog.drop(watched)
