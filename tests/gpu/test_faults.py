@@ -171,6 +171,19 @@ def test_an_exception_on_one_rank_is_heard_by_all(gpus: Ranks, strategy: str, se
         assert seconds < TIME_OUT_S + LATE_S
 
 
+def heard_within(runs: int, executor: Executor, case: Case, inputs: list[torch.Tensor]) -> Outcome:
+    """What the first run that fails says; the last result, if none does."""
+    heard: Outcome = ("", "", 0.0)
+    for _ in range(runs):
+        try:
+            heard = finish(executor, case, inputs)
+        except ValueError as error:
+            return "ValueError", str(error), 0.0
+        if heard[0] != "result":
+            break
+    return heard
+
+
 def hear(strategy: str, victim: int, seed: int) -> Outcome:
     """What each rank hears of an exception on one, in this run or the next; then all is well."""
     case = Case("all_gather_matmul", dist.get_world_size())
@@ -180,14 +193,7 @@ def hear(strategy: str, victim: int, seed: int) -> Outcome:
     first = finish(executor, case, inputs)
     meet()
     fault.armed = True
-    heard = ("", "", 0.0)
-    for _ in range(3):
-        try:
-            heard = finish(executor, case, inputs)
-        except ValueError as error:
-            heard = ("ValueError", str(error), 0.0)
-        if heard[0] != "result":
-            break
+    heard = heard_within(3, executor, case, inputs)
     meet()
     executor.reset()
     after = finish(executor, case, inputs)
@@ -223,15 +229,7 @@ def hear_often(strategy: str, seed: int) -> list[Outcome]:
             meet()
             fault.armed, fault.fired = True, False
             time.sleep(late[dist.get_rank()])
-            heard: Outcome = ("result", "", 0.0)
-            for _ in range(3):
-                try:
-                    heard = finish(executor, case, inputs)
-                except ValueError as error:
-                    heard = ("ValueError", str(error), 0.0)
-                if heard[0] != "result":
-                    break
-            found.append(heard)
+            found.append(heard_within(3, executor, case, inputs))
             meet()
             fault.armed = False
             executor.reset()
