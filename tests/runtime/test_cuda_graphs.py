@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -11,8 +12,10 @@ import pytest
 import torch
 from tests.runtime.test_cuda_plain import TWO_STREAMS
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.bench.kernels.host import WIDTH, program
+from interlace.comm.cuda.memory import tensor_at
 from interlace.errors import ExecutorError, PeerError
 from interlace.ir import parse
 from interlace.runtime.cuda import graphs as graphs_file
@@ -31,10 +34,6 @@ class OnGpu(torch.Tensor):
         log.append(("copy_", self.data_ptr(), source.data_ptr()))
         return self
 
-    def clone(self, **_: Any) -> torch.Tensor:  # pyright: ignore
-        log.append(("clone", self.data_ptr()))
-        return torch.zeros(()).as_subclass(OnGpu)
-
 
 CACHE = f"""
 def step(x: f32[{WIDTH}, {WIDTH}], c: f32[{WIDTH}, {WIDTH}], y: out[f32[{WIDTH}, {WIDTH}]]):
@@ -52,20 +51,35 @@ class Graphed:
     """The engine of a Program of two products with graphs; its replays are noted."""
 
     def __init__(self, fake: Fake, graphs: graphs_file.Graphs) -> None:
-        self.fake, self.graphs, self.captures = fake, graphs, 0
-        self.own: tuple[torch.Tensor, ...] = ()
+        self.fake, self.graphs, self.captures, self.made = fake, graphs, 0, 0
+        self.results: tuple[Any, ...] = ()
+        self.held: list[Any] | None = []
+        """What runs were given, so that nothing else comes to lie there."""
+        self.own: tuple[Any, ...] = ()
         """What the graphs give as results,"""
         self.captured: list[tuple[Any, ...]] = []
         """and what was captured last."""
+        self.pools: list[Any] = []
+        """The graph, by number, whose memory each capture shares."""
 
     def run(self, inputs: list[Any], out: list[Any] | None) -> list[tuple[Any, ...]]:
         """What one run asked of the driver and of torch."""
         log.clear()
         program = self.fake.engine.context.plan.program
         params = [b.name for b in program.params]
-        names = params[:2], params[2:]
-        self.graphs.run(names, inputs, out, lambda: [tensor()], lambda: self.own)
+        source = graphs_file.Source(params[:2], params[2:], self.new, lambda: self.own)
+        if self.held is not None:
+            self.held.append((inputs, out))
+        self.results = self.graphs.run(source, inputs, out)
         return [entry for entry in log if entry[0] != "call"]
+
+    def new(self) -> list[torch.Tensor]:
+        self.made += 1
+        return [tensor()]
+
+    def place(self, number: int) -> int:
+        """Where the graphs have a tensor that is copied."""
+        return self.graphs._through[3]._places[number].data_ptr()
 
 
 @pytest.fixture
@@ -83,12 +97,17 @@ def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
         def graph() -> Any:
             made.captures += 1
-            reset = lambda: log.append(("reset",))  # noqa: E731
-            return mock.Mock(replay=lambda: log.append(("replay",)), reset=reset)
+            number = made.captures
+            return mock.Mock(
+                replay=lambda: log.append(("replay", number)),
+                reset=lambda: log.append(("reset", number)),
+                pool=lambda: number,
+            )
 
         @contextlib.contextmanager
         def capture(graph: Any, **how: Any) -> Iterator[None]:
             before = list(log)
+            made.pools.append(how["pool"])
             try:
                 yield
             finally:
@@ -100,39 +119,109 @@ def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield made
 
 
+@pytest.fixture
+def one_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs for one set of addresses only: what lies elsewhere is copied."""
+    monkeypatch.setattr(graphs_file, "MOST", 1)
+
+
 def test_tensors_that_stay_are_not_copied(graphed: Graphed) -> None:
     inputs, out = [tensor(), tensor()], [tensor()]
-    for _ in range(3):
-        assert [entry[0] for entry in graphed.run(inputs, out)] == ["replay", "record"]
+    for number in (1, 2, 1):
+        assert [entry[:2] for entry in graphed.run(inputs, out)] == [
+            ("replay", number),
+            ("record", MAIN),
+        ]
     assert graphed.captures == 2
 
 
-def test_copies_are_a_part_of_the_run(graphed: Graphed) -> None:
+def test_each_set_of_addresses_has_graphs_of_its_own(graphed: Graphed) -> None:
+    """All of a turn in the memory of the first; results come in the tensors that were given."""
+    w, sets = tensor(), [(tensor(), tensor()) for _ in range(graphs_file.MOST)]
+    for number in range(3 * len(sets)):
+        which = random.randrange(len(sets)) if number >= len(sets) else number
+        (x, y), turn = sets[which], number & 1
+        graphed.own = (y,)
+        found = graphed.run([x, w], [y])
+        assert [entry[0] for entry in found] == ["replay", "record"]
+        assert found[0] == ("replay", 2 * which + 1 + turn)
+        assert graphed.results[0] is y
+    assert graphed.captures == 2 * len(sets)
+    assert graphed.pools == [None, None] + [1, 2] * (len(sets) - 1)
+
+
+def test_no_tensor_of_the_callers_is_kept(graphed: Graphed, seed: int) -> None:
+    """Else an allocator could never give the same address again."""
+    inputs, out = [tensor(), tensor()], [tensor()]
+    graphed.held, graphed.own = None, (out[0], out[0][:2])  # a view of it is copied
+    for _ in range(2):
+        graphed.run(inputs, out)
+    held = [StorageWeakRef(t.untyped_storage()) for t in (*inputs, *out)]
+    graphed.own = graphed.results = ()
+    del inputs, out
+    assert all(ref.expired() for ref in held)
+
+
+def test_what_lies_elsewhere_is_copied_until_it_comes_again_and_others_do_not(
+    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs_file, "MOST", 2)
+    monkeypatch.setattr(graphs_file, "STALE", 6)
+    w, y, xs = tensor(), tensor(), [tensor() for _ in range(4)]
+
+    def kinds(number: int) -> list[str]:
+        return [e[0] for e in graphed.run([xs[number], w], [y]) if e[0] != "wait_event"]
+
+    plain, copied = ["replay", "record"], ["copy", "replay", "record"]
+    assert kinds(0) == kinds(1) == plain
+    assert kinds(2) == copied  # of a third pair
+    assert kinds(3) == copied
+    assert graphed.captures == 6
+    for _ in range(5):
+        assert kinds(1) == plain
+    assert kinds(2) == ["reset", "reset", *plain]  # in the place of the first
+    assert graphed.captures == 8
+    assert kinds(2) == kinds(1) == plain
+    assert kinds(0) == kinds(0) == copied  # all are in use
+    assert graphed.captures == 8
+
+
+def test_few_of_the_other_addresses_are_remembered(
+    graphed: Graphed, one_pair: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs_file, "SEEN", 3)
+    w, y, xs = tensor(), tensor(), [tensor() for _ in range(6)]
+    for x in xs:
+        graphed.run([x, w], [y])
+    assert [key[0] for key in graphed.graphs._seen] == [x.data_ptr() for x in xs[3:]]
+
+
+def test_copies_are_a_part_of_the_run(graphed: Graphed, one_pair: None) -> None:
     """On a stream of its own each run: another one's reads of the same memory come before."""
     x, w, y = tensor(), tensor(), tensor()
     graphed.run([x, w], [y])
-    for number, captures in enumerate((4, 4, 4)):
+    for number in range(3):
         graphed.fake.on(MAIN + 50 + number)
         other, result = tensor(), tensor()
         before = graphed.fake.engine.last
         assert before is not None
-        found = [e for e in graphed.run([other, w], [result]) if e != ("reset",)]
-        home = graphed.graphs._baked
-        assert found == [
+        assert graphed.run([other, w], [result]) == [
             ("wait_event", MAIN + 50 + number, before[1]),
-            ("copy", MAIN + 50 + number, home[0].data_ptr(), other.data_ptr(), NBYTES),
-            ("replay",),
-            ("copy_", result.data_ptr(), home[2].data_ptr()),
+            ("copy", MAIN + 50 + number, graphed.place(0), other.data_ptr(), NBYTES),
+            ("replay", 4 - number % 2),
+            ("copy_", result.data_ptr(), graphed.place(2)),
             ("record", MAIN + 50 + number, before[1]),
         ]
-        assert home[1] is w
-        assert graphed.captures == captures
-        assert {home[0].data_ptr(), home[2].data_ptr()}.isdisjoint(
+        assert graphed.captures == 4
+        assert {graphed.place(0), graphed.place(2)}.isdisjoint(
             tensor.data_ptr() for tensor in (x, y, other, result)
         )
+        assert list(graphed.graphs._through[3]._places) == [0, 2]
 
 
-def test_a_tensor_that_is_not_in_one_piece_is_copied_by_torch(graphed: Graphed) -> None:
+def test_a_tensor_that_is_not_in_one_piece_is_copied_by_torch(
+    graphed: Graphed, one_pair: None
+) -> None:
     w, y = tensor(), tensor()
     graphed.run([tensor(), w], [y])
     other = torch.zeros(WIDTH, 2 * WIDTH)[:, :WIDTH].as_subclass(OnGpu)
@@ -140,43 +229,97 @@ def test_a_tensor_that_is_not_in_one_piece_is_copied_by_torch(graphed: Graphed) 
     with mock.patch.object(
         torch, "empty_strided", lambda *a, **k: empty(*a, **k).as_subclass(OnGpu)
     ):
-        found = [e for e in graphed.run([other, w], [y]) if e != ("reset",)]
-    home = graphed.graphs._baked[0]
-    assert found[0] == ("copy_", home.data_ptr(), other.data_ptr())
+        found = graphed.run([other, w], [y])
+    assert found[0] == ("copy_", graphed.place(0), other.data_ptr())
     assert [entry[0] for entry in found] == ["copy_", "replay", "record"]
 
 
-def test_graphs_are_captured_anew_once_their_runs_have_ended(graphed: Graphed) -> None:
-    w, y = tensor(), tensor()
+def test_graphs_go_once_their_runs_have_ended(graphed: Graphed, one_pair: None) -> None:
+    """Another tensor that moves is copied from then on, in graphs that are captured anew."""
+    x, w, y = tensor(), tensor(), tensor()
+    graphed.run([x, w], [y])
     graphed.run([tensor(), w], [y])
     graphed.fake.engine.synchronize = lambda: log.append(("synchronize",))
-    anew = [("synchronize",), ("reset",), ("reset",)]
-    assert graphed.run([tensor(), w], [y])[:3] == anew
-    assert ("synchronize",) not in graphed.run([tensor(), w], [y])
-    assert graphed.run([tensor(), w], None)[:3] == anew
+    found = graphed.run([tensor(), w], [tensor()])
+    assert found[:4] == [("synchronize",), ("reset", 3), ("reset", 4), ("synchronize",)]
+    assert [entry[0] for entry in found[4:]] == ["copy", "replay", "copy_", "record"]
+    found = graphed.run([tensor(), w], [tensor()])
+    assert [entry[0] for entry in found] == ["copy", "replay", "copy_", "record"]
+    assert [entry[0] for entry in graphed.run([x, w], [y])] == ["replay", "record"]
     assert graphed.captures == 6
 
 
+def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Graphed) -> None:
+    """NCCL may have mapped the old one into the peers."""
+    graphed.graphs._bound, graphed.held = True, None
+    block, w, y = torch.zeros(2 * WIDTH, WIDTH), tensor(), tensor()
+
+    def x(number: int) -> OnGpu:
+        """A tensor in a storage of its own, at the same address for the same number."""
+        memory = tensor_at(block[number * WIDTH :].data_ptr(), NBYTES, block.device)
+        return memory.view(torch.float32).view(WIDTH, WIDTH).as_subclass(OnGpu)
+
+    first = x(0)
+    for _ in range(3):
+        assert [entry[0] for entry in graphed.run([first, w], [y])] == ["replay", "record"]
+    assert graphed.captures == 2
+    del first
+    again = x(0)
+    assert [e[0] for e in graphed.run([again, w], [y])] == [
+        "reset",
+        "reset",
+        "copy",
+        "replay",
+        "record",
+    ]
+    for _ in range(3):
+        assert [e[0] for e in graphed.run([x(1), w], [y])] == ["copy", "replay", "record"]
+    assert graphed.captures == 4
+
+
+def test_outputs_of_the_graphs_own_are_made_once_for_each_turn(graphed: Graphed) -> None:
+    w = tensor()
+    for number in range(6):
+        graphed.run([tensor(), w], [tensor()] if number == 3 else None)
+    assert graphed.made == 2
+
+
 @pytest.mark.parametrize("graphed", [parse(CACHE)], indirect=True)
-def test_an_input_that_a_program_changes_is_changed_wherever_it_lies(graphed: Graphed) -> None:
+def test_an_input_that_a_program_changes_is_changed_wherever_it_lies(
+    graphed: Graphed, one_pair: None
+) -> None:
     x, cache, y = tensor(), tensor(), tensor()
     graphed.run([x, cache], [y])
     for _ in range(2):
         moved = tensor()
         found = graphed.run([x, moved], [y])
-        home = graphed.graphs._baked[1].data_ptr()
+        home = graphed.place(1)
         assert ("copy", MAIN, home, moved.data_ptr(), NBYTES) in found
+        kinds = [entry[0] for entry in found]
         copied = found.index(("copy_", moved.data_ptr(), home))
-        assert found.index(("replay",)) < copied < [e[0] for e in found].index("record")
+        assert kinds.index("replay") < copied < kinds.index("record")
 
 
-def test_results_are_copied_before_the_end_of_the_run(graphed: Graphed) -> None:
+def test_results_are_copied_before_the_end_of_the_run(
+    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a run on another stream may write what the copy still reads."""
-    graphed.own = (tensor(),)
+    clone = torch.Tensor.clone
+
+    def noted(self: torch.Tensor, **how: Any) -> torch.Tensor:
+        log.append(("clone", self.data_ptr()))
+        return clone(self, **how)
+
+    monkeypatch.setattr(torch.Tensor, "clone", noted)
+    graphed.own = (torch.rand(3, 4)[1:, ::2], 7, (torch.rand(2),))
     inputs = [tensor(), tensor()]
     for _ in range(2):
         found = graphed.run(inputs, None)
-    assert [entry[0] for entry in found] == ["replay", "clone", "record"]
+        assert [entry[0] for entry in found] == ["replay", "clone", "clone", "record"]
+        first, number, (inner,) = graphed.results
+        assert torch.equal(first, graphed.own[0])
+        assert torch.equal(inner, graphed.own[2][0])
+        assert number == 7
 
 
 def test_no_graph_is_captured_after_a_failure(graphed: Graphed) -> None:
@@ -204,9 +347,13 @@ def test_a_capture_that_fails_joins_its_streams(graphed: Graphed) -> None:
     ]
 
 
-def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(graphed: Graphed) -> None:
-    w, y = tensor(), tensor()
-    for _ in range(2):
-        graphed.run([tensor(), w], [y])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(
+    graphed: Graphed, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    monkeypatch.setattr(graphs_file, "MOST", 1 if copied else 8)
+    w, y, xs = tensor(), tensor(), [tensor() for _ in range(3)]
+    for x in xs:
+        graphed.run([x, w], [y])
     with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
         graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])

@@ -15,7 +15,6 @@ from interlace.bench.kernels.host import WIDTH, program
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.options import Options
-from interlace.runtime.cuda.homes import home_of, lasting, picker
 
 TWO_STREAMS = f"""
 def two(x: f32[{WIDTH}, {WIDTH}], w: f32[{WIDTH}, {WIDTH}], y: out[f32[{WIDTH}, {WIDTH}]]):
@@ -172,41 +171,3 @@ def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:
         plan: Any = type("Plan", (), {"program": changed})
         other: Any = type("Context", (), {"plan": plan, "values": context.values})
         assert keeps_memory(other)
-
-
-def test_results_of_replays_are_the_callers_or_copies() -> None:
-    x, y, z, own, held = (torch.randn(2, 3) for _ in range(5))
-    outs = [(n, t) for n, t in enumerate((x, y, z)) if n]
-    homes = [home_of(item, outs, []) for item in (z, y)]
-    pick = picker(homes)
-    assert pick is not None
-    assert [id(item) for item in pick([x, y, z])] == [id(z), id(y)]
-    one = picker(homes[:1])
-    assert one is not None
-    assert [id(item) for item in one([x, y, z])] == [id(z)]
-    results = (y, (own, y.view(6), 3), None, x, held)
-    mixed = [home_of(item, outs, [held]) for item in results]
-    assert mixed == [1, (None, None, None), None, None, held]
-    assert picker(mixed) is None
-    assert picker([]) is None
-    given = [x.clone(), y.clone(), z.clone()]
-    found = [lasting(item, home, given) for item, home in zip(results, mixed, strict=True)]
-    assert found[0] is given[1]
-    copy, view, number = found[1]
-    assert torch.equal(copy, own)
-    assert copy.data_ptr() != own.data_ptr()
-    assert view.shape == (6,)
-    assert view.data_ptr() != y.data_ptr()
-    assert (number, found[2]) == (3, None)
-    assert found[3].data_ptr() != x.data_ptr()
-    assert found[4] is held  # registered: no other replay writes it but where the caller wants it
-
-
-def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
-    y, empty = torch.randn(3, 3), torch.empty(0)
-    others = y.permute(1, 0), y.view(torch.int32), y[:2], empty
-    for outs, kept in (([(0, y), (1, empty)], []), ([], [y, empty])):
-        found = [home_of(item, outs, kept) for item in others]
-        assert [home is None for home in found] == [True] * 4
-    (turned,) = [lasting(others[0], None, [y])]
-    assert torch.equal(turned, y.t())

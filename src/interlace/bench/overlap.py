@@ -234,22 +234,13 @@ def _recover(entry: Entry, ranks: Ranks) -> None:
 
 
 def _host(entry: Entry, inputs: Inputs, ranks: Ranks, runs: int) -> None:
-    """The median time of many calls, of this rank's host.
-
-    A graph is opened anew and gets the same tensors each time: nothing is copied in.
-    """
+    """The median time of many calls, of this rank's host."""
     if ranks.agree(entry.problem) is not None or entry.launch is None:
         return
     problem: str | None = None
     spent: list[float] = []
-    sets = inputs.sets
+    sets = inputs.of(entry.candidate.mode)
     try:
-        if entry.candidate.mode == "graph":
-            entry.candidate.close()
-            entry.launch = entry.candidate.open()
-            sets = inputs.sets[:1]
-            for _ in range(4):
-                entry.launch(*sets[0])
         ranks.align()
         for number in range(runs):
             given = sets[number % len(sets)]

@@ -3,7 +3,7 @@
     launch = Sequential(case, ranks, graph=True, sets=inputs.sets).open()
 
 `sequential` is what a model without overlap does: NCCL, cuBLAS, one after the other on one stream.
-Its graph, like ours, has x copied in, reads the weight where it lies, and hands out its own result.
+It has a graph for each x, so that nothing is copied in, and they hand out their own results.
 `gemm` is the matmul alone: half of the roof.
 """
 
@@ -51,30 +51,31 @@ class Sequential(_Rival):
     def __init__(self, case: Case, ranks: Ranks, graph: bool, sets: Sets) -> None:
         super().__init__(case, ranks)
         self.mode = "graph" if graph else "eager"
-        self._given = sets[0]
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._sets = sets
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def open(self) -> Launch:
         """The function, or its capture."""
         launch = self._launch()
         if self.mode == "eager":
             return launch
-        first, weight = self._given
-        place = first.clone()
+        first, weight = self._sets[0]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                launch(place, weight)
+                launch(first, weight)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        graph = self._graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks about events meanwhile, which only this mode allows it.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = launch(place, weight)
+        graphs = self._graphs
+        for x, _ in self._sets:
+            graph = torch.cuda.CUDAGraph()
+            # NCCL's watchdog asks about events meanwhile, which only this mode allows it.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                graphs[x.data_ptr()] = graph, launch(x, weight)
 
         def replay(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            place.copy_(x)
+            graph, result = graphs[x.data_ptr()]
             graph.replay()
             return result
 
@@ -102,8 +103,8 @@ class Sequential(_Rival):
         return {"ag_gemm": ag_gemm, "gemm_rs": gemm_rs, "gemm_ar": gemm_ar}[self.case.op]
 
     def close(self) -> None:
-        """Frees the graph."""
-        self._graph = None
+        """Frees the graphs."""
+        self._graphs.clear()
 
 
 class AsyncTP(_Rival):

@@ -99,8 +99,8 @@ def gemm_ar(tp: Team[{world}], x: {t}[{m}, {k}], w: {t}[{k}, {n}]):
 class Inputs:
     """Sets of inputs on this rank, what a whole matmul takes, and what the first sets must give.
 
-    Eager candidates get another x and w each time. Those that replay a graph get another x (which
-    is copied in, and counts) and one w, which is a parameter: the graph reads it where it lies.
+    Eager candidates get another x and w each time. Those that replay a graph get another x (where
+    it is copied in, that counts) and one w, which is a parameter.
     """
 
     sets: list[Pair]

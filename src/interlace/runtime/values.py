@@ -278,6 +278,14 @@ class Values:
 
     # -- a run -----------------------------------------------------------------------------------
 
+    def _new(self, box: Box) -> torch.Tensor:
+        dtype = DTYPES[box.dtype]
+        return torch.empty_strided(box.sizes, box.strides, dtype=dtype, device=self.device)
+
+    def new(self) -> dict[str, torch.Tensor]:
+        """What `begin` allocates where it is not given."""
+        return {name: self._new(box) for name, box in self._allocated}
+
     def begin(self, given: Mapping[str, torch.Tensor], uses: Mapping[str, Use]) -> None:
         """Fills in what this run was given, its slots' copies and the buffers it allocates."""
         items, copies = self.items, self.copies
@@ -288,10 +296,8 @@ class Values:
         for place, name, pair in self._symmetric:
             items[place] = pair[uses[name].copy]
         for name, box in self._allocated:
-            dtype = DTYPES[box.dtype]
-            self.bind(
-                name, torch.empty_strided(box.sizes, box.strides, dtype=dtype, device=self.device)
-            )
+            if name not in given:
+                self.bind(name, self._new(box))
 
     def starter(
         self, names: Sequence[str]

@@ -12,7 +12,8 @@ waiting.py     when a kernel that waits for peers may begin
 drops.py       tensors of a run that streams still use
 runner.py      one run, from the caller's tensors to the results
 lanes.py       the streams of a Program and the points between them
-graphs.py      the same ops captured in two CUDA graphs
+graphs.py      the same ops captured in CUDA graphs, a pair for each of a few sets of addresses
+captured.py    such a pair, what is copied into and out of it, and its results
 watchdog.py    bounds every wait: finds what stalls, lets it go, says what it was
 sharing.py     what a Program needs of its teams' devices
 """

@@ -36,6 +36,7 @@ from interlace.comm.cuda.driver import Driver
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused
 from interlace.runtime.cuda.binding import Binding
+from interlace.runtime.cuda.captured import Captured
 from interlace.runtime.cuda.graphs import Graphs
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.watchdog import Watched, watchdog
@@ -186,20 +187,19 @@ class CudaEngine:
                 self.driver.finish_device()
             self._finished = issued
 
-    def replay(self, graph: Any, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    def replay(self, pair: Captured, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """One run that was captured, with copies in and out, and its results: all before its end,
         since the next run, maybe on another stream, uses the same memory."""
         stream, entry, over = self._enter()
-        graphs: Any = self.graphs
         try:
             if self.watches:
                 self.driver.record(stream, entry)
-            if graphs.moves:
-                graphs.bring(stream, given)
-            graph.replay()
-            if graphs.moves:
-                graphs.take(given)
-            results = graphs.give(turn, given)
+            if pair.moves:
+                pair.bring(self.driver, stream, given)
+            pair.graphs[turn].replay()
+            if pair.moves:
+                pair.take(given)
+            results = pair.gives[turn](given)
         except BaseException as error:
             self._abandon(error, stream, over)
             raise

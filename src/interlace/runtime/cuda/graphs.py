@@ -1,4 +1,4 @@
-"""A Program captured in two CUDA graphs, for even and odd runs, which are replayed in turn.
+"""A Program captured in CUDA graphs, one for even and one for odd runs, which are replayed in turn.
 
 A graph has its addresses and the values of its words in it, so each of the two has its own words
 and copies of the slots, and takes back at its end what was raised.
@@ -12,17 +12,27 @@ Note [Words in graphs]
     run, of the even graph, its words `ended` say 1; those of the odd one are told by the first run.
 
 Note [Addresses in graphs]
-    A graph reads and writes what lay at the addresses that it was captured with: those of the first
-    run. A tensor that comes at another address later gets a place of its own that it is copied
-    through from then on, and the graphs are captured anew, at most once for each tensor. Parameters
-    stay where they are and are never copied.
+    A graph reads and writes at the addresses that it was captured with. An allocator gives a caller
+    the same few again and again, so each set of addresses gets a pair of graphs of its own, up to
+    `MOST`, and nothing is copied. What comes at still others goes through one more pair, in which
+    every tensor that has moved so far has a place that it is copied through; such addresses get
+    graphs of their own when they come again and others have not been used for `STALE` runs.
+    All graphs of the even runs use the same words, slots and memory, and so do those of the odd
+    ones: one run at a time. Capturing runs nothing, so no peer need do the same at that time.
+
+Note [NCCL and addresses]
+    NCCL may map what a captured collective reads into the peers (NCCL_GRAPH_REGISTER, on by
+    default), and goes on reading that memory when its address has become another allocation's
+    (github.com/fzyzcjy/torch_memory_saver/issues/88); and ranks may have to do it together. So
+    Programs with ops of a backend have the one pair only, in which a tensor counts as moved also
+    when the storage that it was captured with is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,7 +41,7 @@ from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.homes import Home, Pick, home_of, lasting, picker
+from interlace.runtime.cuda.captured import Captured
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.engine import Context
 
@@ -106,8 +116,30 @@ class GraphBinding(Binding):
         self.driver.destroy_event(self._taken)
 
 
+MOST = 8
+"""Sets of addresses that have graphs of their own."""
+STALE = 1000
+"""Runs after which graphs that were not used make room for others."""
+SEEN = 64
+"""Other sets of addresses that are remembered."""
+
+Key = tuple[int, ...]
+"""The addresses of all tensors that a run is given."""
+
+
+class Source(NamedTuple):
+    """What is captured, besides the ops."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    new: Callable[[], Sequence[torch.Tensor]]
+    """Makes outputs where the caller gives none."""
+    results: Callable[[], tuple[Any, ...]]
+    """Reads the results of the run under way."""
+
+
 class Graphs:
-    """The two graphs of an engine."""
+    """The graphs of an engine."""
 
     def __init__(self, engine: CudaEngine) -> None:
         self._engine, self._context = engine, engine.context
@@ -123,22 +155,14 @@ class Graphs:
             binding.other = other.spaces
         self._entry = engine.driver.event()
         self._stream: Any = torch.cuda.Stream(self._context.device)
-        self._baked: list[torch.Tensor] = []
-        self._copied: set[int] = set()
-        self.moves = False
-        """Whether a run copies tensors."""
-        self._own_outs = False
-        self._graphs: list[Any] = []
-        self._results: list[tuple[Any, ...]] = []
-        self._homes: list[list[Home]] = []
-        self._picks: list[Pick | None] = []
-        self._still: list[tuple[int, int]] = []
-        """Where the tensors lie that the graphs read and write in place, by number."""
-        self._ins: list[tuple[int, torch.Tensor, int, int]] = []
-        """Inputs that are copied: number, tensor and address of the graphs', and bytes; 0: not in
-        one piece."""
-        self._outs: list[tuple[int, torch.Tensor]] = []
-        """What is written and is copied: outputs, and inputs that the Program changes."""
+        self._at: dict[Key, Captured] = {}
+        self._through: dict[int, Captured] = {}
+        """What serves all other addresses, by the number of tensors."""
+        self._bound = bool(self._context.crew.backends)
+        """Note [NCCL and addresses]."""
+        self._seen: dict[Key, None] = {}
+        self._made: dict[int, dict[str, torch.Tensor]] = {}
+        """Memory that the graphs of a turn return, where the caller gives none."""
         self._runs = 0
 
     @property
@@ -147,156 +171,118 @@ class Graphs:
         return self._bindings[(self._runs - 1) & 1].spaces
 
     def run(
-        self,
-        names: tuple[Sequence[str], Sequence[str]],
-        inputs: Sequence[torch.Tensor],
-        out: Sequence[torch.Tensor] | None,
-        make: Callable[[], Sequence[torch.Tensor]],
-        results: Callable[[], tuple[Any, ...]],
+        self, source: Source, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
-        """Replays the graph whose turn it is; captures both first, where need be.
-
-        `names` of the inputs and outputs; `make` gives outputs where the caller gives none.
-        """
+        """Replays the graph whose turn it is; captures both first, where need be."""
         given = [*inputs, *(out or ())]
-        if self._own_outs != (out is None) or not self._in_place(given):
-            self._look(names, given, len(inputs), out is None, make, results)
+        key = tuple([tensor.data_ptr() for tensor in given])
+        found = self._at.get(key)
+        if found is None:
+            found = self._find(key, source, given, len(inputs))
         turn, self._runs = self._runs & 1, self._runs + 1
-        return self._engine.replay(self._graphs[turn], turn, given)
+        found.used = self._runs
+        return self._engine.replay(found, turn, given)
 
-    def _in_place(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether all tensors lie where the graphs have them, but for those that are copied."""
-        if not self._graphs or len(given) != len(self._baked):
-            return False
-        for index, address in self._still:
-            if given[index].data_ptr() != address:
-                return False
-        return not self.moves or all(given[index].is_cuda for index in self._copied)
-
-    def _look(
-        self,
-        names: tuple[Sequence[str], Sequence[str]],
-        given: list[torch.Tensor],
-        num_inputs: int,
-        own_outs: bool,
-        make: Callable[[], Sequence[torch.Tensor]],
-        results: Callable[[], tuple[Any, ...]],
-    ) -> None:
-        """Finds out which tensors are copied from now on, and captures both graphs anew."""
+    def _find(
+        self, key: Key, source: Source, given: Sequence[torch.Tensor], num_inputs: int
+    ) -> Captured:
+        """Graphs for addresses that have none: Note [Addresses in graphs]."""
         if not all(tensor.is_cuda for tensor in given):
             raise ExecutorError(
                 f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
                 "give it on the GPU, or leave out graph=True"
             )
-        if self._graphs and self._own_outs == own_outs:
-            for index, address in self._still:
-                like = given[index]
-                if like.data_ptr() != address:
-                    self._copied.add(index)
-                    with torch.inference_mode(False):  # later runs may copy into it outside of it
-                        self._baked[index] = torch.empty_strided(
-                            like.shape, like.stride(), dtype=like.dtype, device=like.device
-                        )
-        else:
-            self._baked, self._copied, self._own_outs = list(given), set(), own_outs
-        self._still = [
-            (index, tensor.data_ptr())
-            for index, tensor in enumerate(self._baked)
-            if index not in self._copied
-        ]
-        self.moves = bool(self._copied)
-        homes = [(index, self._baked[index]) for index in sorted(self._copied)]
-        self._ins = [
-            (index, home, home.data_ptr(), home.nbytes if home.is_contiguous() else 0)
-            for index, home in homes
-            if index < num_inputs
-        ]
-        ops, params = self._context.plan.program.ops, names[0]
-        written = {access.view.buffer for op in ops for access in op.writes()}
-        self._outs = [
-            (index, home)
-            for index, home in homes
-            if index >= num_inputs or params[index] in written
-        ]
-        self._capture(names, num_inputs, make, results)
+        if self._deserves(key):
+            self._seen.pop(key, None)
+            found = self._at[key] = self._capture(source, given, num_inputs, frozenset())
+            return found
+        self._seen[key] = None
+        if len(self._seen) > SEEN:
+            del self._seen[next(iter(self._seen))]
+        found, count = self._through.get(len(key)), len(key)
+        off = set[int]() if found is None else found.off(key)
+        if found is not None and not off:
+            return found
+        moved = {i for at in self._at if len(at) == count for i in range(count) if at[i] != key[i]}
+        if found is not None:
+            moved |= found.moved | off
+            self._give_up(self._through, count)
+        found = self._through[count] = self._capture(source, given, num_inputs, frozenset(moved))
+        return found
 
-    def bring(self, stream: int, given: Sequence[torch.Tensor]) -> None:
-        """Copies what comes at other addresses to where the graphs read it."""
-        for index, home, address, nbytes in self._ins:
-            if nbytes:
-                self._engine.driver.copy(stream, address, given[index].data_ptr(), nbytes)
-            else:
-                home.copy_(given[index])
+    def _deserves(self, key: Key) -> bool:
+        """Whether these addresses get graphs of their own, for which others may have to go."""
+        if self._bound or len(self._at) < MOST:
+            return not self._bound
+        oldest = min(self._at, key=lambda at: self._at[at].used)
+        if key not in self._seen or self._runs - self._at[oldest].used < STALE:
+            return False
+        self._give_up(self._at, oldest)
+        return True
 
-    def take(self, given: Sequence[torch.Tensor]) -> None:
-        """Copies what the graphs wrote to where the caller wants it."""
-        for index, home in self._outs:
-            given[index].copy_(home)
-
-    def give(self, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """The results of a replay: the graph's own, or what no other replay writes, copied as a
-        part of the run."""
-        if self._context.options.static_outputs:
-            return self._results[turn]
-        pick = self._picks[turn]
-        if pick is not None:
-            return pick(given)
-        homes, results = self._homes[turn], self._results[turn]
-        return tuple(
-            [lasting(item, home, given) for item, home in zip(results, homes, strict=True)]
-        )
-
-    def _settle(self, num_inputs: int) -> None:
-        """Which results of each graph lie in which tensors of the caller's: once for each capture,
-        since these then stay where they are, or are copied."""
-        outs = [(i, tensor) for i, tensor in enumerate(self._baked) if i >= num_inputs]
-        kept = [held.tensor for held in self._context.values.registered.values()]
-        self._homes = [[home_of(item, outs, kept) for item in results] for results in self._results]
-        self._picks = [picker(homes) for homes in self._homes]
+    def _give_up(self, where: dict[Any, Captured], key: Any) -> None:
+        """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
+        self._engine.synchronize()
+        where.pop(key).reset()
 
     def _capture(
         self,
-        names: tuple[Sequence[str], Sequence[str]],
+        source: Source,
+        given: Sequence[torch.Tensor],
         num_inputs: int,
-        make: Callable[[], Sequence[torch.Tensor]],
-        results: Callable[[], tuple[Any, ...]],
-    ) -> None:
-        """Captures both graphs: nothing runs, so no peer need do the same now."""
-        values, device = self._context.values, self._context.device
-        torch.cuda.current_stream(device).synchronize()
-        if self._graphs:
-            self._engine.synchronize()  # they may be under way, on whatever stream
-        for graph in self._graphs:
-            graph.reset()
-        self._graphs, self._results = [], []
+        moved: frozenset[int],
+    ) -> Captured:
+        """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
+        values = self._context.values
+        program, options = self._context.plan.program, self._context.options
+        written = {access.view.buffer for op in program.ops for access in op.writes()}
+        changed = {i for i, name in enumerate(source.inputs) if name in written}
+        kept = [held.tensor for held in values.registered.values()]
+        others = [*self._at.values(), *self._through.values()]
+        made = Captured(given, num_inputs, moved, frozenset(changed), self._bound)
+        tensors = made.tensors(given)
+        self._engine.synchronize()  # a capture waits for the device: here it is bounded
         for turn, binding in enumerate(self._bindings):
             graph: Any = torch.cuda.CUDAGraph()
             uses = dict.fromkeys(self._context.plan.takes, Use(turn, 0))
+            wanted = () if len(given) > num_inputs else source.outputs
+            named = dict(zip((*source.inputs, *source.outputs), tensors, strict=False))
+            named = self._memory(turn, wanted, source) | named
+            pool = others[0].graphs[turn].pool() if others else None
             self._engine.check()  # in a capture it would be told badly
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                outs = make() if self._own_outs else self._baked[num_inputs:]
-                given = dict(zip(names[0], self._baked, strict=False))
-                given.update(zip(names[1], outs, strict=True))
+            with torch.cuda.graph(
+                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 binding.main.handle = int(self._stream.cuda_stream)
                 try:
-                    values.begin(given, uses)
+                    values.begin(named, uses)
                     binding.issue(self._entry)
-                    self._results.append(results())
+                    results = source.results()
                 except BaseException:  # else the capture's end would hide it: streams not joined
                     with contextlib.suppress(Exception):
                         binding.join()
                     raise
                 finally:
                     values.end()
-            self._graphs.append(graph)
-        self._settle(num_inputs)
+            made.keep(graph, results, tensors, kept, options.static_outputs)
+        return made
+
+    def _memory(self, turn: int, names: Sequence[str], source: Source) -> dict[str, torch.Tensor]:
+        """What the graphs of a turn return, where the caller gives no tensors for `names`."""
+        with torch.inference_mode(False):
+            if turn not in self._made:
+                self._made[turn] = self._context.values.new()
+            made = self._made[turn]
+            if not made.keys() >= set(names):
+                made |= zip(names, source.new(), strict=True)
+        return made
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
-        graphs, self._graphs = self._graphs, []
-        for graph in graphs:
-            graph.reset()
-        self._results, self._baked, self._still, self._ins, self._outs = [], [], [], [], []
+        dropped = [*self._at.values(), *self._through.values()]
+        self._at, self._through, self._seen, self._made = {}, {}, {}, {}
+        for captured in dropped:
+            captured.reset()
 
     def close(self) -> None:
         """Lets go of the graphs and their events."""

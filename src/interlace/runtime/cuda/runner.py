@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm
 from interlace.errors import ExecutorError
+from interlace.runtime.cuda.graphs import Source
 from interlace.runtime.inputs import Given
 from interlace.runtime.quick import NO_USES
 from interlace.runtime.results import Results
@@ -47,7 +48,7 @@ class Runner:
         self._name, self._tag = context.plan.program.name, tag
         self._text = context.flight.text
         self._start = self._values.starter((*inputs.names, *outputs.names))
-        self._both = self._inputs.names, self._outputs.names
+        self._source = Source(inputs.names, outputs.names, outputs.new, results)
         held = self._values.registered.values()
         self._written = [one.tensor for one in held if one.written]
         self._marked = [tensor for tensor in self._written if not tensor.is_inference()]
@@ -135,7 +136,7 @@ class Runner:
         try:
             engine.check()  # a failure from before is known here, a later one waits for the end
             if engine.graphs is not None and self.warm:
-                return engine.graphs.run(self._both, inputs, out, self._outputs.new, self._results)
+                return engine.graphs.run(self._source, inputs, out)
             out = self._outputs.new() if out is None else out
             try:
                 self._start((*inputs, *out), engine.uses())

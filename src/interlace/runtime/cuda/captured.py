@@ -1,0 +1,109 @@
+"""A Program in two CUDA graphs, which read and write at the addresses that they were captured with.
+
+captured = Captured(given, num_inputs, moved, written, bound)  # `moved` have places of their own
+tensors = captured.tensors(given)                              # what is to be captured
+captured.keep(graph, results, tensors, kept, static)           # once for each graph
+captured.bring(driver, stream, given)                          # before a replay, where it `moves`,
+captured.take(given)                                           # and after it
+captured.gives[turn](given)                                    # its results
+
+No tensor of the caller's is kept alive, so between runs its memory is free for others: a graph is
+replayed with tensors that lie at its addresses, and these are what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from interlace.comm.cuda.driver import Driver
+from interlace.runtime.cuda.homes import Give, giver, home_of
+
+
+class Captured:
+    """Both graphs, what is copied into and out of them, and what gives their results."""
+
+    def __init__(
+        self,
+        given: Sequence[torch.Tensor],
+        num_inputs: int,
+        moved: frozenset[int],
+        written: frozenset[int],
+        bound: bool,
+    ) -> None:
+        """`moved` are the numbers of the tensors that come at any address, `written` those of the
+        inputs that the Program changes; for `bound` see Note [NCCL and addresses] in graphs.py."""
+        self.graphs: list[Any] = []
+        self.gives: list[Give] = []
+        """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
+        self.used = 0
+        """The number of its last run."""
+        self.moved, self.moves = moved, bool(moved)
+        self._num_inputs = num_inputs
+        self._still = [
+            (i, t.data_ptr(), StorageWeakRef(t.untyped_storage()) if bound else None)
+            for i, t in enumerate(given)
+            if i not in moved
+        ]
+        with torch.inference_mode(False):  # later runs may copy into them outside of it
+            self._places = {
+                i: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                for i, t in enumerate(given)
+                if i in moved
+            }
+        self._ins = [
+            (i, place, place.data_ptr(), place.nbytes if place.is_contiguous() else 0)
+            for i, place in self._places.items()
+            if i < num_inputs
+        ]
+        self._outs = [
+            (i, place) for i, place in self._places.items() if i >= num_inputs or i in written
+        ]
+
+    def off(self, addresses: Sequence[int]) -> set[int]:
+        """The tensors that do not lie where the graphs have them, but for those that are copied."""
+        return {
+            index
+            for index, address, storage in self._still
+            if addresses[index] != address or (storage is not None and storage.expired())
+        }
+
+    def tensors(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the graphs read and write: what is given, or places of their own."""
+        return [self._places.get(index, tensor) for index, tensor in enumerate(given)]
+
+    def keep(
+        self,
+        graph: Any,
+        results: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        static: bool,
+    ) -> None:
+        """Takes a graph that was captured with these `tensors`, and its results: some lie in
+        tensors of the caller's, or in `kept`; the others are given as they are, if `static`."""
+        outs = [(i, tensor) for i, tensor in enumerate(tensors) if i >= self._num_inputs]
+        homes = [home_of(item, outs, kept) for item in results]
+        self.graphs.append(graph)
+        self.gives.append(giver(results, homes, static))
+
+    def bring(self, driver: Driver, stream: int, given: Sequence[torch.Tensor]) -> None:
+        """Copies what comes at any address to where the graphs read it."""
+        for index, place, address, nbytes in self._ins:
+            if nbytes:
+                driver.copy(stream, address, given[index].data_ptr(), nbytes)
+            else:
+                place.copy_(given[index])
+
+    def take(self, given: Sequence[torch.Tensor]) -> None:
+        """Copies what the graphs wrote to where the caller wants it."""
+        for index, place in self._outs:
+            given[index].copy_(place)
+
+    def reset(self) -> None:
+        """Lets go of the graphs."""
+        for graph in self.graphs:
+            graph.reset()

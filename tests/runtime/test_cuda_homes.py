@@ -1,0 +1,82 @@
+"""Where the results of graph replays lie, and what a caller gets of them: no GPU is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from interlace.runtime.cuda.homes import giver, home_of
+
+
+def five() -> list[torch.Tensor]:
+    return [torch.randn(2, 3) for _ in range(5)]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_results_in_the_callers_outputs_are_those_of_each_run(static: bool) -> None:
+    x, y, z, *_ = five()
+    outs = [(1, y), (2, z)]
+    for results, numbers in (((z, y), (2, 1)), ((z,), (2,)), ((y, x), (1,))):
+        give = giver(results, [home_of(item, outs, []) for item in results], static)
+        given = [x.clone(), y.clone(), z.clone()]
+        for found, number in zip(give(given), numbers, strict=False):
+            assert found is given[number]
+
+
+def test_other_results_are_copies(seed: int) -> None:
+    torch.manual_seed(seed)
+    x, y, z, own, held = five()
+    results = (y, (own, y.view(6), 3), None, x, held)
+    homes = [home_of(item, [(1, y), (2, z)], [held]) for item in results]
+    assert homes == [1, (None, None, None), None, None, held]
+    given = [x.clone(), y.clone(), z.clone()]
+    found: Any = giver(results, homes, static=False)(given)
+    assert found[0] is given[1]
+    copy, view, number = found[1]
+    assert torch.equal(copy, own)
+    assert copy.data_ptr() != own.data_ptr()
+    assert torch.equal(view, y.view(6))
+    assert view.data_ptr() != y.data_ptr()
+    assert (number, found[2]) == (3, None)
+    assert torch.equal(found[3], x)
+    assert found[3].data_ptr() != x.data_ptr()
+    assert found[4] is held  # registered: no other replay writes it but where the caller wants it
+
+
+def test_static_results_are_the_graphs_own() -> None:
+    x, y, z, own, _ = five()
+    results: Any = (own, (x, y))
+    give = giver(results, [home_of(item, [], []) for item in results], static=True)
+    first, (second, third) = give([x, y])
+    assert (first is own, second is x, third is y) == (True, True, True)
+    one = giver((own, z), [None, None], static=True)
+    assert one([x]) is one([y])
+    assert giver((), [], static=True)([]) == giver((), [], static=False)([]) == ()
+
+
+def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
+    y, empty = torch.randn(3, 3), torch.empty(0)
+    others = y.permute(1, 0), y.view(torch.int32), y[:2], empty
+    for outs, kept in (([(0, y), (1, empty)], []), ([], [y, empty])):
+        homes = [home_of(item, outs, kept) for item in others]
+        assert [home is None for home in homes] == [True] * 4
+    found = giver(others, [None] * 4, static=False)([y])
+    for mine, other in zip(found, others, strict=True):
+        assert torch.equal(mine, other)
+        assert mine.dtype == other.dtype
+        assert mine.stride() == other.stride()
+
+
+def test_what_is_copied_is_not_kept_alive() -> None:
+    """So that other graphs of the same memory can use it, and the caller's tensors can go."""
+    block = torch.randn(4, 4)
+    item, ref = block[1:, ::2], StorageWeakRef(block.untyped_storage())
+    give = giver((item, (item,)), [None, (None,)], static=False)
+    first, (second,) = give([])
+    assert torch.equal(first, item)
+    assert torch.equal(second, item)
+    del item, block
+    assert ref.expired()
