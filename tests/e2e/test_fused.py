@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.e2e.test_training import Trace, compiled, different, local
+from tests.gpu.cases import Case, prepared, run
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import interlace.frontend
 from interlace.ir import Fused
-from interlace.passes import write
+from interlace.passes import pieces as pieces_file
 
 DIM = 16
 
@@ -83,7 +84,7 @@ def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
     in_order, _ = train({"strategy": "fused", "in_order": True}, steps, seed)
     # Own rows in pieces as well, summed while others are made, as large ones are.
     pieces = {"strategy": "fused", "chunks": 4 * torch.distributed.get_world_size()}
-    with mock.patch.object(write, "BESIDE_BYTES", 1):
+    with mock.patch.object(pieces_file, "BESIDE_BYTES", 1):
         beside, _ = train(pieces, steps, seed)
         beside_in_order, _ = train({**pieces, "in_order": True}, steps, seed)
     found = (trace, in_order, beside, beside_in_order)
@@ -97,3 +98,27 @@ def test_training_equals_that_by_copies(pool: Pool, ranks: int, seed: int) -> No
         assert wrong == [[], [], [], []]
         assert len(fused) == 2  # forward and backward
         assert all(fused), fused
+
+
+def in_slabs(seed: int) -> list[str]:
+    """On one rank: which of some all-reduces in slabs are off, or have other bits in order."""
+    case = Case("matmul_all_reduce", torch.distributed.get_world_size(), device="cpu")
+    texts = str(case.program("beside")), str(case.program("fused"))
+    assert [text.count("p_sums_ready") > 0 for text in texts] == [True, False]
+    wrong: list[str] = []
+    with prepared(case, "beside") as slabs, prepared(case, "beside", in_order=True) as twin:
+        for number in range(6):
+            exact = number < 3
+            given = case.inputs(seed + number, exact=exact)
+            found = run(slabs, case, given)
+            if not torch.equal(found, run(twin, case, given)):
+                wrong.append(f"run {number} in order")
+            wanted = case.reference(seed + number, exact=True)[0]
+            if exact and not torch.equal(found, wanted.to(case.type)):
+                wrong.append(f"run {number}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4], ids=lambda n: f"{n}-ranks")
+def test_all_reduces_in_slabs_are_right(pool: Pool, ranks: int, seed: int) -> None:
+    assert pool(ranks).run(in_slabs, seed) == [[]] * ranks

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache
@@ -26,7 +27,7 @@ from tests.runtime.programs import world_group
 from interlace.errors import InterlaceError
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower, write
+from interlace.passes import lower, pieces
 from interlace.runtime import Executor
 from interlace.runtime.engine import BeforeOp
 
@@ -49,7 +50,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "beside": {"strategy": "fused"},
     "exchange": {"strategy": "exchange"},
 }
-"""Options of each. `beside`: own rows are cut as large ones are, and summed beside the kernel."""
+"""Options of each. `beside`: own rows are cut as large ones are, and summed beside the kernel; so
+are all-reduces, which go in slabs."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ class Case:
 
         The fused kernels take neither fp32 nor uneven rows: `peer` stands in for them there.
         """
-        least = 1 if strategy == "beside" else write.BESIDE_BYTES
-        with mock.patch.object(write, "BESIDE_BYTES", least):
+        small = ("BESIDE_BYTES", "SLAB_FLOPS", "SLAB_BYTES") if strategy == "beside" else ()
+        with mock.patch.multiple(pieces, **dict.fromkeys(small, 1)) if small else nullcontext():
             program = lower(parse(self.text), Options(**STRATEGIES[strategy]))
         taken = [site.strategy for site in program.sites]
         wanted = STRATEGIES[strategy]["strategy"]

@@ -136,7 +136,8 @@ def check_scatter(draw: random.Random) -> None:
     rank = draw.randrange(size)
     m_tiles = -(-rows // TILE["BM"])
     subs = draw.choice([s for s in (1, 2, 3, 4) if m_tiles % s == 0]) if size > 1 else 1
-    lead = draw.randint(1, subs)
+    slabs = rows % (subs * TILE["BM"]) == 0
+    lead = draw.randint(0 if slabs else 1, subs)
     stage = torch.full((size * rows, columns), float("nan")).half()
     own = torch.full((rows, columns), float("nan")).half()
     counters = torch.zeros(size * subs, dtype=torch.int32)
@@ -154,9 +155,12 @@ def check_scatter(draw: random.Random) -> None:
     )  # fmt: skip
     what = ("scatter", case, rank, subs, lead)
     made = x.float() @ plain.float() + (bias.float() if case["bias"] else 0)
-    mine = slice(rank * rows, (rank + 1) * rows)
-    assert bool(stage[mine].isnan().all()), (what, "the own rows go to their own place")
-    stage[mine] = own
+    parts = stage.view(size, rows, columns)
+    if not lead:  # in slabs, which have ranges of all parts
+        parts = stage.view(subs, size, rows // subs, columns).transpose(0, 1)
+    own = own.view(parts[rank].shape)
+    assert bool(parts[rank].isnan().all()), (what, "the own rows go to their own place")
+    parts[rank] = own
     close(stage, made, what)
     raised = [[each // subs] * subs] * size
     assert counters.view(size, subs).tolist() == raised, (what, counters, each)

@@ -183,14 +183,22 @@ def test_scatter_with_copies_behind_it(
     kernel = ScatterMatmul(
         rows=rows, inner=inner, columns=columns, size=size, rank=rank, dtype=dtype,
         device=device, transposed=transposed, bias=has_bias, config=config, subs=2,
-        lead=1 + seed // size % 2,
+        lead=seed // size % 3,
     )  # fmt: skip
     counters, subs = line.words.data_ptr(), kernel.subs
+    each = len(kernel.sub_rows(0))
+    slabs = seed // size % 3 == 0 and each * 2 == rows  # else ranges of a chunk lie together
     ranges = [
         (chunk * subs + sub, kernel.raised, chunk, kernel.sub_rows(sub))
         for chunk in ((rank + k) % size for k in range(1, size + 1))
         for sub in range(subs)
     ]
+
+    def place(chunk: int, span: range) -> slice:
+        """Where rows of a chunk lie in x and in the stage."""
+        down = (span.start * (size - 1) + chunk * each) if slabs else chunk * rows
+        return slice(down + span.start, down + span.stop)
+
     for number in (1, 2):
         x = drawn(size * rows, inner, dtype=dtype)
         stage = filled(size * rows, columns, device=device, dtype=dtype)
@@ -200,13 +208,14 @@ def test_scatter_with_copies_behind_it(
         kernel.launch(torch.cuda.current_stream().cuda_stream, x, w, stage, own, bias, counters)
         for word, raised, chunk, span in ranges:
             line.wait(word, number * raised)
-            at = slice(chunk * rows + span.start, chunk * rows + span.stop)
+            at = place(chunk, span)
             source = own[span.start : span.stop] if chunk == rank else stage[at]
             line.copy(sent[at], source)
         torch.cuda.synchronize()
-        mine = slice(rank * rows, (rank + 1) * rows)
-        assert bool(stage[mine].isnan().all())
-        stage[mine] = own
+        for sub in range(subs):
+            span = kernel.sub_rows(sub)
+            assert bool(stage[place(rank, span)].isnan().all())
+            stage[place(rank, span)] = own[span.start : span.stop]
         assert_product(stage, x, plain, bias)
         assert torch.equal(sent, stage.cpu()), "a copy overtook the tiles that it waited for"
         found = line.words[: size * subs].tolist()

@@ -5,8 +5,22 @@ from __future__ import annotations
 import pytest
 
 from interlace.errors import PassError
-from interlace.ir import Call, Expect, Free, Fused, Op, Program, Put, Record, Wait, in_order, parse
-from interlace.passes import run_pipeline, write
+from interlace.ir import (
+    Call,
+    Expect,
+    Free,
+    Fused,
+    Get,
+    Op,
+    Program,
+    Put,
+    Record,
+    Wait,
+    in_order,
+    parse,
+)
+from interlace.passes import pieces as pieces_file
+from interlace.passes import run_pipeline
 from interlace.passes.fuse import Fuse
 from interlace.passes.groups import SUM, groups
 from interlace.verify import check
@@ -200,7 +214,7 @@ def f(tp: Team[{size}], x: bf16[{size * 512}, 8], w: bf16[8, 8], y: out[bf16[512
     main: reduce_scatter(t, y, reduce="sum", team=tp)
 """
     for least, pieces in ((2048, 4), (2049, 2), (4097, 1)):  # a rank's rows are 8192 bytes
-        monkeypatch.setattr(write, "BESIDE_BYTES", least)
+        monkeypatch.setattr(pieces_file, "BESIDE_BYTES", least)
         made = run_pipeline(parse(text), f"{LOWER},fuse")
         assert check(made).sound
         (kernel,) = fused(made)
@@ -211,3 +225,33 @@ def f(tp: Team[{size}], x: bf16[{size * 512}, 8], w: bf16[8, 8], y: out[bf16[512
         assert "".join("o" if mine else "p" for mine in last) == orders[pieces]
         sums = [op for op in made.ops if isinstance(op, Call) and op.fn == SUM]
         assert [op.stream for op in sums] == ["arrivals"] * (pieces - 1) + ["main"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_large_all_reduces_go_in_slabs(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of SLAB_FLOPS and more each, and a rank's part SLAB_BYTES: three at least, or none."""
+    text = f"""
+def f(tp: Team[{size}], x: bf16[{size * 768}, 8], w: bf16[8, 8], y: out[bf16[{size * 768}, 8]]):
+    t = empty(bf16[{size * 768}, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: all_reduce(t, y, reduce="sum", team=tp)
+"""
+    flops, nbytes = 2 * size * 768 * 8 * 8, 768 * 16
+    for slabs, work, part in (
+        *((6, flops / 6, nbytes // 6), (3, flops / 5, nbytes // 6), (3, flops / 6, nbytes // 3)),
+        *((0, flops / 2, nbytes // 6), (0, flops / 6, nbytes // 2)),
+    ):
+        monkeypatch.setattr(pieces_file, "SLAB_FLOPS", work)
+        monkeypatch.setattr(pieces_file, "SLAB_BYTES", part)
+        made = run_pipeline(parse(text), f"{LOWER},fuse")
+        assert check(made).sound
+        (kernel,) = fused(made)
+        calls = [member for member in kernel.members if isinstance(member, Call)]
+        assert len(calls) == size * max(slabs, 1)
+        assert made.sites[0].chunks == len(calls)
+        own = [call.outs[0].buffer == "t_slots" for call in calls]
+        assert own == ([False] * (size - 1) + [True]) * max(slabs, 1)
+        sums = [op for op in made.ops if isinstance(op, Call) and op.fn == SUM]
+        assert [op.stream for op in sums] == ["arrivals"] * (slabs - 1) + ["main"]
+        gets = [op for op in made.ops if isinstance(op, Get)]
+        assert [op.stream for op in gets] == ["arrivals"] * max(slabs - 1, 0) * (size - 1)

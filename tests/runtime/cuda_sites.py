@@ -17,7 +17,7 @@ from tests.support.fake_device import Entry
 
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower, write
+from interlace.passes import lower, pieces
 
 GATHER = """
 def f(tp: Team[4], x: bf16[8, 16], w: bf16[16, 8], y: out[bf16[32, 8]]):
@@ -30,6 +30,12 @@ def f(tp: Team[4], x: bf16[32, 16], w: bf16[16, 8], y: out[bf16[8, 8]]):
     t = empty(bf16[32, 8])
     main: call("aten.mm.out", x, w, out=t)
     main: reduce_scatter(t, y, reduce="sum", team=tp)
+"""
+REDUCE = """
+def f(tp: Team[4], x: bf16[64, 16], w: bf16[16, 8], y: out[bf16[64, 8]]):
+    t = empty(bf16[64, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: all_reduce(t, y, reduce="sum", team=tp)
 """
 OPEN = """
 def f(tp: Team[4], x: bf16[8, 16], y: out[bf16[8, 16]]):
@@ -47,16 +53,28 @@ def f(tp: Team[4], x: bf16[8, 16], y: out[bf16[8, 16]]):
 """Each rank hears of one other only, so a run says little of the last."""
 
 WORLD = 4
-SITES = {"gather": GATHER, "scatter": SCATTER}
-SHAPES = {"gather": ((8, 16), (32, 8)), "scatter": ((32, 16), (8, 8))}
+SITES = {"gather": GATHER, "scatter": SCATTER, "reduce": REDUCE}
+SHAPES = {
+    "gather": ((8, 16), (32, 8)),
+    "scatter": ((32, 16), (8, 8)),
+    "reduce": ((64, 16), (64, 8)),
+}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "put": {"strategy": "peer", "protocol": "put"},
     "get": {"strategy": "peer", "protocol": "get"},
     "fused": {"strategy": "fused"},
     "ranges": {"strategy": "fused", "chunks": 8},
     "beside": {"strategy": "fused", "chunks": 16},
+    "slabs": {"strategy": "fused", "chunks": 16},
 }
-"""`beside`: own rows are made in ranges too, and summed while others are made."""
+"""`beside`: own rows are made in ranges too, and summed while others are made; `slabs`: of `reduce`
+all rows, which then travel back as well."""
+SERVED = [
+    (site, strategy)
+    for site in SITES
+    for strategy in STRATEGIES
+    if (site == "reduce") == (strategy == "slabs")
+]
 
 
 def program(site: str, strategy: str) -> Program:
@@ -64,7 +82,10 @@ def program(site: str, strategy: str) -> Program:
 
 
 def lowered(text: str, strategy: str) -> Program:
-    with mock.patch.object(write, "BESIDE_BYTES", 1 if strategy == "beside" else 1 << 40):
+    found: dict[str, Any] = {"BESIDE_BYTES": 1 if strategy == "beside" else 1 << 40}
+    if strategy == "slabs":
+        found |= {"SLAB_FLOPS": 1, "SLAB_BYTES": 1, "SMALL_BYTES": 0}
+    with mock.patch.multiple(pieces, **found):
         return lower(parse(text), Options(**STRATEGIES[strategy]))
 
 

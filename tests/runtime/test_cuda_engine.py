@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.cuda_sites import (
+    SERVED,
     WORLD,
     bound,
     logs_of,
@@ -25,7 +26,7 @@ from interlace.options import Options
 from interlace.runtime.cuda.parts import turns
 
 sites = pytest.mark.parametrize("site", ["gather", "scatter"])
-strategies = pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges", "beside"])
+served = pytest.mark.parametrize(("site", "strategy"), SERVED)
 
 
 def ended(reader: int, writer: int) -> int:
@@ -43,8 +44,7 @@ def launch_of(log: list[Entry]) -> Launch:
     return found
 
 
-@strategies
-@sites
+@served
 def test_a_run_begins_and_ends_on_the_callers_stream(site: str, strategy: str) -> None:
     with bound(site, strategy) as fake:
         for number, log in enumerate(logs_of(fake, site, 3), start=1):
@@ -218,12 +218,43 @@ def test_own_ranges_are_summed_beside_the_kernel() -> None:
                 assert order.before(order.one("launch"), total) == (sub == 3)
 
 
+def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
+    """The kernel has the turns of the Program; sums of a slab are fetched once they are there."""
+    with bound("reduce", "slabs") as fake:
+        inputs, (y,) = tensors("reduce")
+        for number in (1, 2, 3):
+            fake.run(inputs, [y])
+            log, order, launch = list(fake.log), Order(fake.log), launch_of(fake.log)
+            assert (launch.subs, launch.lead) == (4, 0)
+            shapes = [t.shape for t in map(launch.tensors.get, ("x", "own")) if t is not None]
+            assert shapes == [(64, 16), (16, 8)]
+            base = fake.space.base
+            totals = order.find("call", None, "interlace.sum_slots")
+            assert len(totals) == 4
+            aside = log[totals[0]][1]
+            assert [log[total][1] for total in totals] == [aside] * 3 + [MAIN]
+            for slab, total in enumerate(totals):
+                own = order.find("wait", aside, launch.counters + 4 * (4 + slab))
+                assert [log[count][3] for count in own] == [number * TILES] * (slab < 3)
+                for peer in (0, 2, 3):
+                    heard = word("t_slots_arrived", 1, peer, fake.space.number)
+                    assert order.before(order.one("wait", aside, heard, base + 1 + slab), total)
+                    told = word("t_sums_ready", peer, 1, fake.space.number)
+                    tell = order.one("write", log[total][1], told, base + 1 + slab)
+                    assert order.before(total, tell)
+                    ready = word("t_sums_ready", 1, peer, fake.space.number)
+                    came = order.one("wait", None, ready, base + 1 + slab)
+                    rows = 64 // 4 * slab + 4 * peer  # each slab has 4 rows of every rank
+                    (fetched,) = order.find("copy", log[came][1], y.data_ptr() + rows * 16)
+                    assert order.before(came, fetched)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
     from interlace.kernels import scatter_kernel, specialized_scatter
 
     for subs in range(1, 5):
-        for lead in range(1, subs + 1):
+        for lead in range(subs + 1):
             wanted = turns(size, subs, lead)
             assert sorted(wanted) == [(part, sub) for part in range(size) for sub in range(subs)]
             for module in (scatter_kernel, specialized_scatter):
@@ -249,8 +280,7 @@ def test_own_ranges_elsewhere_have_no_kernel(old: str, new: str) -> None:
         assert fake.engine.binding.binder.kernels
 
 
-@strategies
-@sites
+@served
 def test_runs_take_turns_with_the_copies_of_slots(site: str, strategy: str) -> None:
     with bound(site, strategy) as fake:
         for number, log in enumerate(logs_of(fake, site, 4), start=1):
@@ -264,8 +294,7 @@ def test_runs_take_turns_with_the_copies_of_slots(site: str, strategy: str) -> N
             assert found == {number % 2}
 
 
-@strategies
-@sites
+@served
 def test_slots_are_taken_before_they_are_written(site: str, strategy: str) -> None:
     gotten = any(isinstance(op, Get) for op in program(site, strategy).ops)
     heard = [ended(1, peer) for peer in (0, 2, 3)]
@@ -303,15 +332,14 @@ def test_a_caller_on_another_stream_waits_for_the_last_run() -> None:
         assert log[0] == ("wait_event", 900, 12345)
 
 
-@strategies
-@sites
+@served
 def test_in_order_all_is_on_one_stream(site: str, strategy: str) -> None:
     with bound(site, strategy, in_order=True) as fake:
         (log,) = logs_of(fake, site, 1)
         assert {entry[1] for entry in log} == {MAIN}
         # Kernels then do one part each, and wait for nothing.
         launches = [entry[2] for entry in log if entry[0] == "launch"]
-        parts = {"fused": WORLD, "ranges": WORLD, "beside": WORLD}
+        parts = {"fused": WORLD, "ranges": WORLD, "beside": WORLD, "slabs": 4 * WORLD}
         if site == "scatter":
             parts |= {"ranges": 2 * (WORLD - 1) + 1, "beside": 4 * WORLD}
         assert len(launches) == parts.get(strategy, 0)

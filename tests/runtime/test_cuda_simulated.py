@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.runtime.cuda_sites import (
     OPEN,
+    SERVED,
     WORLD,
     logs_of,
     lowered,
@@ -27,8 +28,7 @@ from interlace.verify import check
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
-@pytest.mark.parametrize("strategy", ["put", "get", "fused", "ranges", "beside"])
-@pytest.mark.parametrize("site", ["gather", "scatter"])
+@pytest.mark.parametrize(("site", "strategy"), SERVED)
 def test_no_rank_waits_for_ever_nor_writes_too_early(
     site: str, strategy: str, in_order: bool, seed: int
 ) -> None:
@@ -80,8 +80,7 @@ def test_a_kernel_that_holds_all_processors_leaves_none_waiting(
         assert all(ends) == waits
 
 
-@pytest.mark.parametrize("strategy", ["put", "fused", "ranges", "beside"])
-@pytest.mark.parametrize("site", ["gather", "scatter"])
+@pytest.mark.parametrize(("site", "strategy"), [s for s in SERVED if s[1] != "get"])
 @pytest.mark.parametrize("shared", [("comm", "arrivals"), ("main", "comm", "arrivals")])
 def test_streams_may_share_a_queue_of_the_device(
     site: str, strategy: str, shared: tuple[str, ...], seed: int

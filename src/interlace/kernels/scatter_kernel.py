@@ -9,6 +9,9 @@ rest is made, their ranges come between those of part W-2, once LEAD of these ar
 
     ... p0 p1 own0 p2 own1 p3 own2 own3        SUBS = 4, LEAD = 2; LEAD = SUBS: no own one between
 
+An all-reduce goes slab by slab (LEAD = 0): the same range of every part, then the next range; the
+rows of a slab lie together in x and in the stage, those of a part in its ranges of all slabs.
+
 All tiles end alike, with a store, so that one loop of tiles and k-steps (`flatten`) keeps loads
 under way throughout. The counter of a tile is raised at k-step LATE of the block's next one, when
 its stores have long been performed: waiting for them at once costs 2 us a tile. There are no more
@@ -39,13 +42,25 @@ def turn_of(turn, SIZE: tl.constexpr, SUBS: tl.constexpr, LEAD: tl.constexpr):
     """The part and the range whose tiles have that turn."""
     part = turn // SUBS
     sub = turn % SUBS
-    if LEAD < SUBS:
+    if LEAD == 0:
+        part = turn % SIZE
+        sub = turn // SIZE
+    elif LEAD < SUBS:
         late = turn - (SIZE - 2) * SUBS - LEAD
         if late >= 0:
             if late < 2 * (SUBS - LEAD):
                 part = SIZE - 1 - late % 2
                 sub = late // 2 + late % 2 * LEAD
     return part, sub
+
+
+@triton.jit
+def above(chunk, sub, rows, SIZE: tl.constexpr, SUBS: tl.constexpr, LEAD: tl.constexpr):
+    """How far the rows of a range of a part lie in x and in the stage behind those in the part."""
+    apart = chunk * rows
+    if LEAD == 0:
+        apart = (sub * (SIZE - 1) + chunk) * (rows // SUBS)
+    return apart
 
 
 @triton.jit
@@ -104,10 +119,11 @@ def scatter_kernel(
         chunk = (RANK + 1 + part) % SIZE
         m, n = place(tile - turn * per_turn, height, n_tiles, GROUP_M)
         row = (sub * height + m) * BM
+        at = above(chunk, sub, rows, SIZE, SUBS, LEAD)
         column = n * BN
         acc = tl.zeros([BM, BN], tl.float32)
         for k in range(k_tiles):
-            a = x_desc.load([chunk * rows + row, k * BK])
+            a = x_desc.load([at + row, k * BK])
             b = load_weight(w_desc, k * BK, column, TRANSPOSED)
             acc = tl.dot(a, b, acc)
             if (k == late) & (tile != first):
@@ -117,7 +133,7 @@ def scatter_kernel(
         made = acc.to(stage.dtype.element_ty)
         if STORE_TMA:
             to_desc = stage_desc
-            to_row = chunk * rows + row
+            to_row = at + row
             if chunk == RANK:
                 to_desc = own_desc
                 to_row = row
@@ -128,7 +144,7 @@ def scatter_kernel(
             else:
                 to_desc.store([to_row, column], made)
         else:
-            to = stage + (chunk * rows).to(tl.int64) * columns
+            to = stage + at.to(tl.int64) * columns
             if chunk == RANK:
                 to = own
             store_rows(to, made, row, rows, column, columns, BM, BN)

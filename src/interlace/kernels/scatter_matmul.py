@@ -7,7 +7,7 @@
 `counters` is the address of size * subs words. Each call adds `raised` to each of them, tile by
 tile: word c * subs + s is of the rows `sub_rows(s)` of chunk c, which may be read from the stage
 (`own`, if c is the rank itself) once that is reached. stage[rank] is neither read nor written.
-`lead` says when the own ranges' turns come; see scatter_kernel.py.
+`lead` says when the own ranges' turns come, and where the rows of all lie; see scatter_kernel.py.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class ScatterMatmul:
             transposed=transposed,
             bias=bias,
             subs=self.subs,
-            lead=lead if self.subs == subs else None,
+            lead=lead if self.subs == subs and (lead or self._sub * subs == rows) else None,
             by_tma=size == 1 or rows % config.bm == 0,
         )
         self._program = Program(source, device)

@@ -36,7 +36,9 @@ WORKER_REGISTERS = gl.constexpr(224)
 
 
 turn_of = gluon.jit(scatter_loop.turn_of.fn)
-"""Which tiles have their turn when, as scatter_kernel.py says."""
+"""Which tiles have their turn when, as scatter_kernel.py says,"""
+above = gluon.jit(scatter_loop.above.fn)
+"""and where their rows lie."""
 
 
 @gluon.jit
@@ -45,13 +47,14 @@ def scatter_place(
     SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
     BM: gl.constexpr, GROUP_M: gl.constexpr,
 ):  # fmt: skip
-    """A tile's chunk, its row in the chunk, its tile column, and the number of its counter."""
+    """A tile's chunk, its row there and in x, its tile column, and the number of its counter."""
     height = m_tiles // SUBS
     turn = tile // (height * n_tiles)
     part, sub = turn_of(turn, SIZE, SUBS, LEAD)
     chunk = (RANK + 1 + part) % SIZE
     m, n = place(tile - turn * (height * n_tiles), height, n_tiles, GROUP_M)
-    return chunk, (sub * height + m) * BM, n, chunk * SUBS + sub
+    row = (sub * height + m) * BM
+    return chunk, row, above(chunk, sub, rows, SIZE, SUBS, LEAD) + row, n, chunk * SUBS + sub
 
 
 @gluon.jit
@@ -65,11 +68,11 @@ def scatter_load(
     at = 0
     phase = 1
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
-        chunk, row, n, _ = scatter_place(
+        _, _, row, n, _ = scatter_place(
             tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
         )
         at, phase = load_tile(
-            x_desc, w_desc, chunk * rows + row, n * BN, k_tiles, a, b, full, empty, at, phase,
+            x_desc, w_desc, row, n * BN, k_tiles, a, b, full, empty, at, phase,
             BM, BN, BK, STAGES, TRANSPOSED,
         )  # fmt: skip
 
@@ -90,7 +93,7 @@ def scatter_work(
             k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
         )
         if BIAS:
-            _, _, n, _ = scatter_place(
+            _, _, _, n, _ = scatter_place(
                 tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
             )
             acc = add_bias(acc, bias, n * BN, columns, BN)
@@ -110,17 +113,16 @@ def scatter_store(
     """The warp that stores each half of a tile and says so."""
     phase = 0
     for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
-        chunk, row, n, counter = scatter_place(
+        chunk, own_row, row, n, counter = scatter_place(
             tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
         )
         for half in gl.static_range(2):
             mbarrier.wait(made.index(half), phase)
-            at = row + half * (BM // 2)
+            down = half * (BM // 2)
             if chunk == RANK:
-                tma.async_copy_shared_to_global(own_desc, [at, n * BN], out.index(half))
+                tma.async_copy_shared_to_global(own_desc, [own_row + down, n * BN], out.index(half))
             else:
-                at += chunk * rows
-                tma.async_copy_shared_to_global(stage_desc, [at, n * BN], out.index(half))
+                tma.async_copy_shared_to_global(stage_desc, [row + down, n * BN], out.index(half))
             publish(counters + counter)
             mbarrier.arrive(sent.index(half), count=1)
         phase ^= 1

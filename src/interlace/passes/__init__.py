@@ -13,8 +13,8 @@ fuse.py               what one kernel is to do becomes one op (groups.py, fusabl
 
 To read on: how rows are followed (rows.py, values.py, layout.py) and sites known (recognise.py,
 cone.py, analysis.py, blocks.py); what a strategy is (strategies.py), how one is chosen (choose.py)
-and written (write.py: gathers.py, scatters.py, slices.py, on chunks.py and emitter.py); what must
-stay before what (dependencies.py, signals.py, overlaps.py).
+and written (write.py: gathers.py, scatters.py, slabs.py, slices.py, on chunks.py and emitter.py),
+how finely (pieces.py); what must stay before what (dependencies.py, signals.py, overlaps.py).
 """
 
 from interlace.passes.base import Pass, add_remarks, spell

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from interlace.cost import Machine, default_machine
 from interlace.ir import Call, Collective, Op, Site
-from interlace.passes.estimate import Estimate, Estimator, collective_of
+from interlace.passes.estimate import Estimate, Estimator
+from interlace.passes.pieces import DEFAULT_SLICES, collective_of, slices
 from interlace.passes.recognise import GatherSite, ScatterSite
 from interlace.passes.strategies import STRATEGIES, Strategy
 from interlace.passes.values import Values
-from interlace.passes.write import DEFAULT_SLICES, refusal, slices
+from interlace.passes.write import refusal
 
 MARGIN = 0.97
 """A strategy must be predicted to take less than this part of the serial time,"""

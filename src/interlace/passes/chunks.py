@@ -43,7 +43,7 @@ class Pick:
     counts: tuple[int, ...]
     """Rows in all stacks, for each `index`."""
     index: Index
-    within: Slice | None = None
+    within: Chunk | Slice | None = None
     """Only some of them; where there is one stack."""
 
     @classmethod

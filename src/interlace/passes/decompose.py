@@ -28,10 +28,11 @@ from interlace.passes.choose import Choice, Chooser
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.emitter import Names
 from interlace.passes.overlaps import representatives
+from interlace.passes.pieces import kernel_parts
 from interlace.passes.recognise import GatherSite, ScatterSite
 from interlace.passes.strategies import strategy
 from interlace.passes.values import Values
-from interlace.passes.write import pieces, refusal, write
+from interlace.passes.write import refusal, write
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,7 @@ class Decompose:
                 continue
             choice = self._choose(choose, values, found)
             if choice.row is not None and choice.row.name == "fused":
-                count = pieces(values, found.site, self.chunks, fused=True)
-                parts = count * len(found.site.layout.rows)
+                parts = kernel_parts(values, found.site, self.chunks)
                 choice = dataclasses.replace(choice, chunks=parts)
             changed[number] = choice.on(site)
             if choice.remark:

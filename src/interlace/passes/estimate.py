@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from interlace.cost import Machine, SiteKey, run_issue_seconds, simulate
 from interlace.cost.op_times import matmul_shape
 from interlace.cost.site_times import correction, doubt, measured
-from interlace.ir import Call, Collective, Op, Program, Site
+from interlace.ir import Call, Op, Program, Site
 from interlace.passes.alone import isolated
 from interlace.passes.cone import result_of
 from interlace.passes.emitter import Names
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import InsertSync
+from interlace.passes.pieces import collective_of
 from interlace.passes.recognise import GatherSite, ScatterSite, site_kind
 from interlace.passes.schedule import Schedule
 from interlace.passes.strategies import Strategy
@@ -117,13 +118,6 @@ def label_of(row: Strategy | None, chunks: int) -> str:
         return SERIAL
     name = f"{row.name}/{row.transport}" if row.name == "peer" else row.name
     return f"{name} x{chunks}" if row.cut == "slices" else name
-
-
-def collective_of(values: Values, site: GatherSite | ScatterSite) -> Collective:
-    """The communication of a site."""
-    op = values.program.ops[site.collective]
-    assert isinstance(op, Collective)
-    return op
 
 
 def site_key(values: Values, site: GatherSite | ScatterSite, graph: bool = False) -> SiteKey:

@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from interlace.ir import Call, Expect, Op, Program
+from interlace.ir import Call, Copy, Expect, Get, Op, Program
 from interlace.passes.fusable import FUSABLE
 
 SUM = "interlace.sum_slots"
 FUSED = "fused"
+ALL_REDUCE = "matmul_all_reduce"
 
 
 def groups(program: Program) -> list[tuple[int, ...]]:
@@ -33,8 +34,9 @@ def groups(program: Program) -> list[tuple[int, ...]]:
 
 def arrivals(program: Program) -> list[int]:
     """What sites that put await before they sum, with the sums beside a kernel, as list indices, in
-    order."""
+    order; of a fused all-reduce also what is fetched of these sums."""
     sites = {s.id for s in program.sites if s.strategy == FUSED or s.protocol == "put"}
+    back = {s.id for s in program.sites if s.strategy == FUSED and s.kind == ALL_REDUCE}
     found, awaited = list[int](), dict[int | None, list[int]]()
     made, sums = Counter[str](), dict[str, list[int]]()  # by buffer: matmuls that fill it, its sums
     for index, op in enumerate(program.ops if sites else ()):
@@ -46,6 +48,8 @@ def arrivals(program: Program) -> list[int]:
             sums.setdefault(slots.buffer, []).append(index)
         elif isinstance(op, Call) and op.fn in FUSABLE and op.site in sites:
             made[op.outs[0].buffer] += 1
+        elif isinstance(op, Get | Copy) and op.site in back:
+            found += [*awaited.pop(op.site, []), index]
     for slots, mine in sums.items():
         if made[slots] == len(mine):
             found += mine[:-1]

@@ -15,8 +15,8 @@ from typing import Any
 
 from interlace.cost import SiteKey, SiteTime
 from interlace.errors import CalibrationError
+from interlace.passes.pieces import DEFAULT_SLICES
 from interlace.passes.recognise import SITE_KINDS
-from interlace.passes.write import DEFAULT_SLICES
 
 KINDS = {
     "ag_gemm": SITE_KINDS["all_gather"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from interlace.ir import Buffer, Call, Collective, DType, Index, Op, Slice, View
+from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
 from interlace.passes.chunks import Compute, Pick, Place, in_shard, matrix, zero_padding
 from interlace.passes.cone import result_of
 from interlace.passes.emitter import Emitter, Names
@@ -15,29 +15,26 @@ from interlace.passes.exchanges import Combine, Dispatch
 from interlace.passes.fusable import unfit
 from interlace.passes.gathers import Gather, Take
 from interlace.passes.layout import Layout
+from interlace.passes.pieces import (
+    by_kernel,
+    collective_of,
+    part_bytes,
+    pieces,
+    slabs,
+    slices,
+    sums_beside,
+)
 from interlace.passes.recognise import EXCHANGE, GatherSite, ScatterSite
 from interlace.passes.scatters import Scatter
+from interlace.passes.slabs import Slabs
 from interlace.passes.slices import Slices
 from interlace.passes.strategies import Strategy
 from interlace.passes.values import Values
 
-DEFAULT_SLICES = 4
-PIECE_BYTES = 16 << 20
-"""What a put should move at least, if nothing else speaks for smaller ones: below it a copy engine
-does not reach its speed."""
-BESIDE_BYTES = 8 << 20
-"""A piece of own rows that is summed while others are computed: some 130 tiles of a kernel, one for
-each processor."""
-SMALL_BYTES = 16 << 20
-"""Sums up to this size go back to the peers by one kernel, larger ones by copies."""
-MOST_PIECES = 4
-PIECE_ROWS = 128
-"""Pieces are multiples of so many rows, the tiles of a kernel, unless asked for."""
-
 
 def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> str:
     """Why a strategy cannot serve a site; empty where it can."""
-    op = _collective(values, site)
+    op = collective_of(values, site)
     if not site.layout.total:
         return "it has no rows"
     if op.kind == EXCHANGE and row.alone:
@@ -51,41 +48,6 @@ def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> st
     return ""
 
 
-def slices(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
-    """How many slices `pipeline` cuts a site into: as asked, or a few; a row each at least."""
-    whole = _collective(values, site).kind == "all_reduce"
-    rows = site.layout.total if whole else max(site.layout.shard)
-    return min(chunks or DEFAULT_SLICES, rows)
-
-
-def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: bool = False) -> int:
-    """In how many pieces each rank's rows are computed and put: `chunks` are of all ranks.
-
-    Pieces let bytes leave sooner, and the last be summed alone; a gather's rows are there from the
-    start. Those of `fused` may be smaller, as all but the last are summed beside the kernel.
-    """
-    if isinstance(site, GatherSite):
-        return 1
-    rows = site.layout.rows[0]
-    if chunks:
-        most = min(chunks // len(site.layout.rows), rows)
-        return next((n for n in range(most, 1, -1) if rows % n == 0), 1)
-    least = BESIDE_BYTES if fused else PIECE_BYTES
-    most = min(MOST_PIECES, _nbytes(values, site) // least, rows // PIECE_ROWS)
-    return next((n for n in range(most, 1, -1) if rows % (n * PIECE_ROWS) == 0), 1)
-
-
-def _nbytes(values: Values, site: ScatterSite) -> int:
-    """Of the rows that each rank keeps, where all keep as many."""
-    return site.layout.rows[0] * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
-
-
-def _collective(values: Values, site: GatherSite | ScatterSite) -> Collective:
-    op = values.program.ops[site.collective]
-    assert isinstance(op, Collective)
-    return op
-
-
 def write(
     values: Values,
     names: Names,
@@ -95,7 +57,7 @@ def write(
     number: int | None,
 ) -> list[Op]:
     """The ops of a site, overlapped by the strategy of this row."""
-    op = _collective(values, site)
+    op = collective_of(values, site)
     if row.cut == "whole":
         serial = (values.program.ops[i] for i in site.ops)
         return [replace(one, backend="peer") if one is op else one for one in serial]
@@ -280,7 +242,7 @@ class _Writer:
         layout, count, beside = site.layout, 1, False
         if self.row.name == "fused":
             count = pieces(self.values, site, self.chunks, fused=True)
-            beside = count > 1 and _nbytes(self.values, site) >= count * BESIDE_BYTES
+            beside = sums_beside(self.values, site, count)
         elif layout.batch == 1 and not layout.padded and len(set(layout.rows)) == 1:
             count = pieces(self.values, site, 0)
         cone = site.cone
@@ -310,11 +272,17 @@ class _Writer:
                 e.collective("all_reduce", part, dst, reduce=op.reduce)
             return
 
+        sizes, fused = layout.rows, self.row.name == "fused"
+        count = slabs(self.values, site, self.chunks) if fused else 0
+        if count:
+            assert stage is not None
+            self.in_slabs(site, stage, full, count)
+            return
+
         def rows(index: Index, shard: View, within: Slice | None = None) -> None:
             pick = Pick.ranks(e, layout, index, within)
             self.compute.cone(cone, pick, Place(shard, shard))
 
-        sizes = layout.rows
         if self.row.cut == "roots":
             assert stage is not None
             sums = e.alloc(f"{cone.value}_sums", dtype, (cone.rows, cone.width))
@@ -325,7 +293,7 @@ class _Writer:
                 e.collective("broadcast", total, e.part(full, root, sizes), root=root)
             return
         mine = e.part(full, e.rank, sizes)
-        if self.row.name == "fused" and sizes[0] * cone.width * dtype.itemsize <= SMALL_BYTES:
+        if fused and by_kernel(sizes[0] * cone.width * dtype.itemsize):
             # Quicker than a copy from each peer behind a signal: one kernel does all.
             self.scatter(site, stage, mine, sizes, dtype).run(rows)
             e.collective("all_gather", mine, full, backend="peer")
@@ -338,6 +306,20 @@ class _Writer:
             gather, mine = gather.show()
         self.scatter(site, stage, mine, sizes, dtype).run(rows)
         gather.run(lambda index, view: None)
+
+    def in_slabs(self, site: ScatterSite, stage: View, full: View, count: int) -> None:
+        """An all-reduce in slabs: the others' parts of one travel while the next is computed."""
+        e, cone, sizes = self.emitter, site.cone, site.layout.rows
+        dtype = self.values.buffers[cone.value].dtype
+
+        def compute(slab: Slice, part: Chunk, into: View) -> None:
+            pick = Pick(1, cone.rows, slab, sizes, part.index, part)
+            self.compute.cone(cone, pick, Place(into, into))
+
+        Slabs(
+            *(e, self.row, cone.value, stage, full, cone.rows, cone.width, dtype, count),
+            small=by_kernel(part_bytes(self.values, site) // count),
+        ).run(compute)
 
     def redeclare(self, name: str) -> None:
         """Allocates a buffer as the serial Program does."""

@@ -11,7 +11,7 @@ With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from interlace.ir import (
@@ -97,7 +97,8 @@ class ScatterParts:
     team: str
     subs: int
     lead: int
-    """So many ranges of the last other chunk come before the first of the own; `subs`: all."""
+    """So many ranges of the last other chunk come before the first of the own; `subs`: all, 0: an
+    all-reduce's, slab by slab."""
     x: Place
     weight: View
     stage: Place
@@ -163,14 +164,16 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     own_parts = [i for i, p in enumerate(products) if p is not None and p.out.buffer == slots]
     first, pieces = own_parts[0], len(own_parts)
     subs, rest = divmod(len(op.parts) - pieces, max(size - 1, 1))
-    lead = min(first - (size - 2) * subs, subs)
+    slabs = _by_slabs(plan, products, own_parts, size)
+    lead = 0 if slabs else min(first - (size - 2) * subs, subs)
     mine = products[first]
-    fits = size > 1 and subs > 0 and not rest and pieces in (1, subs) and lead > 0
+    fits = size > 1 and subs > 0 and not rest and pieces in (1, subs) and (slabs or lead > 0)
     shape = _shape(plan, mine, buffer.team, size, pieces) if fits else None
     if mine is None or shape is None or shape.rows % subs:
         return None
     rows, inner, columns, rank = shape.rows, shape.inner, shape.columns, shape.rank
-    first_x, own = box(mine.a).offset - rank * rows * inner, box(mine.out).offset
+    own = box(mine.out).offset
+    first_x = box(mine.a).offset - rank * (rows if lead else rows // subs) * inner
     stage: tuple[str, int] | None = None
     records: list[tuple[Spot, int, int]] = []
     position = 0
@@ -183,7 +186,7 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
             mine.a.buffer,
         ):
             return None
-        at = chunk * rows + sub * length
+        at = chunk * rows + sub * length if lead else (sub * size + chunk) * length
         if chunk == rank:
             place, start = slots, own + sub * length * columns
         else:
@@ -211,13 +214,27 @@ def scatter_of(plan: Plan, op: Fused, index: int) -> ScatterParts | None:
     )
 
 
+def _by_slabs(plan: Plan, products: Sequence[Matmul | None], own: Sequence[int], size: int) -> bool:
+    """Whether the rows of the first range of all parts lie between those of the first two own."""
+    first, second = products[own[0]], products[own[1]] if len(own) > 1 else None
+    if first is None or second is None:
+        return False
+    each = plan.box(first.a)
+    return plan.box(second.a).offset - each.offset == size * each.numel
+
+
 def turns(size: int, subs: int, lead: int, *, whole: bool = False) -> list[tuple[int, int]]:
     """Which range of which part has its turn when, as scatter_kernel.py says; `whole`: the own rows
     are one part.
 
+    >>> turns(2, 2, 0)
+    [(0, 0), (1, 0), (0, 1), (1, 1)]
+
     >>> turns(2, 4, 2)
     [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (0, 3), (1, 2), (1, 3)]
     """
+    if not lead:
+        return [(part, sub) for sub in range(subs) for part in range(size)]
     order = [(part, sub) for part in range(size - 1) for sub in range(subs)]
     own = [(size - 1, sub) for sub in range(1 if whole else subs)]
     for sub in range(lead, subs):
