@@ -286,7 +286,7 @@ def _rows(
             {
                 **{"op": case.op, "m": case.m, "k": case.k, "n": case.n, "dtype": case.dtype},
                 **{"world": ranks.size, "strategy": candidate.name, "mode": candidate.mode},
-                "chosen": candidate.chosen if candidate.name == "auto" else "",
+                "chosen": candidate.chosen if candidate.name in ("auto", "sequential") else "",
                 "median_us": median * 1e6,
                 "p90_us": entry.timed.p90 * 1e6 if median == median else math.nan,
                 "least_us": entry.timed.least * 1e6 if median == median else math.nan,
