@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from tests.support.fake_cuda import MAIN, Fake, fake_engine
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.bench.kernels.host import WIDTH, program
+from interlace.comm import Use
 from interlace.comm.cuda.memory import tensor_at
 from interlace.errors import ExecutorError, PeerError
 from interlace.ir import parse
@@ -55,8 +57,10 @@ class Graphed:
         self.results: tuple[Any, ...] = ()
         self.held: list[Any] | None = []
         """What runs were given, so that nothing else comes to lie there."""
-        self.own: tuple[Any, ...] = ()
-        """What the graphs give as results,"""
+        self.own: tuple[Any, ...] | None = ()
+        """What the graphs give as results (None: their outputs),"""
+        self.after: tuple[Any, ...] | None = None
+        """those of odd runs, if they are others,"""
         self.captured: list[tuple[Any, ...]] = []
         """and what was captured last."""
         self.pools: list[Any] = []
@@ -67,11 +71,26 @@ class Graphed:
         log.clear()
         program = self.fake.engine.context.plan.program
         params = [b.name for b in program.params]
-        source = graphs_file.Source(params[:2], params[2:], self.new, lambda: self.own)
+        source = graphs_file.Source(params[:2], params[2:], self.new, self._results)
         if self.held is not None:
             self.held.append((inputs, out))
         self.results = self.graphs.run(source, inputs, out)
         return [entry for entry in log if entry[0] != "call"]
+
+    def kinds(self, inputs: list[Any], out: list[Any] | None) -> list[str]:
+        """The same, without their numbers."""
+        return [entry[0] for entry in self.run(inputs, out)]
+
+    def _results(self) -> tuple[Any, ...]:
+        if self.own is None:
+            values = self.fake.engine.context.values
+            return (
+                values.items[
+                    values.family(self.fake.engine.context.plan.program.params[2].name)[0]
+                ],
+            )
+        odd = len(self.pools) % 2 == 0
+        return self.after if odd and self.after is not None else self.own
 
     def new(self) -> list[torch.Tensor]:
         self.made += 1
@@ -80,6 +99,32 @@ class Graphed:
     def place(self, number: int) -> int:
         """Where the graphs have a tensor that is copied."""
         return self.graphs._through[3]._places[number].data_ptr()
+
+
+class FakeGraph:
+    """A CUDA graph; what is done while it is captured, is done, and noted apart."""
+
+    def __init__(self, made: Graphed) -> None:
+        made.captures += 1
+        self.made, self.number = made, made.captures
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        assert capture_error_mode == "thread_local"
+        self.before = list(log)
+        self.made.pools.append(pool)
+
+    def capture_end(self) -> None:
+        self.made.captured = log[len(self.before) :]
+        log[:] = self.before
+
+    def replay(self) -> None:
+        log.append(("replay", self.number))
+
+    def reset(self) -> None:
+        log.append(("reset", self.number))
+
+    def pool(self) -> int:
+        return self.number
 
 
 @pytest.fixture
@@ -95,27 +140,17 @@ def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         fake.engine.graphs = graphs_file.Graphs(fake.engine)
         made = Graphed(fake, fake.engine.graphs)
 
-        def graph() -> Any:
-            made.captures += 1
-            number = made.captures
-            return mock.Mock(
-                replay=lambda: log.append(("replay", number)),
-                reset=lambda: log.append(("reset", number)),
-                pool=lambda: number,
-            )
-
         @contextlib.contextmanager
-        def capture(graph: Any, **how: Any) -> Iterator[None]:
-            before = list(log)
-            made.pools.append(how["pool"])
+        def capture(graph: FakeGraph, **how: Any) -> Iterator[None]:
+            graph.capture_begin(None, how["capture_error_mode"])
             try:
                 yield
             finally:
-                made.captured = log[len(before) :]
-                log[:] = before
+                graph.capture_end()
 
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(made))
         monkeypatch.setattr(torch.cuda, "graph", capture)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         yield made
 
 
@@ -133,6 +168,7 @@ def test_tensors_that_stay_are_not_copied(graphed: Graphed) -> None:
             ("record", MAIN),
         ]
     assert graphed.captures == 2
+    assert graphed.made == 0
 
 
 def test_each_set_of_addresses_has_graphs_of_its_own(graphed: Graphed) -> None:
@@ -167,7 +203,7 @@ def test_what_lies_elsewhere_is_copied_until_it_comes_again_and_others_do_not(
 ) -> None:
     monkeypatch.setattr(graphs_file, "MOST", 2)
     monkeypatch.setattr(graphs_file, "STALE", 6)
-    w, y, xs = tensor(), tensor(), [tensor() for _ in range(4)]
+    w, y, xs = tensor(), tensor(), [tensor() for _ in range(5)]
 
     def kinds(number: int) -> list[str]:
         return [e[0] for e in graphed.run([xs[number], w], [y]) if e[0] != "wait_event"]
@@ -179,8 +215,10 @@ def test_what_lies_elsewhere_is_copied_until_it_comes_again_and_others_do_not(
     assert graphed.captures == 6
     for _ in range(5):
         assert kinds(1) == plain
+    assert kinds(4) == copied  # it has not been here before
     assert kinds(2) == ["reset", "reset", *plain]  # in the place of the first
     assert graphed.captures == 8
+    assert [at[0] for at in graphed.graphs._seen] == [xs[3].data_ptr(), xs[4].data_ptr()]
     assert kinds(2) == kinds(1) == plain
     assert kinds(0) == kinds(0) == copied  # all are in use
     assert graphed.captures == 8
@@ -250,31 +288,142 @@ def test_graphs_go_once_their_runs_have_ended(graphed: Graphed, one_pair: None) 
 
 
 def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Graphed) -> None:
-    """NCCL may have mapped the old one into the peers."""
-    graphed.graphs._bound, graphed.held = True, None
+    """NCCL may have mapped the old one into the peers, where an op of its own uses it."""
+    first_name = graphed.fake.engine.context.plan.program.params[0].name
+    graphed.graphs._single, graphed.graphs._bound, graphed.held = True, {first_name}, None
     block, w, y = torch.zeros(2 * WIDTH, WIDTH), tensor(), tensor()
 
-    def x(number: int) -> OnGpu:
-        """A tensor in a storage of its own, at the same address for the same number."""
-        memory = tensor_at(block[number * WIDTH :].data_ptr(), NBYTES, block.device)
+    def at(rows: torch.Tensor) -> OnGpu:
+        """A tensor in a storage of its own, at the same address for the same rows."""
+        memory = tensor_at(rows.data_ptr(), NBYTES, block.device)
         return memory.view(torch.float32).view(WIDTH, WIDTH).as_subclass(OnGpu)
 
-    first = x(0)
+    plain, copied = ["replay", "record"], ["copy", "replay", "record"]
+    first = at(block)
     for _ in range(3):
-        assert [entry[0] for entry in graphed.run([first, w], [y])] == ["replay", "record"]
+        assert graphed.kinds([first, w], [y]) == plain
+        assert graphed.kinds([first, at(w)], [y]) == plain  # no such op uses it
     assert graphed.captures == 2
     del first
-    again = x(0)
-    assert [e[0] for e in graphed.run([again, w], [y])] == [
-        "reset",
-        "reset",
-        "copy",
-        "replay",
-        "record",
-    ]
+    again = at(block)
+    assert graphed.kinds([again, w], [y]) == ["reset", "reset", *copied]
     for _ in range(3):
-        assert [e[0] for e in graphed.run([x(1), w], [y])] == ["copy", "replay", "record"]
+        assert graphed.kinds([at(block[WIDTH:]), w], [y]) == copied
     assert graphed.captures == 4
+    other = tensor()
+    assert graphed.kinds([again, other], [y]) == ["reset", "reset", "copy", *copied]
+    for _ in range(2):  # both have moved
+        assert graphed.kinds([again, w], [y]) == ["copy", *copied]
+    assert graphed.captures == 6
+    assert not graphed.graphs._seen
+    with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
+        graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
+
+
+def test_ops_of_a_backend_ask_for_one_pair() -> None:
+    of = parse(f"""
+def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]):
+    main: copy(w, y[0:{WIDTH}])
+    main: all_gather(x, y, team=tp)
+""")
+    with mock.patch.object(torch.cuda, "Stream"), fake_engine(program(2), 0) as fake:
+        assert not graphs_file.Graphs(fake.engine)._single
+        object.__setattr__(fake.engine.context.plan, "program", of)
+        object.__setattr__(fake.engine.context.crew, "backends", {("tp", "nccl"): mock.Mock()})
+        made = graphs_file.Graphs(fake.engine)
+        assert made._single
+        assert made._bound == {"x", "y"}
+        assert made._changed == {"y"}
+
+
+def test_with_and_without_outputs_in_turn(graphed: Graphed, one_pair: None) -> None:
+    """Each way has graphs of its own, and results go where they shall."""
+    x, w, y = tensor(), tensor(), tensor()
+    for number in range(6):
+        graphed.kinds([x, w], [y] if number % 2 else None)
+    assert graphed.captures == 4
+    assert [list(pair.moved) for pair in graphed.graphs._through.values()] == [[]]
+    calls = [entry for entry in graphed.captured if entry[0] == "call"]
+    assert y.data_ptr() in calls[-1][4]
+
+
+def test_the_graphs_of_a_turn_use_their_copy_of_slots(
+    graphed: Graphed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, found = graphed.fake.engine.context, list[Any]()
+    begin = context.values.begin
+    object.__setattr__(context.plan, "takes", {"slot": "tp"})
+    monkeypatch.setattr(
+        context.values, "begin", lambda given, uses: (found.append(uses), begin(given, {}))
+    )
+    graphed.run([tensor(), tensor()], [tensor()])
+    assert found == [{"slot": Use(0, 0)}, {"slot": Use(1, 0)}]
+
+
+def test_results_are_those_of_the_turn(graphed: Graphed) -> None:
+    inputs = [tensor(), tensor()]
+    graphed.own = (torch.zeros(1),)
+    graphed.after = (torch.ones(1),)
+    found = [graphed.run(inputs, None) and graphed.results[0].item() for _ in range(4)]
+    assert found == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_capture_writes_no_result_of_an_earlier_run(graphed: Graphed, static: bool) -> None:
+    """As autograd sees it: what a backward saved stays as it is until the run after next."""
+    context = graphed.fake.engine.context
+    options = dataclasses.replace(context.options, graph=True, static_outputs=static)
+    object.__setattr__(context, "options", options)
+    graphed.own = None
+    w = tensor()
+    graphed.run([tensor(), w], None)
+    (result,) = graphed.results
+    version = result._version
+    graphed.run([tensor(), w], None)
+    assert graphed.captures == 4
+    assert result._version == version
+    assert (result.data_ptr() == graphed.results[0].data_ptr()) is False
+    graphed.run([tensor(), w], None)
+    assert (result.data_ptr() == graphed.results[0].data_ptr()) is static
+
+
+def test_memory_of_the_graphs_is_nobodys_inference(graphed: Graphed, one_pair: None) -> None:
+    w, y = tensor(), tensor()
+    with torch.inference_mode():
+        for _ in range(3):
+            graphed.run([tensor(), w], None)
+    made = [*graphed.graphs._made[0].values(), *graphed.graphs._through[2]._places.values()]
+    assert len(made) == 2
+    assert not any(t.is_inference() for t in made)
+    graphed.run([tensor(), w], [y])
+
+
+def test_graphs_that_go_are_reset_and_their_memory_too(graphed: Graphed, one_pair: None) -> None:
+    w = tensor()
+    for _ in range(3):
+        graphed.run([tensor(), w], None)
+    log.clear()
+    graphed.graphs.drop()
+    assert log == [("reset", number) for number in (1, 2, 3, 4)]
+    assert not any((graphed.graphs._made, graphed.graphs._at, graphed.graphs._through))
+    assert [e[0] for e in graphed.run([tensor(), w], None)] == ["replay", "clone", "record"][::2]
+
+
+def test_a_failure_between_two_captures_lets_go_of_the_first(graphed: Graphed) -> None:
+    """NCCL would wait for it for as long as somebody keeps the error."""
+    watched, binding = graphed.fake.engine.watched, graphed.graphs._bindings[0]
+    issue = binding.issue
+
+    def fail(entry: int) -> None:
+        issue(entry)
+        watched.fail(PeerError("a peer stopped meanwhile"))
+
+    binding.issue = fail
+    with pytest.raises(PeerError, match="a peer stopped meanwhile"):
+        graphed.run([tensor(), tensor()], [tensor()])
+    assert [entry for entry in log if entry[0] == "reset"] == [("reset", 1), ("reset", 2)]
+    assert not graphed.graphs._at
+    assert len(graphed.pools) == 1  # the second was not begun
 
 
 def test_outputs_of_the_graphs_own_are_made_once_for_each_turn(graphed: Graphed) -> None:

@@ -20,7 +20,8 @@ def test_results_in_the_callers_outputs_are_those_of_each_run(static: bool) -> N
     x, y, z, *_ = five()
     outs = [(1, y), (2, z)]
     for results, numbers in (((z, y), (2, 1)), ((z,), (2,)), ((y, x), (1,))):
-        give = giver(results, [home_of(item, outs, []) for item in results], static)
+        homes = [home_of(item, outs, []) for item in results]
+        give = giver(results, homes, [x, y, z] if static else None)
         given = [x.clone(), y.clone(), z.clone()]
         for found, number in zip(give(given), numbers, strict=False):
             assert found is given[number]
@@ -33,7 +34,7 @@ def test_other_results_are_copies(seed: int) -> None:
     homes = [home_of(item, [(1, y), (2, z)], [held]) for item in results]
     assert homes == [1, (None, None, None), None, None, held]
     given = [x.clone(), y.clone(), z.clone()]
-    found: Any = giver(results, homes, static=False)(given)
+    found: Any = giver(results, homes)(given)
     assert found[0] is given[1]
     copy, view, number = found[1]
     assert torch.equal(copy, own)
@@ -47,14 +48,20 @@ def test_other_results_are_copies(seed: int) -> None:
 
 
 def test_static_results_are_the_graphs_own() -> None:
-    x, y, z, own, _ = five()
-    results: Any = (own, (x, y))
-    give = giver(results, [home_of(item, [], []) for item in results], static=True)
-    first, (second, third) = give([x, y])
-    assert (first is own, second is x, third is y) == (True, True, True)
-    one = giver((own, z), [None, None], static=True)
+    """But not what lies in memory of the caller's, also as a view: that is copied."""
+    x, y, z, own, held = five()
+    results: Any = (own, (x, y), y[:1], z, held)
+    homes = [home_of(item, [(2, z)], [held]) for item in results]
+    give = giver(results, homes, [x.view(6), y])
+    given = [x, y, z.clone()]
+    first, (second, third), part, out, kept = give(given)
+    assert (first is own, out is given[2], kept is held) == (True, True, True)
+    for mine, other in ((second, x), (third, y), (part, y[:1])):
+        assert torch.equal(mine, other)
+        assert mine.data_ptr() != other.data_ptr()
+    one = giver((own, z), [None, None], [x])
     assert one([x]) is one([y])
-    assert giver((), [], static=True)([]) == giver((), [], static=False)([]) == ()
+    assert giver((), [], [])([]) == giver((), [])([]) == ()
 
 
 def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
@@ -63,7 +70,7 @@ def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
     for outs, kept in (([(0, y), (1, empty)], []), ([], [y, empty])):
         homes = [home_of(item, outs, kept) for item in others]
         assert [home is None for home in homes] == [True] * 4
-    found = giver(others, [None] * 4, static=False)([y])
+    found = giver(others, [None] * 4)([y])
     for mine, other in zip(found, others, strict=True):
         assert torch.equal(mine, other)
         assert mine.dtype == other.dtype
@@ -72,11 +79,14 @@ def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
 
 def test_what_is_copied_is_not_kept_alive() -> None:
     """So that other graphs of the same memory can use it, and the caller's tensors can go."""
-    block = torch.randn(4, 4)
-    item, ref = block[1:, ::2], StorageWeakRef(block.untyped_storage())
-    give = giver((item, (item,)), [None, (None,)], static=False)
-    first, (second,) = give([])
-    assert torch.equal(first, item)
-    assert torch.equal(second, item)
-    del item, block
-    assert ref.expired()
+    for static in (False, True):
+        block = torch.randn(4, 4)
+        others = [block] if static else None
+        item, ref = block[1:, ::2], StorageWeakRef(block.untyped_storage())
+        give = giver((item, (item,), block[4:, 1:]), [None, (None,), None], others)
+        first, (second,), empty = give([])
+        assert torch.equal(first, item)
+        assert torch.equal(second, item)
+        assert (empty.shape, empty.stride()) == ((0, 3), block[4:, 1:].stride())
+        del item, block, others
+        assert ref.expired()

@@ -2,7 +2,7 @@
 
 captured = Captured(given, num_inputs, moved, written, bound)  # `moved` have places of their own
 tensors = captured.tensors(given)                              # what is to be captured
-captured.keep(graph, results, tensors, kept, static)           # once for each graph
+captured.keep(results, tensors, kept, static)                  # once for each of its `graphs`
 captured.bring(driver, stream, given)                          # before a replay, where it `moves`,
 captured.take(given)                                           # and after it
 captured.gives[turn](given)                                    # its results
@@ -32,10 +32,11 @@ class Captured:
         num_inputs: int,
         moved: frozenset[int],
         written: frozenset[int],
-        bound: bool,
+        bound: frozenset[int],
     ) -> None:
-        """`moved` are the numbers of the tensors that come at any address, `written` those of the
-        inputs that the Program changes; for `bound` see Note [NCCL and addresses] in graphs.py."""
+        """`moved` are the numbers of the tensors that come at any address, `written` of those that
+        the Program changes, `bound` of those of which the storage counts: see
+        Note [NCCL and addresses] in graphs.py."""
         self.graphs: list[Any] = []
         self.gives: list[Give] = []
         """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
@@ -44,7 +45,7 @@ class Captured:
         self.moved, self.moves = moved, bool(moved)
         self._num_inputs = num_inputs
         self._still = [
-            (i, t.data_ptr(), StorageWeakRef(t.untyped_storage()) if bound else None)
+            (i, t.data_ptr(), StorageWeakRef(t.untyped_storage()) if i in bound else None)
             for i, t in enumerate(given)
             if i not in moved
         ]
@@ -71,24 +72,26 @@ class Captured:
             if addresses[index] != address or (storage is not None and storage.expired())
         }
 
+    def takes(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether all that is copied is on a GPU."""
+        return all(given[index].is_cuda for index in self._places)
+
     def tensors(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the graphs read and write: what is given, or places of their own."""
         return [self._places.get(index, tensor) for index, tensor in enumerate(given)]
 
     def keep(
         self,
-        graph: Any,
         results: Sequence[Any],
         tensors: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
         static: bool,
     ) -> None:
-        """Takes a graph that was captured with these `tensors`, and its results: some lie in
-        tensors of the caller's, or in `kept`; the others are given as they are, if `static`."""
+        """Takes the results of a graph that was captured with these `tensors`: some lie in tensors
+        of the caller's, or in `kept`; the graph's own are given as they are, if `static`."""
         outs = [(i, tensor) for i, tensor in enumerate(tensors) if i >= self._num_inputs]
         homes = [home_of(item, outs, kept) for item in results]
-        self.graphs.append(graph)
-        self.gives.append(giver(results, homes, static))
+        self.gives.append(giver(results, homes, tensors if static else None))
 
     def bring(self, driver: Driver, stream: int, given: Sequence[torch.Tensor]) -> None:
         """Copies what comes at any address to where the graphs read it."""

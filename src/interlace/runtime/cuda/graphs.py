@@ -24,14 +24,14 @@ Note [NCCL and addresses]
     NCCL may map what a captured collective reads into the peers (NCCL_GRAPH_REGISTER, on by
     default), and goes on reading that memory when its address has become another allocation's
     (github.com/fzyzcjy/torch_memory_saver/issues/88); and ranks may have to do it together. So
-    Programs with ops of a backend have the one pair only, in which a tensor counts as moved also
-    when the storage that it was captured with is gone.
+    Programs with ops of a backend have the one pair only, in which a tensor that such an op uses
+    counts as moved also when the storage that it was captured with is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
+from interlace.ir import Collective, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.captured import Captured
 from interlace.runtime.cuda.lanes import Lane, Thunk
@@ -158,9 +159,16 @@ class Graphs:
         self._at: dict[Key, Captured] = {}
         self._through: dict[int, Captured] = {}
         """What serves all other addresses, by the number of tensors."""
-        self._bound = bool(self._context.crew.backends)
-        """Note [NCCL and addresses]."""
         self._seen: dict[Key, None] = {}
+        self._single = bool(self._context.crew.backends)
+        """Whether there is only the pair for all addresses: Note [NCCL and addresses]."""
+        ops = self._context.plan.program.ops
+        between = [op for op in ops if isinstance(op, Collective | Group | Recv | Send)]
+        self._bound = {
+            access.view.buffer for op in between for access in (*op.reads(), *op.writes())
+        }
+        """Buffers that a backend may have mapped into the peers."""
+        self._changed = {access.view.buffer for op in ops for access in op.writes()}
         self._made: dict[int, dict[str, torch.Tensor]] = {}
         """Memory that the graphs of a turn return, where the caller gives none."""
         self._runs = 0
@@ -187,38 +195,37 @@ class Graphs:
         self, key: Key, source: Source, given: Sequence[torch.Tensor], num_inputs: int
     ) -> Captured:
         """Graphs for addresses that have none: Note [Addresses in graphs]."""
+        count, take = len(key), (source, given, num_inputs)
+        through = self._through.get(count)
+        off = set[int]() if through is None else through.off(key)
+        if through is not None and self._single and not off and through.takes(given):
+            return through
         if not all(tensor.is_cuda for tensor in given):
             raise ExecutorError(
                 f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
                 "give it on the GPU, or leave out graph=True"
             )
-        if self._deserves(key):
-            self._seen.pop(key, None)
-            found = self._at[key] = self._capture(source, given, num_inputs, frozenset())
-            return found
-        self._seen[key] = None
-        if len(self._seen) > SEEN:
-            del self._seen[next(iter(self._seen))]
-        found, count = self._through.get(len(key)), len(key)
-        off = set[int]() if found is None else found.off(key)
-        if found is not None and not off:
-            return found
+        if not self._single:
+            oldest = min(self._at, key=lambda at: self._at[at].used, default=key)
+            full = len(self._at) >= MOST
+            if full and key in self._seen and self._runs - self._at[oldest].used >= STALE:
+                self._give_up(self._at, oldest)
+                full = False
+            if not full:
+                self._seen.pop(key, None)
+                self._at[key] = self._capture(*take, frozenset())
+                return self._at[key]
+            self._seen[key] = None
+            if len(self._seen) > SEEN:
+                del self._seen[next(iter(self._seen))]
+        if through is not None and not off:
+            return through
         moved = {i for at in self._at if len(at) == count for i in range(count) if at[i] != key[i]}
-        if found is not None:
-            moved |= found.moved | off
+        if through is not None:
+            moved |= through.moved | off
             self._give_up(self._through, count)
-        found = self._through[count] = self._capture(source, given, num_inputs, frozenset(moved))
-        return found
-
-    def _deserves(self, key: Key) -> bool:
-        """Whether these addresses get graphs of their own, for which others may have to go."""
-        if self._bound or len(self._at) < MOST:
-            return not self._bound
-        oldest = min(self._at, key=lambda at: self._at[at].used)
-        if key not in self._seen or self._runs - self._at[oldest].used < STALE:
-            return False
-        self._give_up(self._at, oldest)
-        return True
+        self._through[count] = self._capture(*take, frozenset(moved))
+        return self._through[count]
 
     def _give_up(self, where: dict[Any, Captured], key: Any) -> None:
         """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
@@ -233,49 +240,81 @@ class Graphs:
         moved: frozenset[int],
     ) -> Captured:
         """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
-        values = self._context.values
-        program, options = self._context.plan.program, self._context.options
-        written = {access.view.buffer for op in program.ops for access in op.writes()}
-        changed = {i for i, name in enumerate(source.inputs) if name in written}
-        kept = [held.tensor for held in values.registered.values()]
+        registered, options = self._context.values.registered, self._context.options
+        names = (*source.inputs, *source.outputs)
+        changed, bound = (
+            frozenset(i for i, name in enumerate(names) if name in buffers)
+            for buffers in (self._changed, self._bound)
+        )
         others = [*self._at.values(), *self._through.values()]
-        made = Captured(given, num_inputs, moved, frozenset(changed), self._bound)
+        made = Captured(given, num_inputs, moved, changed, bound)
         tensors = made.tensors(given)
-        self._engine.synchronize()  # a capture waits for the device: here it is bounded
-        for turn, binding in enumerate(self._bindings):
-            graph: Any = torch.cuda.CUDAGraph()
-            uses = dict.fromkeys(self._context.plan.takes, Use(turn, 0))
-            wanted = () if len(given) > num_inputs else source.outputs
-            named = dict(zip((*source.inputs, *source.outputs), tensors, strict=False))
-            named = self._memory(turn, wanted, source) | named
-            pool = others[0].graphs[turn].pool() if others else None
-            self._engine.check()  # in a capture it would be told badly
-            with torch.cuda.graph(
-                graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                binding.main.handle = int(self._stream.cuda_stream)
-                try:
-                    values.begin(named, uses)
-                    binding.issue(self._entry)
-                    results = source.results()
-                except BaseException:  # else the capture's end would hide it: streams not joined
-                    with contextlib.suppress(Exception):
-                        binding.join()
-                    raise
-                finally:
-                    values.end()
-            made.keep(graph, results, tensors, kept, options.static_outputs)
+        kept = [held.tensor for held in registered.values()]
+        self._engine.synchronize()  # the first capture waits for the device: here it is bounded
+        try:
+            for turn in range(len(self._bindings)):
+                graph: Any = torch.cuda.CUDAGraph()
+                made.graphs.append(graph)
+                wanted = () if len(given) > num_inputs else source.outputs
+                named = self._memory(turn, wanted, source)
+                named |= zip(names, tensors, strict=False)
+                self._engine.check()  # in a capture it would be told badly
+                pool = others[0].graphs[turn].pool() if others else None
+                with self._capturing(graph, pool):
+                    results = self._issue(turn, named, source)
+                made.keep(results, tensors, kept, options.static_outputs)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                made.reset()  # NCCL would wait for them for as long as the error is kept
+            raise
         return made
 
+    @contextlib.contextmanager
+    def _capturing(self, graph: Any, pool: Any) -> Iterator[None]:
+        """A capture on the stream of the graphs. The first waits for the device, and lets go of
+        cached memory; later ones share its memory, and must not wait for what the caller awaits."""
+        mode = "thread_local"  # NCCL's watchdog asks about events meanwhile
+        if pool is None:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):
+                yield
+            return
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool, capture_error_mode=mode)
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
+    def _issue(
+        self, turn: int, named: Mapping[str, torch.Tensor], source: Source
+    ) -> tuple[Any, ...]:
+        """Issues the ops into the capture; gives the results."""
+        values, binding = self._context.values, self._bindings[turn]
+        binding.main.handle = int(self._stream.cuda_stream)
+        try:
+            values.begin(named, dict.fromkeys(self._context.plan.takes, Use(turn, 0)))
+            binding.issue(self._entry)
+            return source.results()
+        except BaseException:  # else the capture's end would hide it: streams not joined
+            with contextlib.suppress(Exception):
+                binding.join()
+            raise
+        finally:
+            values.end()
+
     def _memory(self, turn: int, names: Sequence[str], source: Source) -> dict[str, torch.Tensor]:
-        """What the graphs of a turn return, where the caller gives no tensors for `names`."""
+        """What the graphs of a turn return, where the caller gives no tensors for `names`.
+
+        Each capture gets tensors with version counters of their own: it writes nothing, and what
+        was returned before may be saved for a backward.
+        """
         with torch.inference_mode(False):
             if turn not in self._made:
                 self._made[turn] = self._context.values.new()
             made = self._made[turn]
             if not made.keys() >= set(names):
                 made |= zip(names, source.new(), strict=True)
-        return made
+            return {name: tensor.data for name, tensor in made.items()}
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""

@@ -1,7 +1,7 @@
 """Where the results of replays lie: in tensors of the caller's, or in memory of the graphs'.
 
 homes = [home_of(item, outs, kept) for item in results]      # once for each capture
-give = giver(results, homes, static=False)
+give = giver(results, homes)
 give(given)                                                  # the results of a replay
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,43 +41,63 @@ def _is_all_of(item: torch.Tensor, tensor: torch.Tensor) -> bool:
     return alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr()
 
 
-def giver(results: Sequence[Any], homes: Sequence[Home], static: bool) -> Give:
-    """What gives the results of a replay: the caller's tensors, and of the graph's own copies that
-    no replay writes again, or, if `static`, these themselves."""
+def giver(
+    results: Sequence[Any], homes: Sequence[Home], others: Sequence[torch.Tensor] | None = None
+) -> Give:
+    """What gives the results of a replay: the caller's tensors, and of all else copies that no
+    replay writes again. With `others`, what lies in none of these is given as it is."""
     places = [home for home in homes if isinstance(home, int)]
     if places and len(places) == len(homes):
         if len(places) > 1:
             return operator.itemgetter(*places)
         (place,) = places
         return lambda given: (given[place],)
-    if static and all(home is None for home in homes):
-        same = tuple(results)
+    storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
+    held = [_held(item, home, storages) for item, home in zip(results, homes, strict=True)]
+    if not any(isinstance(item, tuple | _Copied | _Given) for item in held):
+        same = tuple(held)
         return lambda given: same
-    pairs = [(_own(item, home, static), home) for item, home in zip(results, homes, strict=True)]
-    return lambda given: tuple([_lasting(item, home, given, static) for item, home in pairs])
+    return lambda given: tuple([_lasting(item, given) for item in held])
 
 
-def _own(item: Any, home: Home, static: bool) -> Any:
-    """What is kept of a result: nothing of the caller's; unless `static` gives it away, a graph's
-    own is not owned either, so that other graphs of its pool can use the same memory."""
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A result that is a tensor of the caller's."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A result that is to be copied. It does not own the memory: other graphs of the same pool can
+    use it, and so can others where it is the caller's."""
+
+    tensor: torch.Tensor
+
+
+def _held(item: Any, home: Home, storages: set[int] | None) -> Any:
     if isinstance(home, tuple):
-        return tuple([_own(part, at, static) for part, at in zip(item, home, strict=True)])
-    if home is not None:
-        return None
-    if static or not isinstance(item, torch.Tensor) or not item.numel():
-        return item
-    held = item.untyped_storage()
-    storage = tensor_at(held.data_ptr(), held.nbytes(), item.device).untyped_storage()
-    empty = torch.empty(0, dtype=item.dtype, device=item.device)
-    return empty.set_(storage, item.storage_offset(), item.shape, item.stride())  # pyright: ignore
-
-
-def _lasting(item: Any, home: Home, given: Sequence[torch.Tensor], static: bool) -> Any:
-    """A result in memory that no replay writes again: the caller's own, or a copy."""
+        return tuple([_held(part, at, storages) for part, at in zip(item, home, strict=True)])
     if isinstance(home, int):
-        return given[home]
-    if isinstance(home, torch.Tensor):
-        return home
-    if isinstance(home, tuple):
-        return tuple([_lasting(*pair, given, static) for pair in zip(item, home, strict=True)])
-    return item if static or not isinstance(item, torch.Tensor) else item.clone()
+        return _Given(home)
+    if not isinstance(item, torch.Tensor) or home is not None:
+        return item
+    made = torch.empty(0, dtype=item.dtype, device=item.device)
+    if not item.numel():
+        return _Copied(made.new_empty_strided(item.shape, item.stride()))
+    storage = item.untyped_storage()
+    if storages is not None and storage.data_ptr() not in storages:
+        return item
+    raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
+    view = made.set_(raw, item.storage_offset(), item.shape, item.stride())  # pyright: ignore
+    return _Copied(view)
+
+
+def _lasting(item: Any, given: Sequence[torch.Tensor]) -> Any:
+    if isinstance(item, _Copied):
+        return item.tensor.clone()
+    if isinstance(item, _Given):
+        return given[item.index]
+    if isinstance(item, tuple):
+        return tuple([_lasting(part, given) for part in item])
+    return item
