@@ -6,13 +6,14 @@ gradients of input and weight, scatters, and programs in which one follows the o
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from tests.e2e.test_training import Trace, compiled, different, local
-from tests.gpu.cases import Case, prepared, run
+from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,8 +25,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace.frontend
-from interlace.ir import Fused
+from interlace.ir import Fused, Get, parse
+from interlace.options import Options
+from interlace.passes import lower
 from interlace.passes import pieces as pieces_file
+from interlace.runtime import Executor
 
 DIM = 16
 
@@ -100,25 +104,50 @@ def test_training_equals_that_by_copies(pool: Pool, ranks: int, seed: int) -> No
         assert all(fused), fused
 
 
-def in_slabs(seed: int) -> list[str]:
-    """On one rank: which of some all-reduces in slabs are off, or have other bits in order."""
-    case = Case("matmul_all_reduce", torch.distributed.get_world_size(), device="cpu")
-    texts = str(case.program("beside")), str(case.program("fused"))
-    assert [text.count("p_sums_ready") > 0 for text in texts] == [True, False]
-    wrong: list[str] = []
-    with prepared(case, "beside") as slabs, prepared(case, "beside", in_order=True) as twin:
-        for number in range(6):
-            exact = number < 3
-            given = case.inputs(seed + number, exact=exact)
-            found = run(slabs, case, given)
-            if not torch.equal(found, run(twin, case, given)):
-                wrong.append(f"run {number} in order")
-            wanted = case.reference(seed + number, exact=True)[0]
-            if exact and not torch.equal(found, wanted.to(case.type)):
-                wrong.append(f"run {number}")
+ADDMM = """
+def f(tp: Team[{size}], x: bf16[{rows}, 16], w: bf16[16, 8], b: bf16[8], y: out[bf16[{rows}, 8]]):
+    main: call("aten.addmm.default", b, x, w, out=(t := bf16[{rows}, 8]))
+    main: all_reduce(t, y, reduce="sum", team=tp)
+"""
+
+
+def in_slabs(seed: int, fetched: bool) -> list[str]:
+    """On one rank: which of some all-reduces in slabs, with a bias, are off, or have other bits in
+    order. `fetched`: the last slab as well goes back by copies."""
+    size = torch.distributed.get_world_size()
+    rows, wrong = 12 * size, list[str]()
+    small: dict[str, Any] = {
+        "SLAB_FLOPS": 1,
+        "SLAB_BYTES": 1,
+        "SMALL_BYTES": 0 if fetched else 1 << 20,
+    }
+    options = Options(strategy="fused", chunks=4 * size)
+    with mock.patch.multiple(pieces_file, **small):
+        program = lower(parse(ADDMM.format(size=size, rows=rows)), options)
+    assert program.sites[0].chunks == 4 * size
+    assert sum(isinstance(op, Get) for op in program.ops) == (3 + fetched) * (size - 1)
+    made = [
+        Executor(program, groups={"tp": world_group()}, device="cpu", options=each).prepare()
+        for each in (options, dataclasses.replace(options, in_order=True))
+    ]
+    for number in range(6):
+        torch.manual_seed(seed + number)
+        every = [
+            [torch.randint(-1, 2, n).bfloat16() for n in ((rows, 16), (16, 8), (8,))]
+            for _ in range(size)
+        ]
+        wanted = torch.stack([x.float() @ w.float() + b.float() for x, w, b in every]).sum(0)
+        given = every[torch.distributed.get_rank()]
+        for executor, how in zip(made, ("overlapped", "in order"), strict=True):
+            (found,) = executor.run(given)
+            if not torch.equal(found.float(), wanted):
+                wrong.append(f"run {number} {how}")
+    for executor in made:
+        executor.close()
     return wrong
 
 
+@pytest.mark.parametrize("fetched", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4], ids=lambda n: f"{n}-ranks")
-def test_all_reduces_in_slabs_are_right(pool: Pool, ranks: int, seed: int) -> None:
-    assert pool(ranks).run(in_slabs, seed) == [[]] * ranks
+def test_all_reduces_in_slabs_are_right(pool: Pool, ranks: int, fetched: bool, seed: int) -> None:
+    assert pool(ranks).run(in_slabs, seed, fetched) == [[]] * ranks

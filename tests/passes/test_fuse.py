@@ -7,6 +7,8 @@ import pytest
 from interlace.errors import PassError
 from interlace.ir import (
     Call,
+    Collective,
+    Copy,
     Expect,
     Free,
     Fused,
@@ -255,3 +257,47 @@ def f(tp: Team[{size}], x: bf16[{size * 768}, 8], w: bf16[8, 8], y: out[bf16[{si
         assert [op.stream for op in sums] == ["arrivals"] * (slabs - 1) + ["main"]
         gets = [op for op in made.ops if isinstance(op, Get)]
         assert [op.stream for op in gets] == ["arrivals"] * max(slabs - 1, 0) * (size - 1)
+        copies = [op.stream for op in made.ops if isinstance(op, Copy)]
+        assert copies == ["arrivals"] * max(slabs - 1, 0)
+
+
+@pytest.mark.parametrize(("small", "fetched"), [(2048, 2), (2047, 3)])
+def test_the_last_slab_goes_back_by_one_kernel_if_it_is_small(
+    small: int, fetched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("SLAB_FLOPS", 1), ("SLAB_BYTES", 1), ("MOST_SLABS", 4)):
+        monkeypatch.setattr(pieces_file, name, value)
+    monkeypatch.setattr(pieces_file, "SMALL_BYTES", small)
+    made = run_pipeline(
+        parse("""
+def f(tp: Team[2], x: bf16[768, 8], w: bf16[8, 8], y: out[bf16[768, 8]]):
+    t = empty(bf16[768, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: all_reduce(t, y, reduce="sum", team=tp)
+"""),
+        f"{LOWER},fuse",
+    )
+    assert check(made).sound
+    assert made.sites[0].chunks == 2 * 3  # not 4: each part is a multiple of 128 rows
+    assert sum(isinstance(op, Get) for op in made.ops) == fetched
+    kinds = [(op.kind, op.backend) for op in made.ops if isinstance(op, Collective)]
+    assert kinds == [("all_gather", "peer")] * (3 - fetched)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("reduce", ["max", "avg"])
+def test_a_kernel_only_adds_up(kind: str, reduce: str) -> None:
+    rows = 512 if kind == "all_reduce" else 256
+    made = run_pipeline(
+        parse(f"""
+def f(tp: Team[2], x: bf16[512, 8], w: bf16[8, 8], y: out[bf16[{rows}, 8]]):
+    t = empty(bf16[512, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: {kind}(t, y, reduce="{reduce}", team=tp)
+"""),
+        f"{LOWER},fuse",
+    )
+    assert not fused(made)
+    (remark,) = [r.text for r in made.remarks if r.pass_name == "decompose"]
+    assert f"it adds up, and the collective takes the {reduce}" in remark
+    assert [op.reduce for op in made.ops if isinstance(op, Collective)] == [reduce]

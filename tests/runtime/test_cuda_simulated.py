@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -113,22 +114,38 @@ def f(tp: Team[4], x: bf16[32, 16], w: bf16[16, 16], r: bf16[8, 16]):
 """
 
 
-@pytest.mark.parametrize("strategy", ["put", "fused", "ranges", "beside"])
+REDUCED = BRANCHES.replace("x: bf16[32, 16]", "x: bf16[64, 16]").replace(
+    """    t = empty(bf16[32, 16])
+    main: call("aten.mm.out", x, w, out=t)
+    y = empty(bf16[8, 16])
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+""",
+    """    t = empty(bf16[64, 16])
+    main: call("aten.mm.out", x, w, out=t)
+    y = empty(bf16[64, 16])
+    main: all_reduce(t, y, reduce="sum", team=tp)
+""",
+)
+
+
+@pytest.mark.parametrize("strategy", ["put", "fused", "ranges", "beside", "slabs"])
 @pytest.mark.parametrize(
     "shared", [(), ("comm", "arrivals"), ("main", "arrivals"), ("main", "comm", "arrivals")]
 )
+@pytest.mark.parametrize("ranks", [range(WORLD), (1, 3), (2,)], ids=str)
 def test_a_sum_beside_a_kernel_holds_up_no_put(
-    strategy: str, shared: tuple[str, ...], seed: int
+    strategy: str, shared: tuple[str, ...], ranks: Sequence[int], seed: int
 ) -> None:
-    """Of a gather whose kernel holds all processors, in whatever queue sums and puts stand."""
-    made = lowered(BRANCHES, strategy)
-    given = [torch.randn(n, 16).bfloat16() for n in (32, 16, 8)]
+    """Of a gather whose kernel holds all processors, in whatever queue of these ranks sums and
+    puts stand."""
+    made = lowered(REDUCED if strategy == "slabs" else BRANCHES, strategy)
+    given = [torch.randn(n, 16).bfloat16() for n in (64 if strategy == "slabs" else 32, 16, 8)]
     with contextlib.ExitStack() as stack:
         logs: list[list[list[Entry]]] = []
         for rank in range(WORLD):
             fake = stack.enter_context(fake_engine(made, rank))
             lanes = {name: lane.handle for name, lane in fake.engine.binding.lanes.items()}
-            one = {MAIN if name == "main" else lanes[name] for name in shared}
+            one = {MAIN if name == "main" else lanes[name] for name in shared if rank in ranks}
             logs.append([])
             for _ in range(3):
                 fake.run(given)

@@ -59,7 +59,8 @@ def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: b
 def slabs(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
     """In how many slabs the all-reduce behind a kernel goes; 0: it takes too little time for them.
 
-    `chunks` are the parts that ranks have of slabs, of all ranks.
+    `chunks` are the parts that ranks have of slabs, of all ranks. The rows that a matmul contracts
+    over count too: they must be as many on all ranks, as for every site.
     """
     if isinstance(site, GatherSite) or collective_of(values, site).kind != "all_reduce":
         return 0

@@ -41,11 +41,9 @@ def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> st
         return row.alone
     if row.cut == "slices" and slices(values, site, 0) < 2:
         return "each rank has a single row"
-    if row.name == "fused":
-        return unfit(values, site)
     if op.reduce not in (None, "sum") and row.transport != "collectives":
         return f"it adds up, and the collective takes the {op.reduce}"
-    return ""
+    return unfit(values, site) if row.name == "fused" else ""
 
 
 def write(
@@ -293,7 +291,7 @@ class _Writer:
                 e.collective("broadcast", total, e.part(full, root, sizes), root=root)
             return
         mine = e.part(full, e.rank, sizes)
-        if fused and by_kernel(sizes[0] * cone.width * dtype.itemsize):
+        if fused and by_kernel(part_bytes(self.values, site)):
             # Quicker than a copy from each peer behind a signal: one kernel does all.
             self.scatter(site, stage, mine, sizes, dtype).run(rows)
             e.collective("all_gather", mine, full, backend="peer")

@@ -109,8 +109,8 @@ class Binder:
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
         """By team: the stream and the end of the last exchange."""
         self._holds = {} if context.options.in_order else holds(self.plan)
-        held = {put for puts in self._holds.values() for put in puts}
-        self._unheld = {put: EventPoint(self.driver, self.event()) for put in held}
+        held = {hold for needed in self._holds.values() for hold in needed}
+        self._unheld = {hold: EventPoint(self.driver, self.event()) for hold in held}
         self._on: dict[int, list[int]] = {}  # by stream: its ops
         for index, op in enumerate(self.plan.program.ops):
             self._on.setdefault(id(lanes[op.stream]), []).append(index)
@@ -127,9 +127,12 @@ class Binder:
         else:
             item, step = op, self.bind(index, op)
         before = self.takes(item)
-        if index in self._unheld:
-            before.append(self._unheld[index].record(self.lanes[op.stream]))
-        return [*before, *((step,) if step is not None else ())]
+        lane = self.lanes[op.stream]
+        first, last = (
+            [mark.record(lane) for mark in (self._unheld.get((index, done)),) if mark]
+            for done in (False, True)
+        )
+        return [*before, *first, *((step,) if step is not None else ()), *last]
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
         """The function that issues an op; `member` is its number in the Fused at `index`."""
@@ -322,8 +325,8 @@ class Binder:
         bound = bind_kernel(self, lane, index, op)
         if bound is not None:
             self.kernels.append(index)
-            puts = self._holds.get(index, [])  # waiting.py, Note [Kernels that wait]
-            return in_turn([*(self._unheld[put].wait(lane) for put in puts), bound])
+            held = self._holds.get(index, [])  # waiting.py, Note [Kernels that wait]
+            return in_turn([*(self._unheld[hold].wait(lane) for hold in held), bound])
         steps = [self.bind(index, item, number) for number, item in enumerate(op.members)]
         found = [step for step in steps if step is not None]
         return in_turn(found) if found else None

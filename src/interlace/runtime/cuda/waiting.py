@@ -1,6 +1,6 @@
 """When a kernel that waits for peers may begin.
 
-    holds(plan)[index]        # the puts that must be at hand before the Fused at `index` begins
+    holds(plan)[index]        # what must be at hand, or done, before the Fused at `index` begins
 
 Note [Kernels that wait]
     A gather's kernel holds all processors while it waits for what the peers put. Whatever a rank
@@ -11,23 +11,30 @@ Note [Kernels that wait]
     waits for nobody.
 
     Streams may share a queue of the device, which goes by the order of issue. So a sum that runs
-    beside a kernel, on its own stream, stands before all puts that are issued after it.
+    beside a kernel, on its own stream, stands before all puts that are issued after it. And on a
+    peer whose streams share otherwise, puts may stand behind what it fetches of such sums: where
+    peers are told of a sum, it is done before the kernel begins.
 """
 
 from __future__ import annotations
 
-from interlace.ir import Alloc, Call, Expect, Free, Fused, Notify, Op, Put, Record, Wait
+from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused, Notify, Op, Put, Record, Wait
 from interlace.runtime.plan import Plan
 from interlace.runtime.releases import callers
 
+Hold = tuple[int, bool]
+"""An op, and whether it must be done; else all that stands before it."""
 
-def holds(plan: Plan) -> dict[int, list[int]]:
+
+def holds(plan: Plan) -> dict[int, list[Hold]]:
     """By Fused that awaits signals: on each stream, the first put behind the last op that may need
-    a processor, of those into the slots that it reads."""
-    found: dict[int, list[int]] = {}
+    a processor, of those into the slots that it reads; and the last sum that peers are told of."""
+    found: dict[int, list[Hold]] = {}
     main, ops = callers(plan.program), plan.program.ops
     last: dict[str, int] = {}  # by stream: the last op that may need a processor
-    beside: dict[str, int] = {}  # by stream but main: the last Call that main has not awaited
+    beside: dict[str, int] = {}  # by stream but main: the last one that main has not awaited,
+    told: dict[str, int] = {}  # and the last Call of these before a Notify
+    tells = {op.stream: index for index, op in enumerate(ops) if isinstance(op, Notify)}
     puts: dict[str, dict[str, int]] = {}  # by buffer and stream: the put that waits for it
     for index, op in enumerate(ops):
         if isinstance(op, Put):
@@ -36,15 +43,19 @@ def holds(plan: Plan) -> dict[int, list[int]]:
                 mine[op.stream] = index
         if isinstance(op, Fused) and any(isinstance(member, Expect) for member in op.members):
             read = {v.buffer for m in op.members if isinstance(m, Call) for v in m.views()}
-            found[index] = sorted(put for name in read for put in puts.get(name, {}).values())
+            needed = {(put, False) for name in read for put in puts.get(name, {}).values()}
+            found[index] = sorted(needed | {(call, True) for call in told.values()})
         if _may_need_processor(plan, index, op, main):
             last[op.stream] = index
-        if isinstance(op, Call) and op.stream != main:
+        if isinstance(op, Call | Copy) and op.stream != main:
             beside[op.stream] = index
+            if isinstance(op, Call) and index < tells.get(op.stream, -1):
+                told[op.stream] = index
         if isinstance(op, Wait) and op.stream == main:
             record = plan.waits[index, 0][0]
-            if record > beside.get(ops[record].stream, record):
-                del beside[ops[record].stream]
+            for awaited in (beside, told):
+                if record > awaited.get(ops[record].stream, record):
+                    del awaited[ops[record].stream]
     return {index: needed for index, needed in found.items() if needed}
 
 
