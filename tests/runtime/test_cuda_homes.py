@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.runtime.cuda.homes import giver, home_of
+from interlace.runtime.cuda.homes import giver
 
 
 def five() -> list[torch.Tensor]:
@@ -20,8 +20,7 @@ def test_results_in_the_callers_outputs_are_those_of_each_run(static: bool) -> N
     x, y, z, *_ = five()
     outs = [(1, y), (2, z)]
     for results, numbers in (((z, y), (2, 1)), ((z,), (2,)), ((y, x), (1,))):
-        homes = [home_of(item, outs, []) for item in results]
-        give = giver(results, homes, [x, y, z] if static else None)
+        give = giver(results, outs, [], [x, y, z] if static else None)
         given = [x.clone(), y.clone(), z.clone()]
         for found, number in zip(give(given), numbers, strict=False):
             assert found is given[number]
@@ -31,10 +30,8 @@ def test_other_results_are_copies(seed: int) -> None:
     torch.manual_seed(seed)
     x, y, z, own, held = five()
     results = (y, (own, y.view(6), 3), None, x, held)
-    homes = [home_of(item, [(1, y), (2, z)], [held]) for item in results]
-    assert homes == [1, (None, None, None), None, None, held]
     given = [x.clone(), y.clone(), z.clone()]
-    found: Any = giver(results, homes)(given)
+    found: Any = giver(results, [(1, y), (2, z)], [held])(given)
     assert found[0] is given[1]
     copy, view, number = found[1]
     assert torch.equal(copy, own)
@@ -51,30 +48,30 @@ def test_static_results_are_the_graphs_own() -> None:
     """But not what lies in memory of the caller's, also as a view: that is copied."""
     x, y, z, own, held = five()
     results: Any = (own, (x, y), y[:1], z, held)
-    homes = [home_of(item, [(2, z)], [held]) for item in results]
-    give = giver(results, homes, [x.view(6), y])
+    give = giver(results, [(2, z)], [held], [x.view(6), y])
     given = [x, y, z.clone()]
     first, (second, third), part, out, kept = give(given)
     assert (first is own, out is given[2], kept is held) == (True, True, True)
     for mine, other in ((second, x), (third, y), (part, y[:1])):
         assert torch.equal(mine, other)
         assert mine.data_ptr() != other.data_ptr()
-    one = giver((own, z), [None, None], [x])
+    one = giver((own, z), [], [], [x])
     assert one([x]) is one([y])
-    assert giver((), [], [])([]) == giver((), [])([]) == ()
+    assert giver((), [], [], [])([]) == giver((), [], [])([]) == ()
 
 
 def test_views_of_outputs_are_not_taken_for_the_outputs() -> None:
     y, empty = torch.randn(3, 3), torch.empty(0)
     others = y.permute(1, 0), y.view(torch.int32), y[:2], empty
+    given = torch.full((3, 3), torch.nan), torch.empty(0)
     for outs, kept in (([(0, y), (1, empty)], []), ([], [y, empty])):
-        homes = [home_of(item, outs, kept) for item in others]
-        assert [home is None for home in homes] == [True] * 4
-    found = giver(others, [None] * 4)([y])
-    for mine, other in zip(found, others, strict=True):
-        assert torch.equal(mine, other)
-        assert mine.dtype == other.dtype
-        assert mine.stride() == other.stride()
+        found = giver(others, outs, kept)(given)
+        assert not any(mine is tensor for mine in found for tensor in (*given, y, empty))
+        for mine, other in zip(found, others, strict=True):
+            assert torch.equal(mine, other)
+            assert mine.dtype == other.dtype
+            assert mine.stride() == other.stride()
+            assert mine.data_ptr() != other.data_ptr() or not mine.numel()
 
 
 def test_what_is_copied_is_not_kept_alive() -> None:
@@ -83,7 +80,7 @@ def test_what_is_copied_is_not_kept_alive() -> None:
         block = torch.randn(4, 4)
         others = [block] if static else None
         item, ref = block[1:, ::2], StorageWeakRef(block.untyped_storage())
-        give = giver((item, (item,), block[4:, 1:]), [None, (None,), None], others)
+        give = giver((item, (item,), block[4:, 1:]), [], [], others)
         first, (second,), empty = give([])
         assert torch.equal(first, item)
         assert torch.equal(second, item)

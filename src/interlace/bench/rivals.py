@@ -55,7 +55,7 @@ class Sequential(_Rival):
     def __init__(self, case: Case, ranks: Ranks, graph: bool, sets: Sets) -> None:
         super().__init__(case, ranks)
         self.mode = "graph" if graph else "eager"
-        self._sets = sets
+        self._sets: Sets = sets
 
     def open(self) -> Launch:
         """The function, or what replays its graphs: x copied in, or a graph for each x."""
@@ -103,6 +103,10 @@ class Sequential(_Rival):
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = launch(x, w)
         return graph.replay, result
+
+    def close(self) -> None:
+        """Lets go of the inputs; the graphs go with what replays them."""
+        self._sets = ()
 
     def _launch(self) -> Launch:
         size, rows = self.ranks.size, self.case.m

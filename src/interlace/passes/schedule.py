@@ -1,12 +1,13 @@
 """schedule: order and streams in one pass, so that communication runs under compute.
 
 Compute goes to the stream `main`, communication to one stream `comm`, in the order in which its
-results are needed; what a sum of puts awaits goes to `arrivals`, and sums that run beside a kernel
-do too. The pass plays the Program on these lanes: communication starts as soon as its data is
-there; compute whose input still travels gives way to compute that is ready, above all to what feeds
-more communication (the gradient of the input before the gradient of the weight). So a gather for a
-weight's gradient runs under the matmul for the input's, the scatter of the input's gradient under
-the weight's, and reductions that nobody awaits under the rest of the backward.
+results are needed; what a sum of puts awaits goes to `arrivals`, and so do sums that run beside a
+kernel and what peers fetch of them. The pass plays the Program on these lanes: communication starts
+as soon as its data is there; compute whose input still travels gives way to compute that is ready,
+above all to what feeds more communication (the gradient of the input before the gradient of the
+weight). So a gather for a weight's gradient runs under the matmul for the input's, the scatter of
+the input's gradient under the weight's, and reductions that nobody awaits under the rest of the
+backward.
 
     >>> overlapped = InsertSync().run(Schedule().run(program))
 

@@ -127,12 +127,12 @@ class Binder:
         else:
             item, step = op, self.bind(index, op)
         before = self.takes(item)
-        lane = self.lanes[op.stream]
-        first, last = (
-            [mark.record(lane) for mark in (self._unheld.get((index, done)),) if mark]
-            for done in (False, True)
-        )
-        return [*before, *first, *((step,) if step is not None else ()), *last]
+        if mark := self._unheld.get((index, False)):
+            before.append(mark.record(self.lanes[op.stream]))
+        issued = [*before, *((step,) if step is not None else ())]
+        if mark := self._unheld.get((index, True)):
+            issued.append(mark.record(self.lanes[op.stream]))
+        return issued
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
         """The function that issues an op; `member` is its number in the Fused at `index`."""

@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
-from interlace.runtime.cuda.homes import Give, giver, home_of
+from interlace.runtime.cuda.homes import Give, giver
 
 
 class Captured:
@@ -90,8 +90,7 @@ class Captured:
         """Takes the results of a graph that was captured with these `tensors`: some lie in tensors
         of the caller's, or in `kept`; the graph's own are given as they are, if `static`."""
         outs = [(i, tensor) for i, tensor in enumerate(tensors) if i >= self._num_inputs]
-        homes = [home_of(item, outs, kept) for item in results]
-        self.gives.append(giver(results, homes, tensors if static else None))
+        self.gives.append(giver(results, outs, kept, tensors if static else None))
 
     def bring(self, driver: Driver, stream: int, given: Sequence[torch.Tensor]) -> None:
         """Copies what comes at any address to where the graphs read it."""

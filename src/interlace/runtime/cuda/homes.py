@@ -1,8 +1,7 @@
 """Where the results of replays lie: in tensors of the caller's, or in memory of the graphs'.
 
-homes = [home_of(item, outs, kept) for item in results]      # once for each capture
-give = giver(results, homes)
-give(given)                                                  # the results of a replay
+give = giver(results, outs, kept)     # once for each capture
+give(given)                           # the results of a replay
 """
 
 from __future__ import annotations
@@ -16,23 +15,7 @@ import torch
 
 from interlace.comm.cuda.memory import tensor_at
 
-Home = int | torch.Tensor | tuple["Home", ...] | None
-"""The tensor of the caller's that a result is, by number, or registered; None: it is the graph's,
-or no tensor."""
 Give = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
-
-
-def home_of(
-    item: Any, outs: Sequence[tuple[int, torch.Tensor]], kept: Sequence[torch.Tensor]
-) -> Home:
-    """Where a result of a graph lies: the caller's `outs`, by number, or registered `kept`."""
-    if isinstance(item, tuple):
-        return tuple([home_of(part, outs, kept) for part in item])
-    if not isinstance(item, torch.Tensor) or not item.numel():
-        return None
-    if any(item is tensor for tensor in kept):
-        return item
-    return next((index for index, tensor in outs if _is_all_of(item, tensor)), None)
 
 
 def _is_all_of(item: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -42,18 +25,22 @@ def _is_all_of(item: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def giver(
-    results: Sequence[Any], homes: Sequence[Home], others: Sequence[torch.Tensor] | None = None
+    results: Sequence[Any],
+    outs: Sequence[tuple[int, torch.Tensor]],
+    kept: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor] | None = None,
 ) -> Give:
-    """What gives the results of a replay: the caller's tensors, and of all else copies that no
-    replay writes again. With `others`, what lies in none of these is given as it is."""
-    places = [home for home in homes if isinstance(home, int)]
-    if places and len(places) == len(homes):
+    """What gives the results of a replay: the caller's `outs`, by number; what is `kept`, which is
+    registered; and of all else copies that no replay writes again. With `others`, what lies in none
+    of these is given as it is."""
+    storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
+    held = [_held(item, outs, kept, storages) for item in results]
+    places = [item.index for item in held if isinstance(item, _Given)]
+    if places and len(places) == len(held):
         if len(places) > 1:
             return operator.itemgetter(*places)
         (place,) = places
         return lambda given: (given[place],)
-    storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
-    held = [_held(item, home, storages) for item, home in zip(results, homes, strict=True)]
     if not any(isinstance(item, tuple | _Copied | _Given) for item in held):
         same = tuple(held)
         return lambda given: same
@@ -75,16 +62,24 @@ class _Copied:
     tensor: torch.Tensor
 
 
-def _held(item: Any, home: Home, storages: set[int] | None) -> Any:
-    if isinstance(home, tuple):
-        return tuple([_held(part, at, storages) for part, at in zip(item, home, strict=True)])
-    if isinstance(home, int):
-        return _Given(home)
-    if not isinstance(item, torch.Tensor) or home is not None:
+def _held(
+    item: Any,
+    outs: Sequence[tuple[int, torch.Tensor]],
+    kept: Sequence[torch.Tensor],
+    storages: set[int] | None,
+) -> Any:
+    if isinstance(item, tuple):
+        return tuple([_held(part, outs, kept, storages) for part in item])
+    if not isinstance(item, torch.Tensor):
         return item
     made = torch.empty(0, dtype=item.dtype, device=item.device)
     if not item.numel():
         return _Copied(made.new_empty_strided(item.shape, item.stride()))
+    if any(item is tensor for tensor in kept):
+        return item
+    for index, tensor in outs:
+        if _is_all_of(item, tensor):
+            return _Given(index)
     storage = item.untyped_storage()
     if storages is not None and storage.data_ptr() not in storages:
         return item

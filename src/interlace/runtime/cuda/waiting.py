@@ -32,8 +32,10 @@ def holds(plan: Plan) -> dict[int, list[Hold]]:
     found: dict[int, list[Hold]] = {}
     main, ops = callers(plan.program), plan.program.ops
     last: dict[str, int] = {}  # by stream: the last op that may need a processor
-    beside: dict[str, int] = {}  # by stream but main: the last one that main has not awaited,
-    told: dict[str, int] = {}  # and the last Call of these before a Notify
+    beside: dict[
+        str, int
+    ] = {}  # by stream but main: the last Call or Copy that main has not awaited,
+    told: dict[str, int] = {}  # and the last such Call that a Notify follows
     tells = {op.stream: index for index, op in enumerate(ops) if isinstance(op, Notify)}
     puts: dict[str, dict[str, int]] = {}  # by buffer and stream: the put that waits for it
     for index, op in enumerate(ops):
