@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from typing import Any
 from unittest import mock
 
@@ -52,6 +52,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 """Options of each. `beside`: own rows are cut as large ones are, and summed beside the kernel; so
 are all-reduces, which go in slabs."""
+
+BY_MESSAGES = ("shift", "ring")
+"""Those that send messages, which on CUDA are NCCL's."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,13 @@ class Case:
         return result, allowed
 
     def by_nccl(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """The same by torch alone: NCCL's collective and the whole matmul. Parts go padded."""
+        """The same by torch alone: NCCL's collective and the whole matmul. Parts go padded.
+
+        Ranks that share a GPU add up in order, rounding each time, and NCCL takes no part.
+        """
         rows, rank = self.rows, dist.get_rank()
+        if shared():
+            return self._one_by_one(x, w)
         tall, even = max(rows), len(set(rows)) == 1
         if self.kind == "matmul_all_reduce":
             y = x @ w
@@ -195,17 +203,45 @@ class Case:
         dist.reduce_scatter_tensor(mine, y)
         return mine[: rows[rank]]
 
+    def _one_by_one(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, (x.cpu(), w.cpu()))
+        pairs = [(x.to(self.device), w.to(self.device)) for x, w in everyone]
+        if self.kind == "all_gather_matmul":
+            return torch.cat([x for x, _ in pairs]) @ w
+        y = reduce(torch.add, (x @ w for x, w in pairs))
+        if self.kind == "matmul_all_reduce":
+            return y
+        return y.split(list(self.rows))[dist.get_rank()]
+
+
+def shared() -> bool:
+    """Whether ranks share a GPU, for which NCCL is not to be had."""
+    return dist.get_world_size() > torch.cuda.device_count() > 0
+
+
+def transport() -> dict[str, str]:
+    """Options by which collectives go where NCCL is not to be had."""
+    return {"transport": "peer"} if shared() else {}
+
+
+def here() -> list[str]:
+    """Strategies that can be run."""
+    return [name for name in STRATEGIES if not (shared() and name in BY_MESSAGES)]
+
 
 def prepared(
     case: Case, strategy: str, before_op: BeforeOp | None = None, **options: Any
 ) -> Executor:
     """An Executor of a case on this rank's GPU."""
-    given = Options.from_dict({"time_out_s": 20.0, **STRATEGIES[strategy], **options})
+    chosen = {"time_out_s": 20.0, **STRATEGIES[strategy], **options}
+    if case.device == "cuda":
+        chosen = {**transport(), **chosen}
     return Executor(
         program_of(case, strategy),
         groups={"tp": world_group()},
         device=case.device,
-        options=given,
+        options=Options.from_dict(chosen),
         before_op=before_op,
     ).prepare()
 

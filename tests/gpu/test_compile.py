@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from interlace.frontend import capture
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.gpu, pytest.mark.nccl, pytest.mark.timeout(200)]
 
 ROWS, WIDTH = 48, 240
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.e2e.experts import DIM, EXPERTS, ROOM, Experts, Gated, Grouped, Layers, filled, step
+from tests.gpu.cases import shared, transport
 from tests.passes.experts import layer
 from tests.runtime.programs import world_group
 from tests.support.pool import Ranks
@@ -40,7 +41,7 @@ def compare(kind: type[Experts], dtype: str, seed: int, options: dict[str, Any])
     group = init_device_mesh("cuda", (world,), mesh_dim_names=("ep",)).get_group("ep")
     module = filled(kind(group, wanted_type), seed, exact=True).to("cuda")
     torch.manual_seed(seed + dist.get_rank())
-    given = {"time_out_s": 30.0, "regions": "eager", **options}
+    given = {"time_out_s": 30.0, "regions": "eager", **transport(), **options}
     wrong: list[str] = []
     with capture() as captured:
         compiled = torch.compile(
@@ -94,7 +95,7 @@ def inputs_of(world: int, tokens: int, seed: int) -> list[torch.Tensor]:
 
 def prepared(world: int, tokens: int, **options: Any) -> Executor:
     """A layer of four experts a rank, bound."""
-    chosen = Options(time_out_s=30.0, **options)
+    chosen = Options(time_out_s=30.0, **transport(), **options)
     program = lower(parse(layer(world, 4, tokens, WIDE, INNER, "bf16")), chosen)
     groups = {"tp": world_group()}
     return Executor(program, groups=groups, device="cuda", options=chosen).prepare()
@@ -104,7 +105,8 @@ def compare_in_order(seed: int) -> list[str]:
     """On one rank: which strategies give other bits than their ops one after another."""
     world, wrong = dist.get_world_size(), []
     inputs = inputs_of(world, 100, seed)
-    for name in ("shift", "peer-get", "peer-put"):
+    messages = () if shared() else ("shift",)
+    for name in (*messages, "peer-get", "peer-put"):
         results: list[torch.Tensor] = []
         for in_order in (False, True):
             executor = prepared(world, 100, in_order=in_order, **STRATEGIES[name])

@@ -202,6 +202,7 @@ def hear(strategy: str, victim: int, seed: int) -> Outcome:
     return heard
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("strategy", ["shift", "pipeline"])
 def test_a_failure_at_any_moment_ends_what_nccl_does(gpus: Ranks, strategy: str, seed: int) -> None:
     """Also while another rank issues the op that then waits for ever: Note [Aborts]."""

@@ -349,6 +349,7 @@ def by_reducer(seed: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.nccl
 def test_main_gradients_over_nccl_are_exact(gpus: Ranks, seed: int) -> None:
     assert gpus.run(by_reducer, seed, time_out_s=120) == [[]] * gpus.world
 
@@ -377,6 +378,7 @@ def by_ddp(seed: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.nccl
 def test_under_ddp_over_nccl(gpus: Ranks, seed: int) -> None:
     assert gpus.run(by_ddp, seed, time_out_s=120) == [[]] * gpus.world
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import world_group
+from tests.gpu.cases import transport, world_group
 from tests.support.pool import Ranks
 from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N, drawn
 
@@ -29,7 +29,7 @@ def prepared(kind: str, tensor: torch.Tensor, **options: Any) -> Executor:
         parse(TEXTS[kind](dist.get_world_size())),
         groups={"tp": world_group()},
         device="cuda",
-        options=Options(time_out_s=20.0, **options),
+        options=Options(time_out_s=20.0, **transport(), **options),
         registered={REGISTERED[kind]: tensor},
     ).prepare()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import KINDS, STRATEGIES, Case, poison, prepared, run
+from tests.gpu.cases import KINDS, STRATEGIES, Case, here, meet, poison, prepared, run
 from tests.support.pool import Ranks
 
 from interlace.ir import Op
@@ -97,7 +97,7 @@ def interleaved(seed: int, streams: int) -> list[str]:
     with ExitStack() as stack:
         subjects = [
             Subject(stack, Case(KINDS[number % 3], world), strategy, seed + number)
-            for number, strategy in enumerate(STRATEGIES)
+            for number, strategy in enumerate(here())
         ]
         callers = [torch.cuda.Stream() for _ in range(streams)]
         for _ in range(80):
@@ -167,7 +167,10 @@ def many_executors(strategy: str, rounds: int) -> int:
                 run(executor, case, inputs)
                 executor.synchronize()
         torch.cuda.synchronize()
-        return torch.cuda.mem_get_info()[0]
+        meet()  # who shares this GPU has closed all of it too
+        free = torch.cuda.mem_get_info()[0]
+        meet()
+        return free
 
     return make(3) - make(rounds)
 

@@ -218,11 +218,12 @@ class Fake:
         log = self.driver.log
         log.clear()
         result = self.runner.run(inputs, out)
-        ends = {event for _, event in self.engine._marks}
+        marks = self.engine.marks
+        ends = {marks.of(run)[1] for run in range(marks.num)}
         log[:] = [
             (*entry, "over") if entry[0] == "record" and entry[2] in ends else entry
             for entry in log
-            if entry[0::2] != ("record", self.engine.probe)
+            if not (entry[0] == "record" and entry[2] in marks.probes)
         ]
         return result
 

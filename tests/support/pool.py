@@ -12,7 +12,8 @@ rank of a default process group of the asked size, and each rank's result comes 
     def test_total(pool):
         assert pool(3).run(total) == [3.0, 3.0, 3.0]
 
-`Pool("cuda")` gives each rank a GPU of its own, and NCCL beside gloo in its default group.
+`Pool("cuda")` gives each rank a GPU of its own, and NCCL beside gloo in its default group. More
+ranks than there are GPUs share them: then without NCCL, which wants one for each.
 
 Each task is bounded by a time-out. A rank that raises, dies or does not come back becomes a
 `RankFailure` that names it, with its traceback; the processes are then replaced, as they are after
@@ -256,8 +257,10 @@ def _join(task: Task, port: int) -> None:
     if task.device == "cuda":
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no multicast objects
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        backend, own = "cpu:gloo,cuda:nccl", torch.device("cuda", task.rank)
-        torch.cuda.set_device(own)
+        count = torch.cuda.device_count()
+        torch.cuda.set_device(task.rank % count)
+        if task.world <= count:
+            backend, own = "cpu:gloo,cuda:nccl", torch.device("cuda", task.rank)
     dist.init_process_group(
         backend, store=store, rank=task.rank, world_size=task.world, timeout=limit, device_id=own
     )

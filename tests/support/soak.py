@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import KINDS, STRATEGIES, Case, meet, prepared
+from tests.gpu.cases import KINDS, STRATEGIES, Case, here, meet, prepared
 
 from interlace.errors import InterlaceError
 from interlace.ir import Op
@@ -65,6 +65,7 @@ class Soak:
         self.gpu = device == "cuda"
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.alike, self.own = random.Random(seed), random.Random(seed * 31 + self.rank)
+        self.names = here() if self.gpu else list(STRATEGIES)
         self.streams: list[Any] = []
         if self.gpu:
             self.streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in range(2))]
@@ -97,7 +98,7 @@ class Soak:
 
     def prepare(self, number: int) -> None:
         case, inputs, wanted = self.cases[self.alike.choice(KINDS)]
-        name, graph = self.alike.choice(list(STRATEGIES)), self.alike.random() < 0.5
+        name, graph = self.alike.choice(self.names), self.alike.random() < 0.5
         graph = graph and self.gpu
         subject = Subject(case, name, graph, inputs, wanted)
         subject.prepare()

@@ -39,6 +39,7 @@ from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.captured import Captured
 from interlace.runtime.cuda.graphs import Graphs
 from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.cuda.marks import Marks
 from interlace.runtime.cuda.watchdog import Watched, watchdog
 from interlace.runtime.engine import Context
 from interlace.runtime.plan import Plan
@@ -89,10 +90,9 @@ class CudaEngine:
         self.watched: Any = None
         self.watches = bool(context.crew.teams) or context.options.trace
         """Whether runs have marks for the watchdog: Note [Runs that wait for nobody]."""
-        self.marks = MARKS if self.watches else 1
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
-            self._marks = [(self.driver.event(), self.driver.event()) for _ in range(self.marks)]
+            self.marks = Marks(self.driver, MARKS if self.watches else 1)
         self.plain = not (self.watches or self.binding.sides or context.options.graph)
         """Whether a run is nothing but its ops, on the caller's stream."""
         self._keeps = not self.plain or keeps_memory(context)
@@ -105,9 +105,9 @@ class CudaEngine:
         self._owners: list[Any] = [*self.sides] or [self]
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
         self.graphs: Graphs | None = None
-        self.issued = self.entered = self.probed = 0
+        self.issued = self.entered = 0
         self.since = 0.0
-        self.probe, self._told = self.driver.event(), self.driver.event()
+        self._told = self.driver.event()
         self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing  # pyright: ignore
         self.watched = Watched(self, context)
         watchdog().add(self.watched)
@@ -173,7 +173,7 @@ class CudaEngine:
 
     def _leave_plain(self, stream: int) -> None:
         if self._keeps:
-            over = self._marks[0][1]
+            _, over = self.marks.of(0)
             self.driver.record(stream, over)
             self.last = stream, over
         self.issued += 1
@@ -239,7 +239,7 @@ class CudaEngine:
             last = owner.last
             if last is not None and last[0] != stream:
                 self.driver.wait_event(stream, last[1])
-        return stream, *self._marks[(self.issued + 1) % self.marks]
+        return stream, *self.marks.of(self.entered)
 
     def _captured(self) -> ExecutorError:
         return ExecutorError(
@@ -253,17 +253,12 @@ class CudaEngine:
         for owner in self._owners:
             owner.last = stream, over
         self.issued += 1
-        if self.watches and not self.probed:  # the watchdog sees its end however many go on
-            self.driver.record(stream, self.probe)
-            self.probed = self.issued
-
-    def begun(self, run: int) -> bool:
-        """Whether a run has begun on the device, of the last few."""
-        return self.driver.done(self._marks[run % self.marks][0])
+        if self.watches:
+            self.marks.probe(stream, self.issued)
 
     def ended(self, run: int) -> bool:
-        """Whether a run has ended, of the last few; a later one in its place counts as not."""
-        return not self._keeps or self.driver.done(self._marks[run % self.marks][1])
+        """Whether a run has ended, of the last few, as far as that is to be seen."""
+        return not self._keeps or self.marks.ended(run)
 
     def uses(self) -> Mapping[str, Use]:
         """Which copy of its slot each symmetric buffer has in the next run."""
@@ -340,10 +335,10 @@ class CudaEngine:
         watchdog().drop(self.watched)
         self.watched.settle()
         for owner in self._owners:
-            if owner.last is not None and any(owner.last[1] == over for _, over in self._marks):
+            if owner.last is not None and self.marks.owns(owner.last[1]):
                 owner.last = None
         if self.graphs is not None:
             self.graphs.close()
         self.binding.close()
-        for event in (self.probe, self._told, *(event for pair in self._marks for event in pair)):
-            self.driver.destroy_event(event)
+        self.marks.close()
+        self.driver.destroy_event(self._told)

@@ -44,9 +44,10 @@ class Watched:
     def __init__(self, engine: CudaEngine, context: Context) -> None:
         self._engine = weakref.ref(engine)
         self._context = context
-        self._ended = 0
+        self._ended = self._seen = 0
+        """The last run that is known to have ended, and what of that the watchdog has seen."""
         self._since = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock, self._counting = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
         self.issuing = False
         """Whether a thread is issuing a run: Note [Aborts] in aborts.py."""
@@ -80,17 +81,16 @@ class Watched:
         return any(team.resets != count or not team.is_set_up for team, count in self._resets)
 
     def _progress(self, engine: CudaEngine) -> int:
-        """The last run that is known to have ended."""
-        issued, probed = engine.issued, engine.probed
-        if probed and engine.driver.done(engine.probe):
-            self._ended, engine.probed = max(self._ended, probed), 0
-        if self._ended < issued and engine.ended(issued):
-            self._ended = issued
-        while self._ended < issued and issued - self._ended < engine.marks:
-            if not engine.ended(self._ended + 1):
-                break
-            self._ended += 1
-        return self._ended
+        """The last run that is known to have ended. Those who wait count too, not only `look`."""
+        with self._counting:
+            issued, marks = engine.issued, engine.marks
+            ended = max(self._ended, marks.passed())
+            if ended < issued and engine.ended(issued):
+                ended = issued
+            while ended < issued < ended + marks.num and engine.ended(ended + 1):
+                ended += 1
+            self._ended = ended
+        return ended
 
     def look(self) -> None:
         """One look: notes progress, finds failures, lets go what is stuck."""
@@ -99,8 +99,7 @@ class Watched:
             return
         if self.past:
             return
-        entered, known = [team.control.run for team in self._teams], self._ended
-        idle = self.idle
+        entered, idle = [team.control.run for team in self._teams], self.idle
         if idle and self.failure is None:
             for team, run in zip(self._teams, entered, strict=True):
                 team.control.leave(run)
@@ -111,11 +110,15 @@ class Watched:
                 finally:
                     self._end_backends()
             return
-        before, ended = known, self._progress(engine)
-        under_way = engine.issued - ended
+        before, ended = self._seen, self._progress(engine)
+        self._seen, under_way = ended, engine.issued - ended
         if under_way == 0 and not idle:
             self._since = max(self._since, engine.since)  # the host is at it, or is kept from it
-        elif idle or ended != before or (under_way < engine.marks and not engine.begun(ended + 1)):
+        elif (
+            idle
+            or ended != before
+            or (under_way < engine.marks.num and not engine.marks.begun(ended + 1))
+        ):
             self._since = now
         for team in self._teams:
             found = team.control.failure() or (None if idle else team.control.disagreement())

@@ -1,0 +1,75 @@
+"""Events by which others than the caller see how far the runs of an engine are.
+
+    marks = Marks(driver, 32)
+    begin, end = marks.of(run)            # recorded where the run begins and ends on its stream
+    marks.probe(stream, run)              # then: seen however many runs go on
+    marks.passed()                        # the last run that a probe has seen the end of
+
+A run's two events are those of the run `num` before it: once so many are issued on top, they tell
+nothing of it any more, and where a host is far ahead that goes for all but the last few. So one run
+in `num // APART` leaves an event besides, which is used again only when it was seen to be done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from interlace.comm.cuda.driver import Driver
+
+APART = 4
+
+
+class Marks:
+    """Events of the last `num` runs, and probes. One thread records, others look."""
+
+    def __init__(self, driver: Driver, num: int) -> None:
+        self.num = num
+        self._driver = driver
+        self._events = [(driver.event(), driver.event()) for _ in range(num)]
+        self._probes: deque[tuple[int, int]] = deque()
+        """Runs and events that were not seen to be done, in order."""
+        self.probes = [driver.event(), driver.event()]
+        """All events of that kind."""
+        self._free = deque(self.probes)
+        self._next = 0
+
+    def of(self, run: int) -> tuple[int, int]:
+        """The events of where a run begins and ends."""
+        return self._events[run % self.num]
+
+    def probe(self, stream: int, run: int) -> None:
+        """After the end of every run: leaves an event behind some of them."""
+        if run < self._next:
+            return
+        if not self._free:  # further ahead than ever before
+            self.probes.append(self._driver.event())
+            self._free.append(self.probes[-1])
+        event = self._free.popleft()
+        self._driver.record(stream, event)
+        self._probes.append((run, event))
+        self._next = run + max(self.num // APART, 1)
+
+    def passed(self) -> int:
+        """The last run whose probe is done; 0: none since the last call. One thread at a time."""
+        last = 0
+        while self._probes and self._driver.done(self._probes[0][1]):
+            last, event = self._probes.popleft()
+            self._free.append(event)
+        return last
+
+    def begun(self, run: int) -> bool:
+        """Whether a run has begun, of the last few."""
+        return self._driver.done(self.of(run)[0])
+
+    def ended(self, run: int) -> bool:
+        """Whether a run has ended, of the last few; a later one in its place counts as not."""
+        return self._driver.done(self.of(run)[1])
+
+    def owns(self, event: int) -> bool:
+        """Whether it is one of these."""
+        return any(event in pair for pair in self._events)
+
+    def close(self) -> None:
+        """Gives all events back."""
+        for event in (*self.probes, *(event for pair in self._events for event in pair)):
+            self._driver.destroy_event(event)
