@@ -8,14 +8,21 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from tests.runtime.cuda_sites import bound, tensors
-from tests.support.fake_cuda import Fake
+import torch
+from tests.runtime.cuda_sites import bound, program, tensors
+from tests.support.fake_cuda import Fake, fake_engine
 
-from interlace.errors import CommTimeoutError
+from interlace.comm.control import EXITED, Control
+from interlace.errors import BackendError, CommTimeoutError, PeerError
+from interlace.ir import parse
+from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda import watchdog as watchdog_file
 from interlace.runtime.cuda.marks import APART, Marks
+from interlace.runtime.cuda.stalls import stalled
+from interlace.runtime.shares import end
 
 LIMIT_S = 20.0
 
@@ -64,8 +71,8 @@ def test_progress_is_seen_however_far_the_host_is_ahead(fake: tuple[Fake, Device
     found, device = fake
     num = 5 * found.engine.marks.num
     ends, watched = runs(found, device, num), found.engine.watched
-    for run, end in enumerate(ends, 1):
-        device.done_to = end
+    for run, over in enumerate(ends, 1):
+        device.done_to = over
         known = watched._progress(found.engine)
         assert run - found.engine.marks.num // APART <= known <= run
     assert watched._progress(found.engine) == num
@@ -124,8 +131,8 @@ def test_two_threads_that_count_do_not_count_twice(fake: tuple[Fake, Device]) ->
     try:
         for thread in threads:
             thread.start()
-        for run, end in enumerate(ends, 1):
-            ends_now[0], device.done_to = run, end
+        for run, place in enumerate(ends, 1):
+            ends_now[0], device.done_to = run, place
             time.sleep(0.002)
     finally:
         over.set()
@@ -133,3 +140,147 @@ def test_two_threads_that_count_do_not_count_twice(fake: tuple[Fake, Device]) ->
             thread.join()
         sys.setswitchinterval(before)
     assert not wrong
+
+
+def peer_of(control: Control) -> Control:
+    """The control block as rank 0 sees it."""
+    return Control("tp", control.ranks, 0, control._segments, control._lives)
+
+
+def test_what_a_peer_told_before_it_let_go_is_heard(fake: tuple[Fake, Device]) -> None:
+    """The watchdog has not looked yet, and the run has ended: with what nobody may use."""
+    found, device = fake
+    (team,) = found.engine.context.crew.teams.values()
+    runs(found, device, 1)
+    peer_of(team.control).fail(CommTimeoutError("no progress in 60 s"))
+    device.done_to = device.issued
+    with pytest.raises(PeerError, match="rank 0 of team tp stopped: no progress"):
+        found.engine.synchronize()
+
+
+SYNCED = """
+def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
+    main: notify(told, to=tp.others)
+    main: expect(told, tp.rank + 1)
+    main: copy(x, y)
+    main: host_sync()
+    main: copy(x, y)
+"""
+
+
+def test_the_host_does_not_go_on_with_what_a_stopped_peer_left() -> None:
+    with fake_engine(parse(SYNCED), 1) as found:
+        (team,) = found.engine.context.crew.teams.values()
+        peer = peer_of(team.control)
+
+        def done(event: int) -> bool:
+            peer.fail(CommTimeoutError("no progress in 60 s"))
+            return True
+
+        found.driver.done = done  # type: ignore[method-assign]
+        with pytest.raises(PeerError, match="rank 0 of team tp stopped"):
+            found.run([torch.zeros(4)], [torch.zeros(4)])
+
+
+def test_ranks_that_have_told_are_not_named_as_late() -> None:
+    """While the host still issues a run, the words that count are that run's."""
+    with fake_engine(parse(SYNCED), 1) as found:
+        texts: list[str] = []
+
+        def done(event: int) -> bool:
+            if not texts:
+                texts.append("")
+                found.space.value = lambda signal, member: found.space.base + 1
+                texts[0] = stalled(found.engine, found.engine.context, found.engine.watched._ended)
+            return True
+
+        found.driver.done = done  # type: ignore[method-assign]
+        found.run([torch.zeros(4)], [torch.zeros(4)])
+        assert "rank 1 in f" in texts[0]
+        assert "expect" not in texts[0]
+
+
+def test_a_rank_has_left_its_runs_when_all_its_executors_have(fake: tuple[Fake, Device]) -> None:
+    """Peers go by that when its process ends: has it died in a run, or after it?"""
+    found, device = fake
+    with fake_engine(program("scatter", "put"), 1, beside=found) as other:
+        (team,) = found.engine.context.crew.teams.values()
+        other.engine.watched._teams = [team]
+        other.runner._teams = [team]
+        dog = watchdog_file.Watchdog()
+        dog._watched.update({0: found.engine.watched, 1: other.engine.watched})
+        runs(found, device, 1)
+        device.done_to = device.issued
+        other.run(*tensors("scatter"))
+        assert found.engine.watched.idle
+        assert not other.engine.watched.idle
+        dog.once()
+        assert (team.control.run, team.control.cells[EXITED]) == (2, 0)
+        device.done_to = device.issued
+        dog.once()
+        assert team.control.cells[EXITED] == 2
+        found.engine.watched.issuing = True  # a run that is entered, and not on the device yet
+        team.control.enter(1, "next", None)
+        dog.once()
+        assert team.control.cells[EXITED] == 2
+        found.engine.watched.issuing = False
+
+
+@pytest.mark.parametrize("how", ["synchronize", "close"])
+def test_a_rank_that_ends_well_says_so_at_once(fake: tuple[Fake, Device], how: str) -> None:
+    found, device = fake
+    (team,) = found.engine.context.crew.teams.values()
+    runs(found, device, 1)
+    device.done_to = device.issued
+    dog = watchdog_file.Watchdog()
+    dog._watched[0] = found.engine.watched
+    with mock.patch.object(engine_file, "watchdog", return_value=dog):
+        getattr(found.engine, how)()
+    assert team.control.cells[EXITED] == team.control.run == 1
+
+
+def test_what_runs_use_is_given_back_behind_them(
+    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers may be late, and within their time: nothing that they write into goes before."""
+    found, device = fake
+    monkeypatch.setattr(watchdog_file, "GRACE_S", 0.01)
+    destroyed: list[int] = []
+    monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
+    dog, shared = watchdog_file.Watchdog(), mock.Mock()
+    runs(found, device, 1)
+    with mock.patch.object(engine_file, "watchdog", return_value=dog):
+        end(found.engine, shared)
+        dog.once()
+        assert not destroyed
+        assert not shared.close.called
+        device.done_to = device.issued
+        dog.once()
+        assert destroyed
+        assert shared.close.called
+        assert not dog._later
+
+
+def test_the_watchdog_outlives_a_device_that_is_past_asking(
+    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, device = fake
+    runs(found, device, 1)
+
+    def done(event: int) -> bool:
+        raise BackendError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(found.driver, "done", done)
+    dog = watchdog_file.Watchdog()
+    monkeypatch.setattr(watchdog_file, "PERIOD_S", 0.001)
+    monkeypatch.setattr(watchdog_file, "relax_captures", lambda: None)
+    dog.add(found.engine.watched)
+    for _ in range(200):
+        if isinstance(found.engine.failure, BackendError):
+            break
+        time.sleep(0.01)
+    time.sleep(0.05)
+    assert isinstance(found.engine.failure, BackendError)
+    assert dog._thread is not None
+    assert dog._thread.is_alive()
+    dog.drop(found.engine.watched)

@@ -92,8 +92,9 @@ class Control:
         return run
 
     def leave(self, run: int | None = None) -> None:
-        """The run that this rank entered last (or that run of it) is over."""
-        self._mine[EXITED] = self._mine[ENTERED] if run is None else run
+        """The run that this rank entered last is over, or all up to that one."""
+        mine = self._mine
+        mine[EXITED] = mine[ENTERED] if run is None else max(run, mine[EXITED])
 
     def meet(self, peer: int, wait: Wait) -> None:
         """Before the first contact of a run: the peer has entered it, with the same Program."""

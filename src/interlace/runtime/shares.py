@@ -105,6 +105,12 @@ def share(
 
 def end(engine: Any, shared: Shared) -> None:
     """Ends what an Executor has: first its runs, then what they used, and the callers' tensors."""
-    engine.close()
-    shared.close()
-    engine.context.values.registered = {}
+
+    def rest() -> None:
+        engine.close()
+        shared.close()
+        engine.context.values.registered = {}
+
+    later = getattr(engine, "later", None)  # of the CPU's engine no run is under way
+    if later is None or not later(rest):
+        rest()

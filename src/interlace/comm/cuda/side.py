@@ -70,7 +70,7 @@ class CudaSide:
         """The stream that told the peers of the last run's end."""
         self.generation = 0
         """How often it was reset."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may end an Executor in it
         self.closed = 0
         """The last run that was closed."""
         self.areas: list[Area] = []

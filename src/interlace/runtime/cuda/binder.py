@@ -78,7 +78,9 @@ class Links:
     words: Callable[[str, int], int]
     """By team: the address of so many words of this rank's own, for kernels."""
     check: Callable[[], None]
-    """Raises what has failed meanwhile."""
+    """Raises what was found to have failed meanwhile."""
+    confirm: Callable[[], None]
+    """Raises what has failed by now."""
 
 
 def _alike(one: Expect, other: Expect) -> bool:
@@ -296,7 +298,7 @@ class Binder:
     def host_sync(self, lane: Lane, index: int) -> Thunk:
         """The host waits for the stream, bounded."""
         event, driver, limit = self.event(), self.driver, self.context.options.time_out_s
-        flight, check = self.context.flight, self.links.check
+        flight, check, confirm = self.context.flight, self.links.check, self.links.confirm
 
         def run() -> None:
             driver.record(lane.handle, event)
@@ -306,6 +308,7 @@ class Binder:
                 if time.monotonic() > deadline:
                     raise CommTimeoutError(f"no progress in {limit:g} s: {flight.describe(index)}")
                 time.sleep(POLL_S)
+            confirm()  # else what made it end may be that a peer has stopped
 
         return run
 

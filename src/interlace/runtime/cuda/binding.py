@@ -42,7 +42,9 @@ class Binding:
         self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
-        links = Links(spaces, driver, self.take, lambda: self.runs, self.words, engine.check)
+        links = Links(
+            spaces, driver, self.take, lambda: self.runs, self.words, engine.check, engine.confirm
+        )
         self.binder = Binder(context, self.lanes, links)
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
@@ -93,7 +95,7 @@ class Binding:
 
             step = delayed
         if context.options.trace and not context.options.graph:
-            return self.engine.timed(index, lane, step)
+            return self.engine.timed.step(index, lane, step)
         return step
 
     def issue(self, entry: int) -> None:

@@ -38,8 +38,8 @@ from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.captured import Captured
 from interlace.runtime.cuda.graphs import Graphs
-from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.marks import Marks
+from interlace.runtime.cuda.timed import Timed
 from interlace.runtime.cuda.watchdog import Watched, watchdog
 from interlace.runtime.engine import Context
 from interlace.runtime.plan import Plan
@@ -82,9 +82,7 @@ class CudaEngine:
         spaces: Any = context.crew.spaces
         self.sides = list({id(s.side): s.side for s in spaces.values()}.values())
         self.driver = self.sides[0].driver if self.sides else Driver()
-        self._timed: list[tuple[int, Any, Any]] = []
-        self._origin: Any = None
-        self._began = 0.0
+        self.timed = Timed(self.device)
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
         self._index = context.device.index or 0
         self.watched: Any = None
@@ -127,7 +125,7 @@ class CudaEngine:
         binding, driver = self.binding, self.driver
         stream, entry, over = self._enter()
         if self.context.options.trace:
-            self._begin_trace()
+            self.timed.begin()
         binding.main.handle = stream
         try:
             for side in self._used:
@@ -272,9 +270,15 @@ class CudaEngine:
             }
         return self._uses[parities]
 
+    def confirm(self) -> None:
+        """Raises what stopped this rank or a peer by now, whether or not it was found yet."""
+        self.watched.hear()
+        self.check()
+
     def synchronize(self) -> None:
         """Returns when all runs are over; raises what made one fail."""
         self.watched.finish()
+        watchdog().leave()
 
     def settle(self) -> None:
         """After a failure: ends what is under way."""
@@ -286,40 +290,11 @@ class CudaEngine:
         for side, generation in self._generations:
             side.release(generation)
 
-    # -- traces ----------------------------------------------------------------------------------
-
-    def timed(self, index: int, lane: Lane, step: Thunk) -> Thunk:
-        """The step between two events of its stream."""
-
-        def run() -> None:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            stream = lane.stream or torch.cuda.current_stream(self.device)
-            start.record(stream)
-            step()
-            end.record(stream)
-            self._timed.append((index, start, end))
-
-        return run
-
-    def _begin_trace(self) -> None:
-        self._timed = []
-        self._began = time.perf_counter()
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record(torch.cuda.current_stream(self.device))
-
     @property
     def spans(self) -> list[tuple[int, float, float]]:
         """With the option `trace`: op, start and end of each op of the last run, in seconds."""
         self.synchronize()
-        began, origin = self._began, self._origin
-        return [
-            (
-                index,
-                began + origin.elapsed_time(start) / 1e3,
-                began + origin.elapsed_time(end) / 1e3,
-            )
-            for index, start, end in self._timed
-        ]
+        return self.timed.spans()
 
     def leave(self) -> None:
         """Lets go of graphs, when no run is under way: NCCL waits for those that it is in."""
@@ -328,12 +303,22 @@ class CudaEngine:
         if self.graphs is not None:
             self.graphs.drop()
 
+    def later(self, end: Callable[[], None]) -> bool:
+        """Where runs are still under way after a while, has the watchdog call `end` behind them:
+        what they use is not given back before."""
+        self.watched.settle()
+        if self.watched.idle:
+            return False
+        watchdog().later(self.watched, end)
+        return True
+
     def close(self) -> None:
         """Waits for what is under way (bounded), then gives everything back."""
+        self.watched.settle()
+        watchdog().leave()
         for team in self.context.crew.teams.values():
             team.left_by(self)  # whose events are gone after this
         watchdog().drop(self.watched)
-        self.watched.settle()
         for owner in self._owners:
             if owner.last is not None and self.marks.owns(owner.last[1]):
                 owner.last = None

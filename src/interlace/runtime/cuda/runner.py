@@ -126,28 +126,30 @@ class Runner:
 
     def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
         engine = self._engine
-        for team in self._teams:
-            team.control.enter(self._tag, self._name, self._text)
-        self._inputs.check_places(inputs)
-        if out is not None:
-            self._outputs.check_places(out)
         values, watched = self._values, engine.watched
-        watched.issuing = True
+        watched.issuing = True  # before it enters: `Watchdog.leave`
         try:
-            engine.check()  # a failure from before is known here, a later one waits for the end
-            if engine.graphs is not None and self.warm:
-                return engine.graphs.run(self._source, inputs, out)
-            out = self._outputs.new() if out is None else out
+            for team in self._teams:
+                team.control.enter(self._tag, self._name, self._text)
+            self._inputs.check_places(inputs)
+            if out is not None:
+                self._outputs.check_places(out)
             try:
-                self._start((*inputs, *out), engine.uses())
-                engine.run()
-                return self._results()
+                engine.check()  # a failure from before is known here, a later one waits for the end
+                if engine.graphs is not None and self.warm:
+                    return engine.graphs.run(self._source, inputs, out)
+                out = self._outputs.new() if out is None else out
+                try:
+                    self._start((*inputs, *out), engine.uses())
+                    engine.run()
+                    return self._results()
+                finally:
+                    values.end()
             finally:
-                values.end()
+                for tensor in self._marked:
+                    increment_version(tensor)
         finally:
             watched.issuing = False
-            for tensor in self._marked:
-                increment_version(tensor)
 
 
 class PlainRunner(Runner):

@@ -17,15 +17,14 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from interlace.comm.board import named
 from interlace.comm.cuda.aborts import abort, all_ended
 from interlace.comm.cuda.driver import relax_captures
-from interlace.comm.cuda.words import reached
-from interlace.errors import CommTimeoutError, InterlaceError, TeamError
-from interlace.ir import Expect, Fused
+from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
+from interlace.runtime.cuda.stalls import stalled
 from interlace.runtime.engine import Context
 
 if TYPE_CHECKING:
@@ -65,6 +64,11 @@ class Watched:
         return engine is None or self._progress(engine) == engine.entered
 
     @property
+    def at_rest(self) -> bool:
+        """Whether no run is under way, or about to be, and none failed that still counts."""
+        return not self.issuing and (self.failure is None or self.past) and self.idle
+
+    @property
     def mended(self) -> bool:
         """Whether nothing is under way, and all teams were reset since this was made."""
         resets = [team.is_set_up and team.resets != count for team, count in self._resets]
@@ -99,10 +103,7 @@ class Watched:
             return
         if self.past:
             return
-        entered, idle = [team.control.run for team in self._teams], self.idle
-        if idle and self.failure is None:
-            for team, run in zip(self._teams, entered, strict=True):
-                team.control.leave(run)
+        idle = self.idle
         if self.failure is not None:
             if not idle or self.issuing:  # it may be issuing what has not begun a run: a capture
                 try:
@@ -126,7 +127,7 @@ class Watched:
                 self.fail(found)
                 return
         if not idle and now - self._since > self._context.options.time_out_s:
-            self.fail(CommTimeoutError(self._stall(engine)))
+            self.fail(CommTimeoutError(stalled(engine, self._context, self._ended)))
 
     def fail(self, error: BaseException) -> None:
         """Keeps the error, tells the peers, and ends what waits for them."""
@@ -139,9 +140,17 @@ class Watched:
                 with contextlib.suppress(TeamError):  # released by now
                     team.control.fail(error)
         engine = self._engine()
-        if engine is None or self.idle:
-            return
-        engine.release()
+        with contextlib.suppress(BackendError):  # of a device that is past asking
+            if engine is not None and not self.idle:
+                engine.release()
+
+    def hear(self) -> None:
+        """Asks for failures that `look` has not come to yet. Before a rank that stopped lets go of
+        what others wait for, it says so: who looks after the end of a run cannot miss it."""
+        for team, resets in self._resets:
+            found = team.control.failure() if team.resets == resets else None
+            if found is not None:
+                self.fail(found)
 
     def _end_backends(self) -> None:
         """Aborts the communicators, when it may: Note [Aborts] in aborts.py."""
@@ -164,46 +173,6 @@ class Watched:
         others = [w for w in watchdog().all() if w is not self]
         return [self, *(w for w in others if not mine.isdisjoint(map(id, w._backends)))]
 
-    def _stall(self, engine: CudaEngine) -> str:
-        """What a run that does not go on is waiting for."""
-        context, limit = self._context, self._context.options.time_out_s
-        behind = engine.issued - self._ended - 1
-        lines: list[str] = []
-        missing: dict[str, set[int]] = {}
-        for index, op in enumerate(context.plan.program.ops):
-            for item in op.members if isinstance(op, Fused) else (op,):
-                if not isinstance(item, Expect):
-                    continue
-                space: Any = engine.spaces[item.team]
-                base = space.base - behind * space.span
-                members = context.plan.members(item.team, item.peer)
-                late = [
-                    member
-                    for member in members
-                    if not reached(space.value(item.signal, member), base + item.value)
-                ]
-                if late:
-                    missing.setdefault(item.team, set()).update(late)
-                    if not lines:
-                        lines.append(
-                            f"no progress in {limit:g} s: {context.flight.describe(index)}"
-                        )
-        for name, late in missing.items():
-            lines.append(context.crew.teams[name].control.where(sorted(late)))
-        for side in engine.sides:
-            late = side.late(behind)
-            if late:
-                ranks = side.team.ranks
-                lines.append(f"{named([ranks[i] for i in late])} did not end the run before last")
-        if not lines:
-            lines.append(
-                f"no progress in {limit:g} s: rank {context.plan.rank} in "
-                f"{context.plan.program.name}, in a collective or a computation"
-            )
-            others = [(t, [i for i in range(t.size) if i != t.me]) for t in self._teams]
-            lines += [team.control.where(members) for team, members in others if members]
-        return "\n".join(lines)
-
     def finish(self) -> None:
         """Returns when all that was issued has ended; raises what failed."""
         engine = self._engine()
@@ -216,6 +185,8 @@ class Watched:
                 raise TeamError("runs were under way when their team was reset or released")
             time.sleep(pause)
             pause = min(pause * 1.5, 0.002)
+        if self.failure is None and not self.past:
+            self.hear()
         if self.failure is not None:
             self.settle()
             if not self.mended:
@@ -246,6 +217,8 @@ class Watchdog:
         self._watched: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._leaving = threading.RLock()  # the garbage collector may end an Executor in it
+        self._later: list[tuple[Watched, Callable[[], None]]] = []
 
     def add(self, watched: Watched) -> None:
         """From now on this is looked at."""
@@ -267,24 +240,53 @@ class Watchdog:
         found = [ref() for ref in self._watched.valuerefs()]
         return [watched for watched in found if watched is not None]
 
+    def later(self, watched: Watched, end: Callable[[], None]) -> None:
+        """Calls `end` once nothing of it is under way any more, and looks at it until then."""
+        self._later.append((watched, end))
+
+    def leave(self) -> None:
+        """Notes of each team that its runs up to here are over, where they are: of all Executors.
+
+        A thread that enters a run is `issuing` before it does, so none is missed.
+        """
+        everyone = self.all()
+        teams = {id(team): team for watched in everyone for team in watched._teams}
+        with self._leaving:
+            runs = [(team, team.control.run) for team in teams.values() if team.is_set_up]
+            busy = {id(t) for w in everyone if not w.at_rest for t in w._teams}
+            for team, run in runs:
+                if id(team) not in busy and team.is_set_up:
+                    team.control.leave(run)
+
     def _live(self) -> None:
         relax_captures()  # else a look at an event would end a capture of the user's
         while True:
             time.sleep(PERIOD_S)
-            for watched in self.all():
-                try:
-                    watched.look()
-                except Exception as error:
-                    if watched.past:  # by now: its teams' memory went while it was looked at
-                        self.drop(watched)
-                        continue
-                    told = error
-                    if not isinstance(error, InterlaceError):
-                        told = CommTimeoutError(f"the watchdog failed: {error!r}")
-                        told.__cause__ = error
+            with contextlib.suppress(Exception):  # kept by those that failed
+                self.once()
+
+    def once(self) -> None:
+        """One look at everything."""
+        for watched in self.all():
+            try:
+                watched.look()
+            except Exception as error:
+                if watched.past:  # by now: its teams' memory went while it was looked at
+                    self.drop(watched)
+                    continue
+                told = error
+                if not isinstance(error, InterlaceError):
+                    told = CommTimeoutError(f"the watchdog failed: {error!r}")
+                    told.__cause__ = error
+                with contextlib.suppress(Exception):
                     watched.fail(told)
-                finally:
-                    del watched
+            finally:
+                del watched
+        for kept in list(self._later):
+            if kept[0].idle:
+                self._later.remove(kept)
+                kept[1]()
+        self.leave()
 
 
 @cache
@@ -306,3 +308,4 @@ def synchronize() -> None:
         finally:
             if watched.gone:  # told once
                 dog.drop(watched)
+    dog.leave()
