@@ -254,10 +254,12 @@ def test_what_runs_use_is_given_back_behind_them(
         dog.once()
         assert not destroyed
         assert not shared.close.called
+        assert found.engine.context.values.items
         device.done_to = device.issued
         dog.once()
         assert destroyed
         assert shared.close.called
+        assert not found.engine.context.values.items, "whenever the garbage collector comes"
         assert not dog._later
 
 

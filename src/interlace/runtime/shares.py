@@ -109,7 +109,7 @@ def end(engine: Any, shared: Shared) -> None:
     def rest() -> None:
         engine.close()
         shared.close()
-        engine.context.values.registered = {}
+        engine.context.values.close()
 
     later = getattr(engine, "later", None)  # of the CPU's engine no run is under way
     if later is None or not later(rest):
