@@ -272,6 +272,35 @@ def test_a_tensor_that_is_not_in_one_piece_is_copied_by_torch(
     assert [entry[0] for entry in found] == ["copy_", "replay", "record"]
 
 
+def expanded() -> torch.Tensor:
+    return torch.rand(WIDTH).as_subclass(OnGpu).expand(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("make", "nbytes"),
+    [
+        (expanded, 4 * WIDTH),
+        (lambda: tensor().t(), NBYTES),
+        (lambda: torch.rand(WIDTH, 2 * WIDTH).as_subclass(OnGpu)[:, :1].expand(-1, WIDTH), 0),
+    ],
+    ids=["expanded", "transposed", "expanded-with-gaps"],
+)
+def test_whatever_its_strides_an_input_is_copied_as_it_lies(
+    graphed: Graphed, one_pair: None, make: Any, nbytes: int
+) -> None:
+    """torch would refuse to write an expanded place."""
+    w, y = tensor(), tensor()
+    graphed.run([make(), w], [y])
+    for _ in range(2):
+        other = make()
+        found = graphed.run([other, w], [y])
+        if nbytes:
+            assert found.pop(0) == ("copy", MAIN, graphed.place(0), other.data_ptr(), nbytes)
+        else:
+            assert torch.equal(graphed.graphs._through[3]._places[0], other)
+        assert [entry[0] for entry in found] == ["replay", "record"]
+
+
 def test_graphs_go_once_their_runs_have_ended(graphed: Graphed, one_pair: None) -> None:
     """Another tensor that moves is copied from then on, in graphs that are captured anew."""
     x, w, y = tensor(), tensor(), tensor()
@@ -453,18 +482,23 @@ def test_results_are_copied_before_the_end_of_the_run(
     graphed: Graphed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a run on another stream may write what the copy still reads."""
-    clone = torch.Tensor.clone
 
-    def noted(self: torch.Tensor, **how: Any) -> torch.Tensor:
-        log.append(("clone", self.data_ptr()))
-        return clone(self, **how)
+    def noted(name: str) -> Any:
+        does = getattr(torch.Tensor, name)
 
-    monkeypatch.setattr(torch.Tensor, "clone", noted)
+        def note(self: torch.Tensor, *args: Any) -> torch.Tensor:
+            log.append((name,))
+            return does(self, *args)
+
+        return note
+
+    for name in ("clone", "copy_"):  # the latter for what has gaps
+        monkeypatch.setattr(torch.Tensor, name, noted(name))
     graphed.own = (torch.rand(3, 4)[1:, ::2], 7, (torch.rand(2),))
     inputs = [tensor(), tensor()]
     for _ in range(2):
         found = graphed.run(inputs, None)
-        assert [entry[0] for entry in found] == ["replay", "clone", "clone", "record"]
+        assert [entry[0] for entry in found] == ["replay", "copy_", "clone", "record"]
         first, number, (inner,) = graphed.results
         assert torch.equal(first, graphed.own[0])
         assert torch.equal(inner, graphed.own[2][0])

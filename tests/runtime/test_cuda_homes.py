@@ -87,3 +87,25 @@ def test_what_is_copied_is_not_kept_alive() -> None:
         assert (empty.shape, empty.stride()) == ((0, 3), block[4:, 1:].stride())
         del item, block, others
         assert ref.expired()
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_copies_have_the_strides_of_what_they_are_copies_of(static: bool) -> None:
+    """A backward is made for those of what its forward saves, such as a part of a split product."""
+    whole, flat = torch.randn(4, 24), torch.randn(8)
+    items = (
+        whole.split(8, -1)[1],
+        whole.t(),
+        whole[:, :8].t(),
+        flat.expand(4, 8),
+        whole[:, :1].expand(4, 8),
+        flat.unfold(0, 3, 1),
+        flat[:1].expand(4),
+        whole[:0].expand(0, 24),
+    )
+    for given in giver(items, [], [], [whole, flat] if static else None)([]), items:
+        for found, item in zip(given, items, strict=True):
+            assert torch.equal(found, item)
+            assert (found.stride(), found.is_contiguous()) == (item.stride(), item.is_contiguous())
+    found = giver(items, [], [], None)([])
+    assert not {t.data_ptr() for t in found[:-1]} & {t.data_ptr() for t in (*items, whole, flat)}

@@ -20,7 +20,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
-from interlace.runtime.cuda.homes import Give, giver
+from interlace.runtime.cuda.homes import Give, giver, once
+
+
+def _in_one_piece(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's memory; 0 where it is not all the tensor's."""
+    each = once(tensor)
+    steps = zip(each.shape, each.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    return span * tensor.itemsize if span == each.numel() else 0
 
 
 class Captured:
@@ -56,7 +64,7 @@ class Captured:
                 if i in moved
             }
         self._ins = [
-            (i, place, place.data_ptr(), place.nbytes if place.is_contiguous() else 0)
+            (i, once(place), place.data_ptr(), _in_one_piece(place))
             for i, place in self._places.items()
             if i < num_inputs
         ]
@@ -98,7 +106,7 @@ class Captured:
             if nbytes:
                 driver.copy(stream, address, given[index].data_ptr(), nbytes)
             else:
-                place.copy_(given[index])
+                place.copy_(once(given[index]))
 
     def take(self, given: Sequence[torch.Tensor]) -> None:
         """Copies what the graphs wrote to where the caller wants it."""

@@ -59,7 +59,32 @@ class _Copied:
     """A result that is to be copied. It does not own the memory: other graphs of the same pool can
     use it, and so can others where it is the caller's."""
 
-    tensor: torch.Tensor
+    copy: Callable[[], torch.Tensor]
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with what is expanded only once: torch writes nothing that stands there twice."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor
+    sizes = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, strides)]  # noqa: B905
+    return tensor.as_strided(sizes, strides)
+
+
+def copier(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What copies a tensor with its strides, which other Programs are made for: those of a view
+    with gaps, such as one part of a product that is split, are not those of its clone."""
+    if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor.clone
+    facts = {"dtype": tensor.dtype, "device": tensor.device}
+    sizes, strides, source = tensor.shape, tensor.stride(), once(tensor)
+
+    def copy() -> torch.Tensor:
+        made = torch.empty_strided(sizes, strides, **facts)
+        once(made).copy_(source)
+        return made
+
+    return copy
 
 
 def _held(
@@ -74,7 +99,7 @@ def _held(
         return item
     made = torch.empty(0, dtype=item.dtype, device=item.device)
     if not item.numel():
-        return _Copied(made.new_empty_strided(item.shape, item.stride()))
+        return _Copied(copier(made.new_empty_strided(item.shape, item.stride())))
     if any(item is tensor for tensor in kept):
         return item
     for index, tensor in outs:
@@ -85,12 +110,12 @@ def _held(
         return item
     raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
     view = made.set_(raw, item.storage_offset(), item.shape, item.stride())  # pyright: ignore
-    return _Copied(view)
+    return _Copied(copier(view))
 
 
 def _lasting(item: Any, given: Sequence[torch.Tensor]) -> Any:
     if isinstance(item, _Copied):
-        return item.tensor.clone()
+        return item.copy()
     if isinstance(item, _Given):
         return given[item.index]
     if isinstance(item, tuple):
