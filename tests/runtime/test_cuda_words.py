@@ -5,14 +5,19 @@ from __future__ import annotations
 import random
 import types
 from typing import Any
+from unittest import mock
 
 import pytest
 from tests.support.fake_cuda import FakeDriver
 
 from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.driver import WAIT_VALUE_32, Batch
+from interlace.comm.cuda.space import CudaSpace
+from interlace.ir import Expect, Notify, parse
 from interlace.runtime.cuda.lanes import Lane
+from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.words import Words, brought_together
+from interlace.runtime.plan import make_plan
 
 A, B = Lane("a", 1), Lane("b", 2)
 
@@ -139,3 +144,33 @@ def test_more_words_than_the_driver_takes_are_several_calls(
     assert [entry for call in calls for entry in call] == wanted
     Batch(driver, [("write", [])]).run(1, 5)
     assert len(calls) == 2
+
+
+def test_ranks_know_how_far_peers_raise_their_words() -> None:
+    """With different values, of a Fused's members, and of few of the peers."""
+    program = parse("""
+def f(tp: Team[3], x: f32[4], y: out[f32[4]], z: out[f32[4]]):
+    main: notify(some, to=tp.rank + 1, value=1)
+    main: notify(some, to=tp.rank + 1, value=5)
+    main: notify(all, to=tp.others, value=2)
+    main: copy(x, y)
+    main: expect(some, tp.rank - 1, value=4)
+    main: fused(part(expect(all, tp.others), call("aten.neg.out", x, out=z)))
+""")
+    plans = [make_plan(program, rank, lambda team, asked: "nccl") for rank in range(3)]
+    assert reaches(plans[1], Notify) == {"tp": {"some": [0, 0, 5], "all": [2, 0, 2]}}
+    assert reaches(plans[1], Expect) == {"tp": {"some": [4, 0, 0], "all": [1, 0, 1]}}
+    told = [{"signals": {}, "span": 6, "uses": True, "gets": []} for _ in plans]
+    for note, plan in zip(told, plans, strict=True):
+        note["raises"] = reaches(plan, Notify)["tp"]
+    side = mock.MagicMock(size=3, me=1)
+
+    def exchange(topic: str, ranks: Any, rank: int, note: Any, limit: float) -> Any:
+        assert note["raises"] == told[1]["raises"]
+        return told
+
+    side.team.board.exchange = exchange
+    space = CudaSpace(side, "t", ("some", "all"), 6, True, (), 1.0, reaches(plans[1], Notify)["tp"])
+    assert [space.last("some", member) for member in range(3)] == [5, 0, 0]
+    assert [space.last("all", member) for member in range(3)] == [2, 0, 2]
+    assert space.last("other", 0) == 0

@@ -151,6 +151,8 @@ class FakeSpace:
     def __init__(self, side: FakeSide, span: int, gotten: frozenset[str]) -> None:
         self.side, self.span, self.base, self.uses = side, span, 0, True
         self.gotten = gotten
+        self.raised: dict[int, dict[str, int]] = {}
+        """What the others tell of how far they raise their signals here."""
         side.spaces += 1
         self.number = side.spaces
         self._next = WORD // 2 + self.number * 10**6
@@ -171,6 +173,9 @@ class FakeSpace:
 
     def value(self, signal: str, member: int) -> int:
         return 0
+
+    def last(self, signal: str, member: int) -> int:
+        return self.raised.get(member, {}).get(signal, 0)
 
 
 class FakeKernel:

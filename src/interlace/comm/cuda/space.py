@@ -11,7 +11,7 @@ have agreed on, so words go on from run to run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from interlace.comm.board import Note
 from interlace.comm.cuda.side import CudaSide
@@ -30,12 +30,16 @@ class CudaSpace:
         uses: bool,
         gets: Sequence[str],
         time_out_s: float,
+        raises: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
+        """`raises` has the last values of a run that this rank tells each member, by signal."""
         self.side = side
         self.num_words = len(signals) * side.size
         self._first = side.heap.take(self.num_words) if self.num_words else 0
         mine = {name: self._first + i * side.size for i, name in enumerate(signals)}
+        last = {name: list(values) for name, values in (raises or {}).items()}
         note: Note = {"signals": mine, "span": span, "uses": uses, "gets": list(gets)}
+        note["raises"] = last
         team = side.team
         self._notes = team.board.exchange(
             f"{team.topic}/device space/{topic}", team.ranks, team.ranks[side.me], note, time_out_s
@@ -68,6 +72,11 @@ class CudaSpace:
             for member, first in found
             if first is not None
         ]
+
+    def last(self, signal: str, member: int) -> int:
+        """How far the member raises its word here in a run, as it told; 0: not at all."""
+        values = self._notes[member]["raises"].get(signal)
+        return int(values[self.side.me]) if values else 0
 
     def value(self, signal: str, member: int) -> int:
         """What the member's word here holds now."""

@@ -13,10 +13,10 @@ Note [When slots are taken]
     stream that computes seldom waits, and an event that says no more than that slots are taken is
     neither recorded nor awaited.
 
-    What callers register is ordered by the Program's signals alone. Only in a graph, whose signals
-    are taken back by the next run, a stream waits before it reaches into a peer's: what it tells
-    the peer after that then says that its own signals are taken back (graphs.py, Note [Words in
-    graphs]), without which no rank ends its run.
+    What callers register is ordered by the Program's signals alone. In a graph those are words that
+    the peer's next run takes back, so there a stream also waits before it raises any: raised
+    earlier, before the peer has taken back the last, they would be taken back with it, and no rank
+    would end its run (graphs.py, Note [Words in graphs]).
 """
 
 from __future__ import annotations
@@ -117,10 +117,6 @@ class Binder:
         for index, op in enumerate(self.plan.program.ops):
             self._on.setdefault(id(lanes[op.stream]), []).append(index)
         self._taken: set[tuple[int, str]] = set()
-        registered = {b.team: None for b in self.plan.program.params if b.registered and b.team}
-        self._registers = list(registered) if context.options.graph else []
-        """Teams for which every stream of a graph begins behind the hand-over: only signals guard
-        registered memory, and none may be raised that the hand-over would clear."""
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
         """What issues an op (or one member of a Fused), with the slots that it needs."""
@@ -231,7 +227,9 @@ class Binder:
     def takes(self, op: Op) -> list[Thunk]:
         """What stands before an op for the slots it writes: Note [When slots are taken]."""
         lane, found = self.lanes[op.stream], list[Thunk]()
-        teams = list(self._registers)
+        items = op.members if isinstance(op, Fused) else (op,)
+        graph = self.context.options.graph
+        teams = [item.team for item in items if isinstance(item, Notify)] if graph else []
         for access in op.writes():
             buffer = self.plan.buffers.get(access.view.buffer)
             if buffer is None or buffer.kind != "symmetric" or buffer.team is None:

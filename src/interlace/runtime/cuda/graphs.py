@@ -10,6 +10,8 @@ Note [Words in graphs]
     that (in its words `ended`, which it clears), so no word is written while its last value is
     still awaited. All of this stands on a stream aside, under the computation. Before the first
     run, of the even graph, its words `ended` say 1; those of the odd one are told by the first run.
+    A word that a peer raises further than the Program waits for is awaited at the end of the graph:
+    what came only after the word was 0 again would be taken for what the run after next awaits.
 
 Note [Addresses in graphs]
     A graph reads and writes at the addresses that it was captured with. An allocator gives a caller
@@ -40,10 +42,12 @@ from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
-from interlace.ir import Collective, Group, Recv, Send
+from interlace.ir import Collective, Expect, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.captured import Captured
 from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.cuda.sharing import reaches
+from interlace.runtime.cuda.words import Words
 from interlace.runtime.engine import Context
 
 if TYPE_CHECKING:
@@ -56,6 +60,7 @@ class GraphWords:
     def __init__(self, space: CudaSpace, signals: Sequence[str], first: bool) -> None:
         self.side, self.uses, self.span, self.base = space.side, space.uses, space.span, 0
         self.own, self.theirs, self.value = space.own, space.theirs, space.value
+        self.last = space.last
         self._space = space
         size, me = self.side.size, self.side.me
         others = [member for member in range(size) if member != me]
@@ -92,6 +97,18 @@ class GraphBinding(Binding):
     ) -> None:
         self._taken = driver.event()
         super().__init__(context, driver, spaces, engine)
+        self.steps += self._late()
+
+    def _late(self) -> Iterator[Thunk]:
+        """Waits for the last value of each word, where the ops await only one before it."""
+        for team, signals in reaches(self.context.plan, Expect).items():
+            words = self.spaces[team]
+            for signal, values in signals.items():
+                for member, value in enumerate(values):
+                    last = words.last(signal, member) if value else 0
+                    if last > value:
+                        part = "wait", (words.own(signal, member),), lambda last=last: last
+                        yield Words(self.driver, self.aside, (part,))
 
     def take(self, team: str, lane: Lane) -> Thunk | None:
         """Where the hand-over stands on another stream, that is waited for."""

@@ -48,6 +48,7 @@ def share(
     graphs: tuple[dict[str, CudaSpace], ...] = tuple({} for _ in GRAPHS) if graph else ()
     keys = slot_keys(plan.takes, plan.buffers)
     signals, span = signals_of(plan.program)
+    raises = reaches(plan, Notify)
     for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
         side = team.cuda(device, time_out_s)
         topic = f"{team.num_prepared}/{name}"
@@ -69,7 +70,8 @@ def share(
         rest = (known, span, uses, gets, time_out_s)
         spaces[name] = CudaSpace(side, topic, *rest)
         for kind, made in zip(GRAPHS, graphs, strict=False):
-            made[name] = CudaSpace(side, f"{topic}/{kind}", (*known, "ended"), *rest[1:])
+            words = (*known, "ended"), *rest[1:], raises.get(name)
+            made[name] = CudaSpace(side, f"{topic}/{kind}", *words)
         areas = [
             plan.specs[index]
             for index, turn in plan.turns.items()
@@ -116,3 +118,17 @@ def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
             elif isinstance(member, Put | Get):
                 found.setdefault(member.team, {})
     return {team: tuple(names) for team, names in found.items()}, span
+
+
+def reaches(plan: Plan, kind: type[Notify | Expect]) -> dict[str, dict[str, list[int]]]:
+    """By team and signal: the highest value that each member is told by this rank (`Notify`), or
+    is awaited of it (`Expect`)."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for op in plan.program.ops:
+        for item in op.members if isinstance(op, Fused) else (op,):
+            if isinstance(item, kind):
+                none = [0] * len(plan.where.member(item.team).ranks)
+                values = found.setdefault(item.team, {}).setdefault(item.signal, none)
+                for member in plan.members(item.team, item.peer):
+                    values[member] = max(values[member], item.value)
+    return found

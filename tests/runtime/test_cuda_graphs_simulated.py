@@ -1,0 +1,153 @@
+"""Graphs of all ranks replayed in turn, simulated: signals that are taken back are neither lost nor
+taken for those of a later run. No GPU is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.runtime.cuda_sites import SERVED, program
+from tests.support.fake_cuda import MAIN, Fake, FakeSpace, fake_engine
+from tests.support.fake_device import Entry, simulate
+from tests.support.registered import REGISTERED, TEXTS
+
+from interlace.ir import Notify, Program, parse
+from interlace.options import Options
+from interlace.runtime.cuda.graphs import Graphs, Source
+from interlace.runtime.cuda.sharing import reaches
+from interlace.runtime.plan import make_plan
+from interlace.runtime.values import DTYPES
+from interlace.verify import check
+
+RUNS, TRIES = 6, 25
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def zeros(buffer: Any) -> torch.Tensor:
+    return torch.zeros([int(dim) for dim in buffer.shape], dtype=DTYPES[buffer.dtype])
+
+
+class Replays:
+    """What every rank's device does in some runs of a Program's two graphs."""
+
+    def __init__(self, made: Program, stack: contextlib.ExitStack, **options: Any) -> None:
+        assert check(made).sound
+        (team,) = made.teams
+        self.held = {b.name: [zeros(b) for _ in made.world] for b in made.params if b.registered}
+        plans = [make_plan(made, rank, lambda _, asked: asked or "nccl") for rank in made.world]
+        told = [reaches(plan, Notify).get(team.name, {}) for plan in plans]
+        stream = mock.patch.object(torch.cuda, "Stream")
+        stack.enter_context(stream).return_value.cuda_stream = MAIN
+        self.fakes: list[Fake] = []
+        self.logs: list[list[list[Entry]]] = []
+        for rank in made.world:
+            given = Options(graph=True, **options)
+            fake = stack.enter_context(fake_engine(made, rank, given, registered=self.held))
+            raised = {
+                member: {signal: values[rank] for signal, values in signals.items()}
+                for member, signals in enumerate(told)
+            }
+            self.fakes.append(fake)
+            self.logs.append(self.replayed(fake, team.name, raised))
+
+    def replayed(self, fake: Fake, team: str, raised: Any) -> list[list[Entry]]:
+        """The entries of each run, of the even and of the odd graph in turn."""
+        context, log = fake.engine.context, fake.log
+        base = fake.space
+        spaces = [FakeSpace(fake.side, base.span, base.gotten) for _ in (0, 1)]
+        for space in spaces:
+            space.raised = raised
+        object.__setattr__(context.crew, "graph_spaces", [{team: space} for space in spaces])
+        log.clear()
+        graphs = fake.engine.graphs = Graphs(fake.engine)
+        before = [("write", MAIN, *e[2:4]) for e in log if e[0] == "fill" and e[3]]
+        source, runs = Source((), (), lambda: (), tuple), list[list[Entry]]()
+        for number in range(RUNS):
+            log.clear()
+            given = {b.name: zeros(b) for b in context.plan.program.params}
+            given |= {name: tensors[context.plan.rank] for name, tensors in self.held.items()}
+            graphs._issue(number & 1, given, source)
+            runs.append([*before, *log, ("record", MAIN, -1 - number, "over")])
+            before = []
+        return runs
+
+
+BEGUN = """
+def f(tp: Team[3], x: f32[4], y: out[f32[4]], n: out[f32[4]]):
+    main: notify(begun, to=tp.others)
+    comm: copy(x, n)
+    comm: expect(begun, tp.others)
+    comm: record(e)
+    main: wait(e)
+    main: copy(x, y)
+"""
+"""Nothing but a signal, raised on another stream than the one on which words are taken back."""
+FURTHER = """
+def f(tp: Team[2], x: f32[4], y: out[f32[4]], n: out[f32[4]]):
+    slot = alloc(f32[4], symmetric=tp)
+    main: record(taken)
+    comm: wait(taken)
+    comm: put(x, slot, peer=tp.rank + 1)
+    comm: notify(came, to=tp.rank + 1, value=1)
+    comm: copy(x, n)
+    comm: notify(came, to=tp.rank + 1, value=2)
+    comm: record(e)
+    main: expect(came, tp.rank - 1, value=1)
+    main: copy(slot, y)
+    main: wait(e)
+    main: free(slot)
+"""
+"""A signal that is raised further than anybody waits for."""
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
+@pytest.mark.parametrize("text", [BEGUN, FURTHER], ids=["begun", "further"])
+def test_what_is_sound_ends_and_reads_nothing_too_early(
+    text: str, in_order: bool, seed: int
+) -> None:
+    with contextlib.ExitStack() as stack:
+        replays = Replays(parse(text), stack, in_order=in_order)
+        put: set[tuple[int, int]] = set()
+
+        def look(rank: int, run: int, entry: Entry, over: Any) -> None:
+            if entry[0] == "copy":
+                to, source = (replays.fakes[rank].place(address) for address in entry[2:4])
+                if to is not None and to[0] != rank:
+                    put.add((to[0], run))
+                assert source is None or (rank, run) in put
+
+        for number in range(TRIES):
+            put.clear()
+            assert not simulate(replays.logs, random.Random(seed + number), look)
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_peers_touch_what_is_registered_only_in_its_ranks_own_run(kind: str, seed: int) -> None:
+    with contextlib.ExitStack() as stack:
+        replays = Replays(parse(TEXTS[kind](3)), stack)
+        tensors = replays.held[REGISTERED[kind]]
+
+        def look(rank: int, run: int, entry: Entry, over: Any) -> None:
+            for peer, theirs in enumerate(tensors):
+                first, end = theirs.data_ptr(), theirs.data_ptr() + theirs.nbytes
+                touched = entry[2:4] if entry[0] == "copy" and peer != rank else ()
+                assert over(peer) == run - 1 or not any(first <= at < end for at in touched)
+
+        for number in range(TRIES):
+            assert not simulate(replays.logs, random.Random(seed + number), look)
+
+
+@pytest.mark.parametrize(("site", "strategy"), SERVED)
+def test_schedules_of_passes_end_and_wait_for_no_more(site: str, strategy: str, seed: int) -> None:
+    with contextlib.ExitStack() as stack:
+        replays = Replays(program(site, strategy), stack)
+        for number in range(5):
+            assert not simulate(replays.logs, random.Random(seed + number))
+        for fake in replays.fakes:
+            assert fake.engine.graphs is not None
+            assert [list(binding._late()) for binding in fake.engine.graphs._bindings] == [[], []]
