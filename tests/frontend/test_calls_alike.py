@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import interlace
 from interlace.comm.teams import _registry
+from interlace.frontend import backend
 from interlace.frontend.specialise import signature
 
 
@@ -40,6 +41,25 @@ def test_arguments_that_share_memory_are_told_apart(order: tuple[str, ...]) -> N
         result = write_then_read(*wanted)
         assert torch.equal(compiled(*given), result), how
         assert all(map(torch.equal, given, wanted)), how
+
+
+@pytest.mark.parametrize("kind", ["plain", "conjugated", "negated", "expanded"])
+def test_what_torch_conjugates_only_when_it_reads_is_so_in_the_graph(kind: str) -> None:
+    """Executors refuse it, since its memory holds other numbers: it comes to them as a copy."""
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    given = {"plain": z, "conjugated": z.conj(), "negated": z.conj().imag}
+    given["expanded"] = z.conj()[:1].imag.expand(3, 4)
+    w = torch.randn(3, 4, dtype=given[kind].dtype, requires_grad=True)
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x * w).abs().sum()
+
+    torch.compiler.reset()
+    call = torch.compile(product, backend=backend, dynamic=False)
+    mine, theirs = call(given[kind], w), product(given[kind], w)
+    assert torch.equal(mine, theirs)
+    (one,), (other,) = torch.autograd.grad(mine, w), torch.autograd.grad(theirs, w)
+    assert torch.equal(one, other)
 
 
 def test_the_stride_of_a_dimension_of_one_says_nothing() -> None:

@@ -18,7 +18,7 @@ from tests.runtime.programs import (
 )
 from tests.support.pool import Pool
 
-from interlace.errors import TeamError
+from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -231,6 +231,23 @@ def test_malformed_inputs_are_refused_before_anything_runs(
     for error, text, _ in pool(2).run(run_with, what):
         assert error == "ExecutorError"
         assert words in text
+
+
+@pytest.mark.parametrize("negated", [False, True], ids=["conjugated", "negated"])
+def test_what_torch_conjugates_only_when_it_reads_is_refused(negated: bool) -> None:
+    """Its memory holds other numbers, which a peer, or a copy on a GPU, would take."""
+    z = torch.tensor([[1 + 2j, 3 - 4j]], dtype=torch.complex64)
+    marked, how = (z.conj().imag, "neg") if negated else (z.conj(), "conj")
+    kind = "f32[1, 2].strides(4, 2)" if negated else "c64[1, 2]"
+    text = f"def f(x: {kind}, y: out[{kind}]):\n    main: copy(x, y)\n    return y"
+    own = Executor(parse(text)).prepare()
+    out = torch.empty_strided(marked.shape, marked.stride(), dtype=marked.dtype)
+    good = torch.empty_strided(marked.shape, marked.stride(), dtype=marked.dtype).copy_(marked)
+    for inputs, given in (([marked], None), ([good], [marked])):
+        with pytest.raises(ExecutorError, match=rf"put 0 .* give \.resolve_{how}\(\)"):
+            own.run(inputs, given)
+    (found,) = own.run([good], [out])
+    assert torch.equal(found, good)
 
 
 def use_wrongly() -> list[Outcome]:

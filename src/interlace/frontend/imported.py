@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from interlace.ir import Program
+from interlace.runtime.copies import resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,15 @@ class Imported:
     direct: bool = False
     """Whether the outputs are the results, one for one and in order."""
 
+    lazy: tuple[int, ...] = ()
+    """Inputs that may come conjugated or negated only by a mark, which an Executor refuses."""
+
     def gather(self, args: Sequence[Any]) -> list[Any]:
         """The Program's inputs, from the graph's arguments."""
-        return [*(args[position] for position in self.inputs), *self.constants]
+        given = [*(args[position] for position in self.inputs), *self.constants]
+        for index in self.lazy:
+            given[index] = resolved(given[index])
+        return given
 
     def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The graph's outputs, from the Program's results and the graph's arguments."""

@@ -37,6 +37,8 @@ from interlace.frontend.teams import Teams
 from interlace.frontend.types import buffer_like, scalar_word
 from interlace.frontend.views import RULES, SPLITS, extend, split_dim, strided
 from interlace.ir import Alloc, Buffer, Call, Program, Team, View
+from interlace.runtime.inputs import may_be_lazy
+from interlace.runtime.values import whole
 
 Value = Any
 """What a node stands for: a View, a scalar, None, an `Opaque`, or a tuple of these."""
@@ -121,6 +123,8 @@ class Importer(Emitter):
         pairs = zip(self.inputs, self.params, strict=True)
         staying = {buffer.name for position, buffer in pairs if position in static}
         staying |= {buffer.name for buffer in self.constant_params}
+        changed = {access.view.buffer for op in self.ops for access in op.writes()}
+        lazy = [may_be_lazy(whole(b)) and b.name not in changed for b in program.params]
         return Imported(
             program,
             tuple(self.inputs),
@@ -129,6 +133,7 @@ class Importer(Emitter):
             frozenset(self.host),
             frozenset(staying),
             direct=places == list(range(len(places))),
+            lazy=tuple(index for index, may in enumerate(lazy) if may),
         )
 
     def _check_host(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from interlace.comm import Registered
 from interlace.errors import ExecutorError
-from interlace.ir import Box, Buffer, contiguous_strides
+from interlace.ir import Box, Buffer, DType, contiguous_strides
 from interlace.runtime.values import DTYPES, whole
 
 
@@ -30,6 +30,13 @@ def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
     current: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
     index = device.index or 0
     return lambda: quick(sizes, strides, dtype) if current() == index else slow()
+
+
+def may_be_lazy(box: Box) -> bool:
+    """Whether a tensor like that may be a view that torch conjugates or negates when it is read,
+    as `z.conj()` and the imaginary part of that are: with other numbers in its memory."""
+    dense = box.strides == contiguous_strides(box.sizes)
+    return box.dtype in (DType.c64, DType.c128) or not dense or box.numel == 1
 
 
 class Given:
@@ -64,6 +71,7 @@ class Given:
                 box.sizes,
                 box.strides,
                 box.strides == contiguous_strides(box.sizes),
+                may_be_lazy(box),
             )
             for box in boxes
         ]
@@ -102,13 +110,15 @@ class Given:
         """
         kind, device = torch.Tensor, self._device
         if len(tensors) == len(self._wanted):
-            for tensor, (dtype, sizes, strides, dense) in zip(tensors, self._wanted):  # noqa: B905
+            for tensor, wanted in zip(tensors, self._wanted):  # noqa: B905
+                dtype, sizes, strides, dense, lazy = wanted
                 if not (
                     isinstance(tensor, kind)
                     and tensor.dtype is dtype
                     and tensor.shape == sizes
                     and tensor.device == device
                     and (tensor.is_contiguous() if dense else tensor.stride() == strides)
+                    and not (lazy and (tensor.is_conj() or tensor.is_neg()))
                 ):
                     break
             else:
@@ -124,7 +134,7 @@ class Given:
                 f"{self.program} takes {len(self._wanted)} {self.kind}s ({names}), not "
                 f"{len(tensors)}"
             )
-        for index, (tensor, name, (dtype, sizes, strides, _)) in enumerate(
+        for index, (tensor, name, (dtype, sizes, strides, _, lazy)) in enumerate(
             zip(tensors, self.names, self._wanted, strict=True)
         ):
             if not isinstance(tensor, torch.Tensor):
@@ -139,6 +149,12 @@ class Given:
                 what = (
                     f"has strides {list(tensor.stride())}, not {list(strides)}: make it so, with "
                     ".contiguous() where these are a contiguous tensor's"
+                )
+            elif lazy and (tensor.is_conj() or tensor.is_neg()):
+                done, how = ("conjugated", "conj") if tensor.is_conj() else ("negated", "neg")
+                what = (
+                    f"is a view that torch has {done} only by a mark, and peers and copies would "
+                    f"take what is in its memory: give .resolve_{how}()"
                 )
             else:
                 continue

@@ -20,7 +20,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
-from interlace.runtime.cuda.homes import Give, giver, once
+from interlace.runtime.copies import once
+from interlace.runtime.cuda.homes import Give, giver
 
 
 def _in_one_piece(tensor: torch.Tensor) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from interlace.comm.cuda.memory import tensor_at
+from interlace.runtime.copies import copier
 
 Give = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 
@@ -60,31 +61,6 @@ class _Copied:
     use it, and so can others where it is the caller's."""
 
     copy: Callable[[], torch.Tensor]
-
-
-def once(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with what is expanded only once: torch writes nothing that stands there twice."""
-    strides = tensor.stride()
-    if 0 not in strides:
-        return tensor
-    sizes = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, strides)]  # noqa: B905
-    return tensor.as_strided(sizes, strides)
-
-
-def copier(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What copies a tensor with its strides, which other Programs are made for: those of a view
-    with gaps, such as one part of a product that is split, are not those of its clone."""
-    if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
-        return tensor.clone
-    facts = {"dtype": tensor.dtype, "device": tensor.device}
-    sizes, strides, source = tensor.shape, tensor.stride(), once(tensor)
-
-    def copy() -> torch.Tensor:
-        made = torch.empty_strided(sizes, strides, **facts)
-        once(made).copy_(source)
-        return made
-
-    return copy
 
 
 def _held(
