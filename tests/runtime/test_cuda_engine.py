@@ -438,6 +438,33 @@ def test_memory_goes_back_when_all_streams_have_done_with_it(
             assert all(torch.equal(tensor, 4 * x) for tensor, _ in known)
 
 
+MADE_ASIDE = """
+def f(x: bf16[8, 16]):
+    comm: call("aten.mul.Tensor", x, 2.0, out=(h := bf16[8, 16]))
+    main: call("aten.mul.Tensor", x, 3.0, out=(k := bf16[8, 16]))
+    comm: call("aten.mul.Tensor", h, 2.0, out=(g := bf16[8, 16]))
+    return k, h.view(128), (g, h)
+"""
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["overlapped", "in-order"])
+def test_results_that_another_stream_made_are_the_callers_too(
+    in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that stream would be given their memory again while the caller still reads."""
+    known: list[tuple[float, Any]] = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda t, stream: known.append((t[0, 0].item(), stream))
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    with fake_engine(parse(MADE_ASIDE), 0, Options(in_order=in_order)) as fake:
+        for _ in range(2):
+            known.clear()
+            fake.run([torch.ones(8, 16, dtype=torch.bfloat16)])
+            aside = [(2.0, "the caller's"), (4.0, "the caller's")]
+            assert sorted(known) == ([] if in_order else aside)
+
+
 def test_a_kernel_that_waits_begins_when_this_ranks_puts_wait_for_nothing() -> None:
     """Else what stands before them might need a processor, and the kernel has all."""
     text = str(program("gather", "fused"))

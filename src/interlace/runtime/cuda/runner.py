@@ -16,9 +16,11 @@ from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm
 from interlace.errors import ExecutorError
+from interlace.ir import views_in
 from interlace.runtime.cuda.graphs import Source
 from interlace.runtime.inputs import Given
 from interlace.runtime.quick import NO_USES
+from interlace.runtime.releases import homes
 from interlace.runtime.results import Results
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Runner:
         self._written = [one.tensor for one in held if one.written]
         self._marked = [tensor for tensor in self._written if not tensor.is_inference()]
         """What a run, of any rank, writes without torch seeing it."""
+        self._lent = lent(engine)
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
@@ -142,6 +145,8 @@ class Runner:
                 try:
                     self._start((*inputs, *out), engine.uses())
                     engine.run()
+                    if self._lent:
+                        self._lend()
                     return self._results()
                 finally:
                     values.end()
@@ -150,6 +155,29 @@ class Runner:
                     increment_version(tensor)
         finally:
             watched.issuing = False
+
+    def _lend(self) -> None:
+        """Lets the allocator know that the caller's stream goes on using results of others."""
+        stream, items = torch.cuda.current_stream(self._values.device), self._values.items
+        for place in self._lent:
+            if items[place] is not None:  # else its Call left it out
+                items[place].record_stream(stream)
+
+
+def lent(engine: CudaEngine) -> list[int]:
+    """The places of results whose memory is another stream's than the caller's: releases.py,
+    Note [Whose memory]. Let go of, it is given to the next run's ops on that stream, and a run that
+    is called on another stream than this one waits for what this run did, not for its reader."""
+    context, binding = engine.context, engine.binding
+    made, buffers = homes(context.plan.program), context.plan.buffers
+    returned = {v.buffer: None for arg in context.plan.program.returned() for v in views_in(arg)}
+    return [
+        context.values.family(name)[0]
+        for name in returned
+        if buffers[name].kind == "fresh"
+        and name in made
+        and binding.lanes[made[name]] is not binding.main
+    ]
 
 
 class PlainRunner(Runner):
