@@ -540,3 +540,31 @@ def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(
         graphed.run([x, w], [y])
     with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
         graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
+
+
+DRAWS = """
+def f(x: f32[1000], y: out[f32[1000]]):
+    main: call("aten.bernoulli.p", x, 0.5, out=(kept := f32[1000]), rng=True)
+    main: call("aten.neg.out", kept, out=y)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_run_before_a_capture_leaves_random_numbers_as_they_were(
+    fails: bool, seed: int
+) -> None:
+    """So that dropout in a graph, also in one that was captured anew, is that of the other runs."""
+    x, y = torch.zeros(1000), torch.zeros(1000)
+    with fake_engine(parse(DRAWS), 0) as fake:
+        torch.manual_seed(seed)
+        wanted = torch.zeros(1000).bernoulli_(0.5)
+        torch.manual_seed(seed)
+        ended = mock.patch.object(
+            fake.engine, "synchronize", side_effect=PeerError("as planned") if fails else None
+        )
+        expected = pytest.raises(PeerError) if fails else contextlib.nullcontext()
+        with ended as ends, expected:
+            fake.runner.warm_up([])
+        ends.assert_called_once()
+        fake.run([x], [y])
+        assert torch.equal(y, -wanted)

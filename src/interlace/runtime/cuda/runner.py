@@ -8,6 +8,7 @@ if runner.ready:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm
 from interlace.errors import ExecutorError
-from interlace.ir import views_in
+from interlace.ir import Call, views_in
 from interlace.runtime.cuda.graphs import Source
 from interlace.runtime.inputs import Given
 from interlace.runtime.quick import NO_USES
@@ -62,15 +63,17 @@ class Runner:
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """With graphs: one run op by op, with zeros, which sets up what cannot be in a capture.
-        What it writes of registered parameters is put back, also where it fails.
+        What it writes of registered parameters is put back, also where it fails, and so are the
+        generators of random numbers: runs draw what they would without graphs.
 
         None goes on before all ranks have ended it.
         """
         with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
             kept = [(tensor, tensor.clone()) for tensor in self._written]
         try:
-            self.run(self._inputs.zeros(), None)
-            self._engine.synchronize()
+            with self._same_draws():
+                self.run(self._inputs.zeros(), None)
+                self._engine.synchronize()
         except BaseException:
             if kept:  # peers are let go of; what the streams still do, they do before the copies
                 self._engine.watched.settle()
@@ -81,6 +84,13 @@ class Runner:
             topic = f"{team.topic}/warm/{team.num_prepared}/{team.resets}"
             team.board.exchange(topic, team.ranks, team.rank, {}, self._limit)
         self.warm = True
+
+    def _same_draws(self) -> AbstractContextManager[None]:
+        """Puts generators back, where the Program draws random numbers; a capture draws none."""
+        device = self._values.device
+        draws = any(op.rng for op in self._engine.context.plan.program.ops if isinstance(op, Call))
+        devices = [device] if device.type == "cuda" else []
+        return torch.random.fork_rng(devices, enabled=draws, device_type="cuda")
 
     def _put_back(self, kept: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies the contents back; after a run that went well its peers are done with them too."""
