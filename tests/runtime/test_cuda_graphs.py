@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -540,6 +542,47 @@ def test_a_tensor_of_the_cpu_is_refused_also_in_later_runs(
         graphed.run([x, w], [y])
     with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
         graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
+
+
+class Held:
+    """What is let go of only by the garbage collector."""
+
+    def __init__(self, gone: list[str]) -> None:
+        self.me = self
+        weakref.finalize(self, gone.append, "gone")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_collected_in_a_capture(graphed: Graphed, fails: bool) -> None:
+    """An Executor that nobody has any more would be closed there, and its events asked about."""
+    gone: list[str] = []
+    inside: list[int] = []
+
+    def issue(entry: int) -> None:
+        before = len(gone)
+        Held(gone)
+        assert [[] for _ in range(1000)]  # more than the collector lets pass
+        inside.append(len(gone) - before)
+        if fails:
+            raise PeerError("as planned")
+
+    def raised() -> Any:
+        return pytest.raises(PeerError) if fails else contextlib.nullcontext()
+
+    for binding in graphed.graphs._bindings:
+        binding.issue = issue
+    before = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        with raised():
+            issue(0)
+        assert inside.pop()
+        with raised():
+            graphed.run([tensor(), tensor()], [tensor()])
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+    assert inside == ([0] if fails else [0, 0])
 
 
 DRAWS = """

@@ -13,7 +13,9 @@ replayed with tensors that lie at its addresses, and these are what it reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from interlace.comm.cuda.driver import Driver
 from interlace.runtime.copies import once
 from interlace.runtime.cuda.homes import Give, giver
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: of an Executor that it finds it asks and frees events and
+    memory, and a thread that captures may not, or what it captures is lost."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _in_one_piece(tensor: torch.Tensor) -> int:

@@ -44,7 +44,7 @@ from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.captured import Captured
+from interlace.runtime.cuda.captured import Captured, uncollected
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.words import Words
@@ -277,7 +277,7 @@ class Graphs:
                 named |= zip(names, tensors, strict=False)
                 self._engine.check()  # in a capture it would be told badly
                 pool = others[0].graphs[turn].pool() if others else None
-                with self._capturing(graph, pool):
+                with uncollected(), self._capturing(graph, pool):
                     results = self._issue(turn, named, source)
                 made.keep(results, tensors, kept, options.static_outputs)
         except BaseException:
