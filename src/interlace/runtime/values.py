@@ -153,7 +153,7 @@ class Values:
         return self._arena.nbytes()
 
     def close(self) -> None:
-        """Lets go of all memory now, whoever still refers to this: the garbage collector is late."""
+        """Lets go of all memory now, whoever still refers to this."""
         self.items.clear()
         self._template.clear()
         self._symmetric.clear()
