@@ -107,6 +107,14 @@ def gradients(params: list[torch.Tensor], skip: int | None) -> list[torch.Tensor
     return made
 
 
+@torch.no_grad()
+def overwrite(params: list[torch.Tensor], draw: random.Random) -> None:
+    """What a user may write between steps: beside some remainders, 0 and inf look like NaN."""
+    for param in params:
+        flat = param.as_strided((param.numel(),), (1,), param.storage_offset())
+        flat[9::3] = draw.choice([0.0, -0.0, float("inf"), -float("inf")])
+
+
 def check_optimizer(draw: random.Random) -> None:
     """The same steps through the kernel and through the twin."""
     master = draw.choice([None, "fp32", "remainder"])
@@ -117,6 +125,10 @@ def check_optimizer(draw: random.Random) -> None:
     kind = draw.choice([Adam, AdamW])
     by_kernel, by_twin = kind(params, **options), kind(twins, **options)
     for step in range(3):
+        if step == 1:
+            again = draw.random()
+            overwrite(params, random.Random(again))
+            overwrite(twins, random.Random(again))
         skip = draw.choice([None, 0])
         grads = gradients(params, skip)
         for param, twin, grad in zip(params, twins, grads, strict=True):

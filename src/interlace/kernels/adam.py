@@ -21,7 +21,9 @@ Note [Remainders]
     A master of 32 bits is kept as a bf16 parameter and 16 bits more: master = parameter * 2^16 +
     remainder, as integers, the remainder signed. So the parameter is the master rounded to nearest
     (a tie away from zero), and the two together are exact. NaN is made canonical before it is
-    split: carrying out of its mantissa would make it a zero.
+    split: carrying out of its mantissa would make it a zero. A number that somebody else wrote to
+    the parameter is joined with the remainder of the one before, and is at most half a step of
+    bf16 off; but a zero or an infinity may lie beside NaNs, and is then taken as it is.
 """
 
 from __future__ import annotations
@@ -202,7 +204,9 @@ def store(to: Tensor, x: Tensor, bits: Tensor | None) -> None:
 
 def join(p: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 master of a bf16 parameter and its remainder (int16)."""
-    return ((p.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+    bits = p.view(torch.int16).to(torch.int32) << 16
+    master = (bits + remainder).view(torch.float32)
+    return torch.where(master == master, master, bits.view(torch.float32))
 
 
 def split(master: Tensor, p: Tensor, remainder: Tensor) -> None:

@@ -104,8 +104,9 @@ def update(
     if MASTER == "fp32":
         x = tl.load(w + at, mask=inside)
     elif MASTER == "remainder":
-        x = (tl.load(p + at, mask=inside).to(tl.int32) << 16) + tl.load(w + at, mask=inside)
-        x = x.to(tl.float32, bitcast=True)
+        upper = tl.load(p + at, mask=inside).to(tl.int32) << 16
+        x = (upper + tl.load(w + at, mask=inside)).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, x, upper.to(tl.float32, bitcast=True))  # see Note [Remainders]
     else:
         x = wide(tl.load(p + at, mask=inside), P_KIND)
     if COUPLED:

@@ -41,7 +41,8 @@ class Adam(Optimizer):
       (`max_exp_avg_sq` as `exp_avg_sq`). All arithmetic is fp32.
     - `master_weights`: for bf16 and fp16 parameters, None, "fp32" (a float32 master beside each;
       what else writes the parameter is undone by the next step) or "remainder" (16 bits beside a
-      bf16 parameter that make it the exact master, rounded to nearest). fp32 parameters need none.
+      bf16 parameter that make it the exact master, rounded to nearest; what else writes the
+      parameter stays, to within half a step of bf16). fp32 parameters need none.
     - `stochastic_rounding`: whatever is stored in bf16 with loss (moments, and parameters without
       masters) is rounded up or down at random, so that the mean is right. Rounded to nearest, a
       bf16 second moment never decays at beta2=0.999, and updates below half a step of the
