@@ -105,6 +105,9 @@ def check(draw: random.Random) -> None:
         shard += offset
         if draw.random() < 0.2 and shard.numel() and not terms.smoothing:
             shard[..., shard.shape[-1] // 2 :] = -torch.inf
+        if draw.random() < 0.3 and shard.numel():  # masked classes, wherever they are
+            start = draw.choice([0, draw.randrange(shard.shape[-1])])
+            shard[..., start : start + draw.choice([1, 5, 40])] = draw.choice([-6e4, -1e9])
     layout.PROGRAMS = draw.choice([1, 2048])  # whole rows, or parts of them
     layout.PART_TILES = 1
     layout.WARPS, launch.GRAD_TILES = draw.choice([1, 2]), draw.choice([1, 2])
@@ -181,9 +184,21 @@ def check(draw: random.Random) -> None:
     close(torch.cat(grads, -1), expected, unit + 2e-5, unit * 1e-2 + 2e-7 * (1 + offset), what)
 
 
+def check_masks(classes: int) -> None:
+    """Smoothing where numbers as low as can be mask the first class, or the first few."""
+    low = torch.finfo(torch.float32).min
+    x = torch.randn(2, classes)
+    x[0, 0], x[1, :20] = low, low / 32
+    y, terms = torch.tensor([classes - 1, 0]), Terms(smoothing=0.1)
+    one = Problem(x, y, None, terms, Shards.alone(classes), new_word("cpu"))
+    whole = Problem(x.double(), y, None, terms, Shards.alone(classes), new_word("cpu"))
+    close(launch.alone(one)[0], twin.alone(whole)[0], 1e-5, 0.0, classes)
+
+
 if __name__ == "__main__":
     drawn = random.Random(int(sys.argv[1]))
     torch.manual_seed(int(sys.argv[1]))
+    check_masks(drawn.choice([64, 133, 3000]))
     for _ in range(int(sys.argv[2])):
         check(drawn)
     print("all right")

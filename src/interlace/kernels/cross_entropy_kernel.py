@@ -12,6 +12,12 @@ A tile is [U, LANES, VEC]: each thread loads 16 bytes (VEC elements) U times, an
 U and VEC needs no other thread, so the loop has one exponential an element and no exchange. Loads
 begin at a 16-byte boundary below the row; what is not the row's in the first and the last 16 bytes
 is taken apart (`edges`), so that rows of any length and place are read 16 bytes at a time.
+
+Note [Sums below the maximum]
+    Smoothing needs the sum of a row's logits, less the maximum each. A thread keeps that below its
+    own maximum so far, and lowers it by its mass (how many, or their weights) times the rise when
+    that rises. All that is added has one sign, so nothing cancels: neither a large common offset
+    costs bits, nor logits of -1e9 by which classes are masked, wherever they stand in the row.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
@@ -77,12 +83,6 @@ def stats_kernel(
     d = tl.zeros((LANES,), tl.float32)
     s = tl.zeros((LANES,), tl.float32)
     mass = tl.zeros((LANES,), tl.float32)
-    pivot = 0.0
-    if SMOOTH:  # the sum is of differences from one logit: a large common offset costs no bits
-        pivot = tl.load(logits + at, mask=local > 0, other=0.0).to(tl.float32)
-        if CAP:
-            pivot = cap_logits(pivot, softcap)
-        pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
     if not EVEN and not STRIDED:
         column, rim = edges(head, end, groups, VEC)
         rim = rim & counted & (part == 0)
@@ -90,14 +90,14 @@ def stats_kernel(
         if CAP:
             few = tl.where(rim, cap_logits(few, softcap), float("-inf"))
         m = tl.zeros((LANES,), tl.float32) + tl.max(few, 0)
-        d = tl.where(lane == 0, tl.sum(tl.exp2((few - finite(tl.max(few, 0))) * LOG2E), 0), 0.0)
+        below_top = few - finite(tl.max(few, 0))
+        d = tl.where(lane == 0, tl.sum(tl.exp2(below_top * LOG2E), 0), 0.0)
         if SMOOTH:
-            apart = few - pivot
+            own = rim.to(tl.float32)
             if WEIGHTED:
                 own = tl.load(weight + column - head, mask=rim, other=0.0).to(tl.float32)
-                apart = apart * own
-                mass = tl.where(lane == 0, tl.sum(own, 0), 0.0)
-            s = tl.where(lane == 0, tl.sum(tl.where(rim, apart, 0.0), 0), 0.0)
+            s = tl.where(lane == 0, tl.sum(tl.where(rim, below_top * own, 0.0), 0), 0.0)
+            mass = tl.where(lane == 0, tl.sum(own, 0), 0.0)
     for k in range(first, last, U * LANES):
         g = k + group
         if STRIDED:
@@ -115,30 +115,30 @@ def stats_kernel(
             x = tl.where(inside, cap_logits(x, softcap), float("-inf"))
         new = tl.maximum(m, tl.max(tl.max(x, 2), 0))
         safe = finite(new)
-        e = tl.exp2((x - safe[None, :, None]) * LOG2E)
+        away = x - safe[None, :, None]
+        e = tl.exp2(away * LOG2E)
         d = d * tl.exp2((m - safe) * LOG2E) + tl.sum(tl.sum(e, 2), 0)
-        m = new
-        if SMOOTH:
-            away = x - pivot
+        if SMOOTH:  # see Note [Sums below the maximum]
+            s += mass * (finite(m) - safe)
             if WEIGHTED:
                 w = tl.load(weight + (g * VEC + element) - head, mask=inside, other=0.0)
                 w = w.to(tl.float32)
                 away = away * w
                 mass += tl.sum(tl.sum(w, 2), 0)
+            elif STRIDED:
+                mass += tl.sum(tl.sum(inside.to(tl.float32), 2), 0)
+            else:
+                mass += VEC * tl.sum(tl.sum(whole.to(tl.float32), 2), 0)
             s += tl.sum(tl.sum(tl.where(inside, away, 0.0), 2), 0)
+        m = new
     top = tl.max(m, 0)
     safe = finite(top)
     total = tl.sum(d * tl.exp2((m - safe) * LOG2E), 0)
     sum_away = 0.0
     sum_mass = 0.0
     if SMOOTH:
-        if WEIGHTED:
-            sum_mass = tl.sum(mass, 0)
-        else:  # so many classes this part has
-            low = tl.maximum(first * VEC, head)
-            high = tl.minimum(last * VEC, end)
-            sum_mass = tl.maximum(high - low, 0).to(tl.float32)
-        sum_away = tl.sum(s, 0) + sum_mass * (pivot - safe)
+        sum_mass = tl.sum(mass, 0)
+        sum_away = tl.sum(s + mass * (finite(m) - safe), 0)
     if FINISH:
         start, count = span(sizes, offset, classes, RANK, WORLD, MEASURED)
         xy, wy = pick(logits, weight, y, at, start, local, stride, softcap, CAP, WEIGHTED)
