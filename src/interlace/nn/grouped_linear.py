@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from interlace.errors import GradientError, GroupError
 from interlace.kernels import grouped
 from interlace.kernels.grouped import ALIGNMENT, Groups
 from interlace.nn.autocast import without_autocast
+from interlace.nn.once import first_order
 from interlace.optim.grad_accumulator import GradAccumulator
 
 
@@ -187,21 +187,22 @@ class _GroupedLinear(torch.autograd.Function):
             return grouped.multiply(rows, _cast(weight, dtype), cast, groups)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         rows, weight = ctx.saved_tensors
         groups: Groups = ctx.groups
+        # Where a graph of the gradient is made, autograd sums: a buffer would not know of it.
+        accumulator = None if torch.is_grad_enabled() else ctx.accumulator
         dx = dw = db = None
-        with without_autocast(dy.device.type):  # a backward may be called under it
+        with torch.no_grad(), without_autocast(dy.device.type):  # a backward may be under both
             dy = _dense(dy, ctx.dtype)
             if ctx.needs_input_grad[0]:
                 dx = grouped.input_gradient(dy, _cast(weight, ctx.dtype), groups)
                 dx = _cast(dx, ctx.x_dtype)
             if ctx.needs_input_grad[1]:
-                dw = _weight_gradient(dy, rows, groups, ctx.weight_dtype, ctx.accumulator)
+                dw = _weight_gradient(dy, rows, groups, ctx.weight_dtype, accumulator)
             if ctx.needs_input_grad[2]:
                 db = _cast(grouped.bias_gradient(dy, groups), ctx.bias_dtype)
-        return dx, dw, db, None, None, None
+        return first_order(dx), first_order(dw), first_order(db), None, None, None
 
 
 def _weight_gradient(

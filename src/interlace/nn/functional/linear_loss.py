@@ -17,7 +17,6 @@ from interlace.errors import InputError
 from interlace.kernels.cross_entropy import Terms, steps_for
 from interlace.nn.autocast import without_autocast
 from interlace.nn.functional.linear_chunks import Chunks, Grads
-from interlace.nn.functional.once import eager, first_order
 from interlace.nn.functional.row_loss import LOGITS, check_options
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
@@ -28,6 +27,7 @@ from interlace.nn.functional.vocabulary import (
     group_of,
     is_dtensor,
 )
+from interlace.nn.once import eager, first_order
 
 
 @eager

@@ -19,7 +19,6 @@ import torch
 
 from interlace.errors import InputError
 from interlace.kernels.cross_entropy import Problem, Shards, Terms, steps_for
-from interlace.nn.functional.once import eager, first_order
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
 from interlace.nn.functional.vocabulary import (
@@ -31,6 +30,7 @@ from interlace.nn.functional.vocabulary import (
     is_dtensor,
     replicated,
 )
+from interlace.nn.once import eager, first_order
 
 REDUCTIONS = ("none", "mean", "sum")
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

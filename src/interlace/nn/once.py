@@ -35,8 +35,8 @@ class FirstOrder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> None:
         raise UnsupportedError(
-            "the gradient of a cross-entropy cannot be differentiated again (for a gradient "
-            "penalty, say); where you need that, use torch.nn.functional.cross_entropy"
+            "a gradient that a layer or a loss of interlace.nn gave cannot be differentiated again "
+            "(for a gradient penalty, say); where you need that, use torch.nn's own there"
         )
 
 
