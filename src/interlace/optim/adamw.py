@@ -34,8 +34,10 @@ from interlace.optim.adam_state import KEPT, MASTERS, STATE_DTYPES, check_param,
 class Adam(Optimizer):
     """Adam (Kingma and Ba, arXiv:1412.6980), its weight decay an L2 penalty on the gradient.
 
-    The arguments up to `fused` are torch.optim.Adam's. `foreach` and `differentiable` cannot be
-    asked for; `fused=True` is allowed, and like `capturable` puts `step` on the device. Then:
+    The arguments up to `fused` are torch.optim.Adam's, without `decoupled_weight_decay`: that is
+    `AdamW`, and a group or a checkpoint that asks for it here is an error. `foreach` and
+    `differentiable` cannot be asked for; `fused=True` is allowed, and like `capturable` puts `step`
+    on the device. Then:
 
     - `exp_avg_dtype`, `exp_avg_sq_dtype`: float32 or bfloat16, what the moments are stored in
       (`max_exp_avg_sq` as `exp_avg_sq`). All arithmetic is fp32.
@@ -117,6 +119,7 @@ class Adam(Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
+            self._check_decay(group)
             for param in group["params"]:
                 check_param(param)
                 master_of(param, group)
@@ -149,11 +152,14 @@ class Adam(Optimizer):
         """Loads what this class, or torch.optim.Adam(W), saved; every tensor in its own dtype.
 
         Options that say how states are stored and run stay as they are; see the class. Raises
-        ValueError where groups differ; a state that does not fit its parameter is an
-        OptimizerError at the next step, when it is first needed.
+        ValueError where groups differ, and OptimizerError where the weight decay of a group is the
+        other class's; a state that does not fit its parameter is one at the next step, when it is
+        first needed.
         """
 
         def hold(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            for group in given["param_groups"]:
+                self._check_decay(group)
             self._arrived = given
             return {**given, "state": {}}  # torch would cast it to the parameters' dtype
 
@@ -178,6 +184,14 @@ class Adam(Optimizer):
         self._forget()
         if arrived is not None:
             self._take_state(arrived)
+
+    def _check_decay(self, group: Mapping[str, Any]) -> None:
+        """The class says how weights decay; torch.optim.Adam has an option for it, in groups."""
+        if bool(group.get("decoupled_weight_decay", not self.coupled)) == self.coupled:
+            raise OptimizerError(
+                f"decoupled_weight_decay={group['decoupled_weight_decay']} in a group of "
+                f"{type(self).__name__}: use {'AdamW' if self.coupled else 'Adam'}, which decays so"
+            )
 
     def _take_state(self, given: Mapping[str, Any]) -> None:
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
