@@ -18,10 +18,11 @@ to it in place; other gradients move there as they come, and `.grad` is None aga
 Note [When a bucket goes]
     Buckets go in index order on every rank, whatever order they become complete in, so ranks always
     meet in the same one. Index 0 holds the Parameters that were registered last. A bucket is
-    complete when each of its Parameters was ready as often as in the step before. In the first step
-    all go in `finish()`, while that is counted: a Parameter may be ready several times in a step,
-    by several backwards or reentrant checkpoints, and one that was counted too low would be reduced
-    without its rest. What was not ready at the end goes in `finish()`, with what there is of it: 0
+    complete when each of its Parameters was ready as often as in the first step. In that one all go
+    in `finish()`, while it is counted: a Parameter may be ready several times in a step, by several
+    backwards or reentrant checkpoints, and one that was counted too low would be reduced without
+    its rest. The count is kept, until `relearn()`: a step with fewer is right, but its buckets wait
+    for `finish()`. What was not ready at the end goes in `finish()`, with what there is of it: 0
     for a Parameter that was not used. A gradient for a bucket that is gone is a `GradientError`,
     never a wrong sum; `relearn()` before a change of the model's course avoids it.
 """
@@ -47,7 +48,7 @@ from interlace.options import Options
 ALIGNMENT = 128
 """Bytes that each Parameter's main gradient begins at a multiple of."""
 GONE = (
-    "its bucket is being reduced. It was ready oftener than in the steps before: call "
+    "its bucket is being reduced. It was ready oftener than in the step that was counted: call "
     "relearn() before a step whose backwards differ"
 )
 OVER = "its sum was reduced already: call zero() after the optimizer's step"
