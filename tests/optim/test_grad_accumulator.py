@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -202,3 +203,54 @@ def test_another_stream_waits_for_who_wrote_last(monkeypatch: pytest.MonkeyPatch
     current[0] = two
     accumulator.accumulate(torch.ones(3))
     assert (one.awaited, two.awaited) == ([], [0, 0])
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "change", [lambda p: p.double(), lambda p: p.bfloat16(), lambda p: p.double().float()]
+)
+def test_a_parameter_of_another_type_is_an_error(buffered: bool, change: Any) -> None:
+    """Its node is another one then, without the hooks: nothing would be told when it is ready."""
+    layer = nn.Linear(3, 2)
+    ready: list[GradAccumulator] = []
+    weight, buffer = layer.weight, torch.zeros(2, 3) if buffered else None
+    assert isinstance(weight, nn.Parameter)
+    accumulator = GradAccumulator(weight, buffer, on_ready=ready.append)
+    layer(torch.ones(1, 3)).sum().backward()
+    change(layer)
+    x = torch.ones(1, 3, dtype=layer.weight.dtype)
+    with pytest.raises(GradientError, match="make another"):
+        layer(x).sum().backward()
+    assert ready == [accumulator]
+    accumulator.close()
+    again = GradAccumulator(weight, torch.zeros(2, 3), on_ready=ready.append)
+    weight.grad = None
+    layer(x).sum().backward()
+    assert ready == [accumulator, again]
+
+
+def test_new_data_of_the_same_type_is_welcome() -> None:
+    param = nn.Parameter(torch.ones(3))
+    ready: list[GradAccumulator] = []
+    accumulator = GradAccumulator(param, torch.zeros(3), on_ready=ready.append)
+    param.data = torch.full((3,), 2.0)
+    param.requires_grad_(False).requires_grad_(True)
+    param.square().sum().backward()
+    assert ready == [accumulator]
+    assert accumulator.buffer is not None
+    assert accumulator.buffer.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        torch.zeros(3, 4, dtype=torch.float8_e4m3fn),
+        torch.zeros(3, 4, dtype=torch.int32),
+        torch.zeros(()).expand(3, 4),
+        torch.zeros(4).expand(3, 4),
+        torch.zeros(4, 3),
+    ],
+)
+def test_a_buffer_that_cannot_sum_is_refused(buffer: torch.Tensor) -> None:
+    with pytest.raises(GradientError, match="cannot hold"):
+        GradAccumulator(nn.Parameter(torch.ones(3, 4)), buffer)

@@ -103,6 +103,24 @@ def early() -> None:
             reducer.zero()
 
 
+def cast_after(seed: int) -> None:
+    """A model that is cast after its reducer was made: no bucket would ever go by itself."""
+    torch.manual_seed(seed)
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with GradReducer(model, options=Options(time_out_s=10)) as reducer:
+        model.double()
+        with pytest.raises(GradientError, match="make another"):
+            step(reducer, model, x.double())
+    model.zero_grad()
+    with GradReducer(model, options=Options(time_out_s=10)) as reducer:
+        step(reducer, model, x.double())
+        assert reducer.main_grad(model.weight).abs().sum() > 0
+
+
+def test_a_model_that_is_cast_is_an_error(pool: Pool, seed: int) -> None:
+    pool(2).run(cast_after, seed)
+
+
 def test_gradients_that_are_not_reduced_are_not_shown(pool: Pool) -> None:
     pool(1).run(early)
 

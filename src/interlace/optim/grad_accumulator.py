@@ -26,6 +26,7 @@ Note [Streams]
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -35,18 +36,22 @@ from torch.autograd.graph import get_gradient_edge
 
 from interlace.errors import GradientError
 
+SUMS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Types that a gradient may be summed in."""
+
 
 class GradAccumulator:
     """Sums the gradient of one Parameter in a buffer, or in its `.grad`.
 
-    `buffer` has the Parameter's shape, any floating type, and is added to from what it holds: zero
-    it first. Without one the sum is `param.grad`: a layer adds to it in place where it exists,
-    which is right under `DistributedDataParallel`, best with `gradient_as_bucket_view=True` (then
-    `.grad` is the bucket, and the gradient is never copied) and `zero_grad(set_to_none=False)`.
+    `buffer` has the Parameter's shape, one of `SUMS` as its type and memory for each element; it is
+    added to from what it holds: zero it first. Without one the sum is `param.grad`: a layer adds to
+    it in place where it exists, which is right under `DistributedDataParallel`, best with
+    `gradient_as_bucket_view=True` (then `.grad` is the bucket, and the gradient is never copied)
+    and `zero_grad(set_to_none=False)`.
 
     `on_ready(accumulator)` is called whenever a backward has completed the gradient, by the thread
-    that runs it. The Parameter must require a gradient, and have no accumulator yet (each would
-    take what the other should have): `GradientError` otherwise.
+    that runs it. The Parameter must require a gradient, have no accumulator yet (each would take
+    what the other should have), and keep its type and device: `GradientError` otherwise.
     """
 
     def __init__(
@@ -69,12 +74,17 @@ class GradAccumulator:
         if buffer is not None and (
             buffer.shape != param.shape
             or buffer.device != param.device
-            or not buffer.is_floating_point()
+            or buffer.dtype not in SUMS
             or buffer.requires_grad
+            or any(
+                step == 0 < size - 1
+                for step, size in zip(buffer.stride(), buffer.shape, strict=True)
+            )
         ):
             raise GradientError(
-                f"a buffer {buffer.dtype} {list(buffer.shape)} on {buffer.device} cannot hold the "
-                f"gradient of {param.dtype} {list(param.shape)} on {param.device}"
+                f"a buffer {buffer.dtype} {list(buffer.shape)} on {buffer.device} with strides "
+                f"{list(buffer.stride())} cannot hold the gradient of {param.dtype} "
+                f"{list(param.shape)} on {param.device}"
             )
         self.param = param
         self.buffer = buffer
@@ -85,13 +95,15 @@ class GradAccumulator:
         """On CUDA, the stream that wrote last,"""
         self._handle: int | None = None
         """and its handle, which tells more cheaply whether it is the current one."""
+        self._running: set[int] = set()
+        """The threads that are in the Parameter's node now."""
         self._node: Any = get_gradient_edge(param).node  # kept, or else its hooks go
         # The node belongs to C++, where a cycle would stay for ever.
         me: weakref.ref[GradAccumulator] = weakref.ref(self)
         handles = [
-            self._node.register_prehook(lambda *_: _call(me, "_settle")),
+            self._node.register_prehook(lambda *_: _call(me, "_enter")),
             param.register_post_accumulate_grad_hook(Take(me)),
-            self._node.register_hook(lambda *_: _call(me, "mark_ready")),
+            self._node.register_hook(lambda *_: _call(me, "_leave")),
         ]
         self._finalizer = weakref.finalize(self, _remove, handles)
 
@@ -162,6 +174,15 @@ class GradAccumulator:
         ):  # torch's answer inside `torch.autograd.grad`, for a leaf that it wants
             return False
 
+    def _enter(self) -> None:
+        """The node begins: what a hook on the Parameter hears until it ends is this node's."""
+        self._settle()
+        self._running.add(threading.get_ident())
+
+    def _leave(self) -> None:
+        self._running.discard(threading.get_ident())
+        self.mark_ready()
+
     def _settle(self) -> None:
         """The current stream comes after who wrote last; see Note [Streams]."""
         if self._refusal is not None:
@@ -182,7 +203,18 @@ class GradAccumulator:
         self.writer, self._handle = stream, handle
 
     def _take(self) -> None:
-        """Moves what autograd brought into the buffer."""
+        """Moves what autograd brought into the buffer.
+
+        This hook is the Parameter's, which keeps it when its data is replaced. Its node does not
+        stay if the type or the device of the data is another, and the node's hooks go with it.
+        """
+        if threading.get_ident() not in self._running:
+            raise GradientError(
+                f"the type or the device of a Parameter {list(self.param.shape)} (now "
+                f"{self.param.dtype} on {self.param.device}) was changed after its GradAccumulator "
+                "or GradReducer was made, which no longer hears of its gradients: close() that, "
+                "and make another"
+            )
         if self.buffer is not None and self.param.grad is not None:
             with torch.no_grad():
                 self.buffer.add_(self.param.grad)
