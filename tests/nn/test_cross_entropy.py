@@ -14,7 +14,7 @@ from tests.nn.cross_entropy_cases import LAYOUTS, Case, arbitrary, far, laid_out
 
 from interlace.errors import InputError, InterlaceError, TargetError, UnsupportedError
 from interlace.nn import CrossEntropyLoss
-from interlace.nn.functional import cross_entropy, raise_pending
+from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
 
 
 def verify(case: Case) -> None:
@@ -246,6 +246,26 @@ def test_the_loss_can_be_written_to() -> None:
     for reduction in ("none", "mean"):
         loss = cross_entropy(x, torch.tensor([0, 1, 2]), reduction=reduction)
         loss.mul_(2.0).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"softcap": float("inf")},
+        {"softcap": float("nan")},
+        {"ignore_index": None},
+        {"ignore_index": -100.0},
+        {"denominator": "a"},
+        {"denominator": [2.0]},
+    ],
+    ids=str,
+)
+def test_options_that_mean_nothing_are_refused(option: dict[str, Any]) -> None:
+    y = torch.tensor([0, 1])
+    with pytest.raises(InputError, match=next(iter(option))):
+        cross_entropy(torch.randn(2, 5), y, **option)
+    with pytest.raises(InputError, match=next(iter(option))):
+        linear_cross_entropy(torch.randn(2, 3), torch.randn(5, 3), y, **option)
 
 
 def test_in_torch_compile() -> None:

@@ -21,6 +21,7 @@ from interlace.nn.functional.row_loss import LOGITS, check_options
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
 from interlace.nn.functional.vocabulary import (
+    beside,
     cut_of,
     find_shards,
     full_of,
@@ -63,9 +64,11 @@ def linear_cross_entropy(
         hidden: (..., in), bfloat16, float16, float32 or float64; the same on all ranks of the
             group, among which its gradient is added up (do not do so again).
         weight: (classes, in), of the same type; with `group`, this rank's classes. A DTensor may be
-            cut over its classes, which then gives the group.
+            cut over its classes, which then gives the group: its ranks are taken to have the same
+            rows. A head that FSDP2 cut over data parallelism looks alike, and its ranks have not:
+            `unshard()` its module before (as within its forward), or the loss is wrong.
         target: (...), int64 or int32.
-        bias: (classes,), as the weight.
+        bias: (classes,), as the weight; beside a DTensor, one too or that of all classes.
         class_weight, ignore_index, reduction, label_smoothing, group, z_loss, softcap,
             denominator, check_targets, shard_sizes: see `cross_entropy`.
         chunk_size: rows at a time. By default a seventh of them, at most as many as make 200
@@ -88,15 +91,18 @@ def linear_cross_entropy(
     if is_dtensor(weight):
         if group is not None:
             raise InputError("weight is a DTensor, whose mesh says the group: leave out `group`")
+        whole = weight
         weight, group, shard_sizes = cut_of(weight, 0, "weight")
-        bias = cut_of(bias, 0, "bias")[0] if is_dtensor(bias) else bias
+        bias = beside(bias, whole, 0, "bias")
+        class_weight = beside(class_weight, whole, 0, "class_weight")
+    denominator = full_of(denominator, "denominator")
     hidden, target = full_of(hidden, "hidden"), full_of(target, "target")
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     check_operands(hidden, weight, target, bias, class_weight)
-    check_options(target, reduction, label_smoothing, softcap, denominator)
+    check_options(target, ignore_index, reduction, label_smoothing, softcap, denominator)
     if chunk_size is not None and chunk_size < 1:
         raise InputError(f"chunk_size is {chunk_size}: take a positive number of rows")
     notes = notes_of("cuda" if hidden.is_cuda else "cpu")

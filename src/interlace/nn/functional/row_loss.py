@@ -12,8 +12,10 @@ backward is as right as the first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -22,6 +24,7 @@ from interlace.kernels.cross_entropy import Problem, Shards, Terms, steps_for
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
 from interlace.nn.functional.vocabulary import (
+    beside,
     cut_of,
     find_shards,
     full_of,
@@ -72,8 +75,9 @@ def cross_entropy(
             arXiv:2202.08906); class weights do not scale it.
         softcap: logits are softcap * tanh(logits / softcap) ("Gemma 2", arXiv:2408.00118).
         denominator: what the sum is divided by, instead: a number, or a tensor of one element
-            (no gradient flows to it), for "mean" and "sum". Under data parallelism, the number of
-            tokens of all ranks over the number of ranks makes the averaged gradients exact.
+            (no gradient flows to it; a DTensor, if it is replicated), for "mean" and "sum". Under
+            data parallelism, the number of tokens of all ranks over the number of ranks makes the
+            averaged gradients exact.
         check_targets: look for targets that are no class at once. The host waits for the device.
         shard_sizes: how many classes each rank of the group has. Otherwise each call gathers that
             on the device, beside the one small collective that the loss needs.
@@ -93,14 +97,14 @@ def cross_entropy(
         mesh = getattr(logits, "device_mesh")  # noqa: B009
         if group is not None:
             raise InputError("logits are a DTensor, whose mesh says the group: leave out `group`")
+        whole = logits
         logits, group, shard_sizes = cut_of(logits, -1, "logits")
-        if weight is not None and shard_sizes and tuple(weight.shape) == (sum(shard_sizes),):
-            if not is_dtensor(weight):  # every rank has it whole
-                weight = weight.split(shard_sizes)[group.rank()]
-    target = full_of(target, "target")
+        weight = beside(weight, whole, -1, "weight")
+    target, denominator = full_of(target, "target"), full_of(denominator, "denominator")
     if weight is not None and is_dtensor(weight):
         weight = cut_of(weight, 0, "weight")[0]
-    check_inputs(logits, target, weight, reduction, label_smoothing, softcap, denominator)
+    check_inputs(logits, target, weight)
+    check_options(target, ignore_index, reduction, label_smoothing, softcap, denominator)
     notes = notes_of("cuda" if logits.is_cuda else "cpu")
     notes.check()
     group = group_of(group)
@@ -162,10 +166,6 @@ def check_inputs(
     logits: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None,
-    reduction: str,
-    label_smoothing: float,
-    softcap: float | None,
-    denominator: torch.Tensor | float | None,
 ) -> None:
     """Raises `InputError` where these do not fit together."""
     if logits.dtype not in LOGITS:
@@ -185,11 +185,11 @@ def check_inputs(
             )
         if weight.requires_grad:
             raise InputError("no gradient flows to class weights: detach them")
-    check_options(target, reduction, label_smoothing, softcap, denominator)
 
 
 def check_options(
     target: torch.Tensor,
+    ignore_index: int,
     reduction: str,
     label_smoothing: float,
     softcap: float | None,
@@ -198,14 +198,20 @@ def check_options(
     """Raises `InputError` where an option has a value that it cannot have."""
     if target.dtype not in (torch.int64, torch.int32):
         raise InputError(f"targets are {target.dtype}: take int64 or int32 indices of classes")
+    if not isinstance(ignore_index, SupportsIndex):
+        raise InputError(
+            f"ignore_index is {ignore_index!r}: take an integer (no class, to ignore none)"
+        )
     if reduction not in REDUCTIONS:
         raise InputError(f"reduction is {reduction!r}: take one of {REDUCTIONS}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise InputError(f"label_smoothing is {label_smoothing}: take a number from 0 to 1")
-    if softcap is not None and not softcap > 0.0:
+    if softcap is not None and not 0.0 < softcap < math.inf:
         raise InputError(f"softcap is {softcap}: take a positive number, or None for none")
     if denominator is not None:
         if reduction == "none":
             raise InputError("a denominator divides the sum: take reduction 'mean' or 'sum'")
+        if not isinstance(denominator, torch.Tensor | Real):
+            raise InputError(f"denominator is {denominator!r}: take a number, or a tensor of one")
         if isinstance(denominator, torch.Tensor) and denominator.numel() != 1:
             raise InputError(f"denominator is {tuple(denominator.shape)}: take one number")

@@ -32,6 +32,11 @@ def group_of(group: Any) -> dist.ProcessGroup | None:
     if group is None:
         return None
     if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise InputError(
+                f"`group` is a mesh of {group.ndim} dimensions: give that of the vocabulary, "
+                "mesh[name]"
+            )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(f"`group` is {group!r}: not a process group of this rank, nor a mesh")
@@ -108,6 +113,28 @@ def cut_of(tensor: Any, dim: int, what: str) -> tuple[torch.Tensor, Any, list[in
             f"{sizes[mesh.get_local_rank(cut)]} of {total}; give `to_local()` and the group"
         )
     return local, mesh.get_group(cut), sizes
+
+
+def beside(vector: Any, cut: Any, dim: int, what: str) -> torch.Tensor | None:
+    """This rank's part of one number for each class, beside a DTensor with classes along `dim`.
+
+    The vector is a DTensor that is cut alike or replicated, or all classes' on every rank; all of a
+    gradient goes back to it (collective, if it was not cut). What is of another length is left.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if vector is None or vector.shape != cut.shape[dim:][:1]:
+        return vector
+    mesh, whole = cut.device_mesh, [Replicate()] * cut.device_mesh.ndim
+    if not is_dtensor(vector):
+        vector = DTensor.from_local(vector, mesh, whole, run_check=False)
+    placements = [p if p.is_replicate() else Shard(0) for p in cut.placements]
+    if vector.device_mesh != mesh or list(vector.placements) not in (placements, whole):
+        raise UnsupportedError(
+            f"{what} is placed {tuple(vector.placements)} on {vector.device_mesh}: beside classes "
+            f"that are placed {tuple(cut.placements)} on {mesh} it can be replicated or cut alike"
+        )
+    return vector.redistribute(placements=placements).to_local()
 
 
 def full_of(tensor: Any, what: str) -> torch.Tensor:
