@@ -6,13 +6,23 @@ bounded and a note that says "I failed" ends it at once.
     board = Board(store)
     board.post("host/0", {"boot": "..."})
     notes = board.collect({1: "host/1", 2: "host/2"}, time_out_s=10)   # those that came, by key
+    notes = board.exchange("host", ranks, 0, {"boot": "..."}, time_out_s=10)   # all ranks', or none
+
+Note [All or none]
+    A rank that gives up leaves its notes behind, and the others may have read them by then. So each
+    meeting has one verdict, which the store takes once: "all came" from whoever saw all notes, or
+    "given up" from whoever waits no longer. Whichever is there first holds for all ranks. A meeting
+    that is held again and again (to prepare the next Program, to reset) has numbered rounds, and a
+    round with a verdict is over: who comes late, or comes again, finds the others in the first one
+    without. So ranks that tried it a different number of times need not count alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from interlace.errors import (
@@ -54,8 +64,11 @@ class Board:
             return None
         return json.loads(self._ask(lambda: self._store.get(key)))
 
-    def collect(self, topics: Mapping[Key, str], time_out_s: float) -> dict[Key, Note]:
-        """The notes of these topics that came within the time-out."""
+    def collect(
+        self, topics: Mapping[Key, str], time_out_s: float, meetings: Sequence[str] = ()
+    ) -> dict[Key, Note]:
+        """The notes of these topics that came within the time-out, or before one of the meetings
+        had its verdict."""
         deadline = time.monotonic() + time_out_s
         found: dict[Key, Note] = {}
         pause = 0.0002
@@ -65,26 +78,71 @@ class Board:
                     found[key] = note
             if len(found) == len(topics) or time.monotonic() > deadline:
                 return found
+            if any(self.is_over(meeting) for meeting in meetings):
+                return found
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 
     def exchange(
         self, topic: str, ranks: Sequence[int], me: int, note: Note, time_out_s: float
     ) -> list[Note]:
-        """Every rank's note, in the order of `ranks`; a missing rank or a failed one raises."""
-        self.post(f"{topic}/{me}", note)
-        found = self.collect({rank: f"{topic}/{rank}" for rank in ranks}, time_out_s)
+        """Every rank's note, in the order of `ranks`; a missing rank or a failed one raises.
+
+        See Note [All or none]. The last word of the topic that is no number says what it is.
+        """
+        topics = {rank: f"{topic}/{rank}" for rank in ranks}
+        self.post(topics[me], note)
+        with self.attending([topic], me):
+            found = self.collect(topics, time_out_s, [topic])
         for rank in ranks:
             if (error := found.get(rank, {}).get("error")) is not None:
                 raise as_told(rank, error)
-        missing = [rank for rank in ranks if rank not in found]
+        missing, why = [rank for rank in ranks if rank not in found], ""
         if missing:
-            raise AgreementError(
-                f"{named(missing)} did not come to {topic.split('/')[-1]!r} within {time_out_s:g} "
-                f"s, as rank {me} and its team {list(ranks)} did: see whether it failed, stalled "
-                "or took another path through the model"
+            what = next(word for word in reversed(topic.split("/")) if not word.isdigit())
+            why = (
+                f"{named(missing)} did not come to {what!r} within {time_out_s:g} s, as rank {me} "
+                f"and its team {list(ranks)} did: see whether it failed, stalled or took another "
+                "path through the model"
             )
+        self.decide(topic, me, why)
+        if missing:  # all had come, as a peer saw
+            found = self.collect(topics, time_out_s)
         return [found[rank] for rank in ranks]
+
+    # -- verdicts: Note [All or none] ------------------------------------------------------------
+
+    def round(self, topic: str, after: int) -> int:
+        """The number of the first round of a topic, after that one, that is not over."""
+        number = after + 1
+        while self.is_over(f"{topic}/{number}"):
+            number += 1
+        return number
+
+    def is_over(self, topic: str) -> bool:
+        """Whether a meeting has its verdict."""
+        return self._ask(lambda: self._store.check([f"{self._prefix}/{topic}/verdict"]))
+
+    def decide(self, topic: str, me: int, why: str = "") -> None:
+        """Says that all came, or why this rank gives up; raises if the verdict is that one gave up.
+
+        Of all that ranks say, the first is the verdict.
+        """
+        key, mine = f"{self._prefix}/{topic}/verdict", json.dumps([me, why])
+        rank, why = json.loads(self._ask(lambda: self._store.compare_set(key, "", mine)))
+        if why:
+            raise AgreementError(why if rank == me else f"rank {rank} gave up: {why}")
+
+    @contextlib.contextmanager
+    def attending(self, topics: Sequence[str], me: int) -> Iterator[None]:
+        """Who leaves meetings by an error gives them up, since its notes say that it is there."""
+        try:
+            yield
+        except BaseException as error:
+            for topic in topics:
+                with contextlib.suppress(InterlaceError):
+                    self.decide(topic, me, str(error) or type(error).__name__)
+            raise
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:

@@ -81,10 +81,10 @@ class TeamComm:
         self._made: list[Any] = []
         self._control: Control | None = None
         self._lives: list[Life] = []
-        self.resets = self._tries = 0
-        """How often the team was reset; after one that failed, a number is left out."""
+        self.resets = 0
+        """The round of the last reset: Note [All or none] in board.py."""
         self.num_prepared = 0
-        """Programs prepared on this team so far: every rank counts alike."""
+        """The round in which the last Program was prepared."""
         key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
         generation = self.board.count(f"{key}/generation/{rank}")
         self.topic = f"{key}/{generation}"
@@ -208,18 +208,18 @@ class TeamComm:
         that this team makes. Memory stays where it is: Executors need not be prepared again. A
         reset that fails leaves the team out of order.
         """
-        self._tries += 1
-        topic = f"{self.topic}/reset/{self._tries}"
         with self.lock:
             if self._cuda is not None:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            before, self.resets = self.resets, self._tries  # runs of before are past
             mine: Note = {"run": self.control.run}
             where = self.ranks, self.rank
+            before = self.resets
+            self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
+            topic = f"{self.topic}/reset/{self.resets}"
             try:
-                told = self.board.exchange(f"{topic}/reset", *where, mine, time_out_s)
+                told = self.board.exchange(topic, *where, mine, time_out_s)
                 end(self._made, time_out_s, self.whose)
             except BaseException as error:
                 self.resets = before

@@ -62,9 +62,9 @@ def _exchange(
     time_out_s: float,
 ) -> list[list[bool]]:
     me = dist.get_rank()
-    number = board.count(f"{topic}/count/{me}")
-    topic = f"{topic}/{number}/{what}"
-    notes = board.exchange(topic, members, me, {"wishes": told}, time_out_s)
+    topic = f"{topic}/{what}"
+    number = board.round(topic, 0)
+    notes = board.exchange(f"{topic}/{number}", members, me, {"wishes": told}, time_out_s)
     found = [note["wishes"] for note in notes]
     for rank, wishes in zip(members, found, strict=True):
         if len(wishes) != len(told):

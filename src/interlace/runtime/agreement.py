@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from interlace.comm import TeamComm
-from interlace.comm.board import Note, failure, named
+from interlace.comm.board import Board, Note, failure, named
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
 from interlace.runtime.registered import Found, judge
@@ -112,7 +111,7 @@ def agree(
         judge(program.name, {0: mine}, 0, found.problem)
         return Agreement(int(mine["hash"][:16], 16))
     for team in teams:
-        team.num_prepared += 1
+        team.num_prepared = team.board.round(f"{team.topic}/prepare", team.num_prepared)
         place = f"{team.topic}/prepare/{team.num_prepared}"
         mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
     board = teams[0].board
@@ -125,30 +124,42 @@ def agree(
         _verify_set(board, entries, teams[0].rank, text, time_out_s)
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
-    places = sorted({place for entry in entries.values() for place, *_ in entry["teams"]})
+    places = _places(entries.values())
     return Agreement(int(digest(repr((parts, places)))[:16], 16), verified=differ)
 
 
-def _collect(board: Any, me: int, mine: Note, time_out_s: float) -> dict[int, Note]:
-    """The entries of all ranks that teams join to this one, by global rank."""
-    found = {me: mine}
-    wanted = _unknown(found)
-    while wanted:
-        came = board.collect(
-            {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}, time_out_s
-        )
-        missing = [rank for rank in wanted if rank not in came]
-        if missing:
-            _, team, number = wanted[missing[0]]
-            raise AgreementError(
-                f"{named(missing)} did not come to prepare Program {mine['name']!r} (number "
-                f"{number} of team {team}) within {time_out_s:g} s, as {named(sorted(found))} "
-                "did: see whether it failed, stalled, did not recompile as the others did, or "
-                "took another path through the model"
+def _collect(board: Board, me: int, mine: Note, time_out_s: float) -> dict[int, Note]:
+    """The entries of all ranks that teams join to this one, by global rank.
+
+    All of these ranks get them, or none: Note [All or none] in board.py. Here that takes the
+    verdicts of all teams: who sees everybody asks for all of them, who gives up for its own.
+    """
+    own, found = _places([mine]), {me: mine}
+    with board.attending(own, me):
+        while wanted := _unknown(found):
+            came = board.collect(
+                {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}, time_out_s, own
             )
-        found.update(came)
-        wanted = _unknown(found)
+            missing = [rank for rank in wanted if rank not in came]
+            if missing:
+                _, team, number = wanted[missing[0]]
+                why = (
+                    f"{named(missing)} did not come to prepare Program {mine['name']!r} (number "
+                    f"{number} of team {team}) within {time_out_s:g} s, as {named(sorted(found))} "
+                    "did: see whether it failed, stalled, did not recompile as the others did, or "
+                    "took another path through the model"
+                )
+                for place in own:
+                    board.decide(place, me, why)  # if it raises nothing, all are there after all
+            found.update(came)
+        for place in _places(found.values()):
+            board.decide(place, me)
     return found
+
+
+def _places(entries: Iterable[Note]) -> list[str]:
+    """Where these ranks prepare: a meeting for each of their teams."""
+    return sorted({place for entry in entries for place, *_ in entry["teams"]})
 
 
 def _unknown(found: Mapping[int, Note]) -> dict[int, tuple[str, str, int]]:
@@ -163,7 +174,7 @@ def _unknown(found: Mapping[int, Note]) -> dict[int, tuple[str, str, int]]:
 
 
 def _verify_set(
-    board: Any, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
+    board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
 ) -> None:
     """Ranks that prepare different Programs: sound together, or an error for all of them."""
     place = entries[me]["teams"][0][0]

@@ -1,0 +1,96 @@
+"""Meetings through the store: all ranks get what all said, or none does, whoever comes when."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch.distributed as dist
+
+from interlace.comm.board import Board
+from interlace.errors import AgreementError
+
+SIZE = 3
+T = TypeVar("T")
+
+
+@pytest.fixture
+def boards() -> list[Board]:
+    store = dist.HashStore()
+    return [Board(store) for _ in range(SIZE)]
+
+
+def on_each(function: Callable[[int], T]) -> list[T]:
+    """What the function gives on every rank, all at once."""
+    with ThreadPoolExecutor(SIZE) as threads:
+        return list(threads.map(function, range(SIZE)))
+
+
+def meet(board: Board, topic: str, me: int, time_out_s: float) -> list[int] | str:
+    """What all said, or why there was no meeting."""
+    try:
+        notes = board.exchange(topic, range(SIZE), me, {"rank": me}, time_out_s)
+    except AgreementError as error:
+        return str(error)
+    return [note["rank"] for note in notes]
+
+
+def test_all_meet_or_none_whoever_comes_when(boards: list[Board], seed: int) -> None:
+    """Ranks come at about the time when others give up."""
+    draw, limit, every = random.Random(seed), 0.02, list(range(SIZE))
+    outcomes: list[list[list[int] | str]] = []
+    for number in range(60):
+        delays = [draw.uniform(0, 2 * limit) for _ in every]
+
+        def one(rank: int, number: int = number, delays: list[float] = delays) -> list[int] | str:
+            time.sleep(delays[rank])
+            return meet(boards[rank], f"{number}/at tea", rank, limit)
+
+        outcomes.append(on_each(one))
+    for found in outcomes:
+        assert found == [every] * SIZE or all(isinstance(one, str) for one in found), found
+    failed = [found for found in outcomes if found[0] != every]
+    assert failed
+    assert len(failed) < len(outcomes)
+    assert all(
+        "did not come to 'at tea' within 0.02 s" in str(o) for found in failed for o in found
+    )
+
+
+def test_ranks_that_tried_at_different_times_meet(boards: list[Board], seed: int) -> None:
+    """One has given up a few times before the others come at all; nobody counts for them."""
+    draw, tries = random.Random(seed), [0] * SIZE
+
+    def one(rank: int) -> int:
+        time.sleep(draw.uniform(0, 0.3))
+        board, number = boards[rank], 0
+        while tries[rank] < 200:
+            tries[rank] += 1
+            number = board.round("reset", number)
+            if meet(board, f"reset/{number}", rank, 0.05) == list(range(SIZE)):
+                return number
+        return -1
+
+    found = on_each(one)
+    assert len(set(found)) == 1
+    assert found[0] > 0
+    assert boards[0].round("reset", 0) == found[0] + 1, "that one is over"
+
+
+def test_who_is_interrupted_gives_up_for_all(
+    boards: list[Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(boards[0], "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            meet(boards[0], "meeting", 0, 5)
+    start = time.monotonic()
+    assert meet(boards[1], "meeting", 1, 5) == "rank 0 gave up: KeyboardInterrupt"
+    assert time.monotonic() - start < 2
