@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import interlace
-from interlace.errors import AgreementError, OptionError, UnsupportedError
+from interlace.errors import AgreementError, ExecutorError, OptionError, UnsupportedError
 from interlace.frontend import backend, capture
 
 
@@ -273,6 +273,19 @@ def test_none_and_plain_numbers_pass_through() -> None:
         assert got.pop("input") is x
         want.pop("input")
         assert got == want
+
+
+def test_a_call_that_fails_leaves_the_next_one_alone() -> None:
+    torch.compiler.reset()
+    table = torch.randn(4, 3)
+    call = torch.compile(lambda rows: table[rows] + 1, backend=backend, dynamic=False)
+    for row in (1, 9, 2, 9, 3):
+        rows = torch.tensor([row])
+        if row < len(table):
+            assert torch.equal(call(rows), table[rows] + 1)
+        else:
+            with pytest.raises(ExecutorError, match="IndexError"):
+                call(rows)
 
 
 def alone(rank: int) -> str:

@@ -53,7 +53,7 @@ def test_callers_on_changing_streams(text: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("text", [ARENA, PLAIN], ids=["arena", "plain"])
-def test_reset_mends_a_failed_run(text: str) -> None:
+def test_a_failed_run_needs_no_reset(text: str) -> None:
     x = torch.randn(SIZE, SIZE, device="cuda")
     broken = [False]
 
@@ -67,11 +67,11 @@ def test_reset_mends_a_failed_run(text: str) -> None:
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             executor.run([x])
         broken[0] = False
-        with pytest.raises(ExecutorError, match="reset"):
-            executor.run([x])
-        executor.reset()
-        (again,) = executor.run([x])
-        assert torch.equal(first, again)
+        for _ in range(2):
+            executor.synchronize()
+            (again,) = executor.run([x])
+            assert torch.equal(first, again)
+            executor.reset()  # which has nothing to do
 
 
 def test_a_run_inside_a_capture_is_refused() -> None:
@@ -82,5 +82,5 @@ def test_a_run_inside_a_capture_is_refused() -> None:
         graph = torch.cuda.CUDAGraph()
         with pytest.raises(ExecutorError, match="graph=True"), torch.cuda.graph(graph):
             executor.run([x])
-        executor.reset()
         executor.run([x])
+        executor.synchronize()

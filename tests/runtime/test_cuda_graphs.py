@@ -447,7 +447,7 @@ def test_a_failure_between_two_captures_lets_go_of_the_first(graphed: Graphed) -
 
     def fail(entry: int) -> None:
         issue(entry)
-        watched.fail(PeerError("a peer stopped meanwhile"))
+        watched.failure = PeerError("a peer stopped meanwhile")
 
     binding.issue = fail
     with pytest.raises(PeerError, match="a peer stopped meanwhile"):
@@ -508,7 +508,7 @@ def test_results_are_copied_before_the_end_of_the_run(
 
 
 def test_no_graph_is_captured_after_a_failure(graphed: Graphed) -> None:
-    graphed.fake.engine.watched.fail(PeerError("a peer stopped"))
+    graphed.fake.engine.watched.failure = PeerError("a peer stopped")
     with pytest.raises(PeerError, match="a peer stopped"):
         graphed.run([tensor(), tensor()], [tensor()])
     assert graphed.captured == []

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -101,9 +102,8 @@ def test_the_watchdog_finds_nothing_wrong(plain: Fake) -> None:
     assert plain.engine.failure is None
 
 
-def test_a_step_that_fails_ends_the_run_and_is_kept(plain: Fake) -> None:
+def test_a_step_that_fails_ends_the_run_and_no_other(plain: Fake) -> None:
     plain.run(given())
-    assert plain.runner.ready
 
     def fail() -> None:
         raise ValueError("as planned")
@@ -114,9 +114,26 @@ def test_a_step_that_fails_ends_the_run_and_is_kept(plain: Fake) -> None:
         plain.run(given())
     assert torch.is_grad_enabled()
     assert shape_of(plain) == [("call", MAIN), ("record", MAIN)], "what was issued ends there"
-    assert not plain.runner.ready
-    assert isinstance(plain.engine.failure, ValueError)
     plain.engine.binding.steps[:] = [first, second]
+    assert plain.runner.ready
+    plain.engine.synchronize()
+    plain.run(given())
+    assert shape_of(plain) == [("call", MAIN), ("call", MAIN), ("record", MAIN)]
+
+
+def test_a_step_that_fails_between_streams_is_not_kept_either() -> None:
+    with fake_engine(parse(TWO_STREAMS), 0) as fake:
+        steps = fake.engine.binding.steps
+        kept, steps[-1] = steps[-1], mock.Mock(side_effect=ValueError("as planned"))
+        with pytest.raises(ValueError, match="as planned"):
+            fake.run(given())
+        assert shape_of(fake)[-1] == ("record", MAIN), "what was issued ends there"
+        steps[-1] = kept
+        assert fake.runner.ready
+        fake.engine.synchronize()
+        fake.engine.settle()  # a reset finds nothing to mend
+        fake.engine.synchronize()
+        fake.run(given())
 
 
 def test_a_call_in_a_capture_is_refused(plain: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

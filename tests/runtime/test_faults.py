@@ -216,5 +216,5 @@ def test_a_stream_that_does_not_stop_is_named(pool: Pool) -> None:
     assert [outcome[0] for outcome in (hangs, again, after)] == ["ExecutorError"] * 3
     assert "stream side of rank 0 does not stop" in hangs[1]
     assert hangs[2] < 2.5
-    assert "out of order" in again[1]
+    assert "still hangs" in again[1]
     assert "still hangs" in after[1]

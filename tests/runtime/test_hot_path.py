@@ -143,7 +143,7 @@ def fails(x: f32[4], i: i64[2], y: out[f32[2]]):
 """
 
 
-def test_a_call_that_raises_is_named_and_poisons_until_reset() -> None:
+def test_a_call_that_raises_is_named_and_the_next_run_may_come() -> None:
     executor = Executor(parse(FAILS)).prepare()
     assert isinstance(executor._runner, Quick)
     x, good, bad = torch.ones(4), torch.tensor([0, 3]), torch.tensor([0, 4])
@@ -152,9 +152,6 @@ def test_a_call_that_raises_is_named_and_poisons_until_reset() -> None:
         executor.run([x, bad])
     assert isinstance(caught.value.__cause__, IndexError)
     assert torch.is_grad_enabled()
-    with pytest.raises(ExecutorError, match="out of order since a run failed"):
-        executor.run([x, good])
-    executor.reset()
     assert torch.equal(executor.run([x, good])[0], torch.full((2,), 2.0))
     executor.close()
     with pytest.raises(ExecutorError, match="closed"):

@@ -252,9 +252,9 @@ class CpuEngine:
             known.args = (f"{known}\nwhile running {text}", *known.args[1:])
             known.__cause__ = error
             return known
+        until = "\nThe Executor is out of order until every rank of its teams calls reset()"
         told = ExecutorError(
-            f"{text} raised {type(error).__name__}: {error}\nThe Executor is out of order until "
-            "every rank of its teams calls reset()"
+            f"{text} raised {type(error).__name__}: {error}{until if self._teams else ''}"
         )
         told.__cause__ = error
         return told

@@ -7,6 +7,7 @@
 
 `prepare` does all collective set-up; `run` does none. A failure poisons the Executor on every
 rank of its teams: the error says what happened and where, and `reset()`, called by all, mends it.
+Outside of teams there is nothing to mend: the next run may come.
 """
 
 from __future__ import annotations
@@ -251,6 +252,8 @@ class Executor:
         return results
 
     def _fail(self, error: BaseException) -> None:
+        if not self._teams:
+            return  # nobody waits, and nothing is left over: the next run may come
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         self._poison = (first, self._resets())
         for team in self._teams.values():
@@ -290,7 +293,7 @@ class Executor:
             )
         if self._poison is not None:
             why, resets = self._poison
-            if not resets or any(a == b for a, b in zip(resets, self._resets(), strict=True)):
+            if any(a == b for a, b in zip(resets, self._resets(), strict=True)):
                 raise ExecutorError(
                     f"the Executor of {self.program.name} is out of order since a run failed "
                     f"({why}): every rank of its teams calls reset(), or interlace.reset() for all"
@@ -315,9 +318,6 @@ class Executor:
             settle()
         for team in self._ordered():
             team.reset(self.options.time_out_s)
-        if settle is not None and not self._teams:  # no team's reset has the next run bind anew
-            with self._alone(), torch.inference_mode(False), torch.no_grad():
-                self._bind()
         self._poison = None
 
     def synchronize(self) -> None:

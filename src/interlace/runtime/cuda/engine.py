@@ -159,8 +159,7 @@ class CudaEngine:
         try:
             for step in binding.steps:
                 step()
-        except BaseException as error:
-            self.watched.fail(error)
+        except BaseException:
             with contextlib.suppress(InterlaceError):  # the error is that of the op
                 self._leave_plain(stream)
             raise

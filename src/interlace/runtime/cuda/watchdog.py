@@ -99,7 +99,7 @@ class Watched:
     def look(self) -> None:
         """One look: notes progress, finds failures, lets go what is stuck."""
         engine, now = self._engine(), time.monotonic()
-        if engine is None or not engine.watches:
+        if engine is None or not self._teams:
             return
         if self.past:
             return
@@ -130,7 +130,12 @@ class Watched:
             self.fail(CommTimeoutError(stalled(engine, self._context, self._ended)))
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the error, tells the peers, and ends what waits for them."""
+        """Keeps the error, tells the peers, and ends what waits for them.
+
+        Outside of teams nothing waits, and what was issued ends by itself: the next run may come.
+        """
+        if not self._teams:
+            return
         with self._lock:
             if self.failure is not None:
                 return
