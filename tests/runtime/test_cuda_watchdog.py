@@ -22,7 +22,7 @@ from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda import watchdog as watchdog_file
 from interlace.runtime.cuda.marks import APART, Marks
 from interlace.runtime.cuda.stalls import stalled
-from interlace.runtime.shares import end
+from interlace.runtime.shares import Kept
 
 LIMIT_S = 20.0
 
@@ -247,18 +247,20 @@ def test_what_runs_use_is_given_back_behind_them(
     monkeypatch.setattr(watchdog_file, "GRACE_S", 0.01)
     destroyed: list[int] = []
     monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
-    dog, shared = watchdog_file.Watchdog(), mock.Mock()
+    dog, kept, close = watchdog_file.Watchdog(), Kept(), mock.Mock()
+    kept.engine = found.engine
+    kept.shared.callback(close)
     runs(found, device, 1)
     with mock.patch.object(engine_file, "watchdog", return_value=dog):
-        end(found.engine, shared)
+        kept.close()
         dog.once()
         assert not destroyed
-        assert not shared.close.called
+        assert not close.called
         assert found.engine.context.values.items
         device.done_to = device.issued
         dog.once()
         assert destroyed
-        assert shared.close.called
+        assert close.called
         assert not found.engine.context.values.items, "whenever the garbage collector comes"
         assert not dog._later
 

@@ -16,7 +16,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,14 @@ from interlace.errors import ExecutorError, TeamError, UnsupportedError
 from interlace.ir import Program, validate
 from interlace.options import Options
 from interlace.runtime.agreement import Agreement, agree, verdict
-from interlace.runtime.engine import BeforeOp, Context, Crew, Door, Engine, executor_for, runner_for
+from interlace.runtime.engine import BeforeOp, Context, Crew, Door, executor_for, runner_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
 from interlace.runtime.plan import make_plan, with_backends
 from interlace.runtime.ranks import program_rank
-from interlace.runtime.registered import Wanted, collect
+from interlace.runtime.registered import collect
 from interlace.runtime.results import reader_of
-from interlace.runtime.shares import Shared, end, share
+from interlace.runtime.shares import Kept, Shared, share
 from interlace.runtime.spans import measured
 from interlace.runtime.values import Values
 
@@ -85,8 +85,8 @@ class Executor:
         self._shared = Shared({}, {}, ())
         self._runner: Any = None
         self._context: Context | None = None
-        self._engine: Engine | None = None
-        self._finalizer: Any = weakref.finalize(self, int)
+        self._kept = Kept()
+        self._finalizer: Any = weakref.finalize(self, self._kept.close)
         self._bound_resets: list[int] = []
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
@@ -124,8 +124,14 @@ class Executor:
                 verdict(program).raise_if_unsound()
             for team in self._ordered():
                 team.setup(limit)
-            self._share(found.wanted)
-            self._bind()
+            try:
+                plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
+                facts = self._teams, self.device, self.options, found.wanted
+                self._shared = share(plan, *facts, self._kept.shared)
+                self._bind()
+            except BaseException:
+                self._kept.close()
+                raise
         self._groups.clear()  # so that destroying a group frees what stands on it
         return self
 
@@ -134,34 +140,27 @@ class Executor:
         teams = dict.fromkeys(self._teams.values())
         return sorted(teams, key=lambda team: team.topic) if len(teams) > 1 else list(teams)
 
-    def _share(self, callers: Wanted) -> None:
-        """Slots, signals and backends: all that needs the other ranks."""
-        self._plan = make_plan(self.program, self.rank, self._backend_name)
-        self._shared = share(self._plan, self._teams, self.device, self.options, callers)
-
     def _backend_name(self, team: str, asked: str | None) -> str:
         if asked is None and self.options.transport != "auto":
             asked = self.options.transport
         return self._teams[team].backend_name(asked, self.device.type)
 
+    @property
+    def _engine(self) -> Any:
+        return self._kept.engine
+
     def _bind(self) -> None:
         """Binds every op to the memory and the backends that are there. Needs no other rank."""
         plan, program = self._plan, self._plan.program
-        limit = self.options.time_out_s
-        shared = self._shared
+        shared, limit = self._shared, self.options.time_out_s
         backends = shared.backends(self._teams, self.device, limit)
         known = self.host, shared.registered
         values = Values(program, plan.box, shared.slots, self.device, *known)
         crew = Crew(self._teams, shared.slots, shared.spaces, backends, {}, shared.graph_spaces)
         flight = Flight(program, self.rank)
-        self._context = Context(
-            *(plan, values, crew, self.options, self.device, flight, self._before_op)
-        )
-        if self._engine is not None:
-            self._finalizer.detach()
-            self._engine.close()
-        self._engine = self._engine_class(self._context)
-        self._finalizer = weakref.finalize(self, end, self._engine, shared)
+        context = Context(*(plan, values, crew, self.options, self.device, flight, self._before_op))
+        self._kept.end_engine()
+        self._kept.engine = engine = self._engine_class(context)
         of_kind = lambda kind: [b for b in program.params if b.kind == kind]  # noqa: E731
         self._inputs, self._outputs = (
             Given(program.name, kind, of_kind(kind), self.device, *known)
@@ -170,13 +169,14 @@ class Executor:
         self._results = reader_of(program.returned(), plan, values)
         alike = self._agreement is not None and not self._agreement.verified
         self._peer_text = Flight(self.program, self.rank).text if alike else None
-        self._bound_resets = self._resets()
         tag = self._agreement.tag if self._agreement is not None else 0
         ends = self._inputs, self._outputs, self._results
         door = Door(tag, self._peer_text)
-        self._runner = runner_for(self.device, self._engine, ends, door)
+        runner = runner_for(self.device, engine, ends, door)
         if self.options.graph:
-            self._runner.warm_up(self._ordered())
+            runner.warm_up(self._ordered())
+        # Only now: what is bound in part is bound anew before it runs.
+        self._context, self._runner, self._bound_resets = context, runner, self._resets()
 
     # -- runs ------------------------------------------------------------------------------------
 
@@ -322,8 +322,8 @@ class Executor:
 
     def synchronize(self) -> None:
         """Returns when all runs have ended (on the CPU at once); raises what made one fail."""
-        if self._runner is not None and self._engine is not None:
-            cast("Any", self._engine).synchronize()
+        if self._engine is not None:
+            self._engine.synchronize()
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class Executor:
         """Ends the threads and lets go of the memory."""
         self._closed = True
         self._finalizer()
-        self._context = self._engine = self._runner = None
+        self._context = self._runner = None
         self._shared = Shared({}, {}, ())
         self._results, self._given = tuple, {}
         self._inputs = self._outputs = Given(self.program.name, "input", [], self.device)

@@ -6,13 +6,14 @@ shared.slots["full"], shared.spaces["tp"]
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from interlace.comm import Registered, SlotPool, TeamComm, Workspace, share_on_host
+from interlace.comm import Registered, TeamComm, Workspace, share_on_host
 from interlace.comm.backends import BACKENDS
 from interlace.options import Options
 from interlace.runtime.plan import Plan
@@ -28,19 +29,7 @@ class Shared:
     wanted: tuple[tuple[str, str], ...]
     """Team and name of each backend of torch that the Program uses."""
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
-    held: tuple[tuple[Any, Any], ...] = ()
-    """Slots, and registered parameters on CUDA, with the pools that they are of."""
     registered: Mapping[str, Registered] = field(default_factory=dict[str, Registered])
-
-    def close(self) -> None:
-        """Gives back slots and words; nothing that used them is under way."""
-        for pool, slot in self.held:
-            pool.let_go(slot)
-        for spaces in (self.spaces, *self.graph_spaces):
-            for space in spaces.values():
-                close = getattr(space, "close", None)
-                if close is not None:
-                    close()
 
     def backends(
         self, teams: Mapping[str, TeamComm], device: torch.device, time_out_s: float
@@ -58,10 +47,12 @@ def share(
     device: torch.device,
     options: Options,
     callers: Wanted,
+    kept: contextlib.ExitStack,
 ) -> Shared:
     """Sets all of it up; every rank of the teams calls this, in one order.
 
-    `callers` has the tensors of registered parameters.
+    `callers` has the tensors of registered parameters. Closing `kept` gives back what there is,
+    also after an error: slots, words and mappings; nothing that used them may be under way.
     """
     wanted = {(turn.team, turn.backend) for turn in plan.turns.values()}
     wanted |= {(team, letter.backend) for team, letter in plan.lettered()}
@@ -72,16 +63,12 @@ def share(
         from interlace.runtime.cuda import sharing  # which needs the CUDA driver
 
         with torch.cuda.device(device):
-            found = sharing.share(plan, teams, device, options.graph, limit)
-            registered, kept = sharing.register(plan, teams, device, callers, limit)
-            shared = Shared(
-                *(found.slots, found.spaces, backends, found.graph_spaces),
-                *((*found.held, *kept), registered),
-            )
+            found = sharing.share(plan, teams, device, options.graph, limit, kept)
+            registered = sharing.register(plan, teams, device, callers, limit, kept)
+            shared = Shared(found.slots, found.spaces, backends, found.graph_spaces, registered)
             shared.backends(teams, device, limit)
         return shared
     slots: dict[str, Any] = {}
-    held: list[tuple[SlotPool, Any]] = []
     spaces: dict[str, Any] = {}
     registered: dict[str, Registered] = {}
     inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
@@ -90,7 +77,8 @@ def share(
         for name in (name for name, other in teams.items() if other is team):
             topic = f"{team.num_prepared}/{name}"
             found_slots = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
-            held += [(team.slots, slot) for slot in found_slots.values()]
+            for slot in found_slots.values():
+                kept.callback(team.slots.let_go, slot)
             for buffer, of_team in plan.takes.items():
                 if of_team == name:
                     slots[buffer] = found_slots[plan.slot_of(buffer)]
@@ -100,17 +88,40 @@ def share(
             if name in callers:
                 facts = inputs, written(plan.program), limit
                 registered.update(share_on_host(team, topic, callers[name], *facts))
-    return Shared(slots, spaces, backends, held=tuple(held), registered=registered)
+    return Shared(slots, spaces, backends, registered=registered)
 
 
-def end(engine: Any, shared: Shared) -> None:
-    """Ends what an Executor has: first its runs, then what they used, and the callers' tensors."""
+class Kept:
+    """What an Executor must give back. It outlives the Executor, which a finalizer may not hold."""
 
-    def rest() -> None:
-        engine.close()
-        shared.close()
-        engine.context.values.close()
+    def __init__(self) -> None:
+        self.shared = contextlib.ExitStack()
+        self.engine: Any = None
 
-    later = getattr(engine, "later", None)  # of the CPU's engine no run is under way
-    if later is None or not later(rest):
-        rest()
+    def end_engine(self) -> None:
+        """Ends the engine, once, and lets go of its memory and of the callers' tensors."""
+        engine, self.engine = self.engine, None
+        _end(engine)
+
+    def close(self) -> None:
+        """Ends all: first the runs, then what they used. What is gone is not ended again."""
+        engine, self.engine = self.engine, None
+        shared = self.shared.pop_all()
+
+        def end() -> None:
+            try:
+                _end(engine)
+            finally:
+                shared.close()
+
+        later = getattr(engine, "later", None)  # of the CPU's engine no run is under way
+        if later is None or not later(end):
+            end()
+
+
+def _end(engine: Any) -> None:
+    if engine is not None:
+        try:
+            engine.close()
+        finally:
+            engine.context.values.close()

@@ -41,9 +41,13 @@ class CudaSpace:
         note: Note = {"signals": mine, "span": span, "uses": uses, "gets": list(gets)}
         note["raises"] = last
         team = side.team
-        self._notes = team.board.exchange(
-            f"{team.topic}/device space/{topic}", team.ranks, team.ranks[side.me], note, time_out_s
-        )
+        place, rank = f"{team.topic}/device space/{topic}", team.ranks[side.me]
+        try:
+            self._notes = team.board.exchange(place, team.ranks, rank, note, time_out_s)
+        except BaseException:
+            if self.num_words:
+                side.heap.give(self._first, self.num_words)  # no peer heard of them
+            raise
         self.span = max(int(note["span"]) for note in self._notes)
         self.uses = any(note["uses"] for note in self._notes)
         """Whether any rank's Program reaches into peers' memory or is reached into."""

@@ -6,12 +6,13 @@ shared = share(plan, teams, device, backends, time_out_s=60)       # all ranks, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from interlace.comm import Registered, SlotPool, TeamComm
+from interlace.comm import Registered, TeamComm
 from interlace.comm.cuda.slots import CudaSlot, slot_keys
 from interlace.comm.cuda.space import CudaSpace
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
@@ -30,8 +31,6 @@ class CudaShared:
     slots: Mapping[str, CudaSlot]
     spaces: Mapping[str, CudaSpace]
     graph_spaces: tuple[Mapping[str, CudaSpace], ...]
-    held: tuple[tuple[SlotPool, CudaSlot], ...]
-    """The slots with the pools that they are of."""
 
 
 def share(
@@ -40,11 +39,11 @@ def share(
     device: torch.device,
     graph: bool,
     time_out_s: float,
+    kept: ExitStack,
 ) -> CudaShared:
-    """Sets up, for every team of the Program in an order that all ranks share."""
+    """Sets up, for every team of the Program in an order that all ranks share; `kept` undoes it."""
     slots: dict[str, CudaSlot] = {}
     spaces: dict[str, CudaSpace] = {}
-    held: list[tuple[SlotPool, CudaSlot]] = []
     graphs: tuple[dict[str, CudaSpace], ...] = tuple({} for _ in GRAPHS) if graph else ()
     keys = slot_keys(plan.takes, plan.buffers)
     signals, span = signals_of(plan.program)
@@ -59,7 +58,8 @@ def share(
             declared = plan.buffers[buffer]
             wanted[private + keys[buffer]] = declared.offset + nbytes(declared)
         found: Any = side.slots.ensure(topic, wanted, time_out_s)
-        held += [(side.slots, slot) for slot in found.values()]
+        for slot in found.values():
+            kept.callback(side.slots.let_go, slot)
         slots.update({buffer: found[private + keys[buffer]] for buffer in mine})
         known, uses = signals.get(name, ()), name in signals or bool(mine)
         gets = [
@@ -69,16 +69,18 @@ def share(
         ]
         rest = (known, span, uses, gets, time_out_s)
         spaces[name] = CudaSpace(side, topic, *rest)
+        kept.callback(spaces[name].close)
         for kind, made in zip(GRAPHS, graphs, strict=False):
             words = (*known, "ended"), *rest[1:], raises.get(name)
             made[name] = CudaSpace(side, f"{topic}/{kind}", *words)
+            kept.callback(made[name].close)
         areas = [
             plan.specs[index]
             for index, turn in plan.turns.items()
             if turn.team == name and turn.backend == "peer"
         ]
         ensure_area(side, topic, areas, time_out_s)
-    return CudaShared(slots, spaces, graphs, tuple(held))
+    return CudaShared(slots, spaces, graphs)
 
 
 def register(
@@ -87,10 +89,10 @@ def register(
     device: torch.device,
     callers: Wanted,
     time_out_s: float,
-) -> tuple[dict[str, Registered], list[tuple[Any, Registered]]]:
-    """The caller's tensors that peers reach, by name; and with the registries that they are in."""
+    kept: ExitStack,
+) -> dict[str, Registered]:
+    """The caller's tensors that peers reach, by name; `kept` lets go of the peers'."""
     found: dict[str, Registered] = {}
-    held: list[tuple[Any, Registered]] = []
     inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
     facts = inputs, written(plan.program), time_out_s
     for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
@@ -98,8 +100,9 @@ def register(
             registry = team.cuda(device, time_out_s).registry
             made = registry.register(f"{team.num_prepared}/{name}", callers[name], *facts)
             found.update(made)
-            held += [(registry, mine) for mine in made.values()]
-    return found, held
+            for mine in made.values():
+                kept.callback(registry.let_go, mine)
+    return found
 
 
 def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
