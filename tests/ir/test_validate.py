@@ -61,6 +61,12 @@ OPS = {
     "overlap": ("copy(x, t[0:1].expand(4, 4))", "elements overlap", "write the view that was"),
     "signal": ("notify(s, to=tp.rank, value=0)", "value 0 of signal 's'", "count from 1"),
     "expect": ("expect(s, tp.rank, value=0)", "value 0 of signal 's'", "count from 1"),
+    "large": (
+        "notify(s, to=tp.rank, value=16777216)",
+        "value 16777216 of signal 's'",
+        "to 16777215 at most",
+    ),
+    "awaited": ("expect(s, tp.rank, value=2147483648)", "value 2147483648", "16777215 at most"),
     "kind": (
         'collective("all_gathr", x, t, team=tp)',
         "no collective is named",

@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from interlace.comm.board import named
 from interlace.comm.liveness import Life
 from interlace.comm.shared_memory import Segment
-from interlace.comm.signals import VALUE_BITS, Wait, fence, order_cells, stamp
+from interlace.comm.signals import Wait, fence, order_cells, stamp
 from interlace.errors import AgreementError, InterlaceError, PeerError
+from interlace.ir import VALUE_BITS
 
 ERROR, ERROR_LENGTH = range(2)
 ENTERED, EXITED = 8, 9

@@ -29,8 +29,8 @@ from datetime import timedelta
 from typing import Any
 
 from interlace.errors import CommTimeoutError
+from interlace.ir import VALUE_BITS
 
-VALUE_BITS = 24
 SPINS = 50
 LONGEST_SLEEP_S = 0.001
 CHECK_EVERY_S = 0.005

@@ -61,6 +61,7 @@ from interlace.ir.program import (
     spots,
 )
 from interlace.ir.types import (
+    VALUE_BITS,
     Buffer,
     Dim,
     DType,
@@ -92,6 +93,7 @@ __all__ = [
     "KINDS",
     "REDUCTIONS",
     "RNG",
+    "VALUE_BITS",
     "Access",
     "Alloc",
     "Arg",

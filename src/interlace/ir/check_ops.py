@@ -29,7 +29,7 @@ from interlace.ir.ops import (
 )
 from interlace.ir.printer import print_view
 from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Index, Others
+from interlace.ir.types import VALUE_BITS, Index, Others
 from interlace.ir.view import View
 
 
@@ -289,8 +289,9 @@ class OpChecker:
     def signal(self, op: Notify | Expect) -> None:
         context = self.context
         self.peer(op.peer, op.team)
-        if op.value < 1:
-            raise context.fault(f"value {op.value} of signal {op.signal!r}", "count from 1")
+        if not 1 <= op.value < 1 << VALUE_BITS:
+            fix = f"count from 1, and to {(1 << VALUE_BITS) - 1} at most"
+            raise context.fault(f"value {op.value} of signal {op.signal!r}", fix)
         if isinstance(op, Expect):
             return
         for where in context.wheres:

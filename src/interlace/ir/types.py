@@ -19,6 +19,9 @@ from enum import StrEnum
 
 from interlace.errors import ProgramError, TeamError
 
+VALUE_BITS = 24
+"""Bits of what a signal may be raised to: transports count runs above them, or wrap around."""
+
 
 class DType(StrEnum):
     """Element type, by its short name."""

@@ -25,8 +25,8 @@ import torch
 
 from interlace.comm import Control
 from interlace.comm.control import DONE, PROGRESS, STREAMS
-from interlace.comm.signals import VALUE_BITS
 from interlace.errors import ExecutorError
+from interlace.ir import VALUE_BITS
 from interlace.runtime.engine import Door
 from interlace.runtime.inputs import Given
 from interlace.runtime.quick import Quick, is_plain
