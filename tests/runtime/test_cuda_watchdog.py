@@ -14,9 +14,11 @@ import pytest
 import torch
 from tests.runtime.cuda_sites import bound, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
+from torch.distributed import HashStore
 
+from interlace.comm.board import Board
 from interlace.comm.control import EXITED, Control
-from interlace.errors import BackendError, CommTimeoutError, PeerError
+from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError
 from interlace.ir import parse
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda import watchdog as watchdog_file
@@ -56,6 +58,39 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake, Device]]:
         monkeypatch.setattr(found.driver, "done", device.done)
         yield found, device
         device.done_to = device.issued
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["before", "after"])
+def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
+    """Also where it fails before anything is issued; and each Executor meets its own peers."""
+    board, errors = Board(HashStore()), list[AgreementError]()
+    with bound("gather", "put") as one:
+        team: Any = SimpleNamespace(topic="tp", ranks=(0, 1), rank=0, resets=0, board=board)
+        one.runner._limit = 5
+        for tag in (7, 9):
+            one.runner._tag = tag
+            peer = threading.Thread(target=meet, args=(board, f"tp/{tag:x}/0/warm-up", errors))
+            peer.start()
+            if fails:
+                with mock.patch.object(
+                    one.runner._inputs, "zeros", side_effect=MemoryError("full")
+                ):
+                    with pytest.raises(MemoryError, match="full"):
+                        one.runner.warm_up([team])
+                found = one.engine.context.crew.teams["tp"].control.failure()
+                assert "rank 1 of team tp stopped: MemoryError: full" in str(found)
+            else:
+                one.runner.warm_up([team])
+            peer.join(2)
+            assert not peer.is_alive()
+    assert [str(error) for error in errors] == ["rank 0 gave up: full"] * 2 * fails
+
+
+def meet(board: Board, place: str, errors: list[AgreementError]) -> None:
+    try:
+        board.exchange(place, (0, 1), 1, {}, 5)
+    except AgreementError as error:
+        errors.append(error)
 
 
 def runs(fake: Fake, device: Device, num: int) -> list[int]:

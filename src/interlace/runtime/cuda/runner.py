@@ -8,7 +8,7 @@ if runner.ready:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
@@ -66,24 +66,33 @@ class Runner:
         What it writes of registered parameters is put back, also where it fails, and so are the
         generators of random numbers: runs draw what they would without graphs.
 
-        None goes on before all ranks have ended it.
+        None goes on before all ranks have ended it, and where one fails the others hear of it.
         """
-        with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
-            kept = [(tensor, tensor.clone()) for tensor in self._written]
+        places = [(team, f"{team.topic}/{self._tag:x}/{team.resets}/warm-up") for team in teams]
+        with ExitStack() as meetings:
+            for team, place in places:
+                meetings.enter_context(team.board.attending([place], team.rank))
+            self._run_once()
+        for team, place in places:
+            team.board.exchange(place, team.ranks, team.rank, {}, self._limit)
+        self.warm = True
+
+    def _run_once(self) -> None:
+        """A run with zeros, to its end, that leaves what is registered as it was."""
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
+            with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
+                kept += [(tensor, tensor.clone()) for tensor in self._written]
             with self._same_draws():
                 self.run(self._inputs.zeros(), None)
                 self._engine.synchronize()
-        except BaseException:
+        except BaseException as error:
+            self._engine.watched.fail(error)  # peers wait for this rank in their runs
             if kept:  # peers are let go of; what the streams still do, they do before the copies
                 self._engine.watched.settle()
             raise
         finally:
             self._put_back(kept)
-        for team in teams:
-            topic = f"{team.topic}/warm/{team.num_prepared}/{team.resets}"
-            team.board.exchange(topic, team.ranks, team.rank, {}, self._limit)
-        self.warm = True
 
     def _same_draws(self) -> AbstractContextManager[None]:
         """Puts generators back, where the Program draws random numbers; a capture draws none."""
