@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.pool import Pool
+from tests.support.pool import Died, Pool
 
 from interlace.comm import (
     Segment,
@@ -22,6 +23,7 @@ from interlace.comm import (
     Wait,
     bind_collective,
     fence,
+    shared_memory,
     stamp,
     team_of,
 )
@@ -195,6 +197,33 @@ def test_all_ranks_hear_that_one_lacks_memory(pool: Pool) -> None:
         assert error == "SharedMemoryError"
         assert ("rank 1: " in text) == (rank != 1)
         assert left == []
+
+
+def leave_names(folder: str) -> None:
+    """A process that is killed when it has created segments, before its peers have them."""
+    for _ in range(2):
+        Segment.create(4096, Path(folder))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_process_left_goes_with_the_next_segment(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pool(1).run(leave_names, str(tmp_path), may_die={0}) == [Died(-signal.SIGKILL)]
+    left = sorted(tmp_path.iterdir())
+    assert len(left) == 2
+    other = tmp_path / "interlace-1-abc-of another container"
+    for path in (other, tmp_path / "interlace-notes"):
+        path.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "namespace", lambda: 0)
+        Segment.create(4096, tmp_path).unlink()
+    assert set(left) < set(tmp_path.iterdir()), "where ids say nothing, nothing goes"
+    mine = [Segment.create(4096, tmp_path) for _ in range(2)]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {other.name, "interlace-notes", *(Path(m.path).name for m in mine)}
+    for segment in mine:
+        segment.unlink()
 
 
 def share_alone() -> str:

@@ -22,6 +22,25 @@ def identity() -> tuple[int, int]:
     return os.getpid(), _started(os.getpid())
 
 
+def namespace() -> int:
+    """The pid namespace of this process, in which its ids mean something; 0 where it is unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def exists(pid: int) -> bool:
+    """Whether there is a process of this id, in this namespace."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # another user's
+    return True
+
+
 def _started(pid: int) -> int:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

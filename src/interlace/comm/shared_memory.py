@@ -1,7 +1,8 @@
 """Memory that the processes of one host share: what symmetric buffers and signals live in.
 
 One rank creates a segment, its peers open it by name, and the name goes away as soon as all have it
-mapped: the memory then lives as long as somebody maps it, and nothing is left when a process dies.
+mapped: the memory then lives as long as somebody maps it. A process that is killed before that
+leaves its names behind; the next one to create a segment there takes them away.
 The pages are reserved at creation, since writing to a full tmpfs is a SIGBUS and not an exception.
 
     >>> segment = Segment.create(4096)
@@ -14,6 +15,7 @@ The pages are reserved at creation, since writing to a full tmpfs is a SIGBUS an
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -23,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from interlace.comm.liveness import exists, namespace
 from interlace.errors import BackendError, SharedMemoryError
 
 PAGE = 4096
@@ -69,11 +72,13 @@ class Segment:
         """A new segment of zeros, its pages reserved; `SharedMemoryError` where they do not fit."""
         folder = folder or default_folder()
         nbytes = align(max(nbytes, 1), PAGE)
+        sweep(folder)
         stat = os.statvfs(folder)
         free = stat.f_bavail * stat.f_frsize
         if nbytes > free:
             raise SharedMemoryError(_too_little(nbytes, free, folder))
-        path = str(folder / f"interlace-{os.getpid()}-{secrets.token_hex(8)}")
+        name = f"interlace-{os.getpid()}-{namespace():x}-{secrets.token_hex(8)}"
+        path = str(folder / name)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             if hasattr(os, "posix_fallocate"):
@@ -115,6 +120,20 @@ class Segment:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def sweep(folder: Path) -> None:
+    """Takes away the names of segments whose processes are gone: nobody will open them any more.
+
+    Processes of other containers, which may share the folder, are not seen from here: their names
+    stay.
+    """
+    here = namespace()
+    for path in folder.glob(f"interlace-*-{here:x}-*") if here else ():
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and not exists(int(pid)):
+            with contextlib.suppress(OSError):  # another rank was faster, or it is another user's
+                path.unlink()
 
 
 def _too_little(needed: int, free: int, folder: Path) -> str:
