@@ -18,12 +18,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.consent import Consent, consent_of_ranks
+from interlace.frontend.graphs import awaited
 from interlace.frontend.import_fx import import_graph
 from interlace.frontend.locs import location
 from interlace.frontend.specialise import (
@@ -110,6 +112,7 @@ class Artefact:
         self._gm = gm
         self._static = static
         self._traced = recorded_signature(gm)
+        self._awaited = awaited(gm.graph)
         self._shelf = Shelf(setting.options.cache_size)
         self._last: tuple[Hashable, int, Bound] | None = None
         weakref.finalize(self, self._shelf.clear)
@@ -124,6 +127,8 @@ class Artefact:
             self._last = last = (key, self._shelf.clearings, bound)
         given = list(args)
         args.clear()
+        for i in self._awaited:
+            torch.ops._c10d_functional.wait_tensor.default(given[i])
         return last[2].run(given)
 
     @property

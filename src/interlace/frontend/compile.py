@@ -37,6 +37,7 @@ from interlace.frontend.explain import explain
 from interlace.frontend.outputs import Outputs
 from interlace.frontend.specialise import signature
 from interlace.frontend.state import State
+from interlace.frontend.waiting import without_waiting
 from interlace.ir import Program
 from interlace.options import Options
 
@@ -215,14 +216,15 @@ class Compiled:
         state = frozenset(range(len(names)))
         setting = Setting(self.options, meshes, labels, device_of(tensors), state)
         compilation = Compilation(setting)
+        plain, wrap = without_waiting(tensors)
         with compiling(), checkpoints_marked(), _own_errors(self.fn):
             call = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
-                tensors,
+                plain,
                 **compilation.compilers(),
             )
         compilation.prepare()
-        return _Entry(call, compilation, found[-1])
+        return _Entry(wrap(call), compilation, found[-1])
 
 
 class _Function(nn.Module):
@@ -253,7 +255,8 @@ def _own_errors(fn: Callable[..., Any]) -> Iterator[None]:
 
 def _kind(tensor: torch.Tensor) -> Hashable:
     spec = getattr(tensor, "_spec", None)
-    return signature([tensor]), tensor.requires_grad, str(tensor.device), type(tensor), spec
+    types = type(tensor), type(getattr(tensor, "_local_tensor", None))  # which may still be awaited
+    return signature([tensor]), tensor.requires_grad, str(tensor.device), types, spec
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> Hashable:

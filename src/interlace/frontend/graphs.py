@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
+WAIT = "_c10d_functional.wait_tensor.default"
+
 LAZY = {
     "aten._unsafe_view.default",
     "aten.reshape.default",
     "aten.resolve_conj.default",
     "aten.resolve_neg.default",
-    "_c10d_functional.wait_tensor.default",
+    WAIT,
 }
 """Operators that import makes views of their argument, beside torch's own views."""
 
@@ -92,6 +94,15 @@ def aliases(node: fx.Node, through_copies: bool = False) -> set[fx.Node]:
                 found.add(user)
                 todo.append(user)
     return found
+
+
+def awaited(graph: fx.Graph) -> list[int]:
+    """Positions of the arguments that the graph waits for: a caller's collective may be at them.
+
+    It need not have a type of its own that says so: a DTensor is taken apart to what it holds.
+    """
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    return [i for i, n in enumerate(places) if any(str(a.target) == WAIT for a in aliases(n))]
 
 
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
