@@ -80,6 +80,32 @@ def test_users_checkpoint_goes_first(pool: Pool) -> None:
         assert kept[1:3] == (2, 4), "the user's checkpoint did not recompute the block"
 
 
+def memory_that_changes(seed: int) -> None:
+    """What is gathered is written afterwards: backward must not gather it again."""
+    import torch.distributed._functional_collectives as funcol
+
+    group: Any = dist.group.WORLD
+
+    def fn(memory: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_gather_tensor_autograd(memory * 2, 0, group) @ w
+        z = funcol.all_gather_tensor_autograd(memory, 0, group) @ w
+        memory.mul_(0.5).add_(1)
+        return y.square().sum() + z.square().sum()
+
+    torch.manual_seed(seed + dist.get_rank())
+    first, w = torch.randn(4, DIM), torch.randn(DIM, 8)
+    found: list[torch.Tensor | None] = []
+    for call in (fn, compile(fn, options=Options(regather=True))):
+        memory, weight = first.clone(), w.clone().requires_grad_()
+        call(memory, weight).backward()
+        found.append(weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_what_forward_writes_is_not_gathered_again(pool: Pool, seed: int) -> None:
+    pool(2).run(memory_that_changes, seed)
+
+
 @pytest.mark.parametrize(("bandwidth", "wanted"), [(1e15, 1), (1.0, 0)], ids=["fast", "slow"])
 def test_auto_asks_the_machine(pool: Pool, bandwidth: float, wanted: int) -> None:
     assert pool(2).run(marked_by_auto, bandwidth) == [wanted] * 2

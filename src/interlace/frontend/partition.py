@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from interlace.cost import Machine
 from interlace.frontend.checkpoints import mark_checkpoints
 from interlace.frontend.consent import consent_of_ranks
+from interlace.frontend.graphs import aliases
 from interlace.frontend.grouped import equal_groups
 from interlace.frontend.locs import location
 from interlace.frontend.types import dtype_of
@@ -61,6 +62,7 @@ class Partition:
         """Forward and backward graph of a joint one."""
         equal_groups(joint.graph)
         mark_checkpoints(joint.graph)
+        keep_overwritten(joint.graph)
         self.mark(joint.graph)
         own_opaque_outputs(joint.graph, given["num_fwd_outputs"])
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **given)
@@ -96,6 +98,20 @@ class Partition:
             return False
         hidden_s = sum(_matmul_seconds(node, self.machine) for node in matmuls if _forward(node))
         return _gather_seconds(gather, self.machine) <= hidden_s
+
+
+def keep_overwritten(graph: fx.Graph) -> None:
+    """Has backward do nothing again that reads an argument which forward writes afterwards.
+
+    It would read what was written. What the user marked to be done again is left as it is.
+    """
+    for write in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        argument = write.args[0]
+        if isinstance(argument, fx.Node) and argument.op == "placeholder":
+            views = aliases(argument)
+            for reader in {user for view in views for user in view.users} - views - {write}:
+                if reader.op == "call_function":
+                    reader.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 def own_opaque_outputs(graph: fx.Graph, num_fwd_outputs: int) -> None:
