@@ -102,7 +102,9 @@ class TeamComm:
         """The control block; `setup` makes it."""
         if self._control is None:
             raise TeamError(
-                f"team {self.name} is not set up, or was released: make and prepare new Executors"
+                f"team {self.name} is not set up, or was released: make and prepare new Executors "
+                "(what torch.compile made goes with torch.compiler.reset(), what interlace.compile "
+                "made with its close())"
             )
         return self._control
 

@@ -118,7 +118,14 @@ class Artefact:
         weakref.finalize(self, self._shelf.clear)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """The graph's outputs; `args` is emptied, so that nothing lives longer than it must."""
+        """The graph's outputs; `args` is emptied, so that nothing lives longer than it must.
+
+        Note [Autocast is in the graph]: the casts of the code that was traced are operators of the
+        graph. Under a caller's autocast, as of a backward pass in one, they would be cast again.
+        """
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return self(args)
         last = self._last
         same = last is not None and last[1] == self._shelf.clearings
         if last is None or not (same and has_signature(args, last[0])):
@@ -139,7 +146,8 @@ class Artefact:
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
         if self._traced is not None and self._shelf.get(self._traced) is None:
-            self._bind(self._traced, None)
+            with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
+                self._bind(self._traced, None)
 
     def close(self) -> None:
         """Frees its bound Programs; a later call makes them anew."""

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import InterlaceError, OptionError
@@ -64,6 +66,8 @@ class Compilation:
         def compiler(gm: fx.GraphModule, example_inputs: Any) -> Artefact:
             if kind == "inference":
                 equal_groups(gm.graph)  # the others were one graph before
+            if kind == "backward":
+                keep_saved()
             meshes = dict.fromkeys((*self.setting.meshes, *graph_meshes(gm)))
             setting = replace(self.setting, meshes=tuple(meshes))
             artefact = Artefact(kind, gm, setting, self._stays(kind, gm))
@@ -99,13 +103,18 @@ class Backend:
         example_inputs: Sequence[Any],
         *,
         options: Options | Mapping[str, Any] | None = None,
-        **ignored: Any,
+        **others: Any,
     ) -> Callable[..., Any]:
         """Compiles one graph of TorchDynamo. An error of ours is raised when it is called."""
         try:
+            refuse(others)
             return self._compile(gm, example_inputs, options_from(options))
         except InterlaceError as error:
             return _raising(error)
+
+    def __reduce__(self) -> str:
+        """There is one for the process, and copies of a compiled model share it."""
+        return "backend"
 
     def reset(self) -> None:
         """Frees every Executor; `torch.compiler.reset()` calls it."""
@@ -136,7 +145,8 @@ backend = Backend()
 """What `torch.compile(backend="interlace")` calls; see Note [Backward is compiled with forward]."""
 
 
-def compiling() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
     """How AOTAutograd is to compile for us.
 
     Note [Backward is compiled with forward]: AOTAutograd leaves it until the first backward pass,
@@ -146,9 +156,24 @@ def compiling() -> contextlib.AbstractContextManager[Any]:
     generators that it hands in as arguments, for its own CUDA graphs. A Program saves it as a small
     tensor, on every device alike (`interlace.frontend.rng`).
     """
-    return functorch_config.patch(
+    settings = functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
     )
+    context = TracingContext.try_get()  # TorchDynamo's; `keep_saved` asks it
+    own = TracingContext(FakeTensorMode()) if context is None else None
+    with settings, tracing(own) if own is not None else contextlib.nullcontext():
+        yield
+
+
+def keep_saved() -> None:
+    """Tells AOTAutograd that backward reuses no memory of what was saved, and so may run again.
+
+    It reckons that a backward which is compiled before the first one ran does, and would refuse
+    `retain_graph=True`.
+    """
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if donated := getattr(metadata, "bw_donated_idxs", None):
+        donated.clear()
 
 
 def options_from(options: Options | Mapping[str, Any] | None) -> Options:
@@ -160,6 +185,16 @@ def options_from(options: Options | Mapping[str, Any] | None) -> Options:
     if not isinstance(options, Mapping):
         raise OptionError(f"options must be a mapping or Options, not {type(options).__name__}")
     return Options.from_dict(dict(options))
+
+
+def refuse(others: Mapping[str, Any]) -> None:
+    """Raises for what `torch.compile` was told beside options, such as `mode`: it is for others."""
+    for name, value in others.items():
+        if value is not None:
+            raise OptionError(
+                f"torch.compile({name}={value!r}) is for other backends: give this one options, "
+                'such as options={"graph": True} for CUDA graphs'
+            )
 
 
 def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:

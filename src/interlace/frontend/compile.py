@@ -182,6 +182,7 @@ class Compiled:
         tensors = [*state.values(), *(x for x in leaves if isinstance(x, torch.Tensor))]
         fixed = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._state.training)
+        modes += _autocast()
         key = (spec, _hashable(fixed), tuple(map(_kind, tensors)), _sharing(tensors), modes)
         entry = self._entries.get(key)
         if entry is None:
@@ -256,7 +257,16 @@ def _own_errors(fn: Callable[..., Any]) -> Iterator[None]:
 def _kind(tensor: torch.Tensor) -> Hashable:
     spec = getattr(tensor, "_spec", None)
     types = type(tensor), type(getattr(tensor, "_local_tensor", None))  # which may still be awaited
-    return signature([tensor]), tensor.requires_grad, str(tensor.device), types, spec
+    bits = tensor.is_conj(), tensor.is_neg()
+    return signature([tensor]), tensor.requires_grad, str(tensor.device), types, spec, bits
+
+
+def _autocast() -> tuple[Hashable, ...]:
+    """What autocast is on, by device."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    types = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
+    return tuple((name, torch.get_autocast_dtype(name)) for name in types)
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> Hashable:
