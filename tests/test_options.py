@@ -26,12 +26,32 @@ from interlace.options import Options
         ("time_out_s", math.nan),
         ("cache_size", 0),
         ("chunks", -1),
+        ("chunks", 2.5),
+        ("chunks", "4"),
+        ("chunks", True),
+        ("cache_size", None),
+        ("time_out_s", "60"),
+        ("time_out_s", None),
+        ("overlap", "yes"),
+        ("overlap", None),
+        ("in_order", "no"),
+        ("graph", 1),
+        ("calibration", 5),
+        ("regather", 1),
+        ("regather", [True]),
+        ("strategy", ["peer"]),
     ],
     ids=lambda value: str(value),
 )
 def test_a_wrong_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(OptionError, match=name):
         Options(**{name: value})
+
+
+def test_a_tensor_is_no_choice() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(OptionError, match="regather"):
+        Options(regather=torch.ones(2))
 
 
 def test_unknown_options_are_named_with_the_known_ones() -> None:

@@ -38,6 +38,16 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
+_SWITCH = (bool,), "True or False"
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("overlap", "in_order", "graph", "static_outputs", "trace"), _SWITCH),
+    **dict.fromkeys(("chunks", "cache_size"), ((int,), "a whole number")),
+    "time_out_s": ((int, float), "a number of seconds"),
+    "calibration": ((str, type(None)), "the path of a file, as text, or None"),
+}
+"""What the other options may be; a `bool` is no number."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """How a program is overlapped and run. The defaults suit most users."""
@@ -76,9 +86,13 @@ class Options:
     """Record the time of every op (`Executor.timeline()`)."""
 
     def __post_init__(self) -> None:
+        for name, (types, what) in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise OptionError(f"option {name}={value!r}: give {what}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if value not in choices:
+            if not any(type(value) is type(c) and value == c for c in choices):
                 listed = ", ".join(repr(choice) for choice in choices)
                 raise OptionError(f"option {name}={value!r}: choose one of {listed}")
         if not 0 < self.time_out_s <= LONGEST_S:
