@@ -288,6 +288,26 @@ def test_a_call_that_fails_leaves_the_next_one_alone() -> None:
                 call(rows)
 
 
+def other_sizes() -> tuple[str, str]:
+    """A DTensor of 8 rows, then of 7: rank 0 of 2 holds 4 of either."""
+    torch.compiler.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    call = torch.compile(lambda x: (x * 2).sum(), backend=backend, dynamic=False)
+    told = ["", ""]
+    for i, rows in enumerate((8, 7)):
+        try:
+            call(distribute_tensor(torch.ones(rows, 3), mesh, [Shard(0)]))
+        except UnsupportedError as error:
+            told[i] = str(error)
+    return told[0], told[1]
+
+
+def test_a_dtensor_of_other_sizes_is_refused_where_nothing_is_compiled_anew(pool: Pool) -> None:
+    (first, second), others = pool(2).run(other_sizes)
+    assert first == others[0] == others[1] == ""
+    assert "is a DTensor of sizes [7, 3], and this graph was compiled for [8, 3]" in second
+
+
 def alone(rank: int) -> str:
     """One rank recompiles alone: it gets an error in bounded time that names who did not come."""
     import torch.distributed._functional_collectives as funcol

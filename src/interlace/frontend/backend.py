@@ -32,6 +32,7 @@ from interlace.frontend.grouped import equal_groups
 from interlace.frontend.locs import argument, is_state, label
 from interlace.frontend.machine import shared_machine
 from interlace.frontend.partition import Partition
+from interlace.frontend.sizes import with_sizes
 from interlace.frontend.waiting import without_waiting
 from interlace.options import Options
 
@@ -138,7 +139,7 @@ class Backend:
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare()
         self._artefacts.update(compilation.artefacts)
-        return wrap(compiled)
+        return wrap(with_sizes(example_inputs, setting.labels, setting.state, compiled))
 
 
 backend = Backend()
