@@ -68,7 +68,8 @@ class Options:
     regions: str = "auto"
     """What runs the operators that are no site: eager, Inductor, or by device."""
     regather: bool | str = "auto"
-    """Save the local shard and gather again in backward, instead of saving the gathered tensor."""
+    """Save the local shard and gather again in backward, instead of saving the gathered tensor.
+    What a caller changes of it in between, torch refuses in backward."""
     transport: str = "auto"
     """What moves bytes, where a strategy leaves a choice."""
     graph: bool = False

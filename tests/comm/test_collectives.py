@@ -214,3 +214,13 @@ def test_what_stands_for_nothing_is_made_once_and_has_no_memory() -> None:
     assert not first.is_inference()
     assert (first.dtype, first.numel(), first.untyped_storage().nbytes()) == (torch.int16, 0, 0)
     first.copy_(first)  # as a collective writes it
+
+
+def test_what_gloo_does_not_reduce_another_transport_does() -> None:
+    class Gloo:
+        def name(self) -> str:
+            return "gloo"
+
+    spec = Spec("all_reduce", 2, 0, (4,), torch.bool, "max")
+    with pytest.raises(UnsupportedError, match=r"torch\.bool.*transport='peer'"):
+        bind_collective(Gloo(), spec, 1.0)

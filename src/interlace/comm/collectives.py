@@ -86,7 +86,8 @@ def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
         check_reduction(spec.reduce, spec.dtype)
         if backend.name() == "gloo" and spec.dtype not in _GLOO_REDUCES:
             raise UnsupportedError(
-                f"gloo does not reduce {spec.dtype}: choose backend='peer', or convert first"
+                f"gloo does not reduce {spec.dtype}: choose 'peer' instead of gloo (the option "
+                "transport='peer', or backend='peer' in a Program's text), or convert first"
             )
     if spec.kind != "barrier" and sum(spec.parts) == 0:
         return _nothing
