@@ -257,8 +257,7 @@ def _own_errors(fn: Callable[..., Any]) -> Iterator[None]:
 def _kind(tensor: torch.Tensor) -> Hashable:
     spec = getattr(tensor, "_spec", None)
     types = type(tensor), type(getattr(tensor, "_local_tensor", None))  # which may still be awaited
-    bits = tensor.is_conj(), tensor.is_neg()
-    return signature([tensor]), tensor.requires_grad, str(tensor.device), types, spec, bits
+    return signature([tensor]), tensor.requires_grad, str(tensor.device), types, spec
 
 
 def _autocast() -> tuple[Hashable, ...]:

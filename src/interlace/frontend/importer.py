@@ -224,22 +224,10 @@ class Importer(Emitter):
             self.params.append(buffer)
             if node in self.in_place.targets:
                 self.written.add(buffer.name)
-            view = self.declare(buffer, value)
-            return self._resolved(node, view, value) if _lazy_bits(value) else view
+            return self.declare(buffer, value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise self._symbolic(value)
         return value if isinstance(value, bool | int | float | None) else Opaque(position)
-
-    def _resolved(self, node: fx.Node, view: View, value: torch.Tensor) -> Value:
-        """What a lazily conjugated or negated input is, in memory: Programs move bytes."""
-        if view.buffer in self.written:
-            raise self.unsupported(
-                node,
-                "it writes an argument that is conjugated or negated lazily",
-                "Give it resolve_conj() or resolve_neg() of that",
-            )
-        self.values[node] = view
-        return self.call_like(node, "aten.clone.default", (node,), {}, value.clone())
 
     def _symbolic(self, value: Any) -> UnsupportedError:
         return UnsupportedError(
@@ -339,7 +327,3 @@ class Importer(Emitter):
             )
         self._call(node, str(node.target), node.args, node.kwargs, outs=tuple(views), mutates=True)
         return views[0] if len(views) == 1 else tuple(views)
-
-
-def _lazy_bits(value: torch.Tensor) -> bool:
-    return value.is_conj() or value.is_neg()
