@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from interlace.errors import OptionError
@@ -57,3 +59,15 @@ def test_a_tensor_is_no_choice() -> None:
 def test_unknown_options_are_named_with_the_known_ones() -> None:
     with pytest.raises(OptionError, match=r"'stratgy': known are .*strategy"):
         Options.from_dict({"stratgy": "peer"})
+
+
+def test_numbers_and_paths_of_other_types_are_taken() -> None:
+    given = Options(
+        chunks=np.int64(4),  # type: ignore[arg-type]
+        time_out_s=np.float32(3),  # type: ignore[arg-type]
+        calibration=Path("machine.json"),  # type: ignore[arg-type]
+        strategy=np.str_("peer"),
+    )
+    assert given == Options(chunks=4, time_out_s=3, calibration="machine.json", strategy="peer")
+    kept = given.chunks, given.time_out_s, given.calibration
+    assert [type(value) for value in kept] == [int, float, str]

@@ -8,7 +8,10 @@ Every field can be given to `torch.compile(options=...)`, `interlace.compile` an
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from interlace.errors import OptionError
@@ -38,14 +41,14 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-_SWITCH = (bool,), "True or False"
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+_SWITCH = (bool,), bool, "True or False"
+_TYPES: dict[str, tuple[tuple[type, ...], Callable[[Any], object], str]] = {
     **dict.fromkeys(("overlap", "in_order", "graph", "static_outputs", "trace"), _SWITCH),
-    **dict.fromkeys(("chunks", "cache_size"), ((int,), "a whole number")),
-    "time_out_s": ((int, float), "a number of seconds"),
-    "calibration": ((str, type(None)), "the path of a file, as text, or None"),
+    **dict.fromkeys(("chunks", "cache_size"), ((Integral,), int, "a whole number")),
+    "time_out_s": ((Real,), float, "a number of seconds"),
+    "calibration": ((str, os.PathLike), os.fspath, "the path of a file"),
 }
-"""What the other options may be; a `bool` is no number."""
+"""What the other options may be, and what they are kept as; a `bool` is no number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +90,16 @@ class Options:
     """Record the time of every op (`Executor.timeline()`)."""
 
     def __post_init__(self) -> None:
-        for name, (types, what) in _TYPES.items():
+        for name, (types, plain, what) in _TYPES.items():
             value = getattr(self, name)
+            if value is None and name == "calibration":
+                continue
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise OptionError(f"option {name}={value!r}: give {what}")
+            object.__setattr__(self, name, plain(value))
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if not any(type(value) is type(c) and value == c for c in choices):
+            if not any(isinstance(value, type(c)) and value == c for c in choices):
                 listed = ", ".join(repr(choice) for choice in choices)
                 raise OptionError(f"option {name}={value!r}: choose one of {listed}")
         if not 0 < self.time_out_s <= LONGEST_S:

@@ -11,8 +11,9 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 
-from interlace.comm.board import Board
-from interlace.errors import AgreementError
+from interlace.comm import sharing
+from interlace.comm.board import Board, failure
+from interlace.errors import AgreementError, SharedMemoryError
 
 SIZE = 3
 T = TypeVar("T")
@@ -94,3 +95,22 @@ def test_who_is_interrupted_gives_up_for_all(
     start = time.monotonic()
     assert meet(boards[1], "meeting", 1, 5) == "rank 0 gave up: KeyboardInterrupt"
     assert time.monotonic() - start < 2
+
+
+def test_who_fails_while_others_are_still_to_come_is_heard_at_once(boards: list[Board]) -> None:
+    """The third never comes: nobody waits for it first."""
+    problem = SharedMemoryError("no room")
+
+    def one(rank: int) -> tuple[str, float]:
+        start, mine = time.monotonic(), problem if rank == 0 else None
+        note = {} if mine is None else failure(mine)
+        try:
+            sharing.meet(boards[rank], "tea", range(SIZE), rank, note, 20.0, mine)
+        except SharedMemoryError as error:
+            return str(error), time.monotonic() - start
+        return "met", 0.0
+
+    with ThreadPoolExecutor(2) as threads:
+        (first, _), (second, seconds) = threads.map(one, (0, 1))
+    assert (first, second) == ("no room", "rank 0: no room")
+    assert seconds < 10

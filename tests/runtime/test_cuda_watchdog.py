@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -291,12 +293,10 @@ def test_what_runs_use_is_given_back_behind_them(
         dog.once()
         assert not destroyed
         assert not close.called
-        assert found.engine.context.values.items
         device.done_to = device.issued
         dog.once()
         assert destroyed
         assert close.called
-        assert not found.engine.context.values.items, "whenever the garbage collector comes"
         assert not dog._later
 
 
@@ -323,3 +323,37 @@ def test_the_watchdog_outlives_a_device_that_is_past_asking(
     assert dog._thread is not None
     assert dog._thread.is_alive()
     dog.drop(found.engine.watched)
+
+
+class Cyclic:
+    """What only the garbage collector ends, as it does an Executor in a cycle."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
+    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, device = fake
+    monkeypatch.setattr(watchdog_file, "GRACE_S", 0.01)
+    runs(found, device, 1)
+    kept, passed, watched = Kept(), found.engine.marks.passed, found.engine.watched
+    kept.engine = found.engine
+    weakref.finalize(Cyclic(), kept.close)
+
+    def collected() -> int:
+        gc.collect()
+        return passed()
+
+    monkeypatch.setattr(found.engine.marks, "passed", collected)
+    dog = watchdog_file.Watchdog()
+    with mock.patch.object(engine_file, "watchdog", return_value=dog):
+        thread = threading.Thread(target=watched.look, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert [left for left, _ in dog._later] == [watched]
+        device.done_to = device.issued
+        dog.once()
+        assert not dog._later

@@ -4,7 +4,10 @@ meet again."""
 from __future__ import annotations
 
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,10 +19,12 @@ from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.comm import team_of
+from interlace.comm.board import Board
 from interlace.comm.teams import reset_teams
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
+from interlace.runtime.agreement import _collect
 from interlace.runtime.engine import Context, Engine
 
 LIMIT_S = 0.6
@@ -201,3 +206,46 @@ def test_a_binding_anew_that_fails_is_tried_again(pool: Pool) -> None:
     for found, ends in pool(2).run(rebind_that_fails):
         assert [outcome[:2] for outcome in found] == [("result", "1")] * 2
         assert ends == [1, 1]
+
+
+def test_a_rank_that_one_team_has_seen_come_is_not_given_up_in_another() -> None:
+    """Rank 1 is in both teams. It looks for rank 2 too early, and again when the first team has its
+    verdict: rank 0 saw them all."""
+    store = dist.HashStore()
+    boards = [Board(store) for _ in range(3)]
+    one, two = ["A/1", [0, 1], "A", 1], ["B/1", [1, 2], "B", 1]
+    notes = [{"name": "p", "teams": teams} for teams in ([one], [one, two], [two])]
+    missed, decided, late = (threading.Event() for _ in range(3))
+    read, decide = boards[1].read, boards[0].decide
+
+    def reads(topic: str) -> Any:
+        note = read(topic)
+        if topic == "B/1/2" and note is None and not missed.is_set():
+            missed.set()
+            assert decided.wait(10)
+        return note
+
+    def decides(topic: str, me: int, why: str = "") -> None:
+        if topic == "B/1":
+            late.wait(10)
+        decide(topic, me, why)
+        if topic == "A/1":
+            decided.set()
+
+    for rank, place in ((0, "A/1"), (1, "A/1"), (1, "B/1")):
+        boards[rank].post(f"{place}/{rank}", notes[rank])
+    with (
+        mock.patch.object(boards[1], "read", reads),
+        mock.patch.object(boards[0], "decide", decides),
+        ThreadPoolExecutor(3) as threads,
+    ):
+        second = threads.submit(_collect, boards[1], 1, notes[1], 30.0)
+        assert missed.wait(10)
+        boards[2].post("B/1/2", notes[2])
+        first = threads.submit(_collect, boards[0], 0, notes[0], 30.0)
+        try:
+            assert sorted(second.result(20)) == [0, 1, 2]
+        finally:
+            late.set()
+        third = threads.submit(_collect, boards[2], 2, notes[2], 30.0)
+        assert sorted(first.result(20)) == sorted(third.result(20)) == [0, 1, 2]

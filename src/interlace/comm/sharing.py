@@ -7,6 +7,7 @@ shared.notes[1]["slots"]             # what it said along with it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,5 +76,7 @@ def meet(
     """Exchanges notes; a rank with a problem of its own tells it and raises it as it is."""
     if problem is not None:
         board.post(f"{topic}/{rank}", note)
+        with contextlib.suppress(InterlaceError):
+            board.decide(topic, rank, str(problem))  # so that nobody waits for the others first
         raise problem
     return board.exchange(topic, ranks, rank, note, time_out_s)

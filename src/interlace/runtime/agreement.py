@@ -149,8 +149,10 @@ def _collect(board: Board, me: int, mine: Note, time_out_s: float) -> dict[int, 
                     "did: see whether it failed, stalled, did not recompile as the others did, or "
                     "took another path through the model"
                 )
-                for place in own:
-                    board.decide(place, me, why)  # if it raises nothing, all are there after all
+                # One that is over ended the wait. If its verdict raises nothing, all are there by
+                # now, and the other teams' may not be given up.
+                for place in [p for p in own if board.is_over(p)] or own:
+                    board.decide(place, me, why)
             found.update(came)
         for place in _places(found.values()):
             board.decide(place, me)

@@ -99,7 +99,7 @@ class Kept:
         self.engine: Any = None
 
     def end_engine(self) -> None:
-        """Ends the engine, once, and lets go of its memory and of the callers' tensors."""
+        """Ends the engine, once, and lets go of the callers' tensors."""
         engine, self.engine = self.engine, None
         _end(engine)
 
@@ -124,4 +124,4 @@ def _end(engine: Any) -> None:
         try:
             engine.close()
         finally:
-            engine.context.values.close()
+            engine.context.values.registered = {}

@@ -152,13 +152,6 @@ class Values:
         """Bytes of local storage that this table keeps."""
         return self._arena.nbytes()
 
-    def close(self) -> None:
-        """Lets go of all memory now, whoever still refers to this."""
-        self.items.clear()
-        self._template.clear()
-        self._symmetric.clear()
-        self._arena, self.registered = torch.UntypedStorage(0, device=self.device), {}
-
     def _lay_out(self) -> tuple[torch.UntypedStorage, dict[str, int]]:
         """Gives every local buffer its first byte in one arena."""
         sizes: dict[str, int] = {}

@@ -50,7 +50,14 @@ class CudaSide:
         topic = f"{team.topic}/cuda"
         ranks = team.ranks
         memory = share_memory(
-            self.driver, team.board, f"{topic}/words", ranks, team.me, HEAP_NBYTES, {}, time_out_s
+            self.driver,
+            team.board,
+            f"{topic}/{team.num_prepared}/words",
+            ranks,
+            team.me,
+            HEAP_NBYTES,
+            {},
+            time_out_s,
         )
         self.heap = WordHeap(self.driver, memory)
         self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", ranks, team.me, device)

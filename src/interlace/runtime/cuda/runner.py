@@ -73,8 +73,12 @@ class Runner:
             for team, place in places:
                 meetings.enter_context(team.board.attending([place], team.rank))
             self._run_once()
-        for team, place in places:
-            team.board.exchange(place, team.ranks, team.rank, {}, self._limit)
+        try:
+            for team, place in places:
+                team.board.exchange(place, team.ranks, team.rank, {}, self._limit)
+        except BaseException as error:
+            self._engine.watched.fail(error)  # a reset then gives it another place
+            raise
         self.warm = True
 
     def _run_once(self) -> None:
@@ -195,6 +199,7 @@ def lent(engine: CudaEngine) -> list[int]:
         for name in returned
         if buffers[name].kind == "fresh"
         and name in made
+        and name not in context.values.host
         and binding.lanes[made[name]] is not binding.main
     ]
 

@@ -46,7 +46,7 @@ class Watched:
         self._ended = self._seen = 0
         """The last run that is known to have ended, and what of that the watchdog has seen."""
         self._since = time.monotonic()
-        self._lock, self._counting = threading.Lock(), threading.Lock()
+        self._lock, self._counting = threading.RLock(), threading.Lock()
         self.failure: BaseException | None = None
         self.issuing = False
         """Whether a thread is issuing a run: Note [Aborts] in aborts.py."""
@@ -86,7 +86,11 @@ class Watched:
 
     def _progress(self, engine: CudaEngine) -> int:
         """The last run that is known to have ended. Those who wait count too, not only `look`."""
-        with self._counting:
+        if not self._counting.acquire(
+            timeout=0.1
+        ):  # this thread's, by way of the garbage collector
+            return self._ended
+        try:
             issued, marks = engine.issued, engine.marks
             ended = max(self._ended, marks.passed())
             if ended < issued and engine.ended(issued):
@@ -94,6 +98,8 @@ class Watched:
             while ended < issued < ended + marks.num and engine.ended(ended + 1):
                 ended += 1
             self._ended = ended
+        finally:
+            self._counting.release()
         return ended
 
     def look(self) -> None:
@@ -254,11 +260,10 @@ class Watchdog:
 
         A thread that enters a run is `issuing` before it does, so none is missed.
         """
-        everyone = self.all()
-        teams = {id(team): team for watched in everyone for team in watched._teams}
+        teams = {id(team): team for watched in self.all() for team in watched._teams}
         with self._leaving:
             runs = [(team, team.control.run) for team in teams.values() if team.is_set_up]
-            busy = {id(t) for w in everyone if not w.at_rest for t in w._teams}
+            busy = {id(t) for w in self.all() if not w.at_rest for t in w._teams}
             for team, run in runs:
                 if id(team) not in busy and team.is_set_up:
                     team.control.leave(run)
@@ -288,9 +293,10 @@ class Watchdog:
             finally:
                 del watched
         for kept in list(self._later):
-            if kept[0].idle:
-                self._later.remove(kept)
-                kept[1]()
+            with contextlib.suppress(Exception):  # of a device that is past asking: it stays
+                if kept[0].idle:
+                    self._later.remove(kept)
+                    kept[1]()
         self.leave()
 
 
