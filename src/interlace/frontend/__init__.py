@@ -14,6 +14,8 @@ normalise.py      one spelling for what torch writes in several
 collectives.py    functional collectives
 inplace.py        updates of inputs put back in place
 rng.py            random numbers that backward draws again
+waiting.py        arguments that a caller's collective has not filled yet
+sizes.py          DTensors of other sizes that TorchDynamo does not see
 teams.py          process groups as teams (membership.py: ranks tell each other theirs)
 views.py, types.py, graphs.py, locs.py: what these stand on
 """

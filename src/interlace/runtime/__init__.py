@@ -10,6 +10,8 @@ host_ops.py    events, copies, collectives, messages and signals, bound for thre
 agreement.py   ranks agree on a Program before they run it
 flight.py      what every stream was doing, for errors
 inputs.py, ranks.py: checks of what a caller gives;  results.py: what it gets back
+shares.py      what an Executor shares with the other ranks, and gives back at its end
+copies.py      copies that keep the strides of what they are copies of
 quick.py       runs on the CPU of one stream, with little of Python;  flat.py: in a team
 """
 

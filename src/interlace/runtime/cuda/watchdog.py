@@ -86,9 +86,7 @@ class Watched:
 
     def _progress(self, engine: CudaEngine) -> int:
         """The last run that is known to have ended. Those who wait count too, not only `look`."""
-        if not self._counting.acquire(
-            timeout=0.1
-        ):  # this thread's, by way of the garbage collector
+        if not self._counting.acquire(timeout=0.1):  # the garbage collector came, amid this count
             return self._ended
         try:
             issued, marks = engine.issued, engine.marks
