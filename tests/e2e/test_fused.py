@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 import interlace.frontend
 from interlace.ir import Fused, Get, parse
 from interlace.options import Options
-from interlace.passes import lower
+from interlace.passes import lower, take_turns
 from interlace.passes import pieces as pieces_file
 from interlace.runtime import Executor
 
@@ -86,9 +86,10 @@ def compare(steps: int, seed: int) -> tuple[list[list[str]], list[int]]:
     copies, _ = train({"strategy": "peer", "protocol": "put"}, steps, seed)
     trace, fused = train({"strategy": "fused"}, steps, seed)
     in_order, _ = train({"strategy": "fused", "in_order": True}, steps, seed)
-    # Own rows in pieces as well, summed while others are made, as large ones are.
+    # Own rows in pieces as well, summed while others are made, and puts in turn, as large ones are.
     pieces = {"strategy": "fused", "chunks": 4 * torch.distributed.get_world_size()}
-    with mock.patch.object(pieces_file, "BESIDE_BYTES", 1):
+    beside_bytes = mock.patch.object(pieces_file, "BESIDE_BYTES", 1)
+    with beside_bytes, mock.patch.object(take_turns, "TURN_BYTES", 1):
         beside, _ = train(pieces, steps, seed)
         beside_in_order, _ = train({**pieces, "in_order": True}, steps, seed)
     found = (trace, in_order, beside, beside_in_order)

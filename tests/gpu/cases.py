@@ -27,7 +27,7 @@ from tests.runtime.programs import world_group
 from interlace.errors import InterlaceError
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower, pieces
+from interlace.passes import lower, pieces, take_turns
 from interlace.runtime import Executor
 from interlace.runtime.engine import BeforeOp
 
@@ -120,7 +120,9 @@ class Case:
         The fused kernels take neither fp32 nor uneven rows: `peer` stands in for them there.
         """
         small = ("BESIDE_BYTES", "SLAB_FLOPS", "SLAB_BYTES") if strategy == "beside" else ()
-        with mock.patch.multiple(pieces, **dict.fromkeys(small, 1)) if small else nullcontext():
+        cut = mock.patch.multiple(pieces, **dict.fromkeys(small, 1)) if small else nullcontext()
+        turns = 1 if strategy in ("beside", "peer-put") else 1 << 40
+        with cut, mock.patch.object(take_turns, "TURN_BYTES", turns):
             program = lower(parse(self.text), Options(**STRATEGIES[strategy]))
         taken = [site.strategy for site in program.sites]
         wanted = STRATEGIES[strategy]["strategy"]

@@ -208,15 +208,21 @@ def test_puts_come_between_the_records_and_the_sum_in_order() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_own_rows_are_summed_beside_the_kernel(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces of at least BESIDE_BYTES: all but the last on the stream that awaits the peers'."""
+    """In pieces of at least BESIDE_BYTES and GROUP_ROWS: all but the last on the stream that awaits
+    the peers'."""
     text = f"""
 def f(tp: Team[{size}], x: bf16[{size * 512}, 8], w: bf16[8, 8], y: out[bf16[512, 8]]):
     t = empty(bf16[{size * 512}, 8])
     main: call("aten.mm.out", x, w, out=t)
     main: reduce_scatter(t, y, reduce="sum", team=tp)
 """
-    for least, pieces in ((2048, 4), (2049, 2), (4097, 1)):  # a rank's rows are 8192 bytes
+    # a rank's rows are 512, of 8192 bytes
+    for least, height, pieces in (
+        *((2048, 128, 4), (2049, 128, 2), (4097, 128, 1)),
+        *((2048, 129, 2), (2048, 256, 2), (2048, 257, 1)),
+    ):
         monkeypatch.setattr(pieces_file, "BESIDE_BYTES", least)
+        monkeypatch.setattr(pieces_file, "GROUP_ROWS", height)
         made = run_pipeline(parse(text), f"{LOWER},fuse")
         assert check(made).sound
         (kernel,) = fused(made)

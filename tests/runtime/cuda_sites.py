@@ -17,7 +17,7 @@ from tests.support.fake_device import Entry
 
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower, pieces
+from interlace.passes import lower, pieces, take_turns
 
 GATHER = """
 def f(tp: Team[4], x: bf16[8, 16], w: bf16[16, 8], y: out[bf16[32, 8]]):
@@ -85,7 +85,7 @@ def lowered(text: str, strategy: str) -> Program:
     found: dict[str, Any] = {"BESIDE_BYTES": 1 if strategy == "beside" else 1 << 40}
     if strategy == "slabs":
         found |= {"SLAB_FLOPS": 1, "SLAB_BYTES": 1, "SMALL_BYTES": 0}
-    with mock.patch.multiple(pieces, **found):
+    with mock.patch.multiple(pieces, **found), mock.patch.object(take_turns, "TURN_BYTES", 1):
         return lower(parse(text), Options(**STRATEGIES[strategy]))
 
 

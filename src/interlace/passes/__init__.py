@@ -9,6 +9,7 @@ form_regions.py       pointwise operators that run as one
 schedule.py           order and streams
 plan_memory.py        Alloc and Free, storage reused
 insert_sync.py        the fewest events that suffice
+take_turns.py         ranks put into a peer one after another
 fuse.py               what one kernel is to do becomes one op (groups.py, fusable.py)
 
 To read on: how rows are followed (rows.py, values.py, layout.py) and sites known (recognise.py,

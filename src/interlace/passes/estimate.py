@@ -29,6 +29,7 @@ from interlace.passes.pieces import collective_of
 from interlace.passes.recognise import GatherSite, ScatterSite, site_kind
 from interlace.passes.schedule import Schedule
 from interlace.passes.strategies import Strategy
+from interlace.passes.take_turns import TakeTurns
 from interlace.passes.values import Values
 from interlace.passes.write import write
 
@@ -105,7 +106,7 @@ def seconds_alone(program: Program, machine: Machine) -> float:
 
     A machine that does not tell what issuing costs is taken from idle.
     """
-    timed = Fuse().run(InsertSync().run(Schedule().run(program)))
+    timed = Fuse().run(TakeTurns().run(InsertSync().run(Schedule().run(program))))
     if not machine.issue:
         return simulate(timed, machine).makespan_s
     device = simulate(timed, machine.replayed).makespan_s

@@ -28,6 +28,7 @@ PASSES = (
     "schedule",
     "plan_memory",
     "insert_sync",
+    "take_turns",
     "fuse",
 )
 """The passes by name, in the order in which they make sense."""
@@ -88,7 +89,7 @@ def lowering(options: Options, machine: object = None) -> tuple[Pass, ...]:
     if options.overlap:
         text = (
             f"find_sites,place_resharding{{position={options.resharding}}},"
-            f"decompose{{{given}}},{regions}schedule,plan_memory,insert_sync{fuse}"
+            f"decompose{{{given}}},{regions}schedule,plan_memory,insert_sync,take_turns{fuse}"
         )
     else:
         text = f"find_sites,decompose{{strategy=serial}},{regions}plan_memory,insert_sync"
