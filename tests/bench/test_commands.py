@@ -111,6 +111,7 @@ def test_layer(tmp_path: Path) -> None:
         assert row["error"] == ""
         assert row["median_us"] > 0
         assert row["speedup"] is None, "Inductor did not run"
+        assert row["device_us"] is None, "there is no device but the host"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from interlace.bench.facts import facts
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row
 from interlace.bench.sites import DTYPES
-from interlace.bench.timing import describe, race
+from interlace.bench.timing import ahead, describe, race
 from interlace.demo.lesson import Config
 from interlace.demo.model import Block, RMSNorm, rotary_table
 from interlace.demo.train import registered
@@ -272,7 +272,9 @@ def _step(
             problems[way] = told
             runs.pop(way, None)
     timed = race(ranks, runs, {way: given for way in runs}, seconds=max(1.0, seconds / 4))
-    hosts = ranks.maximum([timed[way].host_median for way in runs])
+    hosts = dict(zip(runs, ranks.maximum([timed[w].host_median for w in runs]), strict=True))
+    runs = {way: run for way, run in runs.items() if timed[way].problem is None}
+    device = ahead(ranks, runs, {way: given for way in runs}, hosts)
     base = [timed[w].median for w in runs if w.startswith("inductor") and timed[w].rounds]
     found: list[Row] = []
     for way in ways:
@@ -285,7 +287,8 @@ def _step(
                 "rows": settings.prefill if step == "prefill" else settings.decode,
                 "median_us": median * 1e6,
                 "p90_us": one.p90 * 1e6 if one is not None else math.nan,
-                "host_us": dict(zip(runs, hosts, strict=True)).get(way, math.nan) * 1e6,
+                "host_us": hosts.get(way, math.nan) * 1e6,
+                "device_us": device.get(way, math.nan) * 1e6,
                 "speedup": min(base, default=math.nan) / median,
                 "sm_mhz": one.clock if one is not None else math.nan,
                 "error": problems.get(way) or (one.problem if one is not None else "") or "",

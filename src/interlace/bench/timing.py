@@ -36,6 +36,9 @@ LAUNCHES = (8, 60)
 """but at least and at most so many."""
 LEAD_CYCLES = 400_000
 """How long the device waits before a burst, so that the host is ahead of it: some 0.2 ms."""
+AHEAD_LAUNCHES, AHEAD_ROUNDS = 8, 7
+AHEAD_CYCLES = 4e9
+"""Cycles that the device waits for each second of the host's: twice as long as that takes."""
 REST_S = 5e-3
 """How long the device rests before a burst."""
 ROUNDS = (3, 15)
@@ -96,9 +99,10 @@ def burst(
     first: int = 0,
     clock: SMClock | None = None,
     warm: int = 1,
+    lead: int = LEAD_CYCLES,
 ) -> tuple[float, list[float], float]:
     """Seconds for each launch, host seconds of each call, and the SM clock meanwhile, after `warm`
-    launches.
+    launches and while the device waits `lead` cycles.
 
     All ranks call it; one without `run` meets the others and does nothing.
     """
@@ -116,7 +120,7 @@ def burst(
     sets = [inputs[(first + 1 + i) % len(inputs)] for i in range(launches)]
     start, end = _marks(ranks)
     if ranks.cuda:
-        torch.cuda._sleep(LEAD_CYCLES)
+        torch.cuda._sleep(lead)
     begun = time.perf_counter()
     start.record()
     before = time.perf_counter()
@@ -190,6 +194,28 @@ def race(
         if number >= least and max(note["spent"] for note in notes) * (1 + 1 / number) > seconds:
             break
     return _slowest(ranks, found, names)
+
+
+def ahead(
+    ranks: Ranks,
+    runs: Mapping[str, Run],
+    inputs: Mapping[str, Sequence[Sequence[Any]]],
+    host_s: Mapping[str, float],
+) -> dict[str, float]:
+    """Seconds of a launch where the host is ahead: the device waits for as long as the host takes
+    to issue a burst, so that only the device's own time counts. NaN without a GPU.
+    """
+    if not ranks.cuda:
+        return dict.fromkeys(runs, math.nan)
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(AHEAD_ROUNDS):
+        for name in random.Random(number).sample(list(runs), len(runs)):
+            lead = LEAD_CYCLES + int(AHEAD_CYCLES * AHEAD_LAUNCHES * host_s[name])
+            launch = runs[name], inputs[name], AHEAD_LAUNCHES, number * (AHEAD_LAUNCHES + 1)
+            found[name].append(burst(ranks, *launch, lead=lead)[0])
+    flat = ranks.maximum([each for name in runs for each in found[name]])
+    rounds = [flat[at : at + AHEAD_ROUNDS] for at in range(0, len(flat), AHEAD_ROUNDS)]
+    return {name: statistics.median(each) for name, each in zip(runs, rounds, strict=True)}
 
 
 def _launches(

@@ -75,10 +75,10 @@ def show(report: dict[str, Any]) -> None:
     cells = [
         (
             *(row["step"], row["way"], str(row["rows"]), figure(row["median_us"], 1)),
-            *(figure(row["p90_us"], 1), figure(row["host_us"], 1), figure(row["speedup"], 2)),
-            *(figure(row["sm_mhz"], 0), row["error"]),
+            *(figure(row["p90_us"], 1), figure(row["host_us"], 1), figure(row["device_us"], 1)),
+            *(figure(row["speedup"], 2), figure(row["sm_mhz"], 0), row["error"]),
         )
         for row in report["rows"]
     ]
-    headings = ("step", "way", "rows", "median us", "p90 us", "host us", "x inductor", "MHz")
-    table((*headings, "error"), cells, title="one layer")
+    headings = ("step", "way", "rows", "median us", "p90 us", "host us", "device us", "x inductor")
+    table((*headings, "MHz", "error"), cells, title="one layer")
