@@ -69,12 +69,13 @@ def draw_overlap(rows: Sequence[Row], path: Path) -> None:
             times[site, row["strategy"]] = number(row["r"])
     panels = sorted(latest, key=lambda panel: (-number(panel[0]), panel[1]))
     every = [key for times in latest.values() for key in times]
-    sites = list(dict.fromkeys(site for site, _ in every))
+    most = max((len({site for site, _ in times}) for times in latest.values()), default=0)
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for _, name in every))}
-    shape = {"figsize": (max(8.0, 0.9 * len(sites)), 5 * max(1, len(panels))), "squeeze": False}
+    shape = {"figsize": (max(8.0, 0.7 * most), 5 * max(1, len(panels))), "squeeze": False}
     figure, axes = pyplot.subplots(max(1, len(panels)), 1, layout="constrained", **shape)
     for (world, mode), (axis,) in zip(panels, axes, strict=False):
         times = latest[world, mode]
+        sites = list(dict.fromkeys(site for site, _ in times))
         names = list(dict.fromkeys(name for _, name in times))
         width = 0.8 / len(names)
         for place, name in enumerate(names):
