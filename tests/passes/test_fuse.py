@@ -235,6 +235,27 @@ def f(tp: Team[{size}], x: bf16[{size * 512}, 8], w: bf16[8, 8], y: out[bf16[512
         assert [op.stream for op in sums] == ["arrivals"] * (pieces - 1) + ["main"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "height", "pieces"), [(768, 128, 3), (768, 192, 2), (640, 256, 1)]
+)
+def test_pieces_are_whole_groups_of_tiles_where_they_can(
+    rows: int, height: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 768 rows two times two groups of 192, though three pieces of 256 would be more."""
+    monkeypatch.setattr(pieces_file, "BESIDE_BYTES", 1)
+    monkeypatch.setattr(pieces_file, "GROUP_ROWS", height)
+    made = run_pipeline(
+        parse(f"""
+def f(tp: Team[2], x: bf16[{2 * rows}, 8], w: bf16[8, 8], y: out[bf16[{rows}, 8]]):
+    t = empty(bf16[{2 * rows}, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+"""),
+        f"{LOWER},fuse",
+    )
+    assert made.sites[0].chunks == 2 * pieces
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_large_all_reduces_go_in_slabs(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of SLAB_FLOPS and more each, and a rank's part SLAB_BYTES: three at least, or none."""

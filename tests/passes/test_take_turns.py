@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from interlace.cost import default_machine
 from interlace.ir import Expect, Notify, Program, Put, RankIndex, parse
-from interlace.passes import run_pipeline, take_turns
+from interlace.options import Options
+from interlace.passes import lower, pieces, run_pipeline, take_turns
+from interlace.passes.estimate import seconds_alone
 from interlace.passes.take_turns import TakeTurns
 from interlace.verify import check
 
@@ -110,6 +113,64 @@ def test_small_puts_take_none(strategy: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(take_turns, "TURN_BYTES", least)
         pipeline = LOWER.format(strategy) + ",take_turns"
         assert len(signals(run_pipeline(scatter(4, 256), pipeline), Expect)) == turns
+
+
+@pytest.mark.parametrize(
+    "options", [Options(strategy="fused"), Options(strategy="peer", protocol="put")]
+)
+def test_lowering_takes_turns_where_puts_are_large(options: Options) -> None:
+    """Of 4 MiB into each peer, on four ranks."""
+    for rows, turns in ((512, 2), (256, 0)):
+        program = parse(f"""
+def f(tp: Team[4], x: bf16[{4 * rows}, 64], w: bf16[64, 4096], y: out[bf16[{rows}, 4096]]):
+    t = empty(bf16[{4 * rows}, 4096])
+    main: call("aten.mm.out", x, w, out=t)
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+""")
+        made = lower(program, options)
+        assert len(signals(made, Expect)) == len(signals(made, Notify)) == turns
+
+
+@pytest.mark.parametrize("strategy", PUTS)
+def test_pieces_travel_in_the_order_in_which_they_are_made(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each peer's rows all before the next one's, so that there are turns to take."""
+    for name in ("BESIDE_BYTES", "PIECE_BYTES", "GROUP_ROWS"):
+        monkeypatch.setattr(pieces, name, 1)
+    made = run_pipeline(
+        scatter(4, 512), LOWER.format(strategy) + ",take_turns{least=1}", check=True
+    )
+    peers = [str(op.peer) for op in made.ops if isinstance(op, Put)]
+    assert peers == [f"tp.rank + {k}" for k in (1, 2, 3) for _ in range(4)]
+    assert len(signals(made, Expect)) == 2
+
+
+def test_an_estimate_counts_what_turns_cost_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = default_machine("cuda").replace(issue=(("signal", 1.0),))
+    program = run_pipeline(scatter(4, 512), "find_sites,decompose{strategy=fused}")
+    found: list[float] = []
+    for least in (1, 1 << 40):
+        monkeypatch.setattr(take_turns, "TURN_BYTES", least)
+        found.append(seconds_alone(program, machine))
+    assert found[0] == pytest.approx(found[1] + 4, rel=0.01), "two are raised, and two awaited"
+
+
+def test_a_rank_that_has_a_program_of_its_own_takes_none() -> None:
+    """It does not know what the others put, and all must decide alike."""
+    text = """
+def f(tp: Team[3], x: f32[10, 4], w: f32[4, 1], y: out[f32[rows[tp.rank], 1]]):
+    rows = table(tp, 1, 4, 5)
+    t = empty(f32[10, 1])
+    main: call("aten.mm.out", x, w, out=t)
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+"""
+    program = parse(text.replace("team=tp)", "team=tp, splits=rows)"))
+    for least in (1, 15, 19):
+        pipeline = LOWER.format("peer,protocol=put") + f",take_turns{{least={least}}}"
+        made = [run_pipeline(program.instantiate(rank), pipeline) for rank in range(3)]
+        check(made).raise_if_unsound()
+        assert not any(signals(each, Expect) for each in made)
 
 
 def test_uneven_rows_count_by_the_rank_that_puts_most() -> None:

@@ -294,8 +294,10 @@ def test_runs_take_turns_with_the_copies_of_slots(site: str, strategy: str) -> N
             assert found == {number % 2}
 
 
-@served
+@pytest.mark.parametrize(("site", "strategy"), [s for s in SERVED if s != ("reduce", "put")])
 def test_slots_are_taken_before_they_are_written(site: str, strategy: str) -> None:
+    """(A reduction by puts whose sums are fetched has slots of both kinds: its own rows are written
+    into one that nobody reads.)"""
     gotten = any(isinstance(op, Get) for op in program(site, strategy).ops)
     heard = [ended(1, peer) for peer in (0, 2, 3)]
     with bound(site, strategy) as fake:
@@ -308,7 +310,7 @@ def test_slots_are_taken_before_they_are_written(site: str, strategy: str) -> No
             if writes_what_peers_use(fake, entry, gotten):
                 seen += 1
                 for address in heard:
-                    takes = order.find("wait", entry[1], address, 5 - 2)
+                    takes = order.find("wait", None, address, 5 - 2)
                     assert any(order.before(take, index) for take in takes)
         assert seen
         (log,) = logs_of(fake, site, 1)  # after a run that awaited every other rank
@@ -340,7 +342,7 @@ def test_in_order_all_is_on_one_stream(site: str, strategy: str) -> None:
         # Kernels then do one part each, and wait for nothing.
         launches = [entry[2] for entry in log if entry[0] == "launch"]
         parts = {"fused": WORLD, "ranges": WORLD, "beside": WORLD, "slabs": 4 * WORLD}
-        if site == "scatter":
+        if site != "gather":
             parts |= {"ranges": 2 * (WORLD - 1) + 1, "beside": 4 * WORLD}
         assert len(launches) == parts.get(strategy, 0)
         assert not any(launch.gates or launch.counters for launch in launches)

@@ -22,9 +22,11 @@ from tests.runtime.cuda_sites import (
 from tests.support.fake_cuda import MAIN, Fake, fake_engine, word
 from tests.support.fake_device import Entry, simulate
 
-from interlace.ir import Fused, Get, parse
+from interlace.ir import Expect, Fused, Get, parse
 from interlace.options import Options
 from interlace.runtime.cuda import binder
+from interlace.runtime.cuda.waiting import holds
+from interlace.runtime.plan import make_plan
 from interlace.verify import check
 
 
@@ -153,6 +155,17 @@ def test_a_sum_beside_a_kernel_holds_up_no_put(
                 logs[-1].append(queues)
         for number in range(10):
             assert not simulate(logs, random.Random(seed + number))
+
+
+@pytest.mark.parametrize("strategy", ["fused", "ranges"])
+def test_turns_of_a_reduction_hold_up_no_kernel_of_a_gather(strategy: str) -> None:
+    """That stands behind it: they wait for what other ranks put without a processor."""
+    made = lowered(BRANCHES, strategy)
+    assert sum(isinstance(op, Expect) and op.signal == "t_slots_turn" for op in made.ops) == 2
+    assert not holds(make_plan(made, 0, lambda team, asked: asked or "nccl"))
+    # In a list of its own a rank does not know on which stream the others raise what it awaits.
+    alone = made.instantiate(0)
+    assert holds(make_plan(alone, 0, lambda team, asked: asked or "nccl"))
 
 
 def test_executors_of_one_team_in_any_order(seed: int) -> None:

@@ -34,8 +34,9 @@ from interlace.kernels import support
 from interlace.options import Options
 from interlace.runtime.cuda import binder as binder_file
 from interlace.runtime.cuda import engine as engine_file
+from interlace.runtime.cuda import transfers as transfers_file
 from interlace.runtime.cuda.engine import CudaEngine
-from interlace.runtime.cuda.lanes import Lane
+from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.runner import Runner, runner_of
 from interlace.runtime.cuda.sharing import signals_of
 from interlace.runtime.engine import Context, Crew
@@ -128,6 +129,7 @@ class FakeSide:
         self.heard = [word("ended", me, member) for member in others]
         self.device, self.last, self.closed = torch.device("cpu"), None, 0
         self.generation, self.teller = 0, None
+        self.exchanges = 0
 
     def enter(self) -> int:
         self.run += 1
@@ -269,6 +271,20 @@ def noting(driver: FakeDriver, engines: list[CudaEngine]) -> Callable[..., Any]:
     return bind
 
 
+def exchanging(side: FakeSide, spec: Any, handle: Callable[[], int], *_: Any) -> Thunk:
+    """`bind_exchange`: a kernel that needs a processor, tells all peers and waits for all."""
+    others = [member for member in range(side.size) if member != side.me]
+
+    def run() -> None:
+        side.exchanges += 1
+        log, stream, number = side.driver.log, handle(), side.exchanges
+        log.append(("call", stream, f"exchange {spec.kind}", (), ()))
+        log.extend(("write", stream, word("exchanged", o, side.me), number) for o in others)
+        log.extend(("wait", stream, word("exchanged", side.me, o), number) for o in others)
+
+    return run
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's memory as bytes."""
     return tensor_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device)
@@ -362,6 +378,7 @@ def fake_engine(
         stack.enter_context(capturing).return_value = False
         patch(Lane, "own", lambda lane, device: Lane(lane, next(driver.streams)))
         patch(binder_file, "bind_call", noting(driver, engines))
+        patch(transfers_file, "bind_exchange", exchanging)
         patch(engine_file, "watchdog", lambda: mock.MagicMock())
         if not crew.spaces:
             patch(engine_file, "Driver", lambda: driver)

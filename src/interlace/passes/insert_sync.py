@@ -1,9 +1,9 @@
 """insert_sync: the events that order the streams, and no more than suffice.
 
-The last pass, and the only one that adds events. Every dependency between two streams needs a path
-of stream order and events; `clocks` follows those paths, so that a dependency which others imply
-gets no event of its own. What remains is the transitive reduction of the order, which is unique:
-with fewer events something would be unordered.
+The only pass that adds events, after all that move ops. Every dependency between two streams needs
+a path of stream order and events; `clocks` follows those paths, so that a dependency which others
+imply gets no event of its own. What remains is the transitive reduction of the order, which is
+unique: with fewer events something would be unordered.
 
     >>> print(InsertSync().run(program))
     ...

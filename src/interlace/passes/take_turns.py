@@ -12,8 +12,10 @@ So a rank that is done with a peer says so to the one that comes to it next:
     comm: put(y[tp.rank + 2], slots[tp.rank], peer=tp.rank + 2)
 
 A turn takes some microseconds, which pays from TURN_BYTES on. No dependency rests on it, so this
-pass goes after `insert_sync`. Before a matmul nothing is said: there the kernel that waits for what
-the peers put would have to wait for all turns before it may begin.
+pass goes after `insert_sync`. There are no turns where peers are not each one step further than the
+one before, as in slabs, which come to each peer again and again; nor in the Program of one rank,
+which does not know what the others put; nor before a matmul: the kernel that waits for what the
+peers put would have to wait for all turns before it may begin.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from interlace.passes.emitter import Names
 from interlace.passes.overlaps import representatives
 
 TURN_BYTES = 4 << 20
-"""Copies into each peer for which turns pay: 80 against 75 us for three of so many bytes, but 48
-against 56 for half of them (four H200)."""
+"""Copies into each peer for which turns pay: three of so many bytes take 75 us with turns and 80
+without, three of half of that 56 and 48 (four H200)."""
 Visit = Sequence[int]
 """The puts of a site into one peer, by their places in the list."""
 
@@ -44,72 +46,82 @@ class TakeTurns:
 
     def run(self, program: Program) -> Program:
         """The same Program with the signals of turns."""
-        names = Names(program)
-        before: dict[int, Op] = {}
-        after: dict[int, Op] = {}
-        for site in program.sites:
-            visits = _visits(program, site.id) if site.kind.startswith("matmul_") else []
-            if not visits or not self._pays(program, visits):
-                continue
-            one, two = (_put(program, visit[0]) for visit in visits[:2])
-            turn = names.new(f"{one.dst.buffer}_turn")
-            step = _offset(two) - _offset(one)
-            peer = RankIndex(one.team)
-            for number, (visit, following) in enumerate(pairwise(visits), 1):
-                done = Notify(signal=turn, peer=peer - step, team=one.team, value=number)
-                due = Expect(signal=turn, peer=peer + step, team=one.team, value=number)
-                place = {"stream": one.stream, "site": site.id, "loc": one.loc}
-                after[_told(program.ops, visit[-1])] = replace(done, **place)
-                before[following[0]] = replace(due, **place)
+        if program.rank is not None:
+            return program
+        signals = _Turns(program, self.least or TURN_BYTES)
         ops: list[Op] = []
         for index, op in enumerate(program.ops):
-            ops += [*([before[index]] if index in before else ()), op]
-            ops += [after[index]] if index in after else ()
+            ops += [*signals.before.get(index, ()), op, *signals.after.get(index, ())]
         return program.replace(ops=tuple(ops))
 
-    def _pays(self, program: Program, visits: Sequence[Visit]) -> bool:
-        """Whether some rank puts that much, in the mean of its peers. All ranks say the same."""
-        buffers, least = program.buffers(), self.least or TURN_BYTES
-        views = [_put(program, index).src for visit in visits for index in visit]
-        return any(
-            sum(view.box(buffers[view.buffer], where).nbytes for view in views)
-            >= least * len(visits)
-            for where in map(program.where, representatives(program))
+
+class _Turns:
+    """The signals of all sites, by the ops that they stand before and after."""
+
+    def __init__(self, program: Program, least: int) -> None:
+        self.before: dict[int, tuple[Op, ...]] = {}
+        self.after: dict[int, tuple[Op, ...]] = {}
+        self._ops, self._least = program.ops, least
+        self._buffers = program.buffers()
+        self._wheres = [program.where(rank) for rank in representatives(program)]
+        names = Names(program)
+        wanted = {site.id for site in program.sites if site.kind.startswith("matmul_")}
+        puts: dict[int, list[int]] = {}
+        for index, op in enumerate(program.ops):
+            if isinstance(op, Put) and op.site in wanted:
+                puts.setdefault(op.site, []).append(index)
+        for places in puts.values():
+            visits = self._visits(places)
+            if visits:
+                self._add(visits, names)
+
+    def _add(self, visits: Sequence[Visit], names: Names) -> None:
+        one, two = (self._put(visit[0]) for visit in visits[:2])
+        step, rank = _offset(two) - _offset(one), RankIndex(one.team)
+        turn = names.new(f"{one.dst.buffer}_turn")
+        for number, (visit, following) in enumerate(pairwise(visits), 1):
+            done = Notify(signal=turn, peer=rank - step, team=one.team, value=number)
+            due = Expect(signal=turn, peer=rank + step, team=one.team, value=number)
+            place = {"stream": one.stream, "site": one.site, "loc": one.loc}
+            self.after[self._told(visit[-1])] = (replace(done, **place),)
+            self.before[following[0]] = (replace(due, **place),)
+
+    def _visits(self, places: Sequence[int]) -> list[Visit]:
+        """The puts of a site peer after peer; none where there are no turns to take: peers are not
+        each a step further than the one before, or what is put is little. All ranks decide alike.
+        """
+        puts = [self._put(index) for index in places]
+        streams = {put.stream for put in puts}
+        if len(streams) != 1 or not all(isinstance(put.peer, RankIndex) for put in puts):
+            return []
+        between = self._ops[places[0] : places[-1]]
+        if any(isinstance(op, Expect) and op.stream in streams for op in between):
+            return []  # it waits for peers already
+        visits = [list(group) for _, group in groupby(places, lambda i: self._put(i).peer)]
+        offsets = [_offset(self._put(visit[0])) for visit in visits]
+        steps = {after - before for before, after in pairwise(offsets)}
+        if len(steps) != 1:
+            return []
+        most = max(
+            sum(put.src.box(self._buffers[put.src.buffer], where).nbytes for put in puts)
+            for where in self._wheres
         )
+        return [*visits] if most >= self._least * len(visits) else []
 
+    def _told(self, last: int) -> int:
+        """Where the peer has been told of its last put."""
+        told = last
+        for index in range(last + 1, len(self._ops)):
+            if self._ops[index].stream == self._ops[last].stream:
+                if not isinstance(self._ops[index], Notify | Record):
+                    break
+                told = index
+        return told
 
-def _visits(program: Program, site: int) -> list[Visit]:
-    """The visits of a site, in their order; none where there are no turns to take: peers are not
-    each a step further than the one before, or their puts are on streams that await peers."""
-    places = [i for i, op in enumerate(program.ops) if isinstance(op, Put) and op.site == site]
-    puts = [_put(program, index) for index in places]
-    streams = {put.stream for put in puts}
-    awaits = any(
-        isinstance(op, Expect) and op.site == site and op.stream in streams for op in program.ops
-    )
-    if awaits or len(streams) != 1 or not all(isinstance(put.peer, RankIndex) for put in puts):
-        return []
-    visits = [list(group) for _, group in groupby(places, lambda i: _put(program, i).peer)]
-    offsets = [_offset(_put(program, visit[0])) for visit in visits]
-    steps = {after - before for before, after in pairwise(offsets)}
-    return [*visits] if len(steps) == 1 and 0 not in steps else []
-
-
-def _told(ops: Sequence[Op], last: int) -> int:
-    """Where the peer has been told of its last put."""
-    told = last
-    for index in range(last + 1, len(ops)):
-        if ops[index].stream == ops[last].stream:
-            if not isinstance(ops[index], Notify | Record):
-                break
-            told = index
-    return told
-
-
-def _put(program: Program, index: int) -> Put:
-    op = program.ops[index]
-    assert isinstance(op, Put)
-    return op
+    def _put(self, index: int) -> Put:
+        op = self._ops[index]
+        assert isinstance(op, Put)
+        return op
 
 
 def _offset(put: Put) -> int:

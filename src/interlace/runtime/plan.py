@@ -84,6 +84,8 @@ class Plan:
     demands: Mapping[str, Demand]
     slots: Mapping[str, Mapping[str, int]]
     """By team: the bytes of each slot."""
+    alike: bool
+    """Whether the ranks all have this list, and not each its own."""
 
     def members(self, team: str, peer: Index | Others) -> tuple[int, ...]:
         """The members of a team that an op names."""
@@ -117,7 +119,7 @@ def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
     return Plan(
         *(program, program.buffers(), rank, where, planner.box, planner.waits, planner.syncs),
         *(planner.specs, planner.turns, planner.letters, planner.takes, planner.demands()),
-        planner.slots,
+        *(planner.slots, source.rank is None),
     )
 
 

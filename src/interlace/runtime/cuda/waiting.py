@@ -14,6 +14,11 @@ Note [Kernels that wait]
     beside a kernel, on its own stream, stands before all puts that are issued after it. And on a
     peer whose streams share otherwise, puts may stand behind what it fetches of such sums: where
     peers are told of a sum, it is done before the kernel begins.
+
+    What awaits a signal that its own stream raised before adds nothing, where all ranks have one
+    list: the peers raise it on that stream too, behind what stands before it in the list, which
+    counts by itself. So a rank that awaits its turn in a reduction does not hold up the kernel of a
+    gather behind it.
 """
 
 from __future__ import annotations
@@ -38,7 +43,12 @@ def holds(plan: Plan) -> dict[int, list[Hold]]:
     told: dict[str, int] = {}  # and the last such Call that a Notify follows
     tells = {op.stream: index for index, op in enumerate(ops) if isinstance(op, Notify)}
     puts: dict[str, dict[str, int]] = {}  # by buffer and stream: the put that waits for it
+    raised: dict[tuple[str, str, str], int] = {}  # by team, signal and stream: how far
     for index, op in enumerate(ops):
+        if isinstance(op, Notify) and plan.alike:
+            raised[op.team, op.signal, op.stream] = op.value
+        if isinstance(op, Expect) and raised.get((op.team, op.signal, op.stream), 0) >= op.value:
+            continue
         if isinstance(op, Put):
             mine = puts.setdefault(op.dst.buffer, {})
             if max(last.get(op.stream, -1), -1, *beside.values()) > mine.get(op.stream, -1):
