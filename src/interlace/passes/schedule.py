@@ -294,7 +294,11 @@ class _Player:
         # Pieces travel in the order in which they are made: the parts of a kernel record none, and
         # of two that are there the first would wait for one that is not.
         made = {self.ops[i].site for group in groups(self.program) for i in group}
-        made |= {site.id for site in self.program.sites if site.protocol == "put"}
+        made |= {
+            site.id
+            for site in self.program.sites
+            if site.protocol == "put" and site.kind.startswith("matmul_")
+        }
         puts = [i for i, op in enumerate(self.ops) if isinstance(op, Put) and op.site in made]
         for site in made:
             mine = [i for i in puts if self.ops[i].site == site]
