@@ -429,7 +429,9 @@ def collectives_of_the_demo() -> list[tuple[int, int, list[tuple[str, str, str]]
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2-ranks", "4-ranks"]
+)
 def test_every_collective_of_the_demo_is_explained(pool: Pool, ranks: int) -> None:
     for graphs in pool(ranks).run(collectives_of_the_demo, time_out_s=100):
         assert len(graphs) == 2

@@ -175,7 +175,9 @@ def compare_strategies(train: Train, steps: int, seed: int) -> dict[str, list[st
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2-ranks", "4-ranks"]
+)
 def test_twenty_steps(pool: Pool, ranks: int, seed: int) -> None:
     results = pool(ranks).run(compare_ways, STRATEGIES["peer-get"], STEPS, seed, time_out_s=380.0)
     for rank, found in enumerate(results):
@@ -187,7 +189,9 @@ def test_twenty_steps(pool: Pool, ranks: int, seed: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"{n}-ranks")
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["2-ranks", "4-ranks"]
+)
 def test_integers_equal_serial(pool: Pool, ranks: int, seed: int) -> None:
     args = (train_integers, STEPS, seed)
     for rank, found in enumerate(pool(ranks).run(compare_strategies, *args, time_out_s=280.0)):

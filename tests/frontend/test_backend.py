@@ -95,7 +95,9 @@ def twenty_steps(strategy: str) -> tuple[list[float], list[str]]:
     return losses["overlapped"], kinds
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "peer"), (4, "ring")])
+@pytest.mark.parametrize(
+    ("world", "strategy"), [(2, "peer"), pytest.param(4, "ring", marks=pytest.mark.slow)]
+)
 def test_training_20_steps(pool: Pool, world: int, strategy: str) -> None:
     results = pool(world).run(twenty_steps, strategy, time_out_s=200)
     assert all(result == results[0] for result in results)
