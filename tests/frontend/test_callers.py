@@ -1,4 +1,4 @@
-"""What a caller does around a compiled function: autocast, backward again, copies, a release."""
+"""What a caller does around a compiled function: autocast, backward again, copies, lazy bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import interlace
-from interlace.errors import OptionError, TeamError
+from interlace.errors import ExecutorError, OptionError, TeamError
 from interlace.frontend import backend
 from interlace.frontend.compile import Compiled
 
@@ -131,6 +131,29 @@ def test_copies_of_a_compiled_module(seed: int) -> None:
         assert twin is not call
         assert torch.equal(twin(x), want)
     assert copy.deepcopy(backend) is backend
+
+
+@both
+def test_lazily_conjugated_and_negated_arguments(compile: Compile, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(6, 3, dtype=torch.complex64)
+    call = compile(lambda x: torch.view_as_real(x.resolve_conj()).sum(0))
+    for given in (x, x.conj(), x[::2].conj(), x):
+        want = torch.view_as_real(given.resolve_conj()).sum(0)
+        torch.testing.assert_close(call(given), want)
+    negate = compile(lambda x: x.resolve_neg().t().contiguous())
+    for given in (x.imag, x.conj().imag):
+        assert torch.equal(negate(given), given.resolve_neg().t())
+
+
+@both
+def test_a_lazily_conjugated_argument_cannot_be_written(compile: Compile, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(2, dtype=torch.complex64)
+    given, kept = x.conj(), x.conj().clone()
+    with pytest.raises(ExecutorError, match=r"conjugated only by a mark.*resolve_conj"):
+        compile(lambda x: x.mul_(2))(given)
+    assert torch.equal(given, kept)
 
 
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
