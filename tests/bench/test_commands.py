@@ -128,11 +128,14 @@ def test_layer(tmp_path: Path) -> None:
         (("layer", "--device", "cpu", "--only", "magic"), "--only magic"),
     ],
 )
-def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:
+def test_errors_say_what_to_mend(
+    args: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     done = CliRunner().invoke(app, ["bench", *args])  # in this process, where torch is there
     assert done.exit_code == 2, done.output
     assert isinstance(done.exception, SystemExit)
     assert told in done.stderr
+    assert "Traceback" not in done.stderr + capfd.readouterr().err, "nor do ranks print one"
 
 
 def test_ranks_that_cannot_do_it_end_with_one_error(tmp_path: Path) -> None:

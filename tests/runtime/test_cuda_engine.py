@@ -310,7 +310,7 @@ def test_slots_are_taken_before_they_are_written(site: str, strategy: str) -> No
             if writes_what_peers_use(fake, entry, gotten):
                 seen += 1
                 for address in heard:
-                    takes = order.find("wait", None, address, 5 - 2)
+                    takes = order.find("wait", entry[1], address, 5 - 2)
                     assert any(order.before(take, index) for take in takes)
         assert seen
         (log,) = logs_of(fake, site, 1)  # after a run that awaited every other rank

@@ -97,7 +97,9 @@ class _Turns:
         between = self._ops[places[0] : places[-1]]
         if any(isinstance(op, Expect) and op.stream in streams for op in between):
             return []  # it waits for peers already
-        visits = [list(group) for _, group in groupby(places, lambda i: self._put(i).peer)]
+        visits: list[Visit] = [
+            list(group) for _, group in groupby(places, lambda i: self._put(i).peer)
+        ]
         offsets = [_offset(self._put(visit[0])) for visit in visits]
         steps = {after - before for before, after in pairwise(offsets)}
         if len(steps) != 1:
@@ -106,7 +108,7 @@ class _Turns:
             sum(put.src.box(self._buffers[put.src.buffer], where).nbytes for put in puts)
             for where in self._wheres
         )
-        return [*visits] if most >= self._least * len(visits) else []
+        return visits if most >= self._least * len(visits) else []
 
     def _told(self, last: int) -> int:
         """Where the peer has been told of its last put."""
