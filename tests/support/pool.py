@@ -28,12 +28,14 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -148,8 +150,7 @@ class Pool:
                 elif kind == "died":
                     failures.append(f"rank {rank} of {world} died with exit code {value}")
                 else:
-                    stacks = Path(f"{folder}/{rank}")
-                    where = stacks.read_text() if stacks.exists() else "(no stack)"
+                    where = self._stacks(rank, Path(f"{folder}/{rank}"))
                     failures.append(
                         f"rank {rank} of {world} did not finish in {time_out_s:g} s:\n{where}"
                     )
@@ -158,6 +159,16 @@ class Pool:
         if failures:
             raise RankFailure(f"{function.__qualname__}{args}\n" + "\n".join(failures))
         return results
+
+    def _stacks(self, rank: int, dump: Path) -> str:
+        """Where a worker stands that does not come back, also where it holds Python's lock."""
+        pid = self._workers[rank][0].pid
+        if pid is None or not dump.exists():
+            return "(no stack)"
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        return dump.read_text()
 
     def close(self) -> None:
         """Ends every worker; a later task starts new ones."""
@@ -220,6 +231,7 @@ def work(connection: Connection, port: int) -> None:
             os._exit(0)  # no destructor may block on a peer that is gone
         try:
             with open(task.dump, "w") as dump:
+                faulthandler.register(signal.SIGUSR1, file=dump)
                 faulthandler.dump_traceback_later(task.dump_after_s, file=dump)
                 try:
                     if joined != task.prefix:
@@ -229,6 +241,7 @@ def work(connection: Connection, port: int) -> None:
                     payload = pickle.dumps(answer)
                 finally:
                     faulthandler.cancel_dump_traceback_later()
+                    faulthandler.unregister(signal.SIGUSR1)
         except BaseException:
             payload = pickle.dumps(("error", traceback.format_exc()))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -28,6 +29,13 @@ def misbehave(how: str) -> int:
     return os.getpid()
 
 
+def hold_the_lock() -> None:
+    """Rank 1 keeps Python's lock, as a destructor may, and rank 0 fails meanwhile."""
+    if dist.get_rank() == 0:
+        raise ValueError("the planted fault")
+    ctypes.PyDLL(None).sleep(60)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_results_come_back_by_rank_from_processes_that_stay(pool: Pool, world: int) -> None:
     first = pool(world).run(total, 2.0)
@@ -50,6 +58,12 @@ def test_a_failure_names_the_rank_and_leaves_a_working_pool(
         pool(2).run(misbehave, how, time_out_s=3)
     assert any(word in str(caught.value) for word in words.split("|"))
     assert [value for _, value in pool(2).run(total, 1.0)] == [1.0, 1.0]
+
+
+def test_where_a_rank_stands_is_told_although_it_keeps_the_lock(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="rank 1 of 2 did not finish") as caught:
+        pool(2).run(hold_the_lock, time_out_s=24)
+    assert "in hold_the_lock" in str(caught.value).split("did not finish")[1]
 
 
 def test_an_expected_death_is_a_result(pool: Pool) -> None:
