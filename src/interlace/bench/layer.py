@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import interlace
 from interlace.bench.facts import facts
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row
@@ -40,7 +41,16 @@ from interlace.demo.model import Block, RMSNorm, rotary_table
 from interlace.demo.train import registered
 from interlace.errors import OptionError
 
-WAYS = ("eager", "inductor", "inductor-graph", "interlace", "interlace-graph")
+WAYS = (
+    "eager",
+    "inductor",
+    "inductor-graph",
+    "interlace",
+    "interlace-graph",
+    "interlace.compile",
+    "interlace.compile-graph",
+)
+"""`inductor` and `interlace` are backends of `torch.compile`; `-graph`: in CUDA graphs."""
 NUM_INPUTS = 4
 CLOSE = 2.0**-6
 """How far a result may be from eager DTensor's, both by root mean square: roundings of 16 bits. One
@@ -197,7 +207,9 @@ def inputs(step: str, settings: Settings, ranks: Ranks) -> list[tuple[Tensor]]:
     ]
 
 
-def compiled(way: str, module: nn.Module, settings: Settings) -> Callable[..., Any]:
+def compiled(
+    way: str, module: nn.Module, settings: Settings, mesh: DeviceMesh
+) -> Callable[..., Any]:
     """The layer compiled one way."""
     match way:
         case "eager":
@@ -210,8 +222,10 @@ def compiled(way: str, module: nn.Module, settings: Settings) -> Callable[..., A
             options: dict[str, Any] = {"strategy": settings.strategy, "time_out_s": 60.0}
             if settings.calibration is not None:
                 options["calibration"] = settings.calibration
-            if way == "interlace-graph":
+            if way.endswith("-graph"):
                 options["graph"] = True
+            if way.startswith("interlace.compile"):
+                return interlace.compile(module, mesh=mesh, options=options)
             return torch.compile(module, backend=registered(), options=options)
 
 
@@ -259,7 +273,7 @@ def _step(
         problem: str | None = None
         try:
             torch.compiler.reset() if way == ways[0] else None
-            run = compiled(way, module, settings)
+            run = compiled(way, module, settings, mesh)
             for each, want in [*zip(given[:2], wanted, strict=True)] * 2:
                 off = _apart(_local(run(*each)), want)
                 if not off <= CLOSE:

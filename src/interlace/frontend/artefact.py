@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,8 @@ class Artefact:
         self._awaited = awaited(gm.graph)
         self._shelf = Shelf(setting.options.cache_size)
         self._last: tuple[Hashable, int, Bound] | None = None
+        self.listener: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
+        """Is told the arguments and the outputs of every call."""
         weakref.finalize(self, self._shelf.clear)
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -136,7 +138,10 @@ class Artefact:
         args.clear()
         for i in self._awaited:
             torch.ops._c10d_functional.wait_tensor.default(given[i])
-        return last[2].run(given)
+        results = last[2].run(given)
+        if self.listener is not None:
+            self.listener(given, results)
+        return results
 
     @property
     def bound(self) -> list[Bound]:

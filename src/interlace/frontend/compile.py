@@ -31,11 +31,12 @@ from interlace.errors import ExecutorError, UnsupportedError
 from interlace.frontend.artefact import Setting
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
+from interlace.frontend.call_key import Call, CallKeys
 from interlace.frontend.checkpoints import checkpoints_marked
 from interlace.frontend.devices import device_of
+from interlace.frontend.direct import Direct, observed
 from interlace.frontend.explain import explain
 from interlace.frontend.outputs import Outputs
-from interlace.frontend.specialise import signature
 from interlace.frontend.state import State
 from interlace.frontend.waiting import without_waiting
 from interlace.ir import Program
@@ -62,13 +63,26 @@ def compile(
     return compiled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
     """One combination of arguments: the compiled function, its graphs, what its outputs are."""
 
     call: Callable[..., Any]
     compilation: Compilation
     outputs: Outputs
+    observed: bool = False
+    direct: Direct | None = None
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the function gives for arguments of this combination."""
+        if self.direct is not None:
+            return self.outputs.join(self.direct(tensors))
+        artefacts = self.compilation.artefacts
+        if self.observed or [a.kind for a in artefacts] != ["inference"]:
+            return self.outputs.join(self.call(*tensors))
+        results, self.direct = observed(self.call, artefacts[0], tensors)
+        self.observed = True
+        return self.outputs.join(results)
 
 
 class Compiled:
@@ -78,6 +92,7 @@ class Compiled:
         self.fn = fn
         self.options = options
         self._state = State.of(fn)
+        self._keys = CallKeys(self._state)
         self._mesh = mesh
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._examples: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -85,7 +100,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` gives for these arguments."""
         entry, tensors = self._entry(args, kwargs)
-        return entry.outputs.join(entry.call(*tensors))
+        return entry.run(tensors)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
@@ -177,29 +192,18 @@ class Compiled:
     def _entry(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Entry, list[torch.Tensor]]:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        state = self._state.tensors()
-        tensors = [*state.values(), *(x for x in leaves if isinstance(x, torch.Tensor))]
-        fixed = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._state.training)
-        modes += _autocast()
-        key = (spec, _hashable(fixed), tuple(map(_kind, tensors)), _sharing(tensors), modes)
-        entry = self._entries.get(key)
+        call = self._keys.of(args, kwargs)
+        entry = self._entries.get(call.key)
         if entry is None:
-            entry = self._entries[key] = self._compile(tuple(state), leaves, spec, tensors)
+            entry = self._entries[call.key] = self._compile(call)
             while len(self._entries) > self.options.cache_size:
                 _close(self._entries.popitem(last=False)[1])
-        self._entries.move_to_end(key)
+        self._entries.move_to_end(call.key)
         self._examples = (args, kwargs)
-        return entry, tensors
+        return entry, call.tensors
 
-    def _compile(
-        self,
-        names: tuple[str, ...],
-        leaves: list[Any],
-        spec: pytree.TreeSpec,
-        tensors: list[torch.Tensor],
-    ) -> _Entry:
+    def _compile(self, call: Call) -> _Entry:
+        names, leaves, spec, tensors = call.names, call.leaves, call.spec, call.tensors
         found: list[Outputs] = []
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
@@ -219,13 +223,13 @@ class Compiled:
         compilation = Compilation(setting)
         plain, wrap = without_waiting(tensors)
         with compiling(), checkpoints_marked(), _own_errors(self.fn):
-            call = aot_module_simplified(
+            compiled = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
                 plain,
                 **compilation.compilers(),
             )
         compilation.prepare()
-        return _Entry(wrap(call), compilation, found[-1])
+        return _Entry(wrap(compiled), compilation, found[-1])
 
 
 class _Function(nn.Module):
@@ -252,44 +256,6 @@ def _own_errors(fn: Callable[..., Any]) -> Iterator[None]:
             f"{getattr(fn, '__qualname__', fn)} uses a tensor that is not among its arguments: "
             "pass it as an argument, or give interlace.compile the module that holds it"
         ) from error
-
-
-def _kind(tensor: torch.Tensor) -> Hashable:
-    spec = getattr(tensor, "_spec", None)
-    types = type(tensor), type(getattr(tensor, "_local_tensor", None))  # which may still be awaited
-    return signature([tensor]), tensor.requires_grad, str(tensor.device), types, spec
-
-
-def _autocast() -> tuple[Hashable, ...]:
-    """What autocast is on, by device."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    types = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
-    return tuple((name, torch.get_autocast_dtype(name)) for name in types)
-
-
-def _sharing(tensors: Sequence[torch.Tensor]) -> Hashable:
-    """Which arguments share memory, and where in it: a graph that writes one counts on that."""
-    plain = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    storages = [tensor.untyped_storage()._cdata for tensor in plain]
-    if len(set(storages)) == len(storages):
-        return None
-    return tuple(
-        (storages.index(storage), tensor.storage_offset())
-        for storage, tensor in zip(storages, plain, strict=True)
-    )
-
-
-def _hashable(fixed: Sequence[Any]) -> Hashable:
-    """Plain arguments as part of a key; one that has no hash counts as itself alone."""
-    found: list[Hashable] = []
-    for value in fixed:
-        try:
-            hash(value)
-            found.append((type(value), value))
-        except TypeError:
-            found.append((type(value), id(value)))
-    return tuple(found)
 
 
 def _argument_names(leaves: Sequence[Any]) -> list[str]:

@@ -35,6 +35,8 @@ class Outputs:
 
     def join(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The result with these tensors."""
+        if self.tree.is_leaf():
+            return tensors[0] if self.fixed[0] is _TENSOR else self.fixed[0]
         rest = iter(tensors)
         leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.fixed]
         return pytree.tree_unflatten(leaves, self.tree)

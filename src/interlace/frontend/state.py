@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import traceback as fx_traceback
-from torch.nn.utils.stateless import _reparametrize_module  # pyright: ignore
 
 from interlace.frontend.locs import MODULE_KEY
 
@@ -42,11 +41,6 @@ class State:
             return cls(tuple(("", module) for _, module in found.values()))
         return cls(tuple(found.values()))
 
-    @property
-    def training(self) -> tuple[bool, ...]:
-        """Whether each submodule is in training mode."""
-        return tuple(m.training for _, module in self.modules for m in module.modules())
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer, by name; one that is shared stands once."""
         found: dict[str, torch.Tensor] = {}
@@ -57,16 +51,29 @@ class State:
 
     @contextlib.contextmanager
     def lent(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Has the modules use `tensors`, in the order of `tensors()`, and note where nodes are."""
-        given = dict(zip(self.tensors(), tensors, strict=True))
+        """Has the modules use `tensors`, in the order of `tensors()`, and note where nodes are.
+
+        One that stands in several places, as do tied weights, is replaced in all of them.
+        """
+        own = self.tensors().values()
+        given = {id(mine): theirs for mine, theirs in zip(own, tensors, strict=True)}
+        places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+            (held, name, mine)
+            for part in {id(part): part for _, m in self.modules for part in m.modules()}.values()
+            for held in (part._parameters, part._buffers)
+            for name, mine in held.items()
+            if mine is not None
+        ]
         with contextlib.ExitStack() as stack:
             for prefix, module in self.modules:
-                start = f"{prefix}." if prefix else ""
-                names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-                mine = {name: given[start + name] for name in names}
-                stack.enter_context(_reparametrize_module(module, mine, tie_weights=True))
-                stack.enter_context(_named_modules(module, start))
-            yield
+                stack.enter_context(_named_modules(module, f"{prefix}." if prefix else ""))
+            try:
+                for held, name, mine in places:
+                    held[name] = given[id(mine)]
+                yield
+            finally:
+                for held, name, mine in places:
+                    held[name] = mine
 
 
 def _referred(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
