@@ -13,14 +13,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from tests.runtime.cuda_sites import bound, logs_of, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
 
-from interlace.comm import TeamComm, release_teams, team_of
+from interlace.comm import Spec, TeamComm, release_teams, team_of
 from interlace.comm import teams as teams_file
 from interlace.comm.backends import end
 from interlace.comm.cuda.aborts import abort, all_ended
+from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
 from interlace.errors import BackendError, CommTimeoutError, PeerError, TeamError
 from interlace.ir import Collective, Send
 from interlace.runtime.cuda import transfers as transfers_file
@@ -215,6 +217,64 @@ def test_no_op_of_nccl_is_issued_once_there_is_a_failure(bind: Any) -> None:
     with pytest.raises(PeerError):
         run()
     assert backend.mock_calls == []
+
+
+@pytest.mark.parametrize("known", ["by this rank", "by its peer", "no"])
+def test_an_op_that_nccl_ends_is_the_failure_that_it_was_ended_for(known: str) -> None:
+    """NCCL itself says no more than that there was an internal error."""
+    ended_by_nccl = BackendError("NCCL could not issue reduce: internal error")
+
+    def step() -> None:
+        if known == "by this rank":  # its watchdog has begun the abort meanwhile
+            fake.engine.watched.fail(PROBLEM)
+        raise ended_by_nccl
+
+    with bound("gather", "put") as fake:
+        control: Any = fake.engine.context.crew.teams["tp"].control
+        if known == "by its peer":  # which the watchdog has not come to
+            control.failure = lambda: PROBLEM
+        told = mock.patch.object(control, "fail", wraps=control.fail)
+        fake.engine.binding.steps[:] = [step]
+        inputs, out = tensors("gather")
+        with told as telling, pytest.raises((PeerError, BackendError)) as caught:
+            fake.run(inputs, out)
+        if known == "no":
+            assert caught.value is ended_by_nccl
+        else:
+            assert caught.value is PROBLEM
+            assert caught.value.__cause__ is ended_by_nccl
+        assert fake.engine.failure is caught.value
+        assert all(call.args[0] is caught.value for call in telling.call_args_list)
+
+
+def test_what_is_not_nccls_stays_as_it_is() -> None:
+    """An error of the caller's own is not hidden behind a peer's."""
+
+    def step() -> None:
+        fake.engine.watched.fail(PROBLEM)
+        raise ValueError("mine")
+
+    with bound("gather", "put") as fake:
+        fake.engine.binding.steps[:] = [step]
+        with pytest.raises(ValueError, match="mine"):
+            fake.run(*tensors("gather"))
+
+
+@pytest.mark.parametrize("what", ["all_gather", "send and recv"])
+def test_errors_of_nccl_have_a_type(what: str) -> None:
+    broken = mock.Mock(**{"name.return_value": "nccl"})
+    fails = mock.Mock(side_effect=dist.DistBackendError("internal error"))
+    broken.all_gather_single = broken._allgather_base = broken.allgather = broken.send = fails
+    x = torch.ones(4)
+    if what == "all_gather":
+        spec = Spec("all_gather", 2, me=0, parts=(4, 4), dtype=x.dtype)
+        run = bind_on_stream(broken, spec, 5)
+        call = lambda: run(x, torch.ones(8))  # noqa: E731
+    else:
+        moves = bind_messages(broken, [("send", 1)], x.device)
+        call = lambda: moves([x])  # noqa: E731
+    with pytest.raises(BackendError, match=f"NCCL could not issue {what}: internal error"):
+        call()
 
 
 def test_graphs_of_all_engines_go_before_an_abort_is_waited_for() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
 from interlace.comm.signals import Wait
@@ -43,7 +44,14 @@ def bind_on_stream(backend: Any, spec: Spec, time_out_s: float) -> Run:
             "the Program on the CPU"
         )
     run, wait = bind_collective(backend, spec, time_out_s), StreamWait(time_out_s)
-    return lambda src, dst: run(src, dst, wait)
+
+    def issue(src: torch.Tensor | None, dst: torch.Tensor | None) -> None:
+        try:
+            run(src, dst, wait)
+        except dist.DistError as error:
+            raise _typed(spec.kind, error) from error
+
+    return issue
 
 
 def bind_messages(
@@ -53,16 +61,25 @@ def bind_messages(
 
     def run(tensors: Sequence[torch.Tensor]) -> None:
         packed = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        backend._start_coalescing()
-        for (kind, peer), tensor in zip(parts, packed, strict=True):
-            if tensor.numel():
-                move = backend.send if kind == "send" else backend.recv
-                move([as_bytes(tensor)], peer, 0)
-        work = backend._end_coalescing()
-        if work is not None:
-            work.wait()
+        try:
+            backend._start_coalescing()
+            for (kind, peer), tensor in zip(parts, packed, strict=True):
+                if tensor.numel():
+                    move = backend.send if kind == "send" else backend.recv
+                    move([as_bytes(tensor)], peer, 0)
+            work = backend._end_coalescing()
+            if work is not None:
+                work.wait()
+        except dist.DistError as error:
+            raise _typed("send and recv", error) from error
         for (kind, _), tensor, pack in zip(parts, tensors, packed, strict=True):
             if pack is not tensor and kind == "recv":
                 tensor.copy_(pack)
 
     return run
+
+
+def _typed(what: str, error: Exception) -> BackendError:
+    """NCCL's error as ours. The first use of a kind connects, and waits for peers: an abort that
+    a failure began ends that too, and then the failure is what the caller is told (`Runner`)."""
+    return BackendError(f"NCCL could not issue {what}: {error}")

@@ -33,7 +33,7 @@ import torch
 
 from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver
-from interlace.errors import ExecutorError, InterlaceError
+from interlace.errors import BackendError, ExecutorError, InterlaceError
 from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.captured import Captured
@@ -214,6 +214,8 @@ class CudaEngine:
         """A run is issued in part: it ends here, and so does what it waits for."""
         self.binding.join()
         self._leave(stream, over)
+        if isinstance(error, BackendError):
+            self.watched.hear()  # of a peer that stopped, for which NCCL ended the op
         self.watched.fail(error)
 
     @property

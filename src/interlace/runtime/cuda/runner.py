@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm
-from interlace.errors import ExecutorError
+from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Call, views_in
 from interlace.runtime.cuda.graphs import Source
 from interlace.runtime.inputs import Given
@@ -173,6 +173,12 @@ class Runner:
                     return self._results()
                 finally:
                     values.end()
+            except BackendError as error:
+                watched.hear()
+                known = watched.failure
+                if known is None or known is error:
+                    raise
+                raise known from error  # what NCCL was ended for, by an abort or by a peer
             finally:
                 for tensor in self._marked:
                     increment_version(tensor)
