@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import interlace
 from interlace.cost import Timeline, default_machine
 from interlace.errors import ExecutorError, OptionError, UnsupportedError
+from interlace.frontend import backend
 from interlace.frontend.compile import Compiled
 from interlace.ir import Call, Collective, Get, Op, Program
 from interlace.passes import lower
@@ -194,6 +195,30 @@ def test_function_that_closes_over_modules() -> None:
     for ours, theirs in zip(mine, [p.grad for p in (first.weight, second.bias)], strict=True):
         torch.testing.assert_close(ours, theirs)
     assert "first_weight" in str(compiled.program)
+
+
+@pytest.mark.parametrize("backend", [backend, "eager"], ids=["interlace", "eager"])
+@pytest.mark.parametrize("what", ["module", "child", "function", "in a function"])
+def test_what_torch_compile_was_given_before(backend: Any, what: str) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(3, 4)
+    want = net(x)
+    by_torch: Any = torch.compile(net[0] if what == "child" else net, backend=backend)
+    given: Any = by_torch
+    if what == "child":
+        net[0] = by_torch
+        given = net
+    elif what != "module":
+        relu: Any = torch.compile(torch.relu, backend=backend)
+        given = relu if what == "function" else (lambda x: relu(by_torch(x)))
+        want = torch.relu(x if what == "function" else want)
+    given(x)  # torch.compile has compiled it
+    compiled = interlace.compile(given, x)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), want)
+        torch.testing.assert_close(given(x), want)  # and so it still is
+    assert len(compiled.bound) == (1 if what == "function" else 2), "its parts are not in it"
 
 
 def test_tensor_that_is_no_argument_is_a_typed_error() -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -54,9 +55,12 @@ def compile(
 
     With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
     them at the first call. `mesh` names the teams of process groups that no argument names.
-    `overlap=False` keeps everything serial.
+    `overlap=False` keeps everything serial. What `torch.compile` was given before, `fn` or parts of
+    it, is taken as it was before.
     """
     chosen = dataclasses.replace(options_from(options), overlap=overlap)
+    if isinstance(fn, OptimizedModule):
+        fn = fn._orig_mod
     compiled = Compiled(fn, mesh, chosen)
     if examples:
         compiled.prepare(*examples)
@@ -222,7 +226,7 @@ class Compiled:
         setting = Setting(self.options, meshes, labels, device_of(tensors), state)
         compilation = Compilation(setting)
         plain, wrap = without_waiting(tensors)
-        with compiling(), checkpoints_marked(), _own_errors(self.fn):
+        with compiling(), checkpoints_marked(), _own_errors(self.fn), _without_dynamo():
             compiled = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
                 plain,
@@ -242,6 +246,14 @@ class _Function(nn.Module):
     def forward(self, *args: Any) -> Any:
         """What the function gives."""
         return self.fn(*args)
+
+
+@contextlib.contextmanager
+def _without_dynamo() -> Iterator[None]:
+    """What torch.compile was given runs as it was written, and is traced with all else."""
+    nested = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    with torch.compiler.set_stance("force_eager"), nested:
+        yield
 
 
 @contextlib.contextmanager
