@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
+import pickle
 import random
 import weakref
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
 import interlace
+from interlace.errors import UnsupportedError
 from interlace.frontend.call_key import CallKeys
 from interlace.frontend.state import State
 
@@ -180,5 +184,62 @@ def test_a_compiled_module_follows_its_changes(seed: int) -> None:
             if change:
                 CHANGES[change](net)
             net.get_buffer("seen").add_(1)
-            for _ in range(3):  # the first is seen by AOTAutograd, the others go past it
+            for _ in range(3):  # two go through AOTAutograd, unless they are known from before
                 torch.testing.assert_close(compiled(x), net(x))
+            assert next(reversed(compiled._entries.values())).direct is not None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_uses_modules_of_its_own(copied: Callable[[Any], Any]) -> None:
+    net, x = nn.Linear(4, 4), torch.ones(2, 4)
+    compiled = interlace.compile(net, x)
+    compiled.close()
+    other = copied(compiled)
+    with torch.no_grad():
+        for parameter in other.fn.parameters():
+            parameter.zero_()
+        for _ in range(3):
+            assert not other(x).any()
+            assert torch.equal(compiled(x), net(x))
+
+
+def test_tensors_can_be_swapped() -> None:
+    """Which torch refuses of tensors that somebody refers to weakly."""
+    net, other = nn.Linear(4, 4), nn.Parameter(torch.ones(4, 4))
+    CallKeys(State.of(net)).of((torch.ones(2, 4),), {})
+    torch.utils.swap_tensors(net.weight, other)
+    assert torch.equal(net.weight, torch.ones(4, 4))
+
+
+def test_memory_by_another_storage_is_the_modules_too() -> None:
+    """An argument lies in a buffer's memory, which has come to be of another storage."""
+    net = nn.Module()
+    net.register_buffer("seen", torch.ones(4))
+    keys = CallKeys(State.of(net))
+    apart = keys.of((torch.zeros(4),), {}).key
+    seen: Any = net.seen
+    seen.data = torch.from_numpy(seen.numpy())
+    assert keys.of((seen.view(4),), {}).key != apart
+
+
+class Hidden(nn.Linear):
+    """Does not tell all of its parameters."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return (item for item in super().named_parameters(*args, **kwargs) if item[0] != "bias")
+
+
+def test_a_parameter_that_a_module_hides_is_a_typed_error() -> None:
+    with pytest.raises(UnsupportedError, match="uses a tensor that is not among its arguments"):
+        interlace.compile(Hidden(4, 4), torch.ones(2, 4))
+
+
+def test_modules_of_one_name() -> None:
+    first, second, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(2, 4)
+
+    def chain(f: nn.Module, g: nn.Module, x: torch.Tensor) -> Any:
+        return g(f(x))
+
+    compiled = interlace.compile(functools.partial(chain, first, second))
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), second(first(x)))

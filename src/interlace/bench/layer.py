@@ -40,6 +40,7 @@ from interlace.demo.lesson import Config
 from interlace.demo.model import Block, RMSNorm, rotary_table
 from interlace.demo.train import registered
 from interlace.errors import OptionError
+from interlace.frontend.compile import Compiled
 
 WAYS = (
     "eager",
@@ -289,6 +290,9 @@ def _step(
     hosts = dict(zip(runs, ranks.maximum([timed[w].host_median for w in runs]), strict=True))
     runs = {way: run for way, run in runs.items() if timed[way].problem is None}
     device = ahead(ranks, runs, {way: given for way in runs}, hosts)
+    for run in runs.values():
+        if isinstance(run, Compiled):
+            run.close()
     base = [timed[w].median for w in runs if w.startswith("inductor") and timed[w].rounds]
     found: list[Row] = []
     for way in ways:

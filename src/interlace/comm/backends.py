@@ -6,7 +6,8 @@ end([backend], 10, "team tp on rank 0")
 Note [Whose time-out]
     Interlace's watchdog bounds what NCCL does, and aborts it. torch's own watchdog would see the
     same op late at the same moment. It then sleeps for a minute, in which the backend's destructor
-    waits for it with Python's lock held, and at last ends the process. So it is given a day.
+    waits for it with Python's lock held, and at last ends the process. So its time-out is longer by
+    `MARGIN_S`: it ends a process only where an abort has stood still for minutes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from interlace.errors import BackendError, TeamError
 BACKENDS = ("gloo", "nccl", "ucc", "peer")
 
 _CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
-_NEVER_S = 86400.0
-"""NCCL's own time-out, which is not to be met: Note [Whose time-out]."""
+MARGIN_S = 300.0
+"""How much later than Interlace torch's watchdog looks at NCCL: Note [Whose time-out]."""
 _MEND = {
     "gloo": "this torch was built without gloo; install torch from pip's index, which has it",
     "nccl": "this torch has no NCCL; install a CUDA build of torch, or choose gloo or peer",
@@ -48,7 +49,7 @@ def connect(name: str, store: dist.Store, me: int, size: int, time_out_s: float,
     """A new backend, which all its members make together; `whose` is for messages."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
     try:
-        limit = max(time_out_s, _NEVER_S) if name == "nccl" else time_out_s
+        limit = time_out_s + MARGIN_S if name == "nccl" else time_out_s
         return cls(store, me, size, timeout=timedelta(seconds=limit))
     except (RuntimeError, ValueError) as error:
         raise BackendError(

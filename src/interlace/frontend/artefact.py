@@ -115,8 +115,8 @@ class Artefact:
         self._awaited = awaited(gm.graph)
         self._shelf = Shelf(setting.options.cache_size)
         self._last: tuple[Hashable, int, Bound] | None = None
-        self.listener: Callable[[Sequence[Any], Sequence[Any]], None] | None = None
-        """Is told the arguments and the outputs of every call."""
+        self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
+        """Is told the arguments of every call before it runs; what it gives is told the outputs."""
         weakref.finalize(self, self._shelf.clear)
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -138,9 +138,10 @@ class Artefact:
         args.clear()
         for i in self._awaited:
             torch.ops._c10d_functional.wait_tensor.default(given[i])
+        tell = self.listener(given) if self.listener is not None else None
         results = last[2].run(given)
-        if self.listener is not None:
-            self.listener(given, results)
+        if tell is not None:
+            tell(results)
         return results
 
     @property

@@ -1,4 +1,4 @@
-"""What a call of a compiled function is known by, found in a few microseconds.
+"""What a call of a compiled function is known by, without a walk through its modules.
 
     keys = CallKeys(State.of(fn))
     call = keys.of(args, kwargs)
@@ -9,16 +9,17 @@ tensor (the modules' parameters and buffers too) sizes, strides, element type, d
 whether it shares memory with another; training, gradient and autocast modes.
 
 Note [A module that has not changed]
-    To walk a module and describe its parameters takes ten times longer than all else here. So what
-    was found is kept as a `Snapshot`, with what shows that it still holds: every submodule has the
-    very children, parameters and buffers that it had, and each of these lies where it lay, in the
-    same layout. References are weak, so that a parameter that was replaced is freed at once.
+    To walk a module and describe its parameters takes many times longer than all else here. So
+    what was found is kept as a `Snapshot`, with what shows that it still holds: every submodule has
+    the very children that it had, its parameters and buffers are of the same kinds and lie where
+    they lay, and the same of them are one tensor. No tensor is kept alive, nor referred to weakly,
+    which `torch.utils.swap_tensors` would refuse.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +55,17 @@ class CallKeys:
         self._snapshot: Snapshot | None = None
         self._flat: dict[tuple[Any, ...], Known] = {}
 
+    def __reduce__(self) -> Any:  # a copy has modules of its own
+        return CallKeys, (self._state,)
+
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments, in the modes of now."""
         snapshot = self._snapshot
         held = snapshot.tensors() if snapshot is not None else None
         if snapshot is None or held is None:
-            snapshot = self._snapshot = Snapshot(self._state)
-            held = list(self._state.tensors().values())
+            named = self._state.tensors()
+            snapshot = self._snapshot = Snapshot(self._state, named)
+            held = list(named.values())
         leaves, spec = self._flatten(args, kwargs)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         fixed = [None if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -87,45 +92,60 @@ class CallKeys:
 class Snapshot:
     """The modules' tensors and modes as they were: Note [A module that has not changed]."""
 
-    def __init__(self, state: State) -> None:
-        named = state.tensors()
+    def __init__(self, state: State, named: Mapping[str, torch.Tensor]) -> None:
         tensors = list(named.values())
         modules = [m for _, root in state.modules for m in root.modules()]
         self.names = tuple(named)
         self.known = Known((tuple(map(_kind, tensors)), tuple(m.training for m in modules)))
-        storages = [_local(tensor).untyped_storage()._cdata for tensor in tensors]
-        self._storages = frozenset(storages)
-        self._apart = len(self._storages) == len(storages)
+        storages = [_local(tensor).untyped_storage() for tensor in tensors]
+        self._starts = {storage.data_ptr() for storage in storages if storage.nbytes()}
+        self._apart = len({storage._cdata for storage in storages}) == len(storages)
         self._modules = [(weakref.ref(m), m.training) for m in modules]
-        self._parts = _parts(modules)
-        self._tensors = [(weakref.ref(t), _spec(t)) for t in tensors]
-        self._marks = _marks(tensors)
+        self._shape, held = _held(modules)
+        places: dict[int, int] = {}
+        for place, tensor in enumerate(held):
+            if tensor is not None:
+                places.setdefault(id(tensor), place)
+        self._places = [places.get(id(tensor), -1) for tensor in tensors]
+        first = [(i, places[id(tensor)]) for i, tensor in enumerate(held) if tensor is not None]
+        self._again = [(i, j) for i, j in first if i != j]
+        """Places that hold what an earlier one holds."""
         plain = (torch.Tensor, nn.Parameter)
-        self._lasts = all(type(t) in plain or type(t) is DTensor for t in tensors) and all(
-            type(_local(t)) in plain for t in tensors
+        self._lasts = (
+            set(self._places) == set(places.values())
+            and all(type(t) in plain or type(t) is DTensor for t in tensors)
+            and all(type(_local(t)) in plain for t in tensors)
         )
+        self._marks = _marks(held) if self._lasts else []
 
     def tensors(self) -> list[torch.Tensor] | None:
-        """The modules' tensors, if all is as it was."""
+        """The modules' tensors as they are now, if a new look would find the same."""
+        if not self._lasts:
+            return None
         modules: list[nn.Module] = []
         for of_module, training in self._modules:
             module = of_module()
             if module is None or module.training is not training:
                 return None
             modules.append(module)
-        found: list[torch.Tensor] = []
-        for of_tensor, spec in self._tensors:
-            tensor = of_tensor()
-            if tensor is None or _spec(tensor) is not spec:
+        shape, held = _held(modules)
+        if shape != self._shape or _marks(held) != self._marks:
+            return None
+        for place, first in self._again:
+            if held[place] is not held[first]:
                 return None
-            found.append(tensor)
-        same = self._lasts and _parts(modules) == self._parts and _marks(found) == self._marks
-        return found if same else None
+        found = [held[place] for place in self._places]
+        return found if len(set(map(id, found))) == len(found) else None
 
     def apart_from(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether no two tensors of the modules and these share memory."""
-        storages = {_local(tensor).untyped_storage()._cdata for tensor in tensors}
-        return self._apart and len(storages) == len(tensors) and self._storages.isdisjoint(storages)
+        """Whether no two tensors of the modules and these can share memory."""
+        starts = {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+        return (
+            self._apart
+            and len(starts) == len(tensors)
+            and 0 not in starts
+            and self._starts.isdisjoint(starts)
+        )
 
 
 class Known:
@@ -143,30 +163,36 @@ class Known:
         return self is other or (isinstance(other, Known) and self.value == other.value)
 
 
-def _parts(modules: Sequence[nn.Module]) -> list[int]:
-    """Which children, parameters and buffers each has: unique while all of them live."""
-    found: list[int] = []
+def _held(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
+    """Which children each has and how many tensors, unique while these live; and the tensors."""
+    shape: list[int] = []
+    held: list[Any] = []
     for module in modules:
-        for values in (module._modules, module._parameters, module._buffers):
+        if module._modules:
+            shape += map(id, module._modules.values())
+        for values in (module._parameters, module._buffers):
             if values:
-                found += map(id, values.values())
-            found.append(0)
-    return found
-
-
-def _spec(tensor: torch.Tensor) -> Any:
-    return tensor._spec if type(tensor) is DTensor else None
+                held += values.values()
+            shape.append(len(held))
+    return shape, held
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _marks(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Of each where it lies and how, and whether it wants a gradient."""
+def _marks(held: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Of each its kind, where it lies and how, and whether it wants a gradient."""
     found: list[Any] = []
-    for tensor in tensors:
-        local: Any = tensor._local_tensor if type(tensor) is DTensor else tensor
+    for tensor in held:
+        kind = type(tensor)
+        found.append(kind)
+        if tensor is None:
+            continue
+        local: Any = tensor
+        if kind is DTensor:
+            local = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+            found += tensor._spec, type(local)  # pyright: ignore[reportAttributeAccessIssue]
         found += local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
         found.append(tensor.requires_grad)
     return found

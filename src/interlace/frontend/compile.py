@@ -74,7 +74,7 @@ class _Entry:
     call: Callable[..., Any]
     compilation: Compilation
     outputs: Outputs
-    observed: bool = False
+    calls: int = 0
     direct: Direct | None = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -82,10 +82,10 @@ class _Entry:
         if self.direct is not None:
             return self.outputs.join(self.direct(tensors))
         artefacts = self.compilation.artefacts
-        if self.observed or [a.kind for a in artefacts] != ["inference"]:
+        self.calls += 1
+        if self.calls != 2 or [a.kind for a in artefacts] != ["inference"]:
             return self.outputs.join(self.call(*tensors))
         results, self.direct = observed(self.call, artefacts[0], tensors)
-        self.observed = True
         return self.outputs.join(results)
 
 

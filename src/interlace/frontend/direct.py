@@ -7,8 +7,9 @@ AOTAutograd hands a graph what DTensors hold, and makes DTensors of what it give
 write to arguments behind the graph, give out views of them or themselves, merge those that overlap.
 One call shows whether it did: here every argument of the graph must be, by identity, an argument or
 what one of them holds, every output the graph's own or made of that and no argument, and what else
-there is to see (gradient mode, versions of the arguments) as the graph left it. All other calls go
-through AOTAutograd.
+there is to see (gradient mode, versions of the arguments) as the graph left it. Before the graph it
+may have counted versions up, which is done again. All other calls go through AOTAutograd. The call
+that compiles shows nothing: what it traced may have left another gradient mode behind.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from interlace.frontend.artefact import Artefact
@@ -44,12 +46,16 @@ class Direct:
     """For each of the graph's: the position of the tensor, and the name of what is taken of it."""
     outputs: tuple[_Wrapped | None, ...]
     """None: the result as it is."""
+    written: tuple[int, ...]
+    """The tensors that AOTAutograd says the graph writes: autograd is told by their versions."""
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The outputs for these tensors."""
         if torch.is_grad_enabled():  # an argument may want a gradient that no output has
             with torch.no_grad():
                 return self(tensors)
+        for i in self.written:
+            increment_version(tensors[i])
         results = iter(
             self.artefact(
                 [
@@ -74,23 +80,27 @@ def observed(
     """The outputs of a call of this inference graph, and how to get them without AOTAutograd."""
     heard: list[tuple[Any, ...]] = []
 
-    def listen(given: Sequence[Any], results: Sequence[Any]) -> None:
-        heard.append((given, results, _versions(tensors)))
+    def listen(given: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        entered = _versions(tensors)
+        return lambda results: heard.append((given, entered, results, _versions(tensors)))
 
-    before = torch.is_grad_enabled()
+    before, mode = _versions(tensors), torch.is_grad_enabled()
     artefact.listener = listen
     try:
         outputs = call(*tensors)
     finally:
         artefact.listener = None
-    if len(heard) != 1 or torch.is_grad_enabled() != before:
+    if len(heard) != 1 or torch.is_grad_enabled() != mode:
         return outputs, None
-    given, results, versions = heard[0]
+    given, entered, results, left = heard[0]
     own = {id(tensor) for tensor in tensors}
-    if _versions(tensors) != versions or any(id(output) in own for output in outputs):
+    if _versions(tensors) != left or any(id(output) in own for output in outputs):
         return outputs, None
     arguments, made = _arguments(tensors, given), _outputs(outputs, results)
-    return outputs, None if arguments is None or made is None else Direct(artefact, arguments, made)
+    if arguments is None or made is None:
+        return outputs, None
+    written = tuple(i for i, version in enumerate(before) if version != entered[i])
+    return outputs, Direct(artefact, arguments, made, written)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:

@@ -35,8 +35,11 @@ class State:
             return cls((("", fn),))
         found: dict[int, tuple[str, nn.Module]] = {}
         for name, value in _referred(fn):
-            if isinstance(value, nn.Module):
-                found.setdefault(id(value), (name, value))
+            if isinstance(value, nn.Module) and id(value) not in found:
+                names, unique = {name for name, _ in found.values()}, name
+                while unique in names:
+                    unique += "_"
+                found[id(value)] = unique, value
         if len(found) == 1:
             return cls(tuple(("", module) for _, module in found.values()))
         return cls(tuple(found.values()))
@@ -69,7 +72,7 @@ class State:
                 stack.enter_context(_named_modules(module, f"{prefix}." if prefix else ""))
             try:
                 for held, name, mine in places:
-                    held[name] = given[id(mine)]
+                    held[name] = given.get(id(mine), mine)  # one may be hidden from `tensors()`
                 yield
             finally:
                 for held, name, mine in places:
