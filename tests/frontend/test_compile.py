@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,6 +226,26 @@ def test_tensor_that_is_no_argument_is_a_typed_error() -> None:
     w = torch.randn(4, 4)
     with pytest.raises(UnsupportedError, match="uses a tensor that is not among its arguments"):
         interlace.compile(lambda x: x @ w, torch.randn(2, 4))
+
+
+def decided(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum() > 0 else x  # Python decides
+
+
+def selected(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]  # how many?
+
+
+@pytest.mark.parametrize(("fn", "words"), [(decided, "Python decides"), (selected, "how many")])
+def test_what_depends_on_values_is_a_typed_error(fn: Any, words: str) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if f"# {words}" in text)
+    told = f"{fn.__name__} cannot be compiled as a whole.*test_compile.py:{line}. Compute that"
+    with pytest.raises(UnsupportedError, match=told):
+        interlace.compile(fn, torch.ones(4))
+    torch.compiler.reset()
+    x = torch.tensor([1.0, -2.0, 3.0])
+    assert torch.equal(torch.compile(fn, backend=backend)(x), fn(x))  # as the error says
 
 
 def uneven_weights() -> tuple[list[str], list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""torch.compile of a DTensor model on GPUs: forward and backward equal eager to rounding."""
+"""Compiled DTensor models on GPUs: steps of training and of decoding equal eager to rounding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.frontend.models import Block, parallelise_block
 from tests.support.pool import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import interlace
 from interlace.frontend import capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.nccl, pytest.mark.timeout(200)]
@@ -92,3 +94,36 @@ def test_a_compiled_model_trains_as_eager_does(gpus: Ranks, strategy: str, seed:
     for apart, taken in gpus.run(compare, strategy, dtype, regions, seed, time_out_s=150):
         assert max(apart) < TOLERANCE[dtype]
         assert strategy in taken or strategy == "auto", taken
+
+
+def decode_steps(device: str, graph: bool, seed: int) -> tuple[float, bool]:
+    """Steps of a block with a cache by interlace.compile: how far from eager; whether they go past
+    AOTAutograd. Tokens and positions change, and so do the addresses that they come at."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh(device, (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(seed)
+    block = parallelise_block(Block(64, 8, 128).to(device), mesh)
+    caches = [[torch.zeros(2, 8 // world, 48, 8, device=device) for _ in range(2)] for _ in "ab"]
+    options = {"graph": graph, "time_out_s": 30.0}
+    compiled = interlace.compile(block, mesh=mesh, options=options)
+    kept: list[torch.Tensor] = []
+    apart = 0.0
+    with torch.no_grad():
+        for start in range(0, 48, 4):
+            x = torch.randn(2, 4, 64, device=device).chunk(world, 1)[rank].contiguous()
+            where = torch.arange(start, start + 4, device=device)
+            kept += [x, where] if start % 8 else []
+            want = local(block(x, tuple(caches[0]), where))
+            found = local(compiled(x, tuple(caches[1]), where))
+            for mine, right in zip([found, *caches[1]], [want, *caches[0]], strict=True):
+                apart = max(apart, (mine - right).abs().max().item())
+    entry = next(reversed(compiled._entries.values()))
+    compiled.close()
+    return apart, entry.direct is not None
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_decode_steps_go_past_autograd(gpus: Ranks, graph: bool, seed: int) -> None:
+    for apart, direct in gpus.run(decode_steps, "cuda", graph, seed, time_out_s=150):
+        assert apart < 1e-4
+        assert direct

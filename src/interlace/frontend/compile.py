@@ -24,6 +24,10 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -37,6 +41,7 @@ from interlace.frontend.checkpoints import checkpoints_marked
 from interlace.frontend.devices import device_of
 from interlace.frontend.direct import Direct, observed
 from interlace.frontend.explain import explain
+from interlace.frontend.locs import raised_at
 from interlace.frontend.outputs import Outputs
 from interlace.frontend.state import State
 from interlace.frontend.waiting import without_waiting
@@ -258,15 +263,25 @@ def _without_dynamo() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_errors(fn: Callable[..., Any]) -> Iterator[None]:
-    """Says what torch says of a tensor that is no argument in words that help."""
+    """Says what torch says of what cannot be traced in words that help."""
+    name = getattr(fn, "__qualname__", type(fn).__name__)
     try:
         yield
     except AssertionError as error:
         if "convert all Tensors to FakeTensors" not in str(error):
             raise
         raise UnsupportedError(
-            f"{getattr(fn, '__qualname__', fn)} uses a tensor that is not among its arguments: "
+            f"{name} uses a tensor that is not among its arguments: "
             "pass it as an argument, or give interlace.compile the module that holds it"
+        ) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        what, where = "Python decides by", raised_at(error)
+        if isinstance(error, DynamicOutputShapeException):
+            what = "sizes depend on"
+        raise UnsupportedError(
+            f"{name} cannot be compiled as a whole: {what} the values of a tensor "
+            f"({error.func}){f' at {where}' if where else ''}. Compute that outside and pass it, "
+            'or use torch.compile(..., backend="interlace"), which leaves such lines to Python'
         ) from error
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ _LOCAL = re.compile(r"^[LG]\['\w+'\]\.?")
 _ITEM = re.compile(r"\._modules\['([^']+)'\]|\[(?:'([^']+)'|(\d+))\]")
 _MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
 
 
 def location(node: fx.Node) -> Loc:
@@ -40,6 +42,13 @@ def location(node: fx.Node) -> Loc:
         return Loc(module)
     file, line = mine[-1]
     return Loc(module, file, int(line))
+
+
+def raised_at(error: BaseException) -> str:
+    """The line of the user's code that led to an error, as `file:line`; else nothing."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    mine = [frame for frame in frames if not frame[0].startswith((_TORCH, _OWN, "<"))]
+    return "{}:{}".format(*mine[-1]) if mine else ""
 
 
 def _innermost(stack: dict[str, Any]) -> str:
