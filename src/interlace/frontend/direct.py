@@ -1,7 +1,7 @@
 """Calls of an inference graph without AOTAutograd between, which only takes tensors apart for it.
 
     results, direct = observed(call, artefact, tensors)   # a call, and what it was seen to do
-    results = direct(tensors)                             # the same again, some ten times faster
+    results = direct(tensors)                             # the same again
 
 AOTAutograd hands a graph what DTensors hold, and makes DTensors of what it gives. It may do more:
 write to arguments behind the graph, give out views of them or themselves, merge those that overlap.
