@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Pool
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
@@ -209,6 +210,24 @@ def test_tensors_can_be_swapped() -> None:
     CallKeys(State.of(net)).of((torch.ones(2, 4),), {})
     torch.utils.swap_tensors(net.weight, other)
     assert torch.equal(net.weight, torch.ones(4, 4))
+
+
+class Mine(nn.Parameter):
+    """A parameter of a type of its own, of which nothing is known."""
+
+
+def test_tensors_that_are_not_like_most_are_looked_at_anew() -> None:
+    net, x = nn.Linear(4, 4), torch.ones(2, 4)
+    net.weight = Mine(torch.ones(4, 4))
+    keys = CallKeys(State.of(net))
+    found = keys.of((x,), {})
+    assert [keys.of((x,), {}).key for _ in range(2)] == [found.key] * 2
+    assert found.tensors[0] is net.weight
+    net.weight = nn.Parameter(torch.ones(4, 4))
+    assert keys.of((x,), {}).key != found.key
+    waiting = AsyncCollectiveTensor(torch.ones(2, 4))  # whose storage cannot be read
+    assert keys.of((waiting,), {}).key == keys.of((waiting,), {}).key
+    assert keys.of((waiting,), {}).key != keys.of((x,), {}).key
 
 
 def test_memory_by_another_storage_is_the_modules_too() -> None:

@@ -31,7 +31,8 @@ from torch.utils import _pytree as pytree
 from interlace.frontend.specialise import signature
 from interlace.frontend.state import State
 
-_LEAVES = {torch.Tensor, nn.Parameter, DTensor, int, float, bool, str, type(None)}
+_PLAIN = (torch.Tensor, nn.Parameter)
+_LEAVES = {*_PLAIN, DTensor, int, float, bool, str, type(None)}
 """Types of most arguments, which nest nothing."""
 
 
@@ -97,9 +98,9 @@ class Snapshot:
         modules = [m for _, root in state.modules for m in root.modules()]
         self.names = tuple(named)
         self.known = Known((tuple(map(_kind, tensors)), tuple(m.training for m in modules)))
-        storages = [_local(tensor).untyped_storage() for tensor in tensors]
-        self._starts = {storage.data_ptr() for storage in storages if storage.nbytes()}
-        self._apart = len({storage._cdata for storage in storages}) == len(storages)
+        starts = [_start(tensor) for tensor in tensors]
+        self._starts = {start for start in starts if start}
+        self._apart = None not in starts and _sharing(tensors) is None
         self._modules = [(weakref.ref(m), m.training) for m in modules]
         self._shape, held = _held(modules)
         places: dict[int, int] = {}
@@ -110,12 +111,7 @@ class Snapshot:
         first = [(i, places[id(tensor)]) for i, tensor in enumerate(held) if tensor is not None]
         self._again = [(i, j) for i, j in first if i != j]
         """Places that hold what an earlier one holds."""
-        plain = (torch.Tensor, nn.Parameter)
-        self._lasts = (
-            set(self._places) == set(places.values())
-            and all(type(t) in plain or type(t) is DTensor for t in tensors)
-            and all(type(_local(t)) in plain for t in tensors)
-        )
+        self._lasts = None not in starts and set(self._places) == set(places.values())
         self._marks = _marks(held) if self._lasts else []
 
     def tensors(self) -> list[torch.Tensor] | None:
@@ -139,11 +135,11 @@ class Snapshot:
 
     def apart_from(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether no two tensors of the modules and these can share memory."""
-        starts = {_local(tensor).untyped_storage().data_ptr() for tensor in tensors}
+        starts = {_start(tensor) for tensor in tensors}
         return (
             self._apart
             and len(starts) == len(tensors)
-            and 0 not in starts
+            and starts.isdisjoint((None, 0))
             and self._starts.isdisjoint(starts)
         )
 
@@ -179,6 +175,14 @@ def _held(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def _start(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's storage begins, 0 if it is empty; None of one that is not like most."""
+    if type(tensor) not in _PLAIN and type(tensor) is not DTensor:
+        return None
+    local = _local(tensor)
+    return local.untyped_storage().data_ptr() if type(local) in _PLAIN else None
 
 
 def _marks(held: Sequence[torch.Tensor | None]) -> list[Any]:
