@@ -55,6 +55,10 @@ def data(net: Net) -> Any:
     return net.layers[0].weight
 
 
+def to_end(held: dict[str, Any], name: str) -> None:
+    held[name] = held.pop(name)
+
+
 CHANGES: dict[str, Callable[[Net], object]] = {
     "eval": lambda net: net.drop.eval(),
     "parameter": lambda net: setattr(net, "scale", nn.Parameter(torch.ones(1))),
@@ -69,6 +73,9 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "frozen": lambda net: net.scale.requires_grad_(False),
     "type": lambda net: net.double(),
     "layout": lambda net: setattr(data(net), "data", data(net).data.t()),
+    "order": lambda net: (w := net.scale, delattr(net, "scale"), setattr(net, "scale", w)),
+    "order of parameters": lambda net: to_end(net.layers[0]._parameters, "weight"),
+    "order of children": lambda net: to_end(net._modules, "layers"),
     "size": lambda net: setattr(net.scale, "data", torch.ones(1)),
     "other memory": lambda net: setattr(net.scale, "data", net.scale.data.clone()),
     "shared memory": lambda net: setattr(net.scale, "data", net.seen),
@@ -77,7 +84,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
         net.layers[1], "weight", Doubled()
     ),
 }
-KEPT = ("same parameter", "other memory")
+KEPT = ("same parameter", "other memory", "order")
 """What changes nothing that a compilation rests on."""
 
 
@@ -150,6 +157,31 @@ def test_what_was_replaced_is_freed() -> None:
     net.layers[1] = nn.Linear(4, 4)
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.parametrize("what", ["parameters", "children"])
+def test_a_new_order_of_what_is_alike(what: str) -> None:
+    """Weight and bias of one size, or two children alike, change places in the module's order."""
+    torch.manual_seed(0)
+    net: Any = nn.LayerNorm(4)
+    if what == "children":
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    else:
+        nn.init.normal_(net.weight)
+    x, compiled = torch.randn(3, 4), interlace.compile(net)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), net(x))
+        if what == "parameters":
+            weight = net.weight
+            del net.weight
+            net.weight = weight
+        else:
+            first, second = net[0], net[1]
+            net._modules.clear()
+            net._modules |= {"1": first, "0": second}
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), net(x))
 
 
 def shards() -> list[bool]:

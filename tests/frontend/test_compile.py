@@ -228,6 +228,17 @@ def test_tensor_that_is_no_argument_is_a_typed_error() -> None:
         interlace.compile(lambda x: x @ w, torch.randn(2, 4))
 
 
+@pytest.mark.parametrize("by", ["eager", "aot_eager"])
+def test_within_what_torch_compile_compiles(by: str) -> None:
+    torch.compiler.reset()
+    net = nn.Linear(3, 3)
+    inner = interlace.compile(net)
+    outer = torch.compile(lambda x: inner(x) * 2, backend=by)
+    for rows in (1, 2, 1):
+        x = torch.ones(rows, 3)
+        torch.testing.assert_close(outer(x), net(x) * 2)
+
+
 def decided(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.sum() > 0 else x  # Python decides
 

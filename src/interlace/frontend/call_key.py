@@ -97,7 +97,8 @@ class Snapshot:
         tensors = list(named.values())
         modules = [m for _, root in state.modules for m in root.modules()]
         self.names = tuple(named)
-        self.known = Known((tuple(map(_kind, tensors)), tuple(m.training for m in modules)))
+        training = tuple(module.training for module in modules)
+        self.known = Known((self.names, tuple(map(_kind, tensors)), training))
         starts = [_start(tensor) for tensor in tensors]
         self._starts = {start for start in starts if start}
         self._apart = None not in starts and _sharing(tensors) is None
@@ -159,15 +160,18 @@ class Known:
         return self is other or (isinstance(other, Known) and self.value == other.value)
 
 
-def _held(modules: Sequence[nn.Module]) -> tuple[list[int], list[Any]]:
-    """Which children each has and how many tensors, unique while these live; and the tensors."""
-    shape: list[int] = []
+def _held(modules: Sequence[nn.Module]) -> tuple[list[int | str], list[Any]]:
+    """Which children each has and what its tensors are called, unique while the children live;
+    and the tensors."""
+    shape: list[int | str] = []
     held: list[Any] = []
     for module in modules:
         if module._modules:
+            shape += module._modules
             shape += map(id, module._modules.values())
         for values in (module._parameters, module._buffers):
             if values:
+                shape += values
                 held += values.values()
             shape.append(len(held))
     return shape, held
@@ -197,7 +201,8 @@ def _marks(held: Sequence[torch.Tensor | None]) -> list[Any]:
         if kind is DTensor:
             local = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
             found += tensor._spec, type(local)  # pyright: ignore[reportAttributeAccessIssue]
-        found += local.data_ptr(), local.shape, local.stride(), local.dtype, local.device
+        found += local.untyped_storage().data_ptr(), local.data_ptr(), local.shape
+        found += local.stride(), local.dtype, local.device
         found.append(tensor.requires_grad)
     return found
 

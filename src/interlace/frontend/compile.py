@@ -60,8 +60,8 @@ def compile(
 
     With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
     them at the first call. `mesh` names the teams of process groups that no argument names.
-    `overlap=False` keeps everything serial. What `torch.compile` was given before, `fn` or parts of
-    it, is taken as it was before.
+    `overlap=False` keeps everything serial. A module that `torch.compile` was given before, as
+    `fn` or within it, is taken as it was before.
     """
     chosen = dataclasses.replace(options_from(options), overlap=overlap)
     if isinstance(fn, OptimizedModule):
@@ -87,10 +87,11 @@ class _Entry:
         if self.direct is not None:
             return self.outputs.join(self.direct(tensors))
         artefacts = self.compilation.artefacts
+        if self.calls != 1 or [a.kind for a in artefacts] != ["inference"]:
+            results = self.call(*tensors)
+        else:
+            results, self.direct = observed(self.call, artefacts[0], tensors)
         self.calls += 1
-        if self.calls != 2 or [a.kind for a in artefacts] != ["inference"]:
-            return self.outputs.join(self.call(*tensors))
-        results, self.direct = observed(self.call, artefacts[0], tensors)
         return self.outputs.join(results)
 
 
@@ -211,6 +212,7 @@ class Compiled:
         self._examples = (args, kwargs)
         return entry, call.tensors
 
+    @torch.compiler.disable
     def _compile(self, call: Call) -> _Entry:
         names, leaves, spec, tensors = call.names, call.leaves, call.spec, call.tensors
         found: list[Outputs] = []

@@ -32,28 +32,6 @@ def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
     return lambda: quick(sizes, strides, dtype) if current() == index else slow()
 
 
-def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Whether others are as these are now: type, element type, device, sizes, strides, marks.
-
-    By one call of the guards that TorchDynamo makes of its arguments, if this torch has them.
-    """
-    make: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # pyright: ignore
-    if make is None or not tensors:
-        return _unknown
-    try:
-        return make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    except (RuntimeError, TypeError):  # of a kind that has no guards
-        return _unknown
-
-
-def _unknown(*_: torch.Tensor) -> bool:
-    return False
-
-
-GUARDS = 4
-"""Guards that a run's parameters are given in turn, where callers differ in what does not count."""
-
-
 def may_be_lazy(box: Box) -> bool:
     """Whether a tensor like that may be a view that torch conjugates or negates when it is read,
     as `z.conj()` and the imaginary part of that are: with other numbers in its memory."""
@@ -100,9 +78,6 @@ class Given:
         self._makers = [maker(box, device) for box in boxes]
         for index, tensor, _ in self._held:
             self._makers[index] = lambda tensor=tensor: tensor
-        self._same: Callable[..., bool] = _unknown
-        """Whether tensors are as some were that were found to be right."""
-        self._guards = 0
 
     def new(self) -> list[torch.Tensor]:
         """Tensors for all of them: the registered ones, and for the others new ones."""
@@ -133,10 +108,8 @@ class Given:
         What is looked at are the tensors as they are now, every time: a tensor's shape can change
         in place.
         """
+        kind, device = torch.Tensor, self._device
         if len(tensors) == len(self._wanted):
-            if self._same(*tensors):
-                return
-            kind, device = torch.Tensor, self._device
             for tensor, wanted in zip(tensors, self._wanted):  # noqa: B905
                 dtype, sizes, strides, dense, lazy = wanted
                 if not (
@@ -149,15 +122,8 @@ class Given:
                 ):
                     break
             else:
-                return self._right(tensors)
+                return
         self._look(tensors)
-        self._right(tensors)
-
-    def _right(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Tensors like these are known at once from now on."""
-        if self._guards < GUARDS:
-            self._guards += 1
-            self._same = guard_of(tensors)
 
     def _look(self, tensors: Sequence[torch.Tensor]) -> None:
         """A closer look: raises what is wrong with the tensors, if anything is."""
