@@ -69,6 +69,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
     "bias": lambda net: setattr(net.layers[1], "bias", nn.Parameter(torch.ones(4))),
     "child": lambda net: net.layers.__setitem__(1, nn.Linear(4, 4)),
     "grandchild": lambda net: net.drop.add_module("more", nn.BatchNorm1d(4)),
+    "child without parameters": lambda net: setattr(net, "drop", nn.Tanh()),
     "no child": lambda net: net.layers.pop(1),
     "frozen": lambda net: net.scale.requires_grad_(False),
     "type": lambda net: net.double(),
@@ -182,6 +183,16 @@ def test_a_new_order_of_what_is_alike(what: str) -> None:
             net._modules |= {"1": first, "0": second}
         for _ in range(3):
             torch.testing.assert_close(compiled(x), net(x))
+
+
+def test_another_activation_is_another_function() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    compiled = interlace.compile(net)
+    with torch.no_grad():
+        for activation in (net[1], nn.Sigmoid(), nn.ReLU()):
+            net[1] = activation
+            for _ in range(3):
+                torch.testing.assert_close(compiled(x), net(x))
 
 
 def shards() -> list[bool]:

@@ -6,7 +6,7 @@
 
 A key has all that a compilation rests on: how the arguments nest, their plain values, and of every
 tensor (the modules' parameters and buffers too) sizes, strides, element type, device, layout and
-whether it shares memory with another; training, gradient and autocast modes.
+whether it shares memory with another; types of modules; training, gradient and autocast modes.
 
 Note [A module that has not changed]
     To walk a module and describe its parameters takes many times longer than all else here. So
@@ -97,8 +97,8 @@ class Snapshot:
         tensors = list(named.values())
         modules = [m for _, root in state.modules for m in root.modules()]
         self.names = tuple(named)
-        training = tuple(module.training for module in modules)
-        self.known = Known((self.names, tuple(map(_kind, tensors)), training))
+        kinds = tuple((type(module), module.training) for module in modules)
+        self.known = Known((self.names, tuple(map(_kind, tensors)), kinds))
         starts = [_start(tensor) for tensor in tensors]
         self._starts = {start for start in starts if start}
         self._apart = None not in starts and _sharing(tensors) is None
