@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.gpu.cases import KINDS, STRATEGIES, Case, prepared, run
 from tests.support.pool import Ranks
+
+from interlace.ir import parse
+from interlace.options import Options
+from interlace.runtime import Executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -87,3 +92,54 @@ def mixed(seed: int) -> list[str]:
 def test_graphs_and_eager_runs_take_turns(gpus: Ranks, seed: int) -> None:
     for wrong in gpus.run(mixed, seed, time_out_s=60):
         assert not wrong
+
+
+def from_a_new_thread(strategy: str, seed: int) -> list[str]:
+    """Runs of threads whose current device is the first one, whichever this rank's is."""
+    case = Case("all_gather_matmul", dist.get_world_size())
+    given = case.inputs(seed)
+    with (
+        prepared(case, strategy) as eager,
+        prepared(case, strategy, graph=True) as graphed,
+        prepared(case, strategy, in_order=True) as twin,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        wanted = run(twin, case, given)
+
+        def call(executor: Executor) -> torch.Tensor:
+            assert torch.cuda.current_device() == 0
+            found = run(executor, case, given)
+            executor.synchronize()
+            return found
+
+        found = [thread.submit(call, which).result(60) for which in (eager, graphed) * 3]
+        torch.cuda.synchronize()
+        return [f"run {n}" for n, mine in enumerate(found) if not torch.equal(mine, wanted)]
+
+
+@pytest.mark.parametrize("strategy", ["serial", "peer-put", "fused", "exchange"])
+def test_a_new_thread_may_call(gpus: Ranks, strategy: str, seed: int) -> None:
+    for wrong in gpus.run(from_a_new_thread, strategy, seed, time_out_s=90):
+        assert not wrong
+
+
+DRAWS = """
+def f(x: f32[1000], y: out[f32[1000]]):
+    main: call("aten.bernoulli.p", x, 0.5, out=(kept := f32[1000]){rng})
+    main: call("aten.neg.out", kept, out=y)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rng", ["", ", rng=True"], ids=["silent", "told"])
+def test_replays_draw_the_random_numbers_of_eager_runs(rng: str, seed: int) -> None:
+    x, found = torch.zeros(1000, device="cuda"), dict[bool, list[torch.Tensor]]()
+    for graph in (False, True):
+        options = Options(graph=graph)
+        with Executor(parse(DRAWS.format(rng=rng)), device="cuda", options=options) as executor:
+            executor.prepare()
+            torch.manual_seed(seed)
+            found[graph] = [executor.run([x])[0].clone() for _ in range(6)]
+    for eager, replayed in zip(found[False], found[True], strict=True):
+        assert torch.equal(eager, replayed)
+    assert not torch.equal(*found[True][:2])

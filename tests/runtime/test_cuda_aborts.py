@@ -134,11 +134,17 @@ def test_no_run_begins_once_there_is_a_failure() -> None:
 def test_a_failure_is_looked_for_once_the_thread_is_known_to_be_issuing() -> None:
     """The other way round, a failure and its abort could come between the two."""
     with bound("gather", "put") as fake:
-        engine, seen = fake.engine, list[bool]()
-        check = engine.check
-        engine.check = lambda: (seen.append(engine.watched.issuing), check())[1]
-        logs_of(fake, "gather", 1)
+        team, seen = next(iter(fake.engine.context.crew.teams.values())), list[bool]()
+
+        def enter(*_: Any) -> None:
+            seen.append(fake.engine.watched.issuing)
+            fake.engine.watched.fail(PROBLEM)
+
+        with mock.patch.object(team.control, "enter", enter), pytest.raises(PeerError) as found:
+            logs_of(fake, "gather", 1)
+        assert found.value is PROBLEM
         assert seen == [True]
+        assert not fake.log
 
 
 def test_an_abort_is_begun_though_streams_cannot_be_let_go() -> None:

@@ -8,6 +8,7 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,10 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.bench.kernels.host import WIDTH, program
 from interlace.comm import Use
+from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.memory import tensor_at
-from interlace.errors import ExecutorError, PeerError
+from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
 from interlace.runtime.cuda import graphs as graphs_file
+from interlace.runtime.cuda.captured import launcher
 
 CAPTURE = 4711
 NBYTES = 4 * WIDTH * WIDTH
@@ -611,3 +614,51 @@ def test_the_run_before_a_capture_leaves_random_numbers_as_they_were(
         ends.assert_called_once()
         fake.run([x], [y])
         assert torch.equal(y, -wanted)
+
+
+PLAIN_MATH = 'call("aten.neg.out", x, out=y)'
+REGION = """
+    @region
+    def mix(a):
+        b = aten.neg.default(a)
+        return b
+"""
+
+
+@pytest.mark.parametrize(
+    ("op", "draws"),
+    [
+        (PLAIN_MATH, False),
+        ("copy(x, y)", False),
+        ('call("aten.bernoulli.p", x, 0.5, out=(k := f32[8]), rng=True)', True),
+        ('call("aten.bernoulli.p", x, 0.5, out=(k := f32[8]))', True),
+        ('call("interlace.matmul", x, x, out=(k := f32[8]))', True),
+        ('call("mix", x, out=(k := f32[8]))', True),
+        (f'fused(part({PLAIN_MATH}), part(call("aten.normal.out", x, x, out=x)))', True),
+    ],
+)
+def test_what_may_draw_random_numbers_is_replayed_by_torch(op: str, draws: bool) -> None:
+    """Which sees to it that each replay draws others."""
+    region = REGION if "mix" in op else "\n"
+    text = f"def f(x: f32[8], y: out[f32[8]]):{region}    main: {op}\n"
+    driver, graph = mock.Mock(), mock.Mock()
+    launch = launcher(parse(text), driver)(graph)
+    assert driver.launcher.mock_calls == ([] if draws else [mock.call(graph)])
+    launch(MAIN)
+    assert graph.replay.call_count == int(draws)
+
+
+def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, int]] = []
+
+    def launch(handle: Any, stream: int) -> tuple[Any]:
+        launches.append((handle, stream))
+        return (SimpleNamespace(name="CUDA_ERROR_ILLEGAL_STATE") if len(launches) > 1 else 0,)
+
+    known = mock.MagicMock(cuGraphLaunch=launch, CUgraphExec=lambda number: ("exec", number))
+    monkeypatch.setattr(driver_file, "bindings", lambda: known)
+    run = driver_file.Driver().launcher(mock.Mock(raw_cuda_graph_exec=lambda: 5))
+    run(MAIN)
+    assert launches == [(("exec", 5), MAIN)]
+    with pytest.raises(BackendError, match=r"cuGraphLaunch .* CUDA_ERROR_ILLEGAL_STATE"):
+        run(MAIN)

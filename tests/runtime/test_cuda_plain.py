@@ -16,6 +16,7 @@ from interlace.bench.kernels.host import WIDTH, program
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.options import Options
+from interlace.runtime.cuda.runner import Together
 
 TWO_STREAMS = f"""
 def two(x: f32[{WIDTH}, {WIDTH}], w: f32[{WIDTH}, {WIDTH}], y: out[f32[{WIDTH}, {WIDTH}]]):
@@ -188,3 +189,32 @@ def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:
         plan: Any = type("Plan", (), {"program": changed})
         other: Any = type("Context", (), {"plan": plan, "values": context.values})
         assert keeps_memory(other)
+
+
+def test_locks_of_several_teams_are_taken_all_or_none() -> None:
+    locks = [threading.RLock() for _ in range(3)]
+    both = Together(locks)
+    assert both.acquire(False)
+    with ThreadPoolExecutor(1) as threads:
+        assert not threads.submit(both.acquire, False).result()
+        both.release()
+        locks[2].acquire()
+        assert not threads.submit(both.acquire, True, 0.05).result()
+        locks[2].release()
+        assert threads.submit(lambda: (both.acquire(True, 5), both.release())[0]).result()
+    assert both.acquire(False)  # nobody has any of them
+    both.release()
+
+
+def test_a_caller_on_another_device_is_looked_at_first() -> None:
+    """As a new thread of another rank than the first: the driver takes streams for its device's."""
+    for text in (TWO_STREAMS, str(program(1))):
+        with fake_engine(parse(text), 0) as fake:
+            assert fake.runner.ready
+            with mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=1):
+                fake.runner._current = torch._C._cuda_getDevice  # pyright: ignore
+                assert not fake.runner.ready
+            inside = mock.MagicMock()
+            with mock.patch.object(torch.cuda, "device", inside):
+                fake.runner.issue(given(), None)
+            assert inside.mock_calls[:2] == [mock.call(fake.engine.device), mock.call().__enter__()]

@@ -120,7 +120,8 @@ def test_probes_are_used_again() -> None:
     device = Device()
     marks = Marks(device, 32)  # type: ignore[arg-type]
     for run in range(1, 1000):
-        marks.probe(1, run)
+        if run >= marks.next:
+            marks.probe(1, run)
         if run % 20 == 0:
             device.done_to = device.issued
             assert run - marks.passed() < 32

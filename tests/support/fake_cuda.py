@@ -109,6 +109,9 @@ class FakeDriver:
     def fill(self, address: int, value: int, count: int) -> None:
         self.log.append(("fill", None, address, value, count))
 
+    def launcher(self, graph: Any) -> Callable[[int], None]:
+        return lambda _: graph.replay()
+
     def finish_device(self) -> None:
         self.log.append(("finish", None))
 
@@ -363,6 +366,8 @@ def fake_engine(
         for kind in ("gather", "scatter")
     }
     with contextlib.ExitStack() as stack:
+        for segment in segments:
+            stack.callback(segment.unlink)
 
         def patch(where: Any, name: str, new: Any) -> None:
             stack.enter_context(mock.patch.object(where, name, new))
@@ -370,6 +375,8 @@ def fake_engine(
         raw = mock.patch.object(torch._C, "_cuda_getCurrentRawStream", create=True)
         caller = stack.enter_context(raw)
         caller.return_value = MAIN
+        device_of = mock.patch.object(torch._C, "_cuda_getDevice", create=True)
+        stack.enter_context(device_of).return_value = 0
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
         refuse = support.refuse
@@ -395,5 +402,3 @@ def fake_engine(
             for kind in ("input", "output")
         ]
         yield Fake(engine, runner_of(engine, given[0], given[1], tuple, 7), driver, caller)
-    for segment in segments:
-        segment.unlink()

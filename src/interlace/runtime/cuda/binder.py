@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.driver import Driver, Event
 from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import CommTimeoutError
@@ -99,7 +99,7 @@ class Binder:
         self.regions = {region.name: region for region in context.plan.program.regions}
         self.compiled = context.options.regions == "inductor"
         self.points: dict[Spot, Point] = {}
-        self.events: list[int] = []
+        self.events: list[Event] = []
         self.kernels: list[int] = []
         """The Fused ops that one kernel runs."""
         self.slots = slot_keys(self.plan.takes, self.plan.buffers)

@@ -15,15 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
+from interlace.ir import Call, Fused, Program
+from interlace.runtime.calls import resolve
 from interlace.runtime.copies import once
 from interlace.runtime.cuda.homes import Give, giver
+
+Launch = Callable[[int], None]
+"""Launches a graph on a stream, the caller's current one."""
 
 
 @contextlib.contextmanager
@@ -37,6 +42,25 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def may_draw(program: Program) -> bool:
+    """Whether a run may draw random numbers, as far as is known."""
+    regions = {region.name for region in program.regions}
+    items = [m for op in program.ops for m in (op.members if isinstance(op, Fused) else (op,))]
+    return any(
+        op.rng
+        or op.fn in regions
+        or not op.fn.startswith("aten.")
+        or torch.Tag.nondeterministic_seeded in getattr(resolve(op.fn), "tags", ())
+        for op in items
+        if isinstance(op, Call)
+    )
+
+
+def launcher(program: Program, driver: Driver) -> Callable[[Any], Launch]:
+    """What makes of a captured graph that which launches it."""
+    return (lambda graph: lambda _: graph.replay()) if may_draw(program) else driver.launcher
 
 
 def _in_one_piece(tensor: torch.Tensor) -> int:
@@ -62,6 +86,8 @@ class Captured:
         the Program changes, `bound` of those of which the storage counts: see
         Note [NCCL and addresses] in graphs.py."""
         self.graphs: list[Any] = []
+        self.launch: list[Launch] = []
+        """What launches each of them."""
         self.gives: list[Give] = []
         """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
         self.used = 0
@@ -131,5 +157,6 @@ class Captured:
 
     def reset(self) -> None:
         """Lets go of the graphs."""
+        self.launch.clear()
         for graph in self.graphs:
             graph.reset()

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Use
-from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError, InterlaceError
 from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused
 from interlace.runtime.cuda.binding import Binding
@@ -99,7 +99,7 @@ class CudaEngine:
         self._generations = [(side, side.generation) for side in self.sides]
         self._closing = [s.side for team, s in spaces.items() if hears_all(context.plan, team)]
         self._tells = [(side, self.driver.batch(("write", side.told))) for side in self._used]
-        self.last: tuple[int, int] | None = None
+        self.last: tuple[int, Event] | None = None
         self._owners: list[Any] = [*self.sides] or [self]
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
         self.graphs: Graphs | None = None
@@ -193,7 +193,7 @@ class CudaEngine:
                 self.driver.record(stream, entry)
             if pair.moves:
                 pair.bring(self.driver, stream, given)
-            pair.graphs[turn].replay()
+            pair.launch[turn](stream)
             if pair.moves:
                 pair.take(given)
             results = pair.gives[turn](given)
@@ -210,7 +210,7 @@ class CudaEngine:
             self.driver.wait_event(stream, self._told)
         side.teller = stream
 
-    def _abandon(self, error: BaseException, stream: int, over: int) -> None:
+    def _abandon(self, error: BaseException, stream: int, over: Event) -> None:
         """A run is issued in part: it ends here, and so does what it waits for."""
         self.binding.join()
         self._leave(stream, over)
@@ -228,7 +228,7 @@ class CudaEngine:
         if self.watched is not None and self.watched.failure is not None:
             raise self.watched.failure
 
-    def _enter(self) -> tuple[int, int, int]:
+    def _enter(self) -> tuple[int, Event, Event]:
         """The stream that the caller is on, after the last run on another; the events of a run."""
         stream = self._raw_stream(self._index)
         if self._capturing():
@@ -246,13 +246,13 @@ class CudaEngine:
             "would keep this run's numbers: use Options(graph=True) instead"
         )
 
-    def _leave(self, stream: int, over: int) -> None:
+    def _leave(self, stream: int, over: Event) -> None:
         """All of a run is issued. Only now it counts: before, its event stands for an older one."""
         self.driver.record(stream, over)
         for owner in self._owners:
             owner.last = stream, over
         self.issued += 1
-        if self.watches:
+        if self.watches and self.issued >= self.marks.next:
             self.marks.probe(stream, self.issued)
 
     def ended(self, run: int) -> bool:

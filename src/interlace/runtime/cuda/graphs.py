@@ -44,7 +44,7 @@ from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.captured import Captured, uncollected
+from interlace.runtime.cuda.captured import Captured, launcher, uncollected
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.words import Words
@@ -172,6 +172,7 @@ class Graphs:
         for binding, other in zip(self._bindings, reversed(self._bindings), strict=True):
             binding.other = other.spaces
         self._entry = engine.driver.event()
+        self._launcher = launcher(self._context.plan.program, engine.driver)
         self._stream: Any = torch.cuda.Stream(self._context.device)
         self._at: dict[Key, Captured] = {}
         self._through: dict[int, Captured] = {}
@@ -279,6 +280,7 @@ class Graphs:
                 pool = others[0].graphs[turn].pool() if others else None
                 with uncollected(), self._capturing(graph, pool):
                     results = self._issue(turn, named, source)
+                made.launch.append(self._launcher(graph))
                 made.keep(results, tensors, kept, options.static_outputs)
         except BaseException:
             with contextlib.suppress(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.driver import Driver, Event
 from interlace.runtime.cuda.words import Words
 
 Thunk = Callable[[], None]
@@ -59,7 +59,7 @@ class EventPoint:
     """A point marked by an event."""
 
     driver: Driver
-    event: int
+    event: Event
 
     def record(self, lane: Lane) -> Thunk:
         driver, event = self.driver, self.event

@@ -2,7 +2,7 @@
 
     marks = Marks(driver, 32)
     begin, end = marks.of(run)            # recorded where the run begins and ends on its stream
-    marks.probe(stream, run)              # then: seen however many runs go on
+    marks.probe(stream, run)              # then, where it is `next`: seen however many runs go on
     marks.passed()                        # the last run that a probe has seen the end of
 
 A run's two events are those of the run `num` before it: once so many are issued on top, they tell
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.driver import Driver, Event
 
 APART = 4
 
@@ -26,28 +26,27 @@ class Marks:
         self.num = num
         self._driver = driver
         self._events = [(driver.event(), driver.event()) for _ in range(num)]
-        self._probes: deque[tuple[int, int]] = deque()
+        self._probes: deque[tuple[int, Event]] = deque()
         """Runs and events that were not seen to be done, in order."""
         self.probes = [driver.event(), driver.event()]
         """All events of that kind."""
         self._free = deque(self.probes)
-        self._next = 0
+        self.next = 0
+        """The run that leaves the next one."""
 
-    def of(self, run: int) -> tuple[int, int]:
+    def of(self, run: int) -> tuple[Event, Event]:
         """The events of where a run begins and ends."""
         return self._events[run % self.num]
 
     def probe(self, stream: int, run: int) -> None:
-        """After the end of every run: leaves an event behind some of them."""
-        if run < self._next:
-            return
+        """After the end of a run, from `next` on: leaves an event behind it."""
         if not self._free:  # further ahead than ever before
             self.probes.append(self._driver.event())
             self._free.append(self.probes[-1])
         event = self._free.popleft()
         self._driver.record(stream, event)
         self._probes.append((run, event))
-        self._next = run + max(self.num // APART, 1)
+        self.next = run + max(self.num // APART, 1)
 
     def passed(self) -> int:
         """The last run whose probe is done; 0: none since the last call. One thread at a time."""
@@ -65,7 +64,7 @@ class Marks:
         """Whether a run has ended, of the last few; a later one in its place counts as not."""
         return self._driver.done(self.of(run)[1])
 
-    def owns(self, event: int) -> bool:
+    def owns(self, event: Event) -> bool:
         """Whether it is one of these."""
         return any(event in pair for pair in self._events)
 

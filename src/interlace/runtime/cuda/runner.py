@@ -28,6 +28,27 @@ if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
 
 
+class Together:
+    """Several locks, taken in their order, as one."""
+
+    def __init__(self, locks: Sequence[Any]) -> None:
+        self._locks = locks
+
+    def acquire(self, blocking: bool, time_out_s: float = -1) -> bool:
+        """Takes all of them, or none."""
+        for count, lock in enumerate(self._locks):
+            if not lock.acquire(blocking, time_out_s):
+                for taken in self._locks[:count]:
+                    taken.release()
+                return False
+        return True
+
+    def release(self) -> None:
+        """Lets go of all."""
+        for lock in self._locks:
+            lock.release()
+
+
 class Runner:
     """Issues runs of one engine."""
 
@@ -45,7 +66,8 @@ class Runner:
         self._teams = list(context.crew.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
         ordered = sorted(dict.fromkeys(self._teams), key=lambda team: team.topic)
-        self._locks = [team.lock for team in ordered] or [RLock()]
+        locks = [team.lock for team in ordered]
+        self._lock: Any = locks[0] if len(locks) == 1 else Together(locks) if locks else RLock()
         self._shared = " on the same teams" if ordered else ""
         self._limit = context.options.time_out_s
         self._name, self._tag = context.plan.program.name, tag
@@ -56,10 +78,13 @@ class Runner:
         self._written = [one.tensor for one in held if one.written]
         self._marked = [tensor for tensor in self._written if not tensor.is_inference()]
         """What a run, of any rank, writes without torch seeing it."""
+        self._has_places = bool(self._values.registered)
         self._lent = lent(engine)
         self.warm = False
         """Whether a run has been issued op by op, as graphs need before they are captured."""
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
+        self._device, self._index = engine.device, engine.device.index or 0
+        self._current: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """With graphs: one run op by op, with zeros, which sets up what cannot be in a capture.
@@ -88,7 +113,7 @@ class Runner:
             with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
                 kept += [(tensor, tensor.clone()) for tensor in self._written]
             with self._same_draws():
-                self.run(self._inputs.zeros(), None)
+                self.issue(self._inputs.zeros(), None)
                 self._engine.synchronize()
         except BaseException as error:
             self._engine.watched.fail(error)  # peers wait for this rank in their runs
@@ -116,8 +141,9 @@ class Runner:
 
     @property
     def ready(self) -> bool:
-        """Whether nothing has happened since this was made that a run must look at first."""
-        if self._engine.watched.failure is not None:
+        """Whether nothing has happened since this was made that a run must look at first, and the
+        thread's current device is this one, as it is not in a new thread."""
+        if self._engine.watched.failure is not None or self._current() != self._index:
             return False
         for team, resets in self._resets:
             if team.resets != resets:
@@ -128,27 +154,29 @@ class Runner:
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
         """Issues a run and gives its results, which are there once the caller's stream is."""
-        taken: list[Any] = []
+        lock = self._lock
+        if not lock.acquire(False) and not lock.acquire(True, self._limit):
+            raise ExecutorError(
+                f"{self._name} waited {self._limit:g} s for another thread's run{self._shared}: "
+                "call Executors from one thread"
+            )
         had_grad = torch.is_grad_enabled()
         try:
-            for lock in self._locks:
-                if not lock.acquire(False) and not lock.acquire(True, self._limit):
-                    raise ExecutorError(
-                        f"{self._name} waited {self._limit:g} s for another thread's run"
-                        f"{self._shared}: call Executors from one thread"
-                    )
-                taken.append(lock)
             if had_grad:
                 self._grad(False)
             return self._issue(inputs, out)
         finally:
             if had_grad:
                 self._grad(True)
-            for lock in taken:
-                lock.release()
+            lock.release()
 
-    issue = run
-    """`run`, once the Executor has looked at all that there may be to look at."""
+    def issue(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        """`run`, on whatever device the thread is, once the Executor has looked at all that there
+        may be to look at."""
+        with torch.cuda.device(self._device):
+            return self.run(inputs, out)
 
     def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
         engine = self._engine
@@ -157,11 +185,13 @@ class Runner:
         try:
             for team in self._teams:
                 team.control.enter(self._tag, self._name, self._text)
-            self._inputs.check_places(inputs)
-            if out is not None:
-                self._outputs.check_places(out)
+            if self._has_places:
+                self._inputs.check_places(inputs)
+                if out is not None:
+                    self._outputs.check_places(out)
             try:
-                engine.check()  # a failure from before is known here, a later one waits for the end
+                if watched.failure is not None:  # from before; a later one waits for the end
+                    raise watched.failure
                 if engine.graphs is not None and self.warm:
                     return engine.graphs.run(self._source, inputs, out)
                 out = self._outputs.new() if out is None else out
@@ -219,8 +249,8 @@ class PlainRunner(Runner):
 
     @property
     def ready(self) -> bool:
-        """Always: a run that failed leaves nothing behind."""
-        return True
+        """A run that failed leaves nothing behind."""
+        return self._current() == self._index
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
@@ -246,8 +276,6 @@ class PlainRunner(Runner):
             if had_grad:
                 self._grad(True)
             lock.release()
-
-    issue = run
 
 
 def runner_of(engine: CudaEngine, *rest: Any) -> Runner:
