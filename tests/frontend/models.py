@@ -56,7 +56,7 @@ class Attention(nn.Module):
             keys, values = cache
             keys.index_copy_(2, start, k)
             values.index_copy_(2, start, v)
-            seen = torch.arange(keys.shape[2])[None, :] <= start[:, None]
+            seen = torch.arange(keys.shape[2], device=start.device)[None, :] <= start[:, None]
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
         return self.wo(y.transpose(1, 2).reshape(batch, length, -1))
 

@@ -108,11 +108,11 @@ def from_a_new_thread(strategy: str, seed: int) -> list[str]:
 
         def call(executor: Executor) -> torch.Tensor:
             assert torch.cuda.current_device() == 0
-            found = run(executor, case, given)
+            (found,) = executor.run(given)
             executor.synchronize()
             return found
 
-        found = [thread.submit(call, which).result(60) for which in (eager, graphed) * 3]
+        found = [thread.submit(call, each).result(60) for each in (eager, graphed) * 3]
         torch.cuda.synchronize()
         return [f"run {n}" for n, mine in enumerate(found) if not torch.equal(mine, wanted)]
 

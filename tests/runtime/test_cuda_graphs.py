@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
 from interlace.runtime.cuda import graphs as graphs_file
 from interlace.runtime.cuda.captured import launcher
+from interlace.runtime.cuda.runner import Replayer
 
 CAPTURE = 4711
 NBYTES = 4 * WIDTH * WIDTH
@@ -70,16 +73,18 @@ class Graphed:
         """and what was captured last."""
         self.pools: list[Any] = []
         """The graph, by number, whose memory each capture shares."""
+        given = fake.runner._inputs, fake.runner._outputs
+        self.runner = Replayer(fake.engine, *given, self._results, 7)
+        self.runner._source = self.runner._source._replace(new=self.new)
+        self.runner.warm = True
 
     def run(self, inputs: list[Any], out: list[Any] | None) -> list[tuple[Any, ...]]:
         """What one run asked of the driver and of torch."""
         log.clear()
-        program = self.fake.engine.context.plan.program
-        params = [b.name for b in program.params]
-        source = graphs_file.Source(params[:2], params[2:], self.new, self._results)
         if self.held is not None:
             self.held.append((inputs, out))
-        self.results = self.graphs.run(source, inputs, out)
+        found = self.runner.run(inputs, out)
+        self.results = self.runner.issue(inputs, out) if found is None else found
         return [entry for entry in log if entry[0] != "call"]
 
     def kinds(self, inputs: list[Any], out: list[Any] | None) -> list[str]:
@@ -439,7 +444,7 @@ def test_graphs_that_go_are_reset_and_their_memory_too(graphed: Graphed, one_pai
     log.clear()
     graphed.graphs.drop()
     assert log == [("reset", number) for number in (1, 2, 3, 4)]
-    assert not any((graphed.graphs._made, graphed.graphs._at, graphed.graphs._through))
+    assert not any((graphed.graphs._made, graphed.graphs.at, graphed.graphs._through))
     assert [e[0] for e in graphed.run([tensor(), w], None)] == ["replay", "clone", "record"][::2]
 
 
@@ -456,7 +461,7 @@ def test_a_failure_between_two_captures_lets_go_of_the_first(graphed: Graphed) -
     with pytest.raises(PeerError, match="a peer stopped meanwhile"):
         graphed.run([tensor(), tensor()], [tensor()])
     assert [entry for entry in log if entry[0] == "reset"] == [("reset", 1), ("reset", 2)]
-    assert not graphed.graphs._at
+    assert not graphed.graphs.at
     assert len(graphed.pools) == 1  # the second was not begun
 
 
@@ -662,3 +667,61 @@ def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches == [(("exec", 5), MAIN)]
     with pytest.raises(BackendError, match=r"cuGraphLaunch .* CUDA_ERROR_ILLEGAL_STATE"):
         run(MAIN)
+
+
+def test_a_replay_of_what_lies_where_it_lay_is_a_launch_and_little_else(graphed: Graphed) -> None:
+    inputs, out, runner = [tensor(), tensor()], [tensor()], graphed.runner
+    graphed.run(inputs, out)
+    watched = graphed.fake.engine.watched
+    with mock.patch.object(graphed.graphs, "run", side_effect=AssertionError("the long way")):
+        for number in (2, 1, 2):
+            assert graphed.run(inputs, out)[0] == ("replay", number)
+            assert not watched.issuing
+        log.clear()
+        assert runner.run(inputs[:1], out) is None
+        assert runner.run(inputs, [torch.zeros(3)]) is None
+        assert runner.run([inputs[0], inputs[1].t()[:-1]], out) is None
+        with mock.patch.object(runner, "_current", return_value=1):
+            assert runner.run(inputs, out) is None
+        watched.failure = PeerError("as planned")
+        assert runner.run(inputs, out) is None
+        watched.failure = None
+        assert log == []
+        with pytest.raises(AssertionError, match="the long way"):
+            runner.run(inputs, None)  # other tensors than the graphs know
+        taken, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with runner._lock:
+                taken.set()
+                assert go_on.wait(10)
+
+        with ThreadPoolExecutor(1) as threads, mock.patch.object(runner, "_limit", 0.2):
+            held = threads.submit(hold)
+            assert taken.wait(10)
+            with pytest.raises(ExecutorError, match=r"waited 0\.2 s for another thread's run"):
+                runner.run(inputs, out)
+            go_on.set()
+            held.result()
+    assert graphed.run(inputs, out)[0][0] == "replay"
+
+
+def test_what_a_replay_writes_of_registered_memory_is_seen_by_autograd(graphed: Graphed) -> None:
+    inputs, out = [tensor(), tensor()], [tensor()]
+    graphed.runner._marked = list[torch.Tensor](inputs[1:])
+    for number in range(1, 4):
+        graphed.run(inputs, out)
+        assert inputs[1]._version == number
+
+
+def test_a_launch_that_fails_ends_its_run(graphed: Graphed) -> None:
+    inputs, out = [tensor(), tensor()], [tensor()]
+    graphed.run(inputs, out)
+    (pair,) = graphed.graphs.at.values()
+    pair.launch[1] = mock.Mock(side_effect=BackendError("as planned"))
+    engine, before = graphed.fake.engine, graphed.fake.engine.issued
+    with pytest.raises(BackendError, match="as planned"):
+        graphed.run(inputs, out)
+    assert engine.issued == engine.entered == before + 1  # else the watchdog waited for it
+    assert not engine.watched.issuing
+    assert graphed.run(inputs, out)[0] == ("replay", 1)

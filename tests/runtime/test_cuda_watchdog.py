@@ -24,6 +24,7 @@ from interlace.errors import AgreementError, BackendError, CommTimeoutError, Pee
 from interlace.ir import parse
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda import watchdog as watchdog_file
+from interlace.runtime.cuda.captured import uncollected
 from interlace.runtime.cuda.marks import APART, Marks
 from interlace.runtime.cuda.stalls import stalled
 from interlace.runtime.shares import Kept
@@ -341,7 +342,6 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
     runs(found, device, 1)
     kept, passed, watched = Kept(), found.engine.marks.passed, found.engine.watched
     kept.engine = found.engine
-    weakref.finalize(Cyclic(), kept.close)
 
     def collected() -> int:
         gc.collect()
@@ -349,7 +349,8 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
 
     monkeypatch.setattr(found.engine.marks, "passed", collected)
     dog = watchdog_file.Watchdog()
-    with mock.patch.object(engine_file, "watchdog", return_value=dog):
+    with uncollected(), mock.patch.object(engine_file, "watchdog", return_value=dog):
+        weakref.finalize(Cyclic(), kept.close)
         thread = threading.Thread(target=watched.look, daemon=True)
         thread.start()
         thread.join(20)

@@ -212,6 +212,9 @@ def run_with(what: str) -> Outcome:
             "shape": [x[:1], w],
             "strides": [x.t().contiguous().t(), w],
             "device": [x.to("meta"), w],
+            "sparse": [x.to_sparse(), w],
+            "nested": [torch.nested.nested_tensor([x[0], x[1]]), w],
+            "rows": [torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged), w],
         }[what]
         outcome = attempt(lambda: own.run(given))
         own.run([x, w])  # a refused input leaves the Executor usable
@@ -227,6 +230,9 @@ def run_with(what: str) -> Outcome:
         ("shape", "has shape [1, 3], not [2, 3]"),
         ("strides", "has strides [1, 2], not [3, 1]: make it so, with .contiguous()"),
         ("device", "is on meta, not on cpu: move it with .to('cpu')"),
+        ("sparse", "is torch.sparse_coo, not a dense tensor: convert it, with .to_dense()"),
+        ("nested", "input 0 ('x') of gather_matmul_get is nested, not a dense tensor: convert it"),
+        ("rows", "is nested, not a dense tensor"),
     ],
 )
 def test_malformed_inputs_are_refused_before_anything_runs(

@@ -68,10 +68,10 @@ class Flat(Quick):
         assert len(streams) <= STREAMS
         engine.flight.follow(functools.partial(stands, self._control, streams))
 
-    def run(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def issue(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...] | None:
-        """A run, and its results; None, with nothing done, where it cannot be begun at once.
+        """The same; None, with nothing done, also where it cannot be begun at once.
 
         Whoever has the team's lock already may call it too.
         """
@@ -115,8 +115,6 @@ class Flat(Quick):
                 self._grad(True)
             self._under_way = False
             lock.release()
-
-    issue = run
 
 
 def stands(control: Control, streams: Sequence[str]) -> dict[str, tuple[int, float]]:

@@ -2,7 +2,7 @@
 
     steps = engine.alone()               # None: it has more to order than that
     run = Quick(engine, steps, inputs, outputs, results)
-    (y,) = run.run([x, w], None)
+    (y,) = run.run([x, w], None)         # None: the Executor has to look at something first
 
 Nothing waits there and nobody else looks: the ops are called one after another, and which one
 raised is known by how many are left. The rest is as in the engine.
@@ -39,8 +39,6 @@ NO_USES: Mapping[str, Use] = MappingProxyType({})
 class Quick:
     """Issues runs of one engine."""
 
-    ready = True
-
     def __init__(
         self,
         engine: CpuEngine,
@@ -61,8 +59,16 @@ class Quick:
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, ...]:
-        """A run, and its results."""
+    ) -> tuple[Any, ...] | None:
+        """A run, and its results; None, with nothing done, where the Executor has to look first."""
+        if self._inputs.fit(inputs) and (out is None or self._outputs.fit(out)):
+            return self.issue(inputs, out)
+        return None
+
+    def issue(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...] | None:
+        """`run`, once the Executor has looked at all that there may be to look at."""
         lock = self._lock
         if not lock.acquire(False) and not lock.acquire(True, self._limit):
             raise ExecutorError(
@@ -87,9 +93,6 @@ class Quick:
             if had_grad:
                 self._grad(True)
             lock.release()
-
-    issue = run
-    """`run`, once the Executor has looked at all that there may be to look at."""
 
     def _explained(self, error: BaseException, left: Iterator[Any]) -> BaseException:
         """The error as the user should see it; the last step that is not left raised it."""

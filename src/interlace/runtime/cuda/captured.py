@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -42,6 +42,17 @@ def uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+class Source(NamedTuple):
+    """What is captured, besides the ops."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    new: Callable[[], Sequence[torch.Tensor]]
+    """Makes outputs where the caller gives none."""
+    results: Callable[[], tuple[Any, ...]]
+    """Reads the results of the run under way."""
 
 
 def may_draw(program: Program) -> bool:

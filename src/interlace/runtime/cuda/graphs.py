@@ -33,8 +33,8 @@ Note [NCCL and addresses]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,7 +44,7 @@ from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.captured import Captured, launcher, uncollected
+from interlace.runtime.cuda.captured import Captured, Source, launcher, uncollected
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.words import Words
@@ -145,17 +145,6 @@ Key = tuple[int, ...]
 """The addresses of all tensors that a run is given."""
 
 
-class Source(NamedTuple):
-    """What is captured, besides the ops."""
-
-    inputs: Sequence[str]
-    outputs: Sequence[str]
-    new: Callable[[], Sequence[torch.Tensor]]
-    """Makes outputs where the caller gives none."""
-    results: Callable[[], tuple[Any, ...]]
-    """Reads the results of the run under way."""
-
-
 class Graphs:
     """The graphs of an engine."""
 
@@ -174,7 +163,8 @@ class Graphs:
         self._entry = engine.driver.event()
         self._launcher = launcher(self._context.plan.program, engine.driver)
         self._stream: Any = torch.cuda.Stream(self._context.device)
-        self._at: dict[Key, Captured] = {}
+        self.at: dict[Key, Captured] = {}
+        """What serves tensors at these addresses, with nothing to copy."""
         self._through: dict[int, Captured] = {}
         """What serves all other addresses, by the number of tensors."""
         self._seen: dict[Key, None] = {}
@@ -202,12 +192,15 @@ class Graphs:
         """Replays the graph whose turn it is; captures both first, where need be."""
         given = [*inputs, *(out or ())]
         key = tuple([tensor.data_ptr() for tensor in given])
-        found = self._at.get(key)
+        found = self.at.get(key)
         if found is None:
             found = self._find(key, source, given, len(inputs))
-        turn, self._runs = self._runs & 1, self._runs + 1
-        found.used = self._runs
-        return self._engine.replay(found, turn, given)
+        return self._engine.replay(found, self.turn(found), given)
+
+    def turn(self, found: Captured) -> int:
+        """Which of a pair the next run is, that begins now."""
+        self._runs = found.used = self._runs + 1
+        return self._runs - 1 & 1
 
     def _find(
         self, key: Key, source: Source, given: Sequence[torch.Tensor], num_inputs: int
@@ -224,21 +217,21 @@ class Graphs:
                 "give it on the GPU, or leave out graph=True"
             )
         if not self._single:
-            oldest = min(self._at, key=lambda at: self._at[at].used, default=key)
-            full = len(self._at) >= MOST
-            if full and key in self._seen and self._runs - self._at[oldest].used >= STALE:
-                self._give_up(self._at, oldest)
+            oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
+            full = len(self.at) >= MOST
+            if full and key in self._seen and self._runs - self.at[oldest].used >= STALE:
+                self._give_up(self.at, oldest)
                 full = False
             if not full:
                 self._seen.pop(key, None)
-                self._at[key] = self._capture(*take, frozenset())
-                return self._at[key]
+                self.at[key] = self._capture(*take, frozenset())
+                return self.at[key]
             self._seen[key] = None
             if len(self._seen) > SEEN:
                 del self._seen[next(iter(self._seen))]
         if through is not None and not off:
             return through
-        moved = {i for at in self._at if len(at) == count for i in range(count) if at[i] != key[i]}
+        moved = {i for at in self.at if len(at) == count for i in range(count) if at[i] != key[i]}
         if through is not None:
             moved |= through.moved | off
             self._give_up(self._through, count)
@@ -264,7 +257,7 @@ class Graphs:
             frozenset(i for i, name in enumerate(names) if name in buffers)
             for buffers in (self._changed, self._bound)
         )
-        others = [*self._at.values(), *self._through.values()]
+        others = [*self.at.values(), *self._through.values()]
         made = Captured(given, num_inputs, moved, changed, bound)
         tensors = made.tensors(given)
         kept = [held.tensor for held in registered.values()]
@@ -337,8 +330,8 @@ class Graphs:
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
-        dropped = [*self._at.values(), *self._through.values()]
-        self._at, self._through, self._seen, self._made = {}, {}, {}, {}
+        dropped = [*self.at.values(), *self._through.values()]
+        self.at, self._through, self._seen, self._made = {}, {}, {}, {}
         for captured in dropped:
             captured.reset()
 

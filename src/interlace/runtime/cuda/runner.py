@@ -1,8 +1,7 @@
 """One run on CUDA, from the caller's tensors to the results, with as little of Python as can be.
 
 runner = Runner(engine, inputs, outputs, results, tag)
-if runner.ready:
-    (y,) = runner.run([x, w], None)
+(y,) = runner.run([x, w], None)       # None: the Executor has to look at something first
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.autograd.graph import increment_version
 from interlace.comm import TeamComm
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import Call, views_in
-from interlace.runtime.cuda.graphs import Source
+from interlace.runtime.cuda.captured import Source
 from interlace.runtime.inputs import Given
 from interlace.runtime.quick import NO_USES
 from interlace.runtime.releases import homes
@@ -152,14 +151,26 @@ class Runner:
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...] | None:
+        """Issues a run and gives its results, which are there once the caller's stream is; None,
+        with nothing done, where the Executor has to look first."""
+        if self.ready and self._inputs.fit(inputs) and (out is None or self._outputs.fit(out)):
+            return self._run(inputs, out)
+        return None
+
+    def issue(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
-        """Issues a run and gives its results, which are there once the caller's stream is."""
-        lock = self._lock
-        if not lock.acquire(False) and not lock.acquire(True, self._limit):
-            raise ExecutorError(
-                f"{self._name} waited {self._limit:g} s for another thread's run{self._shared}: "
-                "call Executors from one thread"
-            )
+        """`run`, on whatever device the thread is, once the Executor has looked at all that there
+        may be to look at."""
+        with torch.cuda.device(self._device):
+            return self._run(inputs, out)
+
+    def _run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        if not self._lock.acquire(False):
+            self._wait()
         had_grad = torch.is_grad_enabled()
         try:
             if had_grad:
@@ -168,15 +179,15 @@ class Runner:
         finally:
             if had_grad:
                 self._grad(True)
-            lock.release()
+            self._lock.release()
 
-    def issue(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, ...]:
-        """`run`, on whatever device the thread is, once the Executor has looked at all that there
-        may be to look at."""
-        with torch.cuda.device(self._device):
-            return self.run(inputs, out)
+    def _wait(self) -> None:
+        """Takes the lock that another thread has."""
+        if not self._lock.acquire(True, self._limit):
+            raise ExecutorError(
+                f"{self._name} waited {self._limit:g} s for another thread's run{self._shared}: "
+                "call Executors from one thread"
+            )
 
     def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
         engine = self._engine
@@ -252,16 +263,11 @@ class PlainRunner(Runner):
         """A run that failed leaves nothing behind."""
         return self._current() == self._index
 
-    def run(
+    def _run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
-        """Issues a run and gives its results, which are there once the caller's stream is."""
-        lock = self._lock
-        if not lock.acquire(False) and not lock.acquire(True, self._limit):
-            raise ExecutorError(
-                f"{self._name} waited {self._limit:g} s for another thread's run: call Executors "
-                "from one thread"
-            )
+        if not self._lock.acquire(False):
+            self._wait()
         had_grad = torch.is_grad_enabled()
         try:
             if had_grad:
@@ -275,9 +281,46 @@ class PlainRunner(Runner):
             self._end()
             if had_grad:
                 self._grad(True)
-            lock.release()
+            self._lock.release()
+
+
+class Replayer(Runner):
+    """Issues runs of an engine with graphs."""
+
+    def __init__(self, engine: CudaEngine, *rest: Any) -> None:
+        super().__init__(engine, *rest)
+        assert engine.graphs is not None
+        self._graphs = engine.graphs
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...] | None:
+        """The same; where graphs lie ready for these tensors, with as little around the launch as
+        can be: it calls nothing of torch's, and what is registered lies where it did."""
+        at = self._inputs.addresses(inputs)
+        more = () if out is None else self._outputs.addresses(out)
+        if at is False or more is False or not self.ready:
+            return None
+        engine, graphs, watched = self._engine, self._graphs, self._engine.watched
+        pair = graphs.at.get(at + more)
+        if pair is None or not self._lock.acquire(False):
+            return self._run(inputs, out)
+        try:
+            watched.issuing = True  # before it enters: `Watchdog.leave`
+            for team in self._teams:
+                team.control.enter(self._tag, self._name, self._text)
+            if watched.failure is not None:
+                raise watched.failure
+            given = inputs if out is None else (*inputs, *out)
+            return engine.replay(pair, graphs.turn(pair), given)
+        finally:
+            for tensor in self._marked:
+                increment_version(tensor)
+            watched.issuing = False
+            self._lock.release()
 
 
 def runner_of(engine: CudaEngine, *rest: Any) -> Runner:
     """What issues the runs of this engine."""
-    return (PlainRunner if engine.plain else Runner)(engine, *rest)
+    kind = PlainRunner if engine.plain else Runner if engine.graphs is None else Replayer
+    return kind(engine, *rest)
