@@ -637,6 +637,7 @@ REGION = """
         ("copy(x, y)", False),
         ('call("aten.bernoulli.p", x, 0.5, out=(k := f32[8]), rng=True)', True),
         ('call("aten.bernoulli.p", x, 0.5, out=(k := f32[8]))', True),
+        ('call("aten.normal", x, x, out=(k := f32[8]))', True),
         ('call("interlace.matmul", x, x, out=(k := f32[8]))', True),
         ('call("mix", x, out=(k := f32[8]))', True),
         (f'fused(part({PLAIN_MATH}), part(call("aten.normal.out", x, x, out=x)))', True),
@@ -714,14 +715,41 @@ def test_what_a_replay_writes_of_registered_memory_is_seen_by_autograd(graphed: 
         assert inputs[1]._version == number
 
 
-def test_a_launch_that_fails_ends_its_run(graphed: Graphed) -> None:
+def test_graphs_that_another_thread_lets_go_of_are_not_launched(graphed: Graphed) -> None:
+    """Until the lock is taken, they may be."""
+    inputs, out, lock = [tensor(), tensor()], [tensor()], graphed.runner._lock
+    graphed.run(inputs, out)
+
+    def acquire(*how: Any) -> bool:
+        graphed.runner._lock = lock
+        graphed.graphs.drop()
+        return lock.acquire(*how)
+
+    graphed.runner._lock = mock.Mock(acquire=acquire)
+    assert graphed.kinds(inputs, out) == ["reset", "reset", "replay", "record"]
+    assert graphed.captures == 4
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_launch_that_fails_ends_its_run(graphed: Graphed, known: bool) -> None:
+    """Where a peer's failure is known, that is what it failed for."""
     inputs, out = [tensor(), tensor()], [tensor()]
     graphed.run(inputs, out)
     (pair,) = graphed.graphs.at.values()
+    if known:
+        failure = PeerError("a peer stopped")
+        watched = graphed.fake.engine.watched
+
+        def fail(_: BaseException) -> None:
+            watched.failure = failure
+
+        watched.fail = fail
     pair.launch[1] = mock.Mock(side_effect=BackendError("as planned"))
     engine, before = graphed.fake.engine, graphed.fake.engine.issued
-    with pytest.raises(BackendError, match="as planned"):
+    with pytest.raises(PeerError if known else BackendError) as found:
         graphed.run(inputs, out)
+    assert "a peer stopped" in str(found.value) if known else "as planned" in str(found.value)
     assert engine.issued == engine.entered == before + 1  # else the watchdog waited for it
     assert not engine.watched.issuing
+    engine.watched.failure = None
     assert graphed.run(inputs, out)[0] == ("replay", 1)

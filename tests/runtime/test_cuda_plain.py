@@ -202,8 +202,10 @@ def test_locks_of_several_teams_are_taken_all_or_none() -> None:
         assert not threads.submit(both.acquire, True, 0.05).result()
         locks[2].release()
         assert threads.submit(lambda: (both.acquire(True, 5), both.release())[0]).result()
-    assert both.acquire(False)  # nobody has any of them
-    both.release()
+        locks[1] = mock.Mock(acquire=mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            both.acquire(True)
+        assert threads.submit(locks[0].acquire, False).result()  # nobody has it
 
 
 def test_a_caller_on_another_device_is_looked_at_first() -> None:

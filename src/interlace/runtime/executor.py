@@ -67,6 +67,8 @@ class Executor:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        elif self.device.type == "cpu":
+            self.device = torch.device("cpu")  # which no tensor calls cpu:0
         self.options = options or Options()
         self._groups = dict(groups or {})
         self.rank = program_rank(program, self._groups)

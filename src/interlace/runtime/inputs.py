@@ -39,6 +39,16 @@ def may_be_lazy(box: Box) -> bool:
     return box.dtype in (DType.c64, DType.c128) or not dense or box.numel == 1
 
 
+def _strided(tensor: str, box: Box) -> str:
+    """Whether it has these strides, but for dimensions of one, whose strides do not matter."""
+    if box.strides == contiguous_strides(box.sizes):
+        return f"{tensor}.is_contiguous()"
+    if 1 not in box.sizes and box.numel:
+        return f"{tensor}.stride() == {box.strides!r}"
+    kept = [at for at, size in enumerate(box.sizes) if size != 1 and box.numel]
+    return " and ".join(["True", *(f"{tensor}.stride({at}) == {box.strides[at]}" for at in kept)])
+
+
 LOOK = """
 def look(tensors):
     try:
@@ -66,13 +76,12 @@ def look(
     for index, (box, on_cpu) in enumerate(zip(boxes, may_be_on_cpu, strict=True)):
         tensor, dtype = f"t{index}", f"dtype{index}"
         known[dtype] = DTYPES[box.dtype]
-        dense = box.strides == contiguous_strides(box.sizes)
         tests += [
             f"isinstance({tensor} := tensors[{index}], Tensor)",
             f"{tensor}.dtype is {dtype}",
             f"{tensor}.shape == {box.sizes!r}",
             f"({there} or {{0}}.device == cpu)".format(tensor) if on_cpu else there.format(tensor),
-            f"{tensor}.is_contiguous()" if dense else f"{tensor}.stride() == {box.strides!r}",
+            _strided(tensor, box),
         ]
         if may_be_lazy(box):
             tests += [f"not {tensor}.is_conj()", f"not {tensor}.is_neg()"]
@@ -105,18 +114,28 @@ class Given:
         self.kind = kind
         self.names = tuple(buffer.name for buffer in params)
         self._device, self._host = device, host
-        boxes = [whole(buffer) for buffer in params]
-        lies = [
-            buffer.name in host or not box.sizes for buffer, box in zip(params, boxes, strict=True)
-        ]
-        self._boxes, self.fit = boxes, look("True", boxes, device, lies)
-        """Whether tensors are what the Program was made for, without a word of what is wrong."""
-        at = ", ".join(f"t{index}.data_ptr()" for index in range(len(boxes)))
-        self.addresses = look(f"({at},)" if at else "()", boxes, device, lies)
-        """Where such tensors lie; False where they are others."""
-        self._makers = [maker(box, device) for box in boxes]
+        self._boxes = [whole(buffer) for buffer in params]
+        self._makers = [maker(box, device) for box in self._boxes]
         for index, tensor, _ in self._held:
             self._makers[index] = lambda tensor=tensor: tensor
+
+    def _looking(self, then: str) -> Callable[[Sequence[torch.Tensor]], Any]:
+        boxes, device = self._boxes, self._device
+        on_cpu = [
+            name in self._host or not b.sizes for name, b in zip(self.names, boxes, strict=True)
+        ]
+        return look(then, boxes, device, on_cpu)
+
+    @functools.cached_property
+    def fit(self) -> Callable[[Sequence[torch.Tensor]], bool]:
+        """Tells whether tensors are what the Program was made for, but not what is wrong."""
+        return self._looking("True")
+
+    @functools.cached_property
+    def addresses(self) -> Callable[[Sequence[torch.Tensor]], Any]:
+        """Tells where such tensors lie, as a tuple; False where they are others."""
+        at = [f"t{index}.data_ptr()," for index in range(len(self._boxes))]
+        return self._looking(f"({' '.join(at)})")
 
     def new(self) -> list[torch.Tensor]:
         """Tensors for all of them: the registered ones, and for the others new ones."""

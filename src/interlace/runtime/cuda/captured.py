@@ -63,7 +63,8 @@ def may_draw(program: Program) -> bool:
         op.rng
         or op.fn in regions
         or not op.fn.startswith("aten.")
-        or torch.Tag.nondeterministic_seeded in getattr(resolve(op.fn), "tags", ())
+        or not isinstance(fn := resolve(op.fn), torch._ops.OpOverload)
+        or torch.Tag.nondeterministic_seeded in fn.tags
         for op in items
         if isinstance(op, Call)
     )

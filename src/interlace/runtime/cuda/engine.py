@@ -91,6 +91,7 @@ class CudaEngine:
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
             self.marks = Marks(self.driver, MARKS if self.watches else 1)
+            self._told = self.driver.event()
         self.plain = not (self.watches or self.binding.sides or context.options.graph)
         """Whether a run is nothing but its ops, on the caller's stream."""
         self._keeps = not self.plain or keeps_memory(context)
@@ -105,7 +106,6 @@ class CudaEngine:
         self.graphs: Graphs | None = None
         self.issued = self.entered = 0
         self.since = 0.0
-        self._told = self.driver.event()
         self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing  # pyright: ignore
         self.watched = Watched(self, context)
         watchdog().add(self.watched)

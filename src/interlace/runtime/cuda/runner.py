@@ -35,12 +35,17 @@ class Together:
 
     def acquire(self, blocking: bool, time_out_s: float = -1) -> bool:
         """Takes all of them, or none."""
-        for count, lock in enumerate(self._locks):
-            if not lock.acquire(blocking, time_out_s):
-                for taken in self._locks[:count]:
-                    taken.release()
-                return False
-        return True
+        taken = 0
+        try:
+            for lock in self._locks:
+                if not lock.acquire(blocking, time_out_s):
+                    break
+                taken += 1
+        finally:
+            if taken < len(self._locks):
+                for lock in self._locks[:taken]:
+                    lock.release()
+        return taken == len(self._locks)
 
     def release(self) -> None:
         """Lets go of all."""
@@ -296,26 +301,32 @@ class Replayer(Runner):
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...] | None:
         """The same; where graphs lie ready for these tensors, with as little around the launch as
-        can be: it calls nothing of torch's, and what is registered lies where it did."""
+        can be: nothing there minds the gradient mode, and what is registered lies where it did."""
         at = self._inputs.addresses(inputs)
         more = () if out is None else self._outputs.addresses(out)
         if at is False or more is False or not self.ready:
             return None
         engine, graphs, watched = self._engine, self._graphs, self._engine.watched
-        pair = graphs.at.get(at + more)
-        if pair is None or not self._lock.acquire(False):
-            return self._run(inputs, out)
+        if not self._lock.acquire(False):
+            self._wait()
         try:
+            pair = graphs.at.get(at + more)
+            if pair is None:
+                return self._run(inputs, out)
             watched.issuing = True  # before it enters: `Watchdog.leave`
             for team in self._teams:
                 team.control.enter(self._tag, self._name, self._text)
             if watched.failure is not None:
                 raise watched.failure
             given = inputs if out is None else (*inputs, *out)
-            return engine.replay(pair, graphs.turn(pair), given)
-        finally:
             for tensor in self._marked:
                 increment_version(tensor)
+            return engine.replay(pair, graphs.turn(pair), given)
+        except BackendError as error:
+            if watched.failure is None or watched.failure is error:
+                raise
+            raise watched.failure from error
+        finally:
             watched.issuing = False
             self._lock.release()
 
