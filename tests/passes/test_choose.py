@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from tests.passes.samples import KINDS
@@ -219,7 +220,8 @@ def test_neighbours_correct_predictions_and_the_worst_speaks_for_the_rest() -> N
     assert distant["serial"].expected_ms == pytest.approx(plain["serial"].expected_ms, rel=0.1)
 
 
-def test_a_site_with_more_to_it_takes_the_ratio() -> None:
+def test_a_site_with_more_to_it_is_corrected_alike() -> None:
+    """Half in proportion, half by as much."""
     machine = default_machine("cuda")
     text = SIZES["matmul_reduce_scatter"]
     relu = '    main: call("aten.relu.default", h, out=(y := bf16[8192, 8192]))\n    out = '
@@ -229,7 +231,9 @@ def test_a_site_with_more_to_it_takes_the_ratio() -> None:
     found = candidates(more, machine.replace(sites=sites))[0]
     assert found.measured_ms is None
     assert plain.predicted_ms > simple.predicted_ms
-    expected = 9 / simple.predicted_ms * plain.predicted_ms
+    in_proportion = 9 / simple.predicted_ms * plain.predicted_ms
+    by_as_much = 9 - simple.predicted_ms + plain.predicted_ms
+    expected = math.sqrt(in_proportion * by_as_much)
     assert found.expected_ms == pytest.approx(expected, rel=0.01)
 
 

@@ -72,10 +72,11 @@ class Estimator:
         key, table = site_key(values, site, self.machine.captured), self.machine.sites
         known = measured(table, key, label) if _plain(values, site) else None
         # One of which nothing was measured is taken to be as far off as the worst of the others.
-        ratio = correction(table, key, label) or doubt(table, key) or 1.0
+        told = correction(table, key, label, predicted)
+        ratio = told or doubt(table, key, predicted) or 1.0
         expected = predicted * ratio if known is None else known
-        told = None if known is None else known * 1e3
-        return Estimate(label, row, chunks, predicted * 1e3, told, expected * 1e3)
+        known_ms = None if known is None else known * 1e3
+        return Estimate(label, row, chunks, predicted * 1e3, known_ms, expected * 1e3)
 
     def _seconds(
         self,
