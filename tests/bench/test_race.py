@@ -118,12 +118,16 @@ class Odd:
         self.closed += 1
 
 
-def measured(names: list[str]) -> Any:
+def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.0) -> Any:
     """The report of a run with odd candidates, and how often each was closed."""
+    overlap.BRIEF_S = brief_s
     odd = [Odd(name) for name in names]
     overlap.ours = lambda *args: odd  # type: ignore[assignment]
     settings = overlap.Settings(
-        cases=(("gemm_ar", 8, 4, 6, "f32"),), only=("sequential",), seconds=5, host_runs=10
+        cases=tuple(("gemm_ar", m, 4, 6, "f32") for m in rows),
+        only=("sequential",),
+        seconds=5 * len(rows),
+        host_runs=7,
     )
     report = overlap.work(settings, here(CPU), lambda event: None)
     return report, [one.closed for one in odd]
@@ -136,13 +140,23 @@ def test_what_is_wrong_or_raises_is_a_row_without_a_time(pool: Pool) -> None:
     rows = {row["strategy"]: row for row in report["rows"]}
     assert rows["right"]["median_us"] > 0
     assert rows["right"]["error"] == ""
-    assert rows["right"]["host_runs"] == 10
+    assert rows["right"]["host_runs"] == 7
     assert "off by" in rows["wrong"]["error"]
     assert "in the middle" in rows["raises"]["error"]
     assert "cannot serve this" in rows["unfit"]["error"]
     assert all(rows[name]["median_us"] != rows[name]["median_us"] for name in names[1:])
     assert min(closed) >= 1
     assert rows["gemm torch"]["r"] == pytest.approx(1.0, abs=1.0)
+
+
+@pytest.mark.parametrize("brief_s", [0.0, 3600.0])
+def test_the_hosts_time_of_brief_sites_is_that_of_many_calls(pool: Pool, brief_s: float) -> None:
+    """And of the smallest one; the others have what the bursts tell."""
+    (report, _), _ = pool(2).run(measured, ["right"], (8, 16), brief_s, replace=True)
+    runs = {row["m"]: row["host_runs"] for row in report["rows"] if row["strategy"] == "right"}
+    assert runs[8] == 7
+    assert (runs[16] == 7) is (brief_s > 0)
+    assert runs[16] > 0
 
 
 def test_what_auto_chose_is_timed_once() -> None:

@@ -18,8 +18,9 @@ from interlace.bench.candidates import OURS
 from interlace.bench.rows import Row, number
 from interlace.bench.sites import SMALL_ROWS
 
-MANY = 500
-"""Calls by which a host time is good enough to be judged."""
+MANY = 1000
+"""Calls, one after another, whose median is judged: a burst's, which begins after a rest, tell
+less, and stand in only where there are no others."""
 MODES = ("eager", "graph")
 Shape = tuple[str, int, int, int]
 
