@@ -16,8 +16,8 @@ from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm
 from interlace.errors import BackendError, ExecutorError
-from interlace.ir import Call, views_in
-from interlace.runtime.cuda.captured import Source
+from interlace.ir import views_in
+from interlace.runtime.cuda.captured import Source, may_draw
 from interlace.runtime.inputs import Given
 from interlace.runtime.quick import NO_USES
 from interlace.runtime.releases import homes
@@ -128,9 +128,9 @@ class Runner:
             self._put_back(kept)
 
     def _same_draws(self) -> AbstractContextManager[None]:
-        """Puts generators back, where the Program draws random numbers; a capture draws none."""
+        """Puts generators back, where the Program may draw random numbers; a capture draws none."""
         device = self._values.device
-        draws = any(op.rng for op in self._engine.context.plan.program.ops if isinstance(op, Call))
+        draws = may_draw(self._engine.context.plan.program)
         devices = [device] if device.type == "cuda" else []
         return torch.random.fork_rng(devices, enabled=draws, device_type="cuda")
 
