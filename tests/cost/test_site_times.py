@@ -7,7 +7,7 @@ import math
 import pytest
 
 from interlace.cost import SiteKey, SiteTime
-from interlace.cost.site_times import LEAST, correction, doubt, mean, measured
+from interlace.cost.site_times import correction, doubt, mean, measured
 
 SITE = SiteKey(kind="all_gather_matmul", dtype="bf16", m=1024, k=4096, n=4096, world=4)
 
@@ -28,11 +28,18 @@ def test_what_was_measured_counts() -> None:
 def test_half_of_a_correction_is_in_proportion_and_half_by_as_much() -> None:
     """Twelve microseconds more than twelve: twice as much, or as many more."""
     near = [at(1025, 24e-6, 12e-6)]
-    for predicted in (12e-6, 24e-6, 240e-6):
+    for predicted in (12e-6, 13e-6, 24e-6, 240e-6):
         found = correction(near, SITE, "fused", predicted)
         assert found == pytest.approx(math.sqrt(2 * (1 + 12e-6 / predicted)), rel=1e-3)
-    small = correction([at(1025, 1e-3, 2e-3)], SITE, "fused", 1e-5)
-    assert small == pytest.approx(math.sqrt(0.5 * LEAST), rel=1e-3)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.5])
+def test_the_seconds_of_large_sites_make_no_more_of_a_small_one_than_their_ratio(
+    ratio: float,
+) -> None:
+    """A millisecond more or less would leave nothing of ten microseconds, or all too much."""
+    found = correction([at(1025, ratio * 2e-3, 2e-3)], SITE, "fused", 1e-5)
+    assert found == pytest.approx(ratio, rel=1e-3)
 
 
 def test_the_nearer_ones_count_more_and_far_ones_nothing() -> None:

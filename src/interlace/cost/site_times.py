@@ -13,9 +13,9 @@ to be, the nearer ones the more:
 Note [In proportion, or by as much]
     What a prediction leaves out is the same for every size (gaps between kernels, the hand-over of
     a run) or grows with it (how fast a matmul is), and a few measurements do not tell which. So
-    half of a correction is in proportion, and half is so many seconds: their geometric mean. Of 176
-    sites on two and four H200, each predicted from the others, the strategy chosen so was slower
-    than the best by 1.0 % in the mean, by proportion alone by 1.6 %.
+    half of a correction is in proportion, and half is so many seconds: their geometric mean. The
+    seconds of large sites say nothing of small ones, so these make no more of a prediction than the
+    largest ratio that was measured does. tests/passes/test_neighbours.py says what comes of it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-LEAST = 0.5
-"""So many seconds less would leave nothing of a small prediction."""
 FAR = 3.0
 """The distance (in doublings) at which a measurement is worth as much as the bare prediction."""
 
@@ -82,8 +80,10 @@ def correction(
         return None
     at = _place(site)
     ratio = blend([(place, time.ratio) for place, time in near], at)
-    more = mean([(place, time.seconds - time.predicted_s) for place, time in near], at)
-    return math.sqrt(ratio * max(1 + more / predicted_s, LEAST))
+    late = mean([(place, time.seconds - time.predicted_s) for place, time in near], at)
+    ratios = [1.0, *(time.ratio for _, time in near)]
+    more = min(max(1 + late / predicted_s, min(ratios)), max(ratios))
+    return math.sqrt(ratio * more)
 
 
 def doubt(times: Iterable[SiteTime], site: SiteKey, predicted_s: float) -> float | None:

@@ -1,0 +1,47 @@
+"""Strategies chosen by what was measured of other sites: how good they are, by the rows of
+`benchmarks/results/`. Each site is predicted from all others of its run."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+
+import pytest
+from tests.cli.schedules import ROOT
+
+from interlace.cost import SiteKey, SiteTime, default_machine
+from interlace.cost.site_times import correction
+from interlace.passes.candidates import with_sites
+from interlace.passes.site_rows import site_times
+
+Correct = Callable[[Sequence[SiteTime], SiteKey, str, float], float | None]
+
+
+def losses(times: Sequence[SiteTime], correct: Correct) -> list[float]:
+    """How much longer than the best one the chosen strategy took, of each site."""
+    by: dict[SiteKey, list[SiteTime]] = {}
+    for time in times:
+        by.setdefault(time.site, []).append(time)
+    found: list[float] = []
+    for site, known in by.items():
+        others = [time for time in times if time.site != site]
+        expected = [
+            time.predicted_s * (correct(others, site, time.strategy, time.predicted_s) or 1)
+            for time in known
+        ]
+        chosen = known[expected.index(min(expected))]
+        found.append(chosen.seconds / min(time.seconds for time in known))
+    return found
+
+
+@pytest.mark.parametrize("commit", ["8ca51f4", "85a9c6d", "ed488af"])
+def test_neighbours_lead_to_strategies_near_the_best(commit: str) -> None:
+    with (ROOT / "benchmarks" / "results" / "overlap.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["commit"] == commit]
+    machine = with_sites(default_machine("cuda").replace(sites=()), site_times(rows))
+    times = [time for time in machine.sites if time.predicted_s > 0]
+    found, bare = losses(times, correction), losses(times, lambda *_: 1.0)
+    assert len(found) >= 30
+    assert sum(found) / len(found) < 1.02
+    assert max(found) < 1.12
+    assert sum(found) < sum(bare)
