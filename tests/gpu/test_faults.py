@@ -163,6 +163,31 @@ def late_replay(strategy: str, victim: int, seed: int) -> list[Outcome]:
     return found
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("strategy", some("fused", "exchange", "pipeline"))
+def test_a_run_behind_the_callers_long_work_is_not_late(
+    gpus: Ranks, strategy: str, graph: bool, seed: int
+) -> None:
+    """Nor are those behind it; all ranks work as long."""
+    gpus.run(come_behind, strategy, graph, seed, time_out_s=60)
+
+
+def come_behind(strategy: str, graph: bool, seed: int) -> None:
+    case = Case("all_gather_matmul", dist.get_world_size())
+    executor = prepared(case, strategy, graph=graph, time_out_s=TIME_OUT_S)
+    inputs = case.inputs(seed, exact=True)
+    first = finish(executor, case, inputs)
+    meet()
+    begun = time.monotonic()
+    stall_device()
+    for _ in range(random.Random(seed).randrange(1, 40)):
+        run(executor, case, inputs)
+    last = finish(executor, case, inputs)
+    assert time.monotonic() - begun > TIME_OUT_S, "it was no long work"
+    assert last[:2] == first[:2]
+    executor.close()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_exception_on_one_rank_is_heard_by_all(gpus: Ranks, strategy: str, seed: int) -> None:
     victim = seed % gpus.world

@@ -144,6 +144,29 @@ def test_a_call_in_a_capture_is_refused(plain: Fake, monkeypatch: pytest.MonkeyP
     assert plain.log == []
 
 
+def test_of_the_default_stream_each_thread_asks_once(
+    plain: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses to capture it; but it is by this question that a new thread gets a context."""
+    asked: list[int] = []
+    stream = 0
+    monkeypatch.setattr(plain.engine, "_raw_stream", lambda index: stream)
+    monkeypatch.setattr(plain.engine, "_capturing", lambda: asked.append(threading.get_ident()))
+
+    def call() -> None:
+        for _ in range(3):
+            plain.run(given())
+
+    for number in (1, 2):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(10)
+        assert len(asked) == number
+    stream = MAIN
+    call()
+    assert len(asked) == 5
+
+
 @pytest.mark.parametrize(
     ("text", "options"),
     [(TWO_STREAMS, {}), (str(program(2)), {"trace": True})],
@@ -181,7 +204,7 @@ def test_threads_take_turns_with_what_is_outside_of_teams_and_not_plain() -> Non
 def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:
     text = str(program(1)).replace("aten.mm.out", "interlace.matmul")
     changed = parse(text)
-    from interlace.runtime.cuda.engine import keeps_memory
+    from interlace.runtime.cuda.facts import keeps_memory
 
     with fake_engine(program(1), 0) as fake:
         context = fake.engine.context

@@ -133,6 +133,7 @@ class FakeSide:
         self.device, self.last, self.closed = torch.device("cpu"), None, 0
         self.generation, self.teller = 0, None
         self.exchanges = 0
+        self.under_way: int | None = None
 
     def enter(self) -> int:
         self.run += 1
@@ -140,6 +141,9 @@ class FakeSide:
 
     def release(self, generation: int) -> None:
         self.driver.log.append(("release",))
+
+    def calls_under_way(self) -> list[int | None]:
+        return [self.under_way]
 
     def late(self, behind: int) -> list[int]:
         return []
@@ -229,7 +233,7 @@ class Fake:
         log.clear()
         result = self.runner.run(inputs, out)
         marks = self.engine.marks
-        ends = {marks.of(run)[1] for run in range(marks.num)}
+        ends = {over for _, over in marks.events}
         log[:] = [
             (*entry, "over") if entry[0] == "record" and entry[2] in ends else entry
             for entry in log

@@ -80,8 +80,9 @@ class Control:
         mine, self._op_text = self._mine, op_text
         run = mine[ENTERED] + 1
         at = RING + run % RING_ENTRIES * RING_CELLS
-        mine[at + RUN] = 0
         if mine[at + TAG] != tag:  # else the entry of 64 runs ago names the same Program
+            mine[at + RUN] = 0
+            order_cells()
             mine[at + TAG] = tag
             text = name.encode()[: (RING_CELLS - NAME) * 8]
             mine[at + NAME_LENGTH] = len(text)

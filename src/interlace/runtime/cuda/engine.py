@@ -25,6 +25,7 @@ Note [Runs that wait for nobody]
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,43 +35,25 @@ import torch
 from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError, InterlaceError
-from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.captured import Captured
+from interlace.runtime.cuda.facts import hears_all, keeps_memory, waits_in_exchanges
 from interlace.runtime.cuda.graphs import Graphs
 from interlace.runtime.cuda.marks import Marks
 from interlace.runtime.cuda.timed import Timed
 from interlace.runtime.cuda.watchdog import Watched, watchdog
 from interlace.runtime.engine import Context
-from interlace.runtime.plan import Plan
+
+MARKS = 1024
+"""Runs whose begin and end on the device can be told apart: more than a device queues."""
 
 
-def hears_all(plan: Plan, team: str) -> bool:
-    """Whether a run awaits a signal of every other rank of a team."""
-    member = plan.where.member(team)
-    heard = {
-        source
-        for op in plan.program.ops
-        for item in (op.members if isinstance(op, Fused) else (op,))
-        if isinstance(item, Expect) and item.team == team
-        for source in plan.members(team, item.peer)
-    }
-    return len(heard - {member.index}) == len(member.ranks) - 1 > 0
+class Here(threading.local):
+    """What is known in a thread."""
 
-
-def keeps_memory(context: Context) -> bool:
-    """Whether runs share memory that only one of them may use at a time, as far as is known."""
-    program = context.plan.program
-    regions = {region.name for region in program.regions}
-    return context.values.arena_nbytes > 0 or not all(
-        isinstance(op, Alloc | Copy | Free)
-        or (isinstance(op, Call) and op.fn.startswith("aten.") and op.fn not in regions)
-        for op in program.ops
-    )
-
-
-MARKS = 32
-"""Runs whose begin and end on the device can be told apart."""
+    bound = False
+    """Whether it has CUDA's context, which torch's question whether a stream is captured gives a
+    new thread. The default stream cannot be captured: there it is asked for this alone, once."""
 
 
 class CudaEngine:
@@ -88,6 +71,8 @@ class CudaEngine:
         self.watched: Any = None
         self.watches = bool(context.crew.teams) or context.options.trace
         """Whether runs have marks for the watchdog: Note [Runs that wait for nobody]."""
+        self.marks_begin = self.watches and not waits_in_exchanges(context)
+        """Whether also where they begin: Note [Where a run waits] in watchdog.py."""
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
             self.marks = Marks(self.driver, MARKS if self.watches else 1)
@@ -105,6 +90,7 @@ class CudaEngine:
         self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
         self.graphs: Graphs | None = None
         self.issued = self.entered = 0
+        self._here = Here()
         self.since = 0.0
         self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing  # pyright: ignore
         self.watched = Watched(self, context)
@@ -149,8 +135,8 @@ class CudaEngine:
     def run_plain(self) -> None:
         """`run`, of a Program that is `plain`: nothing before the ops and nothing after them."""
         stream, binding = self._raw_stream(self._index), self.binding
-        if self._capturing():
-            raise self._captured()
+        if stream or not self._here.bound:
+            self._look()
         last = self.last
         if last is not None and last[0] != stream:
             self.driver.wait_event(stream, last[1])
@@ -186,13 +172,26 @@ class CudaEngine:
 
     def replay(self, pair: Captured, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         """One run that was captured, with copies in and out, and its results: all before its end,
-        since the next run, maybe on another stream, uses the same memory."""
-        stream, entry, over = self._enter()
+        since the next run, maybe on another stream, uses the same memory.
+
+        `_enter` and `_leave` stand here in full: calls are a tenth of what a replay takes.
+        """
+        stream, driver = self._raw_stream(self._index), self.driver
+        if stream or not self._here.bound:
+            self._look()
+        self.since = time.monotonic()
+        run = self.entered = self.issued + 1
+        owners, marks = self._owners, self.marks
+        for owner in owners:
+            last = owner.last
+            if last is not None and last[0] != stream:
+                driver.wait_event(stream, last[1])
+        begin, over = marks.events[run % marks.num]
         try:
-            if self.watches:
-                self.driver.record(stream, entry)
+            if self.marks_begin:
+                driver.record(stream, begin)
             if pair.moves:
-                pair.bring(self.driver, stream, given)
+                pair.bring(driver, stream, given)
             pair.launch[turn](stream)
             if pair.moves:
                 pair.take(given)
@@ -200,7 +199,13 @@ class CudaEngine:
         except BaseException as error:
             self._abandon(error, stream, over)
             raise
-        self._leave(stream, over)
+        driver.record(stream, over)
+        last = stream, over
+        for owner in owners:
+            owner.last = last
+        self.issued = run
+        if run >= marks.next and self.watches:
+            marks.probe(stream, run)
         return results
 
     def _tell_after(self, side: Any, stream: int) -> None:
@@ -231,8 +236,8 @@ class CudaEngine:
     def _enter(self) -> tuple[int, Event, Event]:
         """The stream that the caller is on, after the last run on another; the events of a run."""
         stream = self._raw_stream(self._index)
-        if self._capturing():
-            raise self._captured()
+        if stream or not self._here.bound:
+            self._look()
         self.since, self.entered = time.monotonic(), self.issued + 1
         for owner in self._owners:
             last = owner.last
@@ -240,11 +245,14 @@ class CudaEngine:
                 self.driver.wait_event(stream, last[1])
         return stream, *self.marks.of(self.entered)
 
-    def _captured(self) -> ExecutorError:
-        return ExecutorError(
-            f"{self.context.plan.program.name} was called inside a CUDA graph capture, which "
-            "would keep this run's numbers: use Options(graph=True) instead"
-        )
+    def _look(self) -> None:
+        """Raises where the caller's stream is captured."""
+        if self._capturing():
+            raise ExecutorError(
+                f"{self.context.plan.program.name} was called inside a CUDA graph capture, which "
+                "would keep this run's numbers: use Options(graph=True) instead"
+            )
+        self._here.bound = True
 
     def _leave(self, stream: int, over: Event) -> None:
         """All of a run is issued. Only now it counts: before, its event stands for an older one."""

@@ -1,13 +1,14 @@
 """Events by which others than the caller see how far the runs of an engine are.
 
-    marks = Marks(driver, 32)
+    marks = Marks(driver, 1024)
     begin, end = marks.of(run)            # recorded where the run begins and ends on its stream
     marks.probe(stream, run)              # then, where it is `next`: seen however many runs go on
     marks.passed()                        # the last run that a probe has seen the end of
 
 A run's two events are those of the run `num` before it: once so many are issued on top, they tell
-nothing of it any more, and where a host is far ahead that goes for all but the last few. So one run
-in `num // APART` leaves an event besides, which is used again only when it was seen to be done.
+nothing of it any more, so `num` is more than a device lets a host be ahead, as a rule. And one run
+in `APART` leaves an event besides, which is used again only when it was seen to be done: progress
+is seen however far that is, and in few looks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections import deque
 
 from interlace.comm.cuda.driver import Driver, Event
 
-APART = 4
+APART = 32
+"""Runs from one probe to the next."""
 
 
 class Marks:
@@ -25,7 +27,8 @@ class Marks:
     def __init__(self, driver: Driver, num: int) -> None:
         self.num = num
         self._driver = driver
-        self._events = [(driver.event(), driver.event()) for _ in range(num)]
+        self.events = [(driver.event(), driver.event()) for _ in range(num)]
+        """Those of run r are number r % num."""
         self._probes: deque[tuple[int, Event]] = deque()
         """Runs and events that were not seen to be done, in order."""
         self.probes = [driver.event(), driver.event()]
@@ -36,7 +39,7 @@ class Marks:
 
     def of(self, run: int) -> tuple[Event, Event]:
         """The events of where a run begins and ends."""
-        return self._events[run % self.num]
+        return self.events[run % self.num]
 
     def probe(self, stream: int, run: int) -> None:
         """After the end of a run, from `next` on: leaves an event behind it."""
@@ -46,7 +49,7 @@ class Marks:
         event = self._free.popleft()
         self._driver.record(stream, event)
         self._probes.append((run, event))
-        self.next = run + max(self.num // APART, 1)
+        self.next = run + min(APART, self.num)
 
     def passed(self) -> int:
         """The last run whose probe is done; 0: none since the last call. One thread at a time."""
@@ -66,9 +69,9 @@ class Marks:
 
     def owns(self, event: Event) -> bool:
         """Whether it is one of these."""
-        return any(event in pair for pair in self._events)
+        return any(event in pair for pair in self.events)
 
     def close(self) -> None:
         """Gives all events back."""
-        for event in (*self.probes, *(event for pair in self._events for event in pair)):
+        for event in (*self.probes, *(event for pair in self.events for event in pair)):
             self._driver.destroy_event(event)

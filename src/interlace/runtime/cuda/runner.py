@@ -296,39 +296,42 @@ class Replayer(Runner):
         super().__init__(engine, *rest)
         assert engine.graphs is not None
         self._graphs = engine.graphs
+        self._enters = [team.control.enter for team in self._teams]
+        self._inputs_at, self._outputs_at = self._inputs.addresses, self._outputs.addresses
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...] | None:
         """The same; where graphs lie ready for these tensors, with as little around the launch as
         can be: nothing there minds the gradient mode, and what is registered lies where it did."""
-        at = self._inputs.addresses(inputs)
-        more = () if out is None else self._outputs.addresses(out)
+        at = self._inputs_at(inputs)
+        more = () if out is None else self._outputs_at(out)
         if at is False or more is False or not self.ready:
             return None
-        engine, graphs, watched = self._engine, self._graphs, self._engine.watched
-        if not self._lock.acquire(False):
+        watched, graphs, lock = self._engine.watched, self._graphs, self._lock
+        if not lock.acquire(False):
             self._wait()
         try:
-            pair = graphs.at.get(at + more)
+            pair = graphs.at.get(at + more if more else at)
             if pair is None:
                 return self._run(inputs, out)
             watched.issuing = True  # before it enters: `Watchdog.leave`
-            for team in self._teams:
-                team.control.enter(self._tag, self._name, self._text)
+            for enter in self._enters:
+                enter(self._tag, self._name, self._text)
             if watched.failure is not None:
                 raise watched.failure
-            given = inputs if out is None else (*inputs, *out)
             for tensor in self._marked:
                 increment_version(tensor)
-            return engine.replay(pair, graphs.turn(pair), given)
+            graphs.runs = pair.used = runs = graphs.runs + 1
+            given = inputs if out is None else (*inputs, *out)
+            return self._engine.replay(pair, runs - 1 & 1, given)
         except BackendError as error:
             if watched.failure is None or watched.failure is error:
                 raise
             raise watched.failure from error
         finally:
             watched.issuing = False
-            self._lock.release()
+            lock.release()
 
 
 def runner_of(engine: CudaEngine, *rest: Any) -> Runner:
