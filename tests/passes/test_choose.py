@@ -201,6 +201,32 @@ def test_a_graph_has_times_of_its_own() -> None:
     assert site.strategy == "serial"
 
 
+def test_of_two_about_as_fast_the_one_that_leaves_the_host_time_is_taken() -> None:
+    """Which a busy host does not slow down; in graphs it issues nothing."""
+    program = parse(SIZES["all_gather_matmul"])
+    costs = {"call": 30e-6, "kernel": 8e-6, "event": 1e-6, "peer": 1e-6, "signal": 5e-7}
+    machine = default_machine("cuda").replace(issue=tuple(costs.items()))
+    for put, fused, graph, taken in (
+        (56e-6, 64e-6, False, "fused"),
+        (56e-6, 64e-6, True, "peer"),
+        (50e-6, 64e-6, False, "peer"),
+        (56e-6, 72e-6, False, "peer"),
+    ):
+        here = machine.replayed if graph else machine
+        took = {"serial": 9e-5, "peer/put": put, "fused": fused}
+        sites = tuple(
+            dataclasses.replace(time, site=dataclasses.replace(time.site, graph=graph))
+            for time in table(machine, program, took)
+        )
+        found = {e.label: e for e in candidates(program, here.replace(sites=sites))}
+        counts = 1.0 if graph else 1.25
+        assert found["peer/put"].expected_ms == pytest.approx(counts * put * 1e3)
+        assert found["peer/put"].measured_ms == pytest.approx(put * 1e3)
+        assert found["fused"].expected_ms == pytest.approx(fused * 1e3)
+        (site,) = decomposed(program, here.replace(sites=sites)).sites
+        assert site.strategy == taken
+
+
 def test_neighbours_correct_predictions_and_the_worst_speaks_for_the_rest() -> None:
     program, machine = parse(SIZES["all_gather_matmul"]), default_machine("cuda")
     plain = {e.label: e for e in candidates(program, machine)}

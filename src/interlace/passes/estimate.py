@@ -8,6 +8,13 @@ A prediction plays the site alone: its ops become a Program of their own, schedu
 the whole will be. Where this very site was measured (the machine's table of sites), that counts; a
 site that only has more to it, or other sizes, takes its prediction times what was measured over
 predicted nearby.
+
+Note [A busy host]
+    A host is half as fast in some minutes as in others, and a strategy that takes as long as its
+    host does is then as slow, where one with less to issue is not. So of two that are about as fast
+    the one that leaves the host more time is taken: a run counts as at least `BUSY` times what
+    issuing it takes (which is no more than the run took). Much more than 1.25 would give up what
+    overlap gains where the host is not busy.
 """
 
 from __future__ import annotations
@@ -34,6 +41,8 @@ from interlace.passes.values import Values
 from interlace.passes.write import write
 
 SERIAL = "serial"
+BUSY = 1.25
+"""Note [A busy host]."""
 ALONE = 1
 """The number of a site in the Program that holds it alone."""
 
@@ -50,7 +59,7 @@ class Estimate:
     measured_ms: float | None
     """This very site, where the calibration has it."""
     expected_ms: float
-    """What to go by."""
+    """What to go by: Note [A busy host]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +77,14 @@ class Estimator:
     ) -> Estimate:
         """The estimate of a strategy; None: serial."""
         label = label_of(row, chunks)
-        predicted = self._seconds(values, site, row, chunks)
+        predicted, host = self._seconds(values, site, row, chunks)
         key, table = site_key(values, site, self.machine.captured), self.machine.sites
         known = measured(table, key, label) if _plain(values, site) else None
         # One of which nothing was measured is taken to be as far off as the worst of the others.
         told = correction(table, key, label, predicted)
         ratio = told or doubt(table, key, predicted) or 1.0
         expected = predicted * ratio if known is None else known
+        expected = max(expected, BUSY * min(host, expected))
         known_ms = None if known is None else known * 1e3
         return Estimate(label, row, chunks, predicted * 1e3, known_ms, expected * 1e3)
 
@@ -84,7 +94,7 @@ class Estimator:
         site: GatherSite | ScatterSite,
         row: Strategy | None,
         chunks: int,
-    ) -> float:
+    ) -> tuple[float, float]:
         names, op = Names(values.program), collective_of(values, site)
         if row is None or row.cut == "whole":
             backend = op.backend if row is None else "peer"
@@ -102,17 +112,19 @@ class Estimator:
         return seconds_alone(alone, self.machine)
 
 
-def seconds_alone(program: Program, machine: Machine) -> float:
-    """How long a Program takes, run after run: as long as its ranks do, or as its host.
+def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
+    """How long a Program takes, run after run, which is as long as its ranks do, or as its host;
+    and how long the host takes, as far as is known.
 
     A machine that does not tell what issuing costs is taken from idle. Turns cost what issuing
     them does, and gain nothing: the ranks of the simulation are in step, and never meet.
     """
     timed = Fuse().run(TakeTurns().run(InsertSync().run(Schedule().run(program))))
     if not machine.issue:
-        return simulate(timed, machine).makespan_s
+        return simulate(timed, machine).makespan_s, 0.0
     device = simulate(timed, machine.replayed).makespan_s
-    return max(device, run_issue_seconds(timed, machine))
+    host = run_issue_seconds(timed, machine)
+    return max(device, host), host
 
 
 def label_of(row: Strategy | None, chunks: int) -> str:
