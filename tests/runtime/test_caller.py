@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
 
@@ -77,7 +78,12 @@ def test_an_interrupt_ends_every_stream_before_it_is_raised() -> None:
             time.sleep(0.7)
             ended.set()
 
-    with Executor(parse(TWO_STREAMS), before_op=interrupt).prepare() as executor:
-        with pytest.raises(KeyboardInterrupt):
-            executor.run([torch.ones(4, 4)])
-        assert ended.is_set()
+    # What a shell starts in the background, it has ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Executor(parse(TWO_STREAMS), before_op=interrupt).prepare() as executor:
+            with pytest.raises(KeyboardInterrupt):
+                executor.run([torch.ones(4, 4)])
+            assert ended.is_set()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -20,10 +20,10 @@ import torch
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import Case
 from interlace.errors import UnsupportedError
-from interlace.frontend.machine import machine_for
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor
+from interlace.runtime.machine import machine_for
 
 Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -100,8 +100,8 @@ class _Place:
     def __init__(self, device: str, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
         from interlace.bench.ranks import pick_device
         from interlace.cost import Machine, default_path, fingerprint
-        from interlace.frontend.machine import gpus_of
         from interlace.passes.site_rows import gpu_of
+        from interlace.runtime.machine import gpus_of
 
         gpu, world = gpu_of(rows)
         elsewhere = device == "cuda" and rows and not _has_gpu()

@@ -211,6 +211,6 @@ def _own_calibration(torch: Any) -> Path:
 
     if isinstance(torch, Exception) or not (torch.version.cuda and torch.cuda.is_available()):
         return default_path()
-    from interlace.frontend.machine import gpus_of
+    from interlace.runtime.machine import gpus_of
 
     return default_path(gpus_of("cuda"))

@@ -102,7 +102,7 @@ def _machine(calibration: Path | None, device: str) -> Machine:
     if device == "cuda":
         import torch
 
-        from interlace.frontend.machine import gpus_of
+        from interlace.runtime.machine import gpus_of
 
         if not torch.cuda.is_available():
             return read_machine(None, device)

@@ -19,8 +19,8 @@ from interlace.commands.explain import explanation
 from interlace.cost import Machine, Timeline, simulate
 from interlace.demo.lesson import Lesson
 from interlace.errors import BackendError
-from interlace.frontend.machine import machine_for
 from interlace.ir import Program
+from interlace.runtime.machine import machine_for
 from interlace.trace import Run, write_page, write_perfetto
 from interlace.trace.runs import write_whole
 from interlace.verify import Report

@@ -30,11 +30,11 @@ from interlace.frontend.capture import notice
 from interlace.frontend.devices import device_of
 from interlace.frontend.grouped import equal_groups
 from interlace.frontend.locs import argument, is_state, label
-from interlace.frontend.machine import shared_machine
 from interlace.frontend.partition import Partition
 from interlace.frontend.sizes import with_sizes
 from interlace.frontend.waiting import without_waiting
 from interlace.options import Options
+from interlace.runtime.machine import shared_machine
 
 
 class Compilation:

@@ -22,11 +22,11 @@ from torch.distributed import ProcessGroup
 from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.imported import Imported
-from interlace.frontend.machine import built_in, machine_for
 from interlace.ir import Program, Remark
 from interlace.options import Options
 from interlace.passes import add_remarks, lower
 from interlace.runtime import Executor
+from interlace.runtime.machine import built_in, machine_for
 from interlace.verify import Report, check
 
 

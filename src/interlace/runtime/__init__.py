@@ -9,6 +9,7 @@ calls.py       Calls bound to torch operators;  regions.py: groups of them
 host_ops.py    events, copies, collectives, messages and signals, bound for threads
 agreement.py   ranks agree on a Program before they run it
 flight.py      what every stream was doing, for errors
+machine.py     the machine that `auto` asks: the calibration of this host, or the built-in model
 inputs.py, ranks.py: checks of what a caller gives;  results.py: what it gets back
 shares.py      what an Executor shares with the other ranks, and gives back at its end
 copies.py      copies that keep the strides of what they are copies of

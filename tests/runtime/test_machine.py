@@ -13,8 +13,8 @@ from tests.support.pool import Pool
 import interlace
 from interlace.cost import Link, Machine, default_machine, default_path
 from interlace.errors import CalibrationError
-from interlace.frontend.machine import machine_for, shared_machine
 from interlace.options import Options
+from interlace.runtime.machine import machine_for, shared_machine
 
 CPU = default_machine("cpu")
 
