@@ -206,8 +206,6 @@ def test_a_call_number_may_wrap_around(seed: int) -> None:
         assert late(team.flags[0].tolist(), calls - 1, moves, 1) == []
         assert late(team.flags[0].tolist(), calls, moves, 1) == [1]
         (found, _) = team.run("all_reduce", sources, (300,))
-        assert [words[3] for words in team.words] == [words[0] for words in team.words]
-        assert int(team.words[0][0]) != calls
         assert torch.equal(found, interpreted_twin("all_reduce", sources, (300,))[0])
 
 
@@ -297,7 +295,6 @@ def order_of(one: Exchange, aligned: bool) -> list[str]:
 
 
 PUSH = ["load", "store", "barrier", "release"]
-BEGIN = ["narrow load", "narrow store"]
 AWAIT = ["acquire", "barrier"]
 END = ["end", "barrier", "narrow store"]
 
@@ -306,12 +303,12 @@ END = ["end", "barrier", "narrow store"]
 def test_flags_follow_their_stores_and_loads_follow_the_flags(size: int) -> None:
     even = (1 << 16,) * size
     gather = order_of(exchange("all_gather", torch.bfloat16, even, size), True)
-    assert gather == [*BEGIN, *PUSH, "load", "store", *AWAIT, "load", "store", *END]
+    assert gather == ["narrow load", *PUSH, "load", "store", *AWAIT, "load", "store", *END]
     scatter = order_of(exchange("reduce_scatter", torch.bfloat16, even, size), True)
-    assert scatter == [*BEGIN, *PUSH, *AWAIT, "load", "store", *END]
+    assert scatter == ["narrow load", *PUSH, *AWAIT, "load", "store", *END]
     twice = exchange("all_reduce", torch.bfloat16, (1 << 18,), size, one_shot=False)
     assert order_of(twice, True) == [
-        *BEGIN, *PUSH, *AWAIT, *PUSH, *AWAIT, "load", "store", *END,
+        "narrow load", *PUSH, *AWAIT, *PUSH, *AWAIT, "load", "store", *END,
     ]  # fmt: skip
 
 

@@ -206,25 +206,32 @@ def test_of_two_about_as_fast_the_one_that_leaves_the_host_time_is_taken() -> No
     program = parse(SIZES["all_gather_matmul"])
     costs = {"call": 30e-6, "kernel": 8e-6, "event": 1e-6, "peer": 1e-6, "signal": 5e-7}
     machine = default_machine("cuda").replace(issue=tuple(costs.items()))
-    for put, fused, graph, taken in (
-        (56e-6, 64e-6, False, "fused"),
-        (56e-6, 64e-6, True, "peer"),
-        (50e-6, 64e-6, False, "peer"),
-        (56e-6, 72e-6, False, "peer"),
-    ):
+    cases = {
+        (90, 56, 64, False): ("fused", "measured about as fast as peer/put, with less work of"),
+        (90, 56, 64, True): ("peer", "measured fastest"),
+        (90, 50, 64, False): ("peer", "measured fastest"),
+        (90, 56, 72, False): ("peer", "measured fastest"),
+        (60, 56, 64, False): ("peer", "measured fastest"),  # fused gains nothing
+        (52, 51.5, 53, False): ("serial", "peer/put, the fastest, was measured to gain less"),
+    }
+    for (serial, put, fused, graph), (taken, reason) in cases.items():
         here = machine.replayed if graph else machine
-        took = {"serial": 9e-5, "peer/put": put, "fused": fused}
+        took = {"serial": serial * 1e-6, "peer/put": put * 1e-6, "fused": fused * 1e-6}
         sites = tuple(
             dataclasses.replace(time, site=dataclasses.replace(time.site, graph=graph))
             for time in table(machine, program, took)
         )
         found = {e.label: e for e in candidates(program, here.replace(sites=sites))}
-        counts = 1.0 if graph else 1.25
-        assert found["peer/put"].expected_ms == pytest.approx(counts * put * 1e3)
-        assert found["peer/put"].measured_ms == pytest.approx(put * 1e3)
-        assert found["fused"].expected_ms == pytest.approx(fused * 1e3)
+        for label, us in (("peer/put", put), ("fused", fused)):
+            assert found[label].measured_ms == found[label].expected_ms == pytest.approx(us / 1e3)
+        assert found["peer/put"].busy_ms == pytest.approx(put / 1e3 * (1.0 if graph else 1.25))
+        assert found["fused"].busy_ms == pytest.approx(fused / 1e3)
         (site,) = decomposed(program, here.replace(sites=sites)).sites
         assert site.strategy == taken
+        assert reason in site.reason
+        assert site.serial_ms == pytest.approx(serial / 1e3)
+        of = {"peer": put, "fused": fused, "serial": serial}
+        assert site.predicted_ms == pytest.approx(of[taken] / 1e3)
 
 
 def test_neighbours_correct_predictions_and_the_worst_speaks_for_the_rest() -> None:
@@ -266,7 +273,7 @@ def test_a_site_with_more_to_it_is_corrected_alike() -> None:
 def estimate(label: str, expected: float, measured: bool = False) -> Estimate:
     """An estimate in milliseconds."""
     row = None if label == "serial" else STRATEGIES["pipeline", None]
-    return Estimate(label, row, 0, expected, expected if measured else None, expected)
+    return Estimate(label, row, 0, expected, expected if measured else None, expected, expected)
 
 
 @pytest.mark.parametrize(

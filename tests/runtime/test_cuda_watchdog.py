@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.runtime.cuda_sites import GATHER, bound, program, tensors
+from tests.runtime.cuda_sites import bound, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
 from torch.distributed import HashStore
 
@@ -23,15 +23,11 @@ from interlace.comm.board import Board
 from interlace.comm.control import EXITED, Control
 from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError
 from interlace.ir import parse
-from interlace.options import Options
-from interlace.passes import lower
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda import watchdog as watchdog_file
 from interlace.runtime.cuda.captured import uncollected
-from interlace.runtime.cuda.facts import waits_in_exchanges
 from interlace.runtime.cuda.marks import APART, Marks
 from interlace.runtime.cuda.stalls import stalled
-from interlace.runtime.plan import make_plan
 from interlace.runtime.shares import Kept
 
 LIMIT_S = 20.0
@@ -176,69 +172,6 @@ def test_what_a_waiting_thread_sees_of_the_end_is_progress(
     clock[0] += 1.1 * LIMIT_S
     watched.look()
     assert isinstance(watched.failure, CommTimeoutError)
-
-
-@pytest.fixture
-def exchanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake, Device, list[float]]]:
-    """An engine that waits for its peers in exchange kernels alone, and the time."""
-    clock = [1000.0]
-    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    lowered = lower(parse(GATHER), Options(strategy="exchange"))
-    with fake_engine(lowered, 1, Options(strategy="exchange", time_out_s=LIMIT_S)) as found:
-        device = Device()
-        monkeypatch.setattr(found.driver, "record", device.record)
-        monkeypatch.setattr(found.driver, "done", device.done)
-        monkeypatch.setattr(watchdog_file, "time", now)
-        yield found, device, clock
-        device.done_to = device.issued
-
-
-def test_a_run_with_exchanges_alone_has_no_mark_of_its_begin(
-    exchanging: tuple[Fake, Device, list[float]], fake: tuple[Fake, Device]
-) -> None:
-    for (found, device), marked in ((exchanging[:2], False), (fake, True)):
-        assert found.engine.marks_begin == marked
-        runs(found, device, 1)
-        begin, over = found.engine.marks.of(found.engine.issued)
-        assert (begin in device.recorded) == marked
-        assert over in device.recorded
-
-
-def test_an_exchange_that_stays_under_way_is_late(
-    exchanging: tuple[Fake, Device, list[float]],
-) -> None:
-    """What stands behind the caller's work, computes, or goes from one call to the next, is not."""
-    found, device, clock = exchanging
-    (side,), watched = found.engine.sides, found.engine.watched
-    runs(found, device, 3)
-    calls = [None, None, 5, 6, None, 7, None, 2**32 - 1, 0, 1]
-    for call in calls:
-        side.under_way = call
-        for _ in range(2):  # seen twice, it is the same
-            clock[0] += 0.45 * LIMIT_S
-            watched.look()
-        assert watched.failure is None, call
-    for _ in range(2):
-        assert watched.failure is None
-        clock[0] += 0.45 * LIMIT_S
-        watched.look()
-    assert isinstance(watched.failure, CommTimeoutError)
-
-
-def test_only_where_all_waiting_is_in_exchanges_do_they_tell_of_it() -> None:
-    cases = {
-        'main: all_gather(x, y, team=tp, backend="peer")': True,
-        'main: all_gather(x, y, team=tp, backend="nccl")': False,
-        "main: copy(x, x)": False,
-        'main: all_gather(x, y, team=tp, backend="peer")\n    main: notify(told, to=tp.others)\n'
-        "    main: expect(told, tp.rank + 1)": False,
-    }
-    for lines, told in cases.items():
-        text = f"def f(tp: Team[2], x: f32[4], y: out[f32[8]]):\n    {lines}"
-        plan = make_plan(parse(text), 1, lambda team, asked: asked or "")
-        backends = {("tp", "nccl"): None} if "nccl" in lines else {}
-        context: Any = SimpleNamespace(plan=plan, crew=SimpleNamespace(backends=backends))
-        assert waits_in_exchanges(context) == told, lines
 
 
 def test_two_threads_that_count_do_not_count_twice(fake: tuple[Fake, Device]) -> None:

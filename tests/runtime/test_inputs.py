@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interlace.errors import ExecutorError
 from interlace.ir import parse
-from interlace.runtime import inputs
 from interlace.runtime.inputs import Given
 
 HERE = torch.device("cuda", 0)
@@ -111,60 +108,3 @@ def test_addresses_are_those_of_the_tensors_in_order() -> None:
     assert nobody.addresses([]) == ()
     assert nobody.fit(())
     assert nobody.addresses([a]) is False
-
-
-def slow(looked: Given) -> list[Any]:
-    """What comes to be looked at in full, from here on."""
-    seen: list[Any] = []
-    learn = looked.fit.__globals__["learn"]
-    looked.fit.__globals__["learn"] = lambda tensors: (seen.append(tensors), learn(tensors))
-    return seen
-
-
-def test_what_is_as_what_passed_before_is_not_looked_at_in_full() -> None:
-    """Whether other tensors or the same ones; and nobody keeps any of them."""
-    program = parse(f"def f(a: {KINDS['dense']}, b: {KINDS['dense']}):\n    return a")
-    looked = Given("f", "input", program.params, torch.device("cpu"))
-    seen = slow(looked)
-    pair = [torch.zeros(4, 6), torch.zeros(4, 6)]
-    for _ in range(3):
-        assert looked.fit(pair)
-        pair = [torch.zeros(4, 6), torch.zeros(8, 6)[4:]]
-    assert len(seen) == 1
-    for other in (
-        [torch.nn.Parameter(pair[0]), pair[1]],  # a type of its own, that wants a gradient
-        [pair[0].requires_grad_(), pair[1]],
-        [pair[1], pair[1]],
-    ):
-        assert looked.fit(other)
-    assert len(seen) == 4
-    ref = weakref.ref(pair[0])
-    seen.clear()
-    del pair, other
-    gc.collect()
-    assert ref() is None
-
-
-def test_what_comes_in_ever_other_ways_is_learnt_a_few_times_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    program = parse(f"def f(a: {KINDS['dense']}):\n    return a")
-    looked = Given("f", "input", program.params, torch.device("cpu"))
-    made = mock.Mock(wraps=inputs.guards)
-    monkeypatch.setattr(inputs, "guards", made)
-    kinds = [torch.zeros(4, 6), torch.nn.Parameter(torch.zeros(4, 6))]
-    for turn in range(3 * inputs.LESSONS):
-        assert looked.fit([kinds[turn % 2]])
-        assert not looked.fit([torch.zeros(6, 4)])
-    assert made.call_count == inputs.LESSONS
-
-
-def test_a_torch_without_these_guards_looks_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch._C._dynamo.guards.TensorGuards")
-    program = parse(f"def f(a: {KINDS['dense']}):\n    return a")
-    looked = Given("f", "input", program.params, torch.device("cpu"))
-    seen = slow(looked)
-    for _ in range(2):
-        assert looked.fit([torch.zeros(4, 6)])
-        assert not looked.fit([torch.zeros(4, 7)])
-    assert len(seen) == 2

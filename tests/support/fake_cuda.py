@@ -133,7 +133,6 @@ class FakeSide:
         self.device, self.last, self.closed = torch.device("cpu"), None, 0
         self.generation, self.teller = 0, None
         self.exchanges = 0
-        self.under_way: int | None = None
 
     def enter(self) -> int:
         self.run += 1
@@ -141,9 +140,6 @@ class FakeSide:
 
     def release(self, generation: int) -> None:
         self.driver.log.append(("release",))
-
-    def calls_under_way(self) -> list[int | None]:
-        return [self.under_way]
 
     def late(self, behind: int) -> list[int]:
         return []

@@ -87,6 +87,7 @@ class Control:
             text = name.encode()[: (RING_CELLS - NAME) * 8]
             mine[at + NAME_LENGTH] = len(text)
             self._write(self._segments[self.me], (at + NAME) * 8, text)
+            order_cells()
         mine[at + RUN] = run
         order_cells()
         # What is told of this run later, signals and slots, has a fence of its own before it.
@@ -146,6 +147,7 @@ class Control:
         at = RING + run % RING_ENTRIES * RING_CELLS
         if cells[at + RUN] != run:
             return None
+        order_cells()
         length = min(cells[at + NAME_LENGTH], (RING_CELLS - NAME) * 8)
         found = cells[at + TAG], self._read(self._segments[member], (at + NAME) * 8, length)
         fence()

@@ -42,11 +42,8 @@ def _one(bound: Bound) -> str:
 def told(estimate: Estimate) -> str:
     """A candidate and its times: predicted, what the calibration makes of that, measured."""
     text = f"{estimate.label} {estimate.predicted_ms:.3f} ms"
-    known = estimate.measured_ms
-    if known is not None:
-        busy = estimate.expected_ms > 1.01 * known
-        more = f", with a busy host {estimate.expected_ms:.3f}" if busy else ""
-        return f"{text} (measured {known:.3f}{more})"
+    if estimate.measured_ms is not None:
+        return f"{text} (measured {estimate.measured_ms:.3f})"
     if abs(estimate.expected_ms - estimate.predicted_ms) > 0.01 * estimate.predicted_ms:
         return f"{text} (by others measured {estimate.expected_ms:.3f})"
     return text

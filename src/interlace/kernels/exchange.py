@@ -50,11 +50,9 @@ LINE = 32
 FLAG_NBYTES = 2 * MAX_BLOCKS * LINE * 4
 """Bytes of flags that each rank gives: two steps of a word for every CTA and rank."""
 WORDS_NBYTES = 128
-"""Bytes of a rank's own words: calls so far, CTAs that have ended, stop, call that began last."""
+"""Bytes of a rank's own words: calls so far, CTAs that have ended, stop."""
 STOP_AT = 8
 """Where among them a 1 ends the call under way."""
-BEGUN_AT = 12
-"""Where among them the number of the call that began last is."""
 
 MOST_STAGED = (1 << 30) - 256
 """Elements of one copy of the staging memory: the kernel's indices have 32 bits."""

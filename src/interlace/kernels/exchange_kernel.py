@@ -17,10 +17,9 @@ Note [Order of stores and flags]
     stand here; a test reads the order of the instructions in the PTX.
 
 Note [Calls are numbered on the device]
-    `words` holds (calls so far, CTAs that have ended in this one, stop, the call that began last).
-    Every CTA reads the number as it starts and the last to end advances it, so a CUDA graph that
-    replays the kernel counts on as a launch does. The end of the kernel orders that before the CTAs
-    of the next call. The last word is for whoever looks from outside whether a call is under way.
+    `words` holds (calls so far, CTAs that have ended in this one, stop). Every CTA reads the number
+    as it starts and the last to end advances it, so a CUDA graph that replays the kernel counts on
+    as a launch does. The end of the kernel orders that before the CTAs of the next call.
 """
 
 # Triton's language is not Python to a type checker.
@@ -194,8 +193,6 @@ def exchange_kernel(
     spins: tl.constexpr = FIRST == 0 and LAST == 2
 
     if FIRST == 0:
-        if block == 0:
-            tl.store(words + 3, call)
         for tile in range(block, tiles, blocks):
             area = copy + RANK * slot
             push(src, stages, send_at, send_n, area, tile, RANK, SIZE, ALIKE, BLOCK)

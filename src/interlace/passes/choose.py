@@ -8,7 +8,7 @@ nothing of one rank, so that all ranks choose alike; of equals the first row of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from interlace.cost import Machine, default_machine
@@ -117,7 +117,11 @@ class Chooser:
             reason = f"{fastest.label}, the fastest, {gain} ({name})"
             return Choice(None, 0, reason, "", took, took, found)
         count = self._count(values, site, best.row, best.chunks)
-        reason = f"{'measured' if sure else 'predicted'} fastest ({name})"
+        told = "measured" if sure else "predicted"
+        idle, _ = pick(found, self._machine.doubt_s * 1e3, by=lambda e: e.expected_ms)
+        reason = f"{told} fastest ({name})"
+        if idle is not best:
+            reason = f"{told} about as fast as {idle.label}, with less work of the host ({name})"
         return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms, found)
 
     def _candidates(
@@ -154,26 +158,31 @@ class Chooser:
         return Estimator(self._machine).of(values, site, row, chunks)
 
 
-def pick(found: Sequence[Estimate], doubt_ms: float = 0.0) -> tuple[Estimate, bool]:
+def pick(
+    found: Sequence[Estimate],
+    doubt_ms: float = 0.0,
+    by: Callable[[Estimate], float] = lambda estimate: estimate.busy_ms,
+) -> tuple[Estimate, bool]:
     """Which of some estimates (serial first) to take, and whether measurements alone say so.
 
     Measured ones are compared with one another first. What is only predicted must gain more, since
-    a prediction errs: by `MARGIN` or `GUESS`, and by more than `doubt_ms`.
+    a prediction errs: by `MARGIN` or `GUESS`, and by more than `doubt_ms`. Of those that gain
+    enough the least by `by` is taken.
     """
     best = serial = found[0]
     sure = serial.measured_ms is not None
     if sure:
         for other in found[1:]:
-            bar = SURE * serial.expected_ms if best is serial else best.expected_ms
-            if other.measured_ms is not None and other.expected_ms < bar:
+            gains = other.expected_ms < SURE * serial.expected_ms
+            if other.measured_ms is not None and gains and (best is serial or by(other) < by(best)):
                 best = other
     known, margin, measured = best, GUESS if sure else MARGIN, sure
     for other in found[1:]:
         if measured and other.measured_ms is not None:
             continue
         certain = known.expected_ms - other.expected_ms >= doubt_ms
-        bar = margin * known.expected_ms if best is known else best.expected_ms
-        if certain and other.expected_ms < bar:
+        gains = other.expected_ms < margin * known.expected_ms
+        if certain and gains and (best is known or by(other) < by(best)):
             best, sure = other, False
     return best, sure
 

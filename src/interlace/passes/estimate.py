@@ -11,10 +11,10 @@ predicted nearby.
 
 Note [A busy host]
     A host is half as fast in some minutes as in others, and a strategy that takes as long as its
-    host does is then as slow, where one with less to issue is not. So of two that are about as fast
-    the one that leaves the host more time is taken: a run counts as at least `BUSY` times what
-    issuing it takes (which is no more than the run took). Much more than 1.25 would give up what
-    overlap gains where the host is not busy.
+    host does is then as slow, where one with less to issue is not. So of two strategies that gain
+    about as much the one that leaves the host more time is taken: they are compared as if issuing
+    them took `BUSY` times as long (and it takes no more than the run does). Much more than 1.25
+    would give up what overlap gains where the host is not busy.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Estimate:
     measured_ms: float | None
     """This very site, where the calibration has it."""
     expected_ms: float
-    """What to go by: Note [A busy host]."""
+    """What to go by,"""
+    busy_ms: float
+    """and what strategies are compared by: Note [A busy host]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,10 @@ class Estimator:
         told = correction(table, key, label, predicted)
         ratio = told or doubt(table, key, predicted) or 1.0
         expected = predicted * ratio if known is None else known
-        expected = max(expected, BUSY * min(host, expected))
+        busy = max(expected, BUSY * min(host, expected))
         known_ms = None if known is None else known * 1e3
-        return Estimate(label, row, chunks, predicted * 1e3, known_ms, expected * 1e3)
+        times = predicted * 1e3, known_ms, expected * 1e3, busy * 1e3
+        return Estimate(label, row, chunks, *times)
 
     def _seconds(
         self,

@@ -52,21 +52,10 @@ def _strided(tensor: str, box: Box) -> str:
 LOOK = """
 def look(tensors):
     try:
-        if len(tensors) != {count}:
-            return False
-        {take}
-        if known({names}):
-            return {then}
-        if {tests}:
-            learn(tensors)
-            return {then}
+        return {}
     except Exception:
-        pass
-    return False
+        return False
 """
-
-LESSONS = 8
-"""How often a look learns: what comes in ever other ways is looked at in full."""
 
 
 def look(
@@ -77,20 +66,19 @@ def look(
 
     It is in the way of every run, so it is one expression, written out for these tensors: a loop
     over them takes half as long again. What raises, as the shape of a nested tensor does, is no
-    such tensor. Once tensors have passed, others that are the same in all that TorchDynamo's guards
-    look at (type, dispatch keys, dtype, device, sizes, strides, and whether they want a gradient)
-    pass by those guards, which take a quarter of the time.
+    such tensor. (TorchDynamo's guards, `TensorGuards`, would take half the time, and end the
+    process where such a tensor comes.)
     """
+    tests = [f"len(tensors) == {len(boxes)}"]
+    known: dict[str, Any] = {"Tensor": torch.Tensor, "device": device, "cpu": torch.device("cpu")}
     there = "{0}.device == device"
     if device.type == "cuda" and device.index is not None:  # half the time
         there = f"{{0}}.get_device() == {device.index}"
-    tests: list[str] = ["True"]
-    space: dict[str, Any] = {"Tensor": torch.Tensor, "device": device, "cpu": torch.device("cpu")}
     for index, (box, on_cpu) in enumerate(zip(boxes, may_be_on_cpu, strict=True)):
         tensor, dtype = f"t{index}", f"dtype{index}"
-        space[dtype] = DTYPES[box.dtype]
+        known[dtype] = DTYPES[box.dtype]
         tests += [
-            f"isinstance({tensor}, Tensor)",
+            f"isinstance({tensor} := tensors[{index}], Tensor)",
             f"{tensor}.dtype is {dtype}",
             f"{tensor}.shape == {box.sizes!r}",
             f"({there} or {{0}}.device == cpu)".format(tensor) if on_cpu else there.format(tensor),
@@ -98,40 +86,8 @@ def look(
         ]
         if may_be_lazy(box):
             tests += [f"not {tensor}.is_conj()", f"not {tensor}.is_neg()"]
-    left = LESSONS
-
-    def learn(tensors: Sequence[torch.Tensor]) -> None:
-        nonlocal left
-        if left > 0 and tensors:
-            left -= 1
-            space["known"] = guards(tensors)
-
-    space |= {"known": _none, "learn": learn}
-    names = [f"t{index}" for index in range(len(boxes))]
-    parts = {
-        "count": len(boxes),
-        "take": "; ".join([f"{name} = tensors[{index}]" for index, name in enumerate(names)]),
-        "names": ", ".join(names),
-        "tests": " and ".join(tests),
-        "then": then,
-    }
-    exec(LOOK.format(**parts), space)
-    return space["look"]
-
-
-def _none(*_: torch.Tensor) -> bool:
-    return False
-
-
-def guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """What tells whether other tensors are as these are, in their order, and none is given twice:
-    the guards that TorchDynamo makes, as far as this torch has them."""
-    made: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # pyright: ignore
-    if made is None:
-        return _none
-    sizes = [list(tensor.shape) for tensor in tensors]
-    strides = [list(tensor.stride()) for tensor in tensors]
-    return made(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    exec(LOOK.format(" and ".join((*tests, then))), known)
+    return known["look"]
 
 
 class Given:

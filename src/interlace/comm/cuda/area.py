@@ -24,10 +24,7 @@ class Area:
     flag_nbytes: int
     words_nbytes: int
     stop_at: int
-    """Where among the words a 1 ends a call that waits,"""
-    begun_at: int
-    """and where the number of the call that began last is; that of the one that ended last is the
-    first word."""
+    """Where among the words a 1 ends a call that waits."""
 
     @property
     def stages(self) -> list[int]:
@@ -43,11 +40,6 @@ class Area:
     def words(self) -> int:
         """This rank's words."""
         return self.memory.bases[self.memory.me] + self.stage_nbytes + self.flag_nbytes
-
-    def under_way(self) -> int | None:
-        """The number of the call that has begun and not ended, if there is one."""
-        words = self.memory.driver.read(self.words, self.begun_at // 4 + 1)
-        return words[-1] if words[-1] != words[0] else None
 
     def stop(self) -> None:
         """Ends the call under way, with results that nobody may use."""

@@ -91,7 +91,6 @@ class CudaSide:
         flag_nbytes: int,
         words_nbytes: int,
         stop_at: int,
-        begun_at: int,
         time_out_s: float,
     ) -> None:
         """Staging memory for exchanges, of the size that any rank needs. All ranks call this."""
@@ -107,16 +106,12 @@ class CudaSide:
             *(self.driver, team.board, place, team.ranks, self.me),
             *(stage + flag_nbytes + words_nbytes, {}, time_out_s),
         )
-        self.areas.append(Area(memory, stage, flag_nbytes, words_nbytes, stop_at, begun_at))
+        self.areas.append(Area(memory, stage, flag_nbytes, words_nbytes, stop_at))
 
     @property
     def the_area(self) -> Area:
         """The largest area; `ensure_area` makes it."""
         return self.areas[-1]
-
-    def calls_under_way(self) -> list[int | None]:
-        """Of each area the exchange that is under way, by its number."""
-        return [area.under_way() for area in self.areas]
 
     def enter(self) -> int:
         """This rank issues its next run; its number."""

@@ -104,8 +104,7 @@ class Binding:
         self.runs += 1
         for space in self._counted:
             space.begin()
-        if self.sides or self.engine.marks_begin:
-            driver.record(main.handle, entry)
+        driver.record(main.handle, entry)
         for lane in self.sides:
             driver.wait_event(lane.handle, entry)
         self.begin()

@@ -37,7 +37,7 @@ from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError, InterlaceError
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.captured import Captured
-from interlace.runtime.cuda.facts import hears_all, keeps_memory, waits_in_exchanges
+from interlace.runtime.cuda.facts import hears_all, keeps_memory
 from interlace.runtime.cuda.graphs import Graphs
 from interlace.runtime.cuda.marks import Marks
 from interlace.runtime.cuda.timed import Timed
@@ -71,8 +71,6 @@ class CudaEngine:
         self.watched: Any = None
         self.watches = bool(context.crew.teams) or context.options.trace
         """Whether runs have marks for the watchdog: Note [Runs that wait for nobody]."""
-        self.marks_begin = self.watches and not waits_in_exchanges(context)
-        """Whether also where they begin: Note [Where a run waits] in watchdog.py."""
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
             self.marks = Marks(self.driver, MARKS if self.watches else 1)
@@ -188,7 +186,7 @@ class CudaEngine:
                 driver.wait_event(stream, last[1])
         begin, over = marks.events[run % marks.num]
         try:
-            if self.marks_begin:
+            if self.watches:
                 driver.record(stream, begin)
             if pair.moves:
                 pair.bring(driver, stream, given)

@@ -30,8 +30,8 @@ def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: f
         default=0,
     )
     side.ensure_area(
-        *(topic, needed, exchange.FLAG_NBYTES, exchange.WORDS_NBYTES),
-        *(exchange.STOP_AT, exchange.BEGUN_AT, time_out_s),
+        *(topic, needed, exchange.FLAG_NBYTES, exchange.WORDS_NBYTES, exchange.STOP_AT),
+        time_out_s,
     )
 
 

@@ -9,13 +9,6 @@ use) and keeps the error for the next call. Without teams there is nothing of th
     watched = Watched(engine, context)
     watchdog().add(watched)
     watched.finish()        # returns when all runs are over, or raises
-
-Note [Where a run waits]
-    A run that is issued may stand behind hours of work of the caller's, so only a run that has
-    begun counts as late, which its first event tells. That event is a tenth of what a replay costs
-    the host. Where a run waits for peers in exchange kernels alone, these tell more, and in memory
-    that can be read meanwhile: which call has begun, and which has ended. Then what counts is one
-    call that stays under way; a computation of the run waits for nobody, however long it takes.
 """
 
 from __future__ import annotations
@@ -60,8 +53,6 @@ class Watched:
         self._failed_at = 0.0
         self._aborting = False
         self._aborts: list[threading.Thread] | None = None
-        self._calls: list[int | None] = []
-        """The exchanges that were under way when it was looked at last."""
         self._backends = list(context.crew.backends.values())
         self._teams = list(context.crew.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
@@ -128,7 +119,11 @@ class Watched:
         self._seen, under_way = ended, engine.issued - ended
         if under_way == 0 and not idle:
             self._since = max(self._since, engine.since)  # the host is at it, or is kept from it
-        elif idle or ended != before or not self._waits(engine, ended):
+        elif (
+            idle
+            or ended != before
+            or (under_way < engine.marks.num and not engine.marks.begun(ended + 1))
+        ):
             self._since = now
         for team in self._teams:
             found = team.control.failure() or (None if idle else team.control.disagreement())
@@ -137,16 +132,6 @@ class Watched:
                 return
         if not idle and now - self._since > self._context.options.time_out_s:
             self.fail(CommTimeoutError(stalled(engine, self._context, self._ended)))
-
-    def _waits(self, engine: CudaEngine, ended: int) -> bool:
-        """Whether the run after `ended` may wait for peers: Note [Where a run waits]."""
-        if engine.marks_begin:
-            under_way = engine.issued - ended
-            return under_way >= engine.marks.num or engine.marks.begun(ended + 1)
-        before = self._calls
-        self._calls = [call for side in engine.sides for call in side.calls_under_way()]
-        pairs = zip(before, self._calls, strict=False)
-        return any(now is not None and now == then for then, now in pairs)
 
     def fail(self, error: BaseException) -> None:
         """Keeps the error, tells the peers, and ends what waits for them.
