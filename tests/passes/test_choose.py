@@ -234,6 +234,19 @@ def test_of_two_about_as_fast_the_one_that_leaves_the_host_time_is_taken() -> No
         assert site.predicted_ms == pytest.approx(of[taken] / 1e3)
 
 
+def test_issuing_takes_no_longer_than_the_smallest_site_does() -> None:
+    program = parse(SIZES["all_gather_matmul"])
+    machine = default_machine("cuda").replace(issue=(("call", 1.0),))
+    here = table(machine, program, {"serial": 90e-6, "peer/put": 60e-6})
+    smaller = table(machine, program, {"peer/put": 50e-6}, m=64)
+    others = table(machine, program, {"peer/put": 40e-6}, world=2)
+    found = {e.label: e for e in candidates(program, machine.replace(sites=here + others))}
+    assert found["peer/put"].busy_ms == pytest.approx(1.25 * 60e-3)
+    found = {e.label: e for e in candidates(program, machine.replace(sites=here + smaller))}
+    assert found["peer/put"].busy_ms == pytest.approx(1.25 * 50e-3)
+    assert found["serial"].busy_ms == pytest.approx(1.25 * 90e-3)
+
+
 def test_neighbours_correct_predictions_and_the_worst_speaks_for_the_rest() -> None:
     program, machine = parse(SIZES["all_gather_matmul"]), default_machine("cuda")
     plain = {e.label: e for e in candidates(program, machine)}
