@@ -308,6 +308,15 @@ def test_what_is_taken(found: list[tuple[str, float]], taken: str, sure: bool) -
     assert (best.label, certain) == (taken, sure)
 
 
+def test_a_prediction_that_keeps_the_host_busy_replaces_no_measured_strategy() -> None:
+    """Where one that leaves it time does, and where only serial stands against it, it counts."""
+    known = [estimate("serial", 1.0, measured=True), estimate("a", 0.7, measured=True)]
+    idle, busy = estimate("b", 0.6), dataclasses.replace(estimate("b", 0.6), busy_ms=0.75)
+    assert pick([*known, idle])[0].label == "b"
+    assert pick([*known, busy])[0].label == "a"
+    assert pick([known[0], busy])[0].label == "b"
+
+
 def test_small_sites_stay_serial_on_a_gpu() -> None:
     text = SIZES["all_gather_matmul"].replace("2048", "16").replace("8192", "64")
     (site,) = decomposed(parse(text), default_machine("cuda")).sites

@@ -182,7 +182,7 @@ def pick(
             continue
         certain = known.expected_ms - other.expected_ms >= doubt_ms
         gains = other.expected_ms < margin * known.expected_ms
-        if certain and gains and (best is known or by(other) < by(best)):
+        if certain and gains and (best is serial or by(other) < by(best)):
             best, sure = other, False
     return best, sure
 
