@@ -45,7 +45,8 @@ from interlace.runtime.cuda.watchdog import Watched, watchdog
 from interlace.runtime.engine import Context
 
 MARKS = 1024
-"""Runs whose begin and end on the device can be told apart: more than a device queues."""
+"""Runs whose begin and end on the device can be told apart: more than a device queues, which is 340
+of those with the fewest entries, their two marks and a graph (H200, CUDA 13)."""
 
 
 class Here(threading.local):

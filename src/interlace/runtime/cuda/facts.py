@@ -6,14 +6,7 @@ keeps_memory(context)        # whether runs share memory
 
 from __future__ import annotations
 
-from interlace.ir import (
-    Alloc,
-    Call,
-    Copy,
-    Expect,
-    Free,
-    Fused,
-)
+from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused
 from interlace.runtime.engine import Context
 from interlace.runtime.plan import Plan
 
