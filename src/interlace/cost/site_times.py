@@ -64,7 +64,7 @@ def measured(times: Iterable[SiteTime], site: SiteKey, strategy: str) -> float |
     return next((t.seconds for t in times if t.strategy == strategy and t.site == site), None)
 
 
-def at_most(times: Iterable[SiteTime], site: SiteKey, strategy: str, host_s: float) -> float:
+def host_at_most(times: Iterable[SiteTime], site: SiteKey, strategy: str, host_s: float) -> float:
     """What the host takes to issue a strategy: `host_s`, and no more than any site of that kind
     took with it, however small, since issuing it is the same for all."""
     like = site.kind, site.world, site.graph

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from interlace.cost import Machine, SiteKey, run_issue_seconds, simulate
 from interlace.cost.op_times import matmul_shape
-from interlace.cost.site_times import at_most, correction, doubt, measured
+from interlace.cost.site_times import correction, doubt, host_at_most, measured
 from interlace.ir import Call, Op, Program, Site
 from interlace.passes.alone import isolated
 from interlace.passes.cone import result_of
@@ -86,7 +86,7 @@ class Estimator:
         told = correction(table, key, label, predicted)
         ratio = told or doubt(table, key, predicted) or 1.0
         expected = predicted * ratio if known is None else known
-        busy = max(expected, BUSY * min(at_most(table, key, label, host), expected))
+        busy = max(expected, BUSY * min(host_at_most(table, key, label, host), expected))
         known_ms = None if known is None else known * 1e3
         times = predicted * 1e3, known_ms, expected * 1e3, busy * 1e3
         return Estimate(label, row, chunks, *times)

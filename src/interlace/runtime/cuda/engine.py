@@ -173,7 +173,7 @@ class CudaEngine:
         """One run that was captured, with copies in and out, and its results: all before its end,
         since the next run, maybe on another stream, uses the same memory.
 
-        `_enter` and `_leave` stand here in full: calls are a tenth of what a replay takes.
+        `_enter` and `_leave` stand here in full: as calls they are a fourteenth of its Python.
         """
         stream, driver = self._raw_stream(self._index), self.driver
         if stream or not self._here.bound:

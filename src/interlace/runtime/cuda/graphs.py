@@ -179,13 +179,12 @@ class Graphs:
         self._changed = {access.view.buffer for op in ops for access in op.writes()}
         self._made: dict[int, dict[str, torch.Tensor]] = {}
         """Memory that the graphs of a turn return, where the caller gives none."""
-        self.runs = 0
-        """How many runs there were."""
+        self._runs = 0
 
     @property
     def spaces(self) -> Mapping[str, Any]:
         """The words of the last run, by team."""
-        return self._bindings[(self.runs - 1) & 1].spaces
+        return self._bindings[(self._runs - 1) & 1].spaces
 
     def run(
         self, source: Source, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
@@ -200,8 +199,8 @@ class Graphs:
 
     def turn(self, found: Captured) -> int:
         """Which of a pair the next run is, that begins now."""
-        self.runs = found.used = self.runs + 1
-        return self.runs - 1 & 1
+        self._runs = found.used = self._runs + 1
+        return self._runs - 1 & 1
 
     def _find(
         self, key: Key, source: Source, given: Sequence[torch.Tensor], num_inputs: int
@@ -220,7 +219,7 @@ class Graphs:
         if not self._single:
             oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
             full = len(self.at) >= MOST
-            if full and key in self._seen and self.runs - self.at[oldest].used >= STALE:
+            if full and key in self._seen and self._runs - self.at[oldest].used >= STALE:
                 self._give_up(self.at, oldest)
                 full = False
             if not full:

@@ -8,7 +8,7 @@
 A run's two events are those of the run `num` before it: once so many are issued on top, they tell
 nothing of it any more, so `num` is more than a device lets a host be ahead, as a rule. And one run
 in `APART` leaves an event besides, which is used again only when it was seen to be done: progress
-is seen however far that is, and in few looks.
+is seen however far that is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 
 from interlace.comm.cuda.driver import Driver, Event
 
-APART = 32
+APART = 8
 """Runs from one probe to the next."""
 
 

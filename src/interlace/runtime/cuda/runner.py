@@ -322,9 +322,8 @@ class Replayer(Runner):
                 raise watched.failure
             for tensor in self._marked:
                 increment_version(tensor)
-            graphs.runs = pair.used = runs = graphs.runs + 1
             given = inputs if out is None else (*inputs, *out)
-            return self._engine.replay(pair, runs - 1 & 1, given)
+            return self._engine.replay(pair, graphs.turn(pair), given)
         except BackendError as error:
             if watched.failure is None or watched.failure is error:
                 raise
