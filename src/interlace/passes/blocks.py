@@ -16,7 +16,7 @@ Edges = Sequence[Iterable[int]]
 
 
 class Blocks:
-    """Blocks that can all run without a break, grown one by one.
+    """Blocks that can all run without a break, grown one by one; no op stands before a listed one.
 
     blocks = Blocks(dependencies(program))
     if blocks.accepts({0, 3}):
@@ -26,6 +26,9 @@ class Blocks:
     def __init__(self, before: Edges) -> None:
         self.members: list[frozenset[int]] = [frozenset((i,)) for i in range(len(before))]
         self.after: list[set[int]] = [set() for _ in before]
+        self.least = list(range(len(before)))
+        """By op, what no op that comes after it is listed before: blocks that reach over one
+        another count from the first op of them all."""
         for i, earlier in enumerate(before):
             for j in earlier:
                 self.after[j].add(i)
@@ -34,10 +37,11 @@ class Blocks:
         """Whether no path leaves the block and comes back; `unneeded` ops do not lead into it."""
         mine, ignored = frozenset(block), frozenset(unneeded)
         seen: set[int] = set()
+        last = max(mine, default=-1)
         stack = [i for j in mine for i in self.after[j] if i not in mine]
         while stack:
             op = stack.pop()
-            if op in seen:
+            if op in seen or self.least[op] > last:  # from there no way leads back
                 continue
             seen |= self.members[op]
             for i in self.members[op]:
@@ -51,6 +55,11 @@ class Blocks:
         mine = frozenset(block)
         for i in mine:
             self.members[i] = mine
+        first, last = self.least[min(mine)], max(mine)
+        for i in range(first, len(self.least)):
+            if i > last and self.least[i] > last:
+                break
+            self.least[i] = first
         for i in unneeded:
             self.after[i] -= mine
 
