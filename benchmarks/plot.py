@@ -30,7 +30,7 @@ def main(paths: Sequence[str]) -> None:
     """Draws each file's rows to a PNG beside it."""
     for path in map(Path, paths) if paths else sorted(RESULTS.glob("*.csv")):
         rows = read(path)
-        if rows:
+        if rows and "pass" not in rows[0]:  # the passes' times need no picture
             picture = path.with_suffix(".png")
             drawer(rows)(rows, picture)
             print(f"wrote {picture}")

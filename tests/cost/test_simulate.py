@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import pytest
+from benchmarks.passes import two_streams
+from tests.support.work import per_op
 
 from interlace.cost import (
     Link,
@@ -270,19 +272,13 @@ def test_every_op_but_free_memory_has_a_span() -> None:
     assert {op_kind(program.ops[i]) for i in (0, 5)} == {"memory"}
 
 
-def test_ten_thousand_ops_in_under_a_second() -> None:
-    lines = ["def p(tp: Team[4], x: f32[4, 4], w: f32[4, 4]):", "    g = empty(f32[16, 4])"]
-    lines.append("    y = empty(f32[16, 4])")
-    for i in range(625):
-        lines += [
-            "    comm: all_gather(x, g, team=tp)",
-            f"    comm: record(e{i})",
-            f"    main: wait(e{i})",
-            '    main: call("aten.mm.out", g, w, out=y)',
-        ]
-    program = parse("\n".join([*lines, "    return y"]))
-    start = time.process_time()
-    timeline = simulate(program, default_machine("cuda"))
-    spent = time.process_time() - start
-    assert len({(s.rank, s.op_index) for s in timeline.spans}) == 4 * 2500
-    assert spent < 1.0, f"{spent:.2f} s"
+def test_a_long_program_takes_no_more_for_each_op() -> None:
+    machine = default_machine("cuda")
+
+    def work(count: int) -> tuple[int, Callable[[], object]]:
+        program = two_streams(count)
+        return 4 * len(program.ops), lambda: simulate(program, machine)
+
+    assert per_op(work, 200) < 300
+    timeline = simulate(two_streams(400), machine)
+    assert len({(span.rank, span.op_index) for span in timeline.spans}) == 4 * 400

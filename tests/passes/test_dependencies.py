@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import pytest
+from benchmarks.passes import chain
+from tests.support.work import per_op
 
-from interlace.ir import Program, parse
+from interlace.ir import parse
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.passes.dependencies import Before, dependencies
@@ -159,28 +161,12 @@ def test_lists_that_are_not_ours_to_permute(kind: str) -> None:
     assert dependencies(program, listed=False)[1] == ()
 
 
-def long_program(count: int) -> Program:
-    """A chain of matmuls and gathers of `count` ops, of four ranks."""
-    lines = ["def p(tp: Team[4], x: f32[4, 4], w: f32[4, 4]):"]
-    last = "x"
-    for i in range(count // 4):
-        lines += [
-            f"    g{i} = empty(f32[16, 4])",
-            f"    main: all_gather({last}, g{i}, team=tp)",
-            f'    main: call("aten.mm.default", g{i}, w, out=(m{i} := f32[16, 4]))',
-            f'    main: call("aten.mul.Tensor", m{i}[tp.rank], 2, out=(t{i} := f32[4, 4]))',
-        ]
-        last = f"t{i}"
-    return parse("\n".join([*lines, f"    return {last}"]))
+def test_a_long_program_takes_no_more_for_each_op() -> None:
+    def work(count: int) -> tuple[int, Callable[[], object]]:
+        program = chain(count)
+        return len(program.ops), lambda: dependencies(program)
 
-
-def test_five_thousand_ops_in_well_under_a_second() -> None:
-    program = long_program(5000)
-    start = time.process_time()
-    edges = dependencies(program)
-    spent = time.process_time() - start
-    assert len(edges) == 5000
-    assert spent < 0.8, f"{spent:.2f} s"
+    assert per_op(work, 400) < 300
 
 
 def test_who_takes_bytes_over_waits_for_who_held_them() -> None:

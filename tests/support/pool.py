@@ -45,6 +45,17 @@ from typing import Any
 
 MAX_WORLD = 4
 ROOT = Path(__file__).resolve().parents[2]
+TORCH = ("torch", "torch.distributed")
+LOADED = (
+    *TORCH,
+    *("torch.distributed.tensor.parallel", "interlace.frontend", "interlace.runtime.flat"),
+    # what the first compiled call imports
+    *("functorch.compile", "torch._inductor.debug", "torch._inductor.pattern_matcher"),
+)
+"""What ranks find loaded. Each would import it for itself, for seconds, as often as it is replaced.
+
+Ranks with a GPU get torch alone: who is forked can't use what another process set up of CUDA.
+"""
 
 
 class RankFailure(AssertionError):
@@ -100,7 +111,7 @@ class Pool:
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._context.set_forkserver_preload(list(TORCH if device == "cuda" else LOADED))
         self._workers: list[tuple[Any, Connection]] = []
         self._generation = 0
         self._world = 0

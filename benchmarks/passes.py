@@ -1,0 +1,183 @@
+"""How long passes over large Programs take on the host: rows in `benchmarks/results/passes.csv`.
+
+python benchmarks/passes.py                        # 10 rounds, rows beside the others
+python benchmarks/passes.py --rounds 3 --out /tmp
+
+Every round takes each pass once, in turn, and the processor's time. Nothing here runs a Program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.bench.facts import facts
+from interlace.bench.rows import append
+from interlace.cost import default_machine, simulate
+from interlace.ir import Program, parse, validate
+from interlace.passes import run_pipeline
+from interlace.passes.dependencies import dependencies
+from interlace.verify import check
+
+COLUMNS = ("pass", "ranks", "ops", "rounds", "least_ms", "median_ms", "most_ms")
+
+
+def chain(count: int) -> Program:
+    """Gathers, matmuls and elementwise calls of four ranks, one after another: `count` ops."""
+    lines = ["def chain(tp: Team[4], x: f32[4, 4], w: f32[4, 4]):"]
+    last = "x"
+    for i in range(count // 4):
+        lines += [
+            f"    g{i} = empty(f32[16, 4])",
+            f"    main: all_gather({last}, g{i}, team=tp)",
+            f'    main: call("aten.mm.default", g{i}, w, out=(m{i} := f32[16, 4]))',
+            f'    main: call("aten.mul.Tensor", m{i}[tp.rank], 2, out=(t{i} := f32[4, 4]))',
+        ]
+        last = f"t{i}"
+    return parse("\n".join([*lines, f"    return {last}"]))
+
+
+def two_streams(count: int) -> Program:
+    """Gathers on one stream, the matmuls that wait for them on another: `count` ops."""
+    lines = ["def two_streams(tp: Team[4], x: f32[4, 4], w: f32[4, 4]):"]
+    lines += ["    g = empty(f32[16, 4])", "    y = empty(f32[16, 4])"]
+    for i in range(count // 4):
+        lines += [
+            "    comm: all_gather(x, g, team=tp)",
+            f"    comm: record(e{i})",
+            f"    main: wait(e{i})",
+            '    main: call("aten.mm.out", g, w, out=y)',
+        ]
+    return parse("\n".join([*lines, "    return y"]))
+
+
+def reductions(count: int) -> Program:
+    """All-reduces of rows of one buffer: `count` ops of eight ranks."""
+    lines = ["def reductions(tp: Team[8], x: f32[8, 4]):"]
+    lines += [
+        f"    comm: all_reduce(x[tp.rank + {i % 8}], x[tp.rank + {i % 8}], reduce='sum', team=tp)"
+        for i in range(count)
+    ]
+    return parse("\n".join([*lines, "    return x"]))
+
+
+def layers(count: int, ranks: int = 8) -> Program:
+    """Layers of gather and matmul by gets, then a reduce-scatter: 47 ops each on eight ranks."""
+    rows = 64
+    lines = [
+        f"def layers(tp: Team[{ranks}], x: bf16[{rows}, 512], w: bf16[512, 512], "
+        f"y: out[bf16[{rows}, 512]]):"
+    ]
+    last = "x"
+    for i in range(count):
+        following = "y" if i == count - 1 else f"o{i}"
+        lines += [
+            f'    g{i} = alloc(bf16[{rows * ranks}, 512], symmetric=tp, storage="slot")',
+            f'    h{i} = alloc(bf16[{rows * ranks}, 512], storage="s{i % 2}")',
+            *([] if following == "y" else [f"    {following} = alloc(bf16[{rows}, 512])"]),
+            f"    main: copy({last}, g{i}[tp.rank])",
+            f"    main: notify(ready{i}, to=tp.others)",
+            f"    main: record(a{i})",
+            f"    comm: wait(a{i})",
+            f'    main: call("aten.mm.out", g{i}[tp.rank], w, out=h{i}[tp.rank])',
+        ]
+        for k in range(1, ranks):
+            lines += [
+                f"    comm: expect(ready{i}, tp.rank + {k})",
+                f"    comm: get(g{i}[tp.rank + {k}], peer=tp.rank + {k})",
+                f"    comm: record(e{k})",
+                f"    main: wait(e{k})",
+                f'    main: call("aten.mm.out", g{i}[tp.rank + {k}], w, out=h{i}[tp.rank + {k}])',
+            ]
+        lines += [
+            f"    main: free(g{i})",
+            f'    main: reduce_scatter(h{i}, {following}, team=tp, reduce="sum")',
+            f"    main: free(h{i})",
+            *([] if last == "x" else [f"    main: free({last})"]),
+        ]
+        last = following
+    return parse("\n".join(lines) + "\n")
+
+
+def lacking_a_notify(program: Program) -> Program:
+    """The Program without one notify in its middle, so that all ranks wait for ever."""
+    middle = len(program.ops) // 2
+    at = next(i for i, op in enumerate(program.ops) if i > middle and type(op).__name__ == "Notify")
+    return program.replace(ops=(*program.ops[:at], *program.ops[at + 1 :]))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """A pass over a Program: `run` is what is timed."""
+
+    name: str
+    ranks: int
+    ops: int
+    run: Callable[[], Any]
+
+
+def works(size: int) -> list[Work]:
+    """All passes, over Programs of about `size` ops (those of all ranks together, in `check`)."""
+    deep = layers(max(2, size * 27 // 10_000))
+    ranks = [deep.instantiate(rank) for rank in range(8)]
+    faulty = lacking_a_notify(deep)
+    long, two, many = chain(size // 2), two_streams(size // 4), reductions(size)
+    machine, whole = default_machine("cuda"), 8 * len(deep.ops)
+    return [
+        Work("validate", 8, len(many.ops), lambda: validate(many)),
+        Work("check", 8, whole, lambda: check(deep)),
+        Work("check, a Program for each rank", 8, whole, lambda: check(ranks)),
+        Work("check, runs unrolled", 8, whole, lambda: check(deep, runs=3, unroll=True)),
+        Work("check, a deadlock", 8, whole - 8, lambda: check(faulty)),
+        Work("dependencies", 4, len(long.ops), lambda: dependencies(long)),
+        Work("find_sites,decompose", 4, len(long.ops), lambda: decomposed(long)),
+        Work("simulate", 4, 4 * len(two.ops), lambda: simulate(two, machine)),
+    ]
+
+
+def decomposed(program: Program) -> Program:
+    """Its sites found and taken apart."""
+    return run_pipeline(program, "find_sites,decompose{strategy=peer}")
+
+
+def measure(size: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each pass."""
+    todo = works(size)
+    taken: dict[str, list[float]] = {work.name: [] for work in todo}
+    for _ in range(rounds):
+        for work in random.sample(todo, len(todo)):
+            begun = time.process_time()
+            work.run()
+            taken[work.name].append((time.process_time() - begun) * 1e3)
+    where = facts("cpu")
+    rows: list[dict[str, Any]] = []
+    for work in todo:
+        times = taken[work.name]
+        figures = (min(times), statistics.median(times), max(times))
+        cells = (work.name, work.ranks, work.ops, rounds, *figures)
+        rows.append(dict(zip(COLUMNS, cells, strict=True)) | where)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and appends."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--size", type=int, default=10_000, help="ops of the largest Programs")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    given = parser.parse_args(arguments)
+    rows = measure(given.size, given.rounds)
+    append(given.out / "passes.csv", rows)
+    for row in rows:
+        print(f"{row['pass']:32} {row['ops']:6} ops  {row['median_ms']:8.1f} ms")
+    print(f"wrote {given.out / 'passes.csv'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""How much a function does, as the same number on a busy machine and on a calm one.
+
+`lines(function)` counts the lines of Python that run. `per_op(work)` holds two sizes against each
+other: what grows faster than its input shows, at sizes that take no time to count.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def lines(function: Callable[[], Any]) -> int:
+    """Lines of Python run by a call, those of all functions that it calls among them."""
+    count = 0
+
+    def line(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(line)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def per_op(work: Callable[[int], tuple[int, Callable[[], Any]]], size: int) -> float:
+    """Lines for each op at `size`, and no more at four times that: not a quarter.
+
+    `work(size)` gives a count of ops and a function that does something about them all.
+    """
+    (few, small), (many, large) = work(size), work(4 * size)
+    assert 3 * few < many < 5 * few
+    one, other = lines(small) / few, lines(large) / many
+    print(f"{one:.1f} lines for each of {few} ops, {other:.1f} of {many}")
+    assert other < 1.25 * one, f"{one:.1f} lines for each of {few} ops, {other:.1f} of {many}"
+    return other
