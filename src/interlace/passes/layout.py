@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from interlace.passes.rows import PAD, Contents, Refused, Run, cut, join
+from interlace.passes.rows import COLUMNS, PAD, Contents, Refused, Run, cut, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _only(used: int, held: int, what: str) -> str:
 def in_rows(contents: Contents, row_bytes: int) -> Contents:
     """The runs counted in rows, or Refused where they cut a row."""
     if any(run.length % row_bytes or run.offset % row_bytes for run in contents):
-        raise Refused("the columns, not the rows, are what the ranks hold parts of")
+        raise Refused(COLUMNS)
     return tuple(
         Run(run.start // row_bytes, run.length // row_bytes, run.source, run.offset // row_bytes)
         for run in contents

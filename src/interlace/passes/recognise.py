@@ -210,8 +210,8 @@ def _rows_of(
     if len(box.sizes) != (3 if matmul.batched else 2) or box.sizes[-1] == 0:
         raise Refused(f"{call.fn} contracts over nothing")
     width = box.sizes[-1]
-    contents = values.contents(lhs, name, origin)
-    layout = gather_layout(contents, width * box.dtype.itemsize, shards, what)
+    row = width * box.dtype.itemsize
+    layout = gather_layout(values.contents(lhs, name, origin, row), row, shards, what)
     _check_stacks(layout, box.sizes[0] if matmul.batched else 0)
     return layout, width
 
@@ -269,7 +269,8 @@ def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> Scatter
     if not row:
         raise Refused("its matmul's rows have no columns")
     total = cone.rows
-    contents = values.contents(op.src, root, (Run(0, total * row, 0, 0),) if total * row else ())
+    origin = (Run(0, total * row, 0, 0),) if total * row else ()
+    contents = values.contents(op.src, root, origin, row)
     team = values.program.team(op.team)
     if op.kind == "all_reduce":
         if contents not in ((Run(0, total * row, 0, 0),), ()) or box.nbytes != total * row:

@@ -13,9 +13,8 @@ however its result is put in order:
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from interlace.ir import Box
 
@@ -25,14 +24,14 @@ MAX_RUNS = 1 << 16
 
 
 TOO_FINE = "the rows are scattered too finely to be followed"
+COLUMNS = "the columns, not the rows, are what the ranks hold parts of"
 
 
 class Refused(Exception):
     """Why a communication is no site; the message is the reason that users read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """`length` bytes at `start` of a value are the bytes at `offset` of `source`."""
 
     start: int
@@ -47,21 +46,22 @@ Contents = tuple[Run, ...]
 def join(pieces: Iterable[Run]) -> Contents:
     """The pieces laid end to end, neighbours that continue one another merged."""
     runs: list[Run] = []
-    position = 0
-    for piece in pieces:
-        if not piece.length:
+    start = position = 0
+    source, offset, end = PAD, 0, 0  # of the run that begins at `start`
+    for _, length, whose, at in pieces:
+        if not length:
             continue
-        last = runs[-1] if runs else None
-        continues = last is not None and last.source == piece.source
-        if last is not None and continues and piece.source != PAD:
-            continues = last.offset + last.length == piece.offset
-        if last is not None and continues:
-            runs[-1] = Run(last.start, last.length + piece.length, last.source, last.offset)
-        else:
-            runs.append(Run(position, piece.length, piece.source, piece.offset))
-        position += piece.length
-        if len(runs) > MAX_RUNS:
-            raise Refused(TOO_FINE)
+        if position > start and (whose != source or (whose != PAD and at != end)):
+            runs.append(Run(start, position - start, source, offset))
+            start = position
+            if len(runs) >= MAX_RUNS:
+                raise Refused(TOO_FINE)
+        if start == position:
+            source, offset = whose, at
+        end = at + length
+        position += length
+    if position > start:
+        runs.append(Run(start, position - start, source, offset))
     return tuple(runs)
 
 
@@ -87,9 +87,16 @@ def box_runs(box: Box) -> Iterator[tuple[int, int]]:
     while dims and (dims[-1][0] == 1 or dims[-1][1] == length):
         length *= dims.pop()[0]
     item = box.dtype.itemsize
-    for index in itertools.product(*(range(size) for size, _ in dims)):
-        at = box.offset + sum(i * stride for i, (_, stride) in zip(index, dims, strict=True))
-        yield at * item, length * item
+    inner: Sequence[int] = (0,)
+    if dims:
+        size, stride = dims.pop()
+        inner = range(0, size * stride, stride) if stride else (0,) * size
+    starts = [box.offset]
+    for size, stride in dims:
+        starts = [start + i * stride for start in starts for i in range(size)]
+    for start in starts:
+        for at in inner:
+            yield (start + at) * item, length * item
 
 
 def _num_stretches(box: Box) -> int:
@@ -103,13 +110,30 @@ def _num_stretches(box: Box) -> int:
     return box.numel // length
 
 
-def seen(buffer: Contents, box: Box) -> Contents:
-    """The contents of a view, from those of its buffer (in storage order)."""
+def seen(buffer: Contents, box: Box, row: int = 0) -> Contents:
+    """The contents of a view, from those of its buffer (in storage order).
+
+    Raises Refused where there are too many runs, or more than there are rows of `row` bytes.
+    """
     # Two stretches of a view join only where a run of the buffer ends (or in zeros), so that a
     # transposed matrix need not be walked element by element to see that it is too fine.
-    if _num_stretches(box) - len(buffer) > MAX_RUNS and all(run.source != PAD for run in buffer):
+    least = _num_stretches(box) - len(buffer)
+    if row and least > box.nbytes // row and all(run.source != PAD for run in buffer):
+        raise Refused(COLUMNS)
+    if least > MAX_RUNS and all(run.source != PAD for run in buffer):
         raise Refused(TOO_FINE)
-    return join(piece for start, length in box_runs(box) for piece in cut(buffer, start, length))
+    starts = [run.start for run in buffer]
+
+    def pieces() -> Iterator[Run]:
+        for start, length in box_runs(box):
+            run = buffer[bisect.bisect_right(starts, start) - 1]
+            within = start - run.start
+            if within + length > run.length or run.source == PAD:
+                yield from cut(buffer, start, length)
+            else:
+                yield Run(start, length, run.source, run.offset + within)
+
+    return join(pieces()) if buffer else ()
 
 
 def stored(value: Contents, box: Box) -> Contents:

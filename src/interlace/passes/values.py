@@ -4,7 +4,7 @@ A buffer is a value where one op makes all of it; views and data movement (cat, 
 ...) are looked through down to a root:
 
     >>> values = Values(program, rank=0)
-    >>> values.contents(View("t3").view(8, 4), "gathered", root_contents)
+    >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row=16)
     (Run(start=0, length=64, source=0, offset=0), ...)
 """
 
@@ -99,10 +99,11 @@ class Values:
                 stack += [view.buffer for view in self.moved(current) or ()]
         return found
 
-    def contents(self, view: View, root: str, origin: Contents) -> Contents:
-        """What a view holds, given what the buffer `root` holds (in storage order)."""
+    def contents(self, view: View, root: str, origin: Contents, row: int) -> Contents:
+        """What a matrix of rows of `row` bytes holds, given what the buffer `root` holds (in
+        storage order)."""
         memory: dict[str, Contents] = {root: origin}
-        return seen(self._stored(view.buffer, memory), self.box(view))
+        return seen(self._stored(view.buffer, memory), self.box(view), row)
 
     def _stored(self, name: str, memory: dict[str, Contents]) -> Contents:
         if name not in memory:

@@ -1,0 +1,81 @@
+"""What a view holds, against each byte looked up alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from interlace.ir import Box, DType
+from interlace.passes.layout import in_rows
+from interlace.passes.rows import COLUMNS, PAD, Contents, Refused, Run, join, seen
+
+
+def random_contents(rng: random.Random, count: int) -> Contents:
+    """`count` elements of four bytes in some runs, some of them zeros."""
+    pieces: list[Run] = []
+    while count:
+        length = rng.randint(1, count)
+        source = rng.choice((PAD, 0, 1, 2))
+        offset = 0 if source == PAD else 4 * rng.randint(0, 5)
+        pieces.append(Run(0, 4 * length, source, offset))
+        count -= length
+    return join(pieces)
+
+
+def random_box(rng: random.Random, count: int) -> Box:
+    """Some elements of a buffer of `count`, in any order, also one many times."""
+    sizes = [rng.randint(0 if rng.random() < 0.1 else 1, 4) for _ in range(rng.randint(1, 3))]
+    strides = [rng.choice((0, 1, 1, size, 2 * size, 3)) for size in reversed(sizes)]
+    reach = sum((max(n, 1) - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    if reach >= count:
+        return random_box(rng, count)
+    return Box(rng.randint(0, count - 1 - reach), tuple(sizes), tuple(strides), DType.f32)
+
+
+def byte_by_byte(buffer: Contents, box: Box) -> Contents:
+    held = [
+        (run.source, 0 if run.source == PAD else run.offset + i)
+        for run in buffer
+        for i in range(run.length)
+    ]
+    found: list[Run] = []
+    for index in itertools.product(*map(range, box.sizes)):
+        at = box.offset + sum(i * stride for i, stride in zip(index, box.strides, strict=True))
+        found += [Run(0, 1, *held[4 * at + i]) for i in range(4)]
+    return join(found)
+
+
+def test_a_view_holds_what_each_of_its_bytes_is(seed: int) -> None:
+    rng = random.Random(seed)
+    refused = 0
+    for _ in range(1000):
+        buffer = random_contents(rng, rng.randint(1, 48))
+        box = random_box(rng, sum(run.length for run in buffer) // 4)
+        wanted = byte_by_byte(buffer, box)
+        assert seen(buffer, box) == wanted, (buffer, box)
+        assert join(wanted) == wanted
+        starts = [run.start for run in wanted]
+        assert (
+            starts
+            == list(itertools.accumulate((r.length for r in wanted[:-1]), initial=0))[: len(starts)]
+        )
+        row = 4 * box.sizes[-1]
+        if not row:
+            continue
+        try:
+            assert seen(buffer, box, row) == wanted
+        except Refused:
+            refused += 1
+            with pytest.raises(Refused, match=COLUMNS):
+                seen(buffer, box, row)
+            with pytest.raises(Refused, match=COLUMNS):
+                in_rows(wanted, row)
+    assert refused > 30
+
+
+def test_a_transposed_matrix_is_refused_at_once() -> None:
+    rows = Box(0, (1 << 14, 1 << 14), (1, 1 << 14), DType.f32)
+    with pytest.raises(Refused, match=COLUMNS):
+        seen((Run(0, rows.nbytes, 0, 0),), rows, 4 << 14)
