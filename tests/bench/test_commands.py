@@ -22,9 +22,16 @@ pytestmark = pytest.mark.timeout(300)
 TINY = ("--device", "cpu", "--preset", "tiny", "--dtype", "f32", "--host-runs", "5")
 
 
-def bench(*args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def bench(*args: str) -> subprocess.CompletedProcess[str]:
     done = command("bench", *args, time_out_s=250)
-    assert done.returncode == code, done.stderr + done.stdout
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
+def bench_here(*args: str, code: int = 0) -> Any:
+    """The command in this process, where torch is there; its ranks are processes all the same."""
+    done = CliRunner().invoke(app, ["bench", *args])
+    assert done.exit_code == code, done.output
     return done
 
 
@@ -50,7 +57,7 @@ def test_overlap(tmp_path: Path) -> None:
 
 def test_overlap_judges_bars_as_json_and_leaves_out_what_has_no_time(tmp_path: Path) -> None:
     given = ("--only", "auto,sequential", "--out", str(tmp_path), "--check", "--json")
-    done = bench("overlap", *TINY, *given, "--seconds", "0.001", code=0)
+    done = bench_here("overlap", *TINY, *given, "--seconds", "0.001")
     report = json.loads(done.stdout)
     assert len(report["skipped"]) == 3
     assert report["rows"] == report["bars"] == []
@@ -77,7 +84,7 @@ def test_overlap_under_torchrun(tmp_path: Path) -> None:
 
 def test_interconnect(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    done = bench(
+    done = bench_here(
         *("interconnect", "--device", "cpu", "--most", "4KiB", "--no-plot", "--json"),
         *("--out", str(tmp_path), "--calibration", str(file)),
     )
@@ -100,7 +107,7 @@ def test_interconnect(tmp_path: Path) -> None:
 
 def test_layer(tmp_path: Path) -> None:
     sizes = ("--dim", "32", "--hidden", "64", "--heads", "2", "--prefill", "32", "--cached", "8")
-    done = bench(
+    done = bench_here(
         *("layer", "--device", "cpu", "--dtype", "f32", "--only", "eager,interlace", *sizes),
         *("--out", str(tmp_path), "--seconds", "4", "--json"),
     )
@@ -131,8 +138,7 @@ def test_layer(tmp_path: Path) -> None:
 def test_errors_say_what_to_mend(
     args: tuple[str, ...], told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = CliRunner().invoke(app, ["bench", *args])  # in this process, where torch is there
-    assert done.exit_code == 2, done.output
+    done = bench_here(*args, code=2)
     assert isinstance(done.exception, SystemExit)
     assert told in done.stderr
     assert "Traceback" not in done.stderr + capfd.readouterr().err, "nor do ranks print one"
@@ -140,13 +146,13 @@ def test_errors_say_what_to_mend(
 
 def test_ranks_that_cannot_do_it_end_with_one_error(tmp_path: Path) -> None:
     given = ("--device", "cpu", "--shapes", "ag_gemm:7,4,4", "--out", str(tmp_path))
-    done = bench("overlap", *given, code=2)
+    done = bench_here("overlap", *given, code=2)
     assert "M does not divide over 2 ranks" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    done = bench("overlap", *TINY, "--time-out", "2", "--out", str(tmp_path), code=2)
+    done = bench_here("overlap", *TINY, "--time-out", "2", "--out", str(tmp_path), code=2)
     assert "2 s" in done.stderr or "ended with code" in done.stderr
 
 

@@ -29,7 +29,6 @@ from interlace.demo.launch import has_avx512
 from interlace.demo.model import Config, Transformer, parallelize
 
 STEPS = 20
-CONFIG = Config(layers=2, dim=64, heads=4, hidden=128, sequence=64, batch=2)
 Trace = list[tuple[Tensor, ...]]
 """For each step the loss and then every gradient's local shard."""
 
@@ -58,17 +57,20 @@ def local(grad: Tensor | None) -> Tensor:
     return (grad.to_local() if isinstance(grad, DTensor) else grad).detach().clone()
 
 
-def train_transformer(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
+def train_transformer(
+    options: dict[str, Any] | None, steps: int, seed: int, layers: int = 2
+) -> Trace:
     """Steps of AdamW on random bytes, from one seed."""
+    config = Config(layers=layers, dim=64, heads=4, hidden=128, sequence=64, batch=2)
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     torch.manual_seed(seed)
-    model = parallelize(Transformer(CONFIG), mesh)
+    model = parallelize(Transformer(config), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     forward = compiled(model, options)
     trace: Trace = []
     for _ in range(steps):
-        bytes_ = torch.randint(CONFIG.vocabulary, (CONFIG.batch, CONFIG.sequence + 1))
+        bytes_ = torch.randint(config.vocabulary, (config.batch, config.sequence + 1))
         torch.distributed.broadcast(bytes_, 0)
         logits = forward(bytes_[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), bytes_[:, 1:].flatten())
@@ -157,6 +159,11 @@ def compare_ways(options: dict[str, Any], steps: int, seed: int) -> dict[str, An
     }
 
 
+def train_layer(options: dict[str, Any] | None, steps: int, seed: int) -> Trace:
+    """The same with one layer."""
+    return train_transformer(options, steps, seed, layers=1)
+
+
 Train = Callable[[dict[str, Any] | None, int, int], Trace]
 
 
@@ -200,7 +207,10 @@ def test_integers_equal_serial(pool: Pool, ranks: int, seed: int) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not has_avx512(), reason="MKL's strict mode needs AVX-512")
-def test_every_strategy_equals_serial_in_fp32(pool: Pool, seed: int) -> None:
-    args = (train_transformer, 2, seed)
+@pytest.mark.parametrize(
+    "train", [train_layer, pytest.param(train_transformer, marks=pytest.mark.slow)]
+)
+def test_every_strategy_equals_serial_in_fp32(pool: Pool, train: Train, seed: int) -> None:
+    args = (train, 2, seed)
     for rank, found in enumerate(pool(2).run(compare_strategies, *args, time_out_s=280.0)):
         assert found == {name: [] for name in STRATEGIES}, f"rank {rank}"

@@ -135,7 +135,7 @@ def test_a_long_program_takes_no_more_for_each_op() -> None:
         assert len(decomposed(program).sites) == count // 4
         return len(program.ops), lambda: decomposed(program)
 
-    assert per_op(work, 100) < 7000
+    assert per_op(work, 48) < 7000
 
 
 def test_many_sites_of_all_kinds_are_looked_through() -> None:
