@@ -16,9 +16,11 @@ from interlace.bench.rows import Row, read
 RESULTS = Path(__file__).parent / "results"
 
 
-def drawer(rows: Sequence[Row]) -> Callable[[Sequence[Row], Path], None]:
-    """What draws these rows: told by their columns."""
+def drawer(rows: Sequence[Row]) -> Callable[[Sequence[Row], Path], None] | None:
+    """What draws these rows: told by their columns. None: the passes' times need no picture."""
     columns = rows[0].keys()
+    if "pass" in columns:
+        return None
     if "strategy" in columns:
         return draw_overlap
     if "does" in columns:
@@ -30,10 +32,13 @@ def main(paths: Sequence[str]) -> None:
     """Draws each file's rows to a PNG beside it."""
     for path in map(Path, paths) if paths else sorted(RESULTS.glob("*.csv")):
         rows = read(path)
-        if rows and "pass" not in rows[0]:  # the passes' times need no picture
-            picture = path.with_suffix(".png")
-            drawer(rows)(rows, picture)
-            print(f"wrote {picture}")
+        draw = drawer(rows) if rows else None
+        if draw is None:
+            print(f"no picture for {path}")
+            continue
+        picture = path.with_suffix(".png")
+        draw(rows, picture)
+        print(f"wrote {picture}")
 
 
 if __name__ == "__main__":

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.passes import COLUMNS, layers, main
+import pytest
+from benchmarks.passes import BARS_MS, HEAD, layers, main
 
 from interlace.bench.rows import read
 from interlace.verify import check
 
 
-def test_every_pass_has_its_row(tmp_path: Path) -> None:
-    for _ in range(2):
-        main(["--rounds", "1", "--size", "400", "--out", str(tmp_path)])
+def test_every_pass_has_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--rounds", "1", "--size", "400", "--out", str(tmp_path)]
+    assert main(given) == 0
+    monkeypatch.setitem(BARS_MS, "simulate", 1e-6)
+    assert main(given) == 0, "bars are for --check"
+    capsys.readouterr()
+    assert main([*given, "--check"]) == 1
+    assert "over its bar: simulate" in capsys.readouterr().out
     rows = read(tmp_path / "passes.csv")
-    assert len(rows) == 16
-    assert len({row["pass"] for row in rows}) == 8
+    assert len(rows) == 3 * len(BARS_MS)
+    assert {row["pass"] for row in rows} == set(BARS_MS)
     for row in rows:
-        assert all(row[column] for column in COLUMNS)
+        assert all(row[column] for column in HEAD)
         assert 0 < float(row["least_ms"]) <= float(row["median_ms"]) <= float(row["most_ms"])
         assert row["commit"]
 

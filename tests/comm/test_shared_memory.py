@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.pool import Died, Pool
-from tests.support.work import lines
 
 from interlace.comm import (
     Segment,
@@ -299,7 +298,3 @@ def test_a_reset_renews_broken_connections(pool: Pool) -> None:
     results = pool(3).run(break_and_mend, replace=True)
     assert "Timed out" in results[0][0]
     assert [total for _, total in results] == [12.0] * 3
-
-
-def test_fences_cost_little() -> None:
-    assert lines(fence) < 10, "every word between ranks has its fence"

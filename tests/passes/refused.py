@@ -115,6 +115,26 @@ REFUSED = {
     main: call("aten.cat.default", (full[0:3], full[3:6]), 1, out=(y := f32[3, 16]))
     return y""",
     ),
+    "transposed-before-all-reduce": (
+        "all_reduce",
+        "in another order, or not all of them",
+        """x: f32[6, 8], w: f32[8, 5]):
+    main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
+    out = empty(f32[5, 6])
+    main: all_reduce(y.permute(1, 0), out, reduce="sum", team=tp)
+    return out""",
+    ),
+    "transposed-by-copy-before-all-reduce": (
+        "all_reduce",
+        "in another order, or not all of them",
+        """x: f32[6, 8], w: f32[8, 5]):
+    main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
+    s = empty(f32[5, 6])
+    main: copy(y.permute(1, 0), s)
+    out = empty(f32[5, 6])
+    main: all_reduce(s, out, reduce="sum", team=tp)
+    return out""",
+    ),
     "columns-scattered": (
         "reduce_scatter",
         "the columns, not the rows",

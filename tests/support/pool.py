@@ -54,7 +54,8 @@ LOADED = (
 )
 """What ranks find loaded. Each would import it for itself, for seconds, as often as it is replaced.
 
-Ranks with a GPU get torch alone: who is forked can't use what another process set up of CUDA.
+Where there are GPUs that is torch alone: who is forked can't use what another process set up of
+CUDA.
 """
 
 
@@ -111,7 +112,6 @@ class Pool:
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(TORCH if device == "cuda" else LOADED))
         self._workers: list[tuple[Any, Connection]] = []
         self._generation = 0
         self._world = 0
@@ -196,8 +196,10 @@ class Pool:
 
     def _start(self, world: int) -> None:
         if self._store is None:
+            from torch.cuda import device_count
             from torch.distributed import TCPStore
 
+            self._context.set_forkserver_preload(list(TORCH if device_count() else LOADED))
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if not self._workers:
             self._generation += 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.pool import Died, Pool, RankFailure
+from tests.support.pool import LOADED, Died, Pool, RankFailure
 
 
 def total(scale: float) -> tuple[int, float]:
@@ -34,6 +35,17 @@ def hold_the_lock() -> None:
     if dist.get_rank() == 0:
         raise ValueError("the planted fault")
     ctypes.PyDLL(None).sleep(60)
+
+
+def not_loaded() -> list[str]:
+    return [name for name in LOADED if name not in sys.modules]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there they find torch alone")
+def test_ranks_find_loaded_what_they_would_import(pool: Pool) -> None:
+    """Who is new, that is: an import that fails in the server of forks is passed over."""
+    pool.close()
+    assert pool(2).run(not_loaded) == [[], []]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -16,7 +16,9 @@ Edges = Sequence[Iterable[int]]
 
 
 class Blocks:
-    """Blocks that can all run without a break, grown one by one; no op stands before a listed one.
+    """Blocks that can all run without a break, grown one by one.
+
+    `before[i]` names ops that are listed before i alone, and a block has an op at least.
 
     blocks = Blocks(dependencies(program))
     if blocks.accepts({0, 3}):
@@ -27,8 +29,8 @@ class Blocks:
         self.members: list[frozenset[int]] = [frozenset((i,)) for i in range(len(before))]
         self.after: list[set[int]] = [set() for _ in before]
         self.least = list(range(len(before)))
-        """By op, what no op that comes after it is listed before: blocks that reach over one
-        another count from the first op of them all."""
+        """By op, the first op of the stretch of overlapping blocks that it stands in (itself, where
+        it stands in none): nothing that follows the op is listed before that."""
         for i, earlier in enumerate(before):
             for j in earlier:
                 self.after[j].add(i)
@@ -37,7 +39,7 @@ class Blocks:
         """Whether no path leaves the block and comes back; `unneeded` ops do not lead into it."""
         mine, ignored = frozenset(block), frozenset(unneeded)
         seen: set[int] = set()
-        last = max(mine, default=-1)
+        last = max(mine)
         stack = [i for j in mine for i in self.after[j] if i not in mine]
         while stack:
             op = stack.pop()
@@ -56,7 +58,7 @@ class Blocks:
         for i in mine:
             self.members[i] = mine
         first, last = self.least[min(mine)], max(mine)
-        for i in range(first, len(self.least)):
+        for i in range(min(mine), len(self.least)):
             if i > last and self.least[i] > last:
                 break
             self.least[i] = first

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from interlace.passes.rows import COLUMNS, PAD, Contents, Refused, Run, cut, join
+from interlace.passes.rows import PAD, Contents, Refused, Run, cut, join, whole_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,7 @@ def _only(used: int, held: int, what: str) -> str:
 
 def in_rows(contents: Contents, row_bytes: int) -> Contents:
     """The runs counted in rows, or Refused where they cut a row."""
-    if any(run.length % row_bytes or run.offset % row_bytes for run in contents):
-        raise Refused(COLUMNS)
     return tuple(
         Run(run.start // row_bytes, run.length // row_bytes, run.source, run.offset // row_bytes)
-        for run in contents
+        for run in whole_rows(contents, row_bytes)
     )

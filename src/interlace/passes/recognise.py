@@ -270,7 +270,7 @@ def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> Scatter
         raise Refused("its matmul's rows have no columns")
     total = cone.rows
     origin = (Run(0, total * row, 0, 0),) if total * row else ()
-    contents = values.contents(op.src, root, origin, row)
+    contents = values.contents(op.src, root, origin, 0 if op.kind == "all_reduce" else row)
     team = values.program.team(op.team)
     if op.kind == "all_reduce":
         if contents not in ((Run(0, total * row, 0, 0),), ()) or box.nbytes != total * row:

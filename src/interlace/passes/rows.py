@@ -13,6 +13,7 @@ however its result is put in order:
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -43,26 +44,38 @@ class Run(NamedTuple):
 Contents = tuple[Run, ...]
 
 
-def join(pieces: Iterable[Run]) -> Contents:
+def joined(pieces: Iterable[Run]) -> Iterator[Run]:
     """The pieces laid end to end, neighbours that continue one another merged."""
-    runs: list[Run] = []
-    start = position = 0
+    count = start = position = 0
     source, offset, end = PAD, 0, 0  # of the run that begins at `start`
     for _, length, whose, at in pieces:
         if not length:
             continue
         if position > start and (whose != source or (whose != PAD and at != end)):
-            runs.append(Run(start, position - start, source, offset))
+            yield Run(start, position - start, source, offset)
             start = position
-            if len(runs) >= MAX_RUNS:
+            count += 1
+            if count >= MAX_RUNS:
                 raise Refused(TOO_FINE)
         if start == position:
             source, offset = whose, at
         end = at + length
         position += length
     if position > start:
-        runs.append(Run(start, position - start, source, offset))
-    return tuple(runs)
+        yield Run(start, position - start, source, offset)
+
+
+def join(pieces: Iterable[Run]) -> Contents:
+    """All that `joined` gives."""
+    return tuple(joined(pieces))
+
+
+def whole_rows(runs: Iterable[Run], row: int) -> Iterator[Run]:
+    """The runs, or Refused at the first that cuts a row of so many bytes."""
+    for run in runs:
+        if run.length % row or run.offset % row:
+            raise Refused(COLUMNS)
+        yield run
 
 
 def cut(contents: Contents, start: int, length: int) -> Iterator[Run]:
@@ -87,14 +100,10 @@ def box_runs(box: Box) -> Iterator[tuple[int, int]]:
     while dims and (dims[-1][0] == 1 or dims[-1][1] == length):
         length *= dims.pop()[0]
     item = box.dtype.itemsize
-    inner: Sequence[int] = (0,)
-    if dims:
-        size, stride = dims.pop()
-        inner = range(0, size * stride, stride) if stride else (0,) * size
-    starts = [box.offset]
-    for size, stride in dims:
-        starts = [start + i * stride for start in starts for i in range(size)]
-    for start in starts:
+    offsets = [range(0, n * step, step) if step else (0,) * n for n, step in dims]
+    inner = offsets.pop() if offsets else (0,)
+    for index in itertools.product(*offsets):
+        start = box.offset + sum(index)
         for at in inner:
             yield (start + at) * item, length * item
 
@@ -113,15 +122,13 @@ def _num_stretches(box: Box) -> int:
 def seen(buffer: Contents, box: Box, row: int = 0) -> Contents:
     """The contents of a view, from those of its buffer (in storage order).
 
-    Raises Refused where there are too many runs, or more than there are rows of `row` bytes.
+    With `row`, the view is a matrix of rows of so many bytes: Refused at the first run that cuts
+    one, so that a transposed matrix need not be walked element by element.
     """
-    # Two stretches of a view join only where a run of the buffer ends (or in zeros), so that a
-    # transposed matrix need not be walked element by element to see that it is too fine.
-    least = _num_stretches(box) - len(buffer)
-    if row and least > box.nbytes // row and all(run.source != PAD for run in buffer):
-        raise Refused(COLUMNS)
-    if least > MAX_RUNS and all(run.source != PAD for run in buffer):
-        raise Refused(TOO_FINE)
+    # Else stretches of a view hardly join but where a run of the buffer ends (or in zeros).
+    if not row and _num_stretches(box) - len(buffer) > MAX_RUNS:
+        if all(run.source != PAD for run in buffer):
+            raise Refused(TOO_FINE)
     starts = [run.start for run in buffer]
 
     def pieces() -> Iterator[Run]:
@@ -133,7 +140,9 @@ def seen(buffer: Contents, box: Box, row: int = 0) -> Contents:
             else:
                 yield Run(start, length, run.source, run.offset + within)
 
-    return join(pieces()) if buffer else ()
+    if not buffer:
+        return ()
+    return tuple(whole_rows(joined(pieces()), row)) if row else join(pieces())
 
 
 def stored(value: Contents, box: Box) -> Contents:

@@ -100,8 +100,8 @@ class Values:
         return found
 
     def contents(self, view: View, root: str, origin: Contents, row: int) -> Contents:
-        """What a matrix of rows of `row` bytes holds, given what the buffer `root` holds (in
-        storage order)."""
+        """What a view holds, given what the buffer `root` holds (in storage order); Refused where
+        that cuts rows of `row` bytes, if there are to be such rows."""
         memory: dict[str, Contents] = {root: origin}
         return seen(self._stored(view.buffer, memory), self.box(view), row)
 
