@@ -21,6 +21,8 @@ def test_every_pass_has_its_row(
     capsys.readouterr()
     assert main([*given, "--check"]) == 1
     assert "over its bar: simulate" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*given, "--rounds", "0"])
     rows = read(tmp_path / "passes.csv")
     assert len(rows) == 3 * len(BARS_MS)
     assert {row["pass"] for row in rows} == set(BARS_MS)

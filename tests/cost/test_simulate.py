@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from benchmarks.passes import two_streams
-from tests.support.work import per_op
+from tests.support.line_count import per_op
 
 from interlace.cost import (
     Link,

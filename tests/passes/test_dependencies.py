@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from benchmarks.passes import chain
-from tests.support.work import per_op
+from tests.support.line_count import per_op
 
 from interlace.ir import parse
 from interlace.options import Options

@@ -13,7 +13,7 @@ from tests.passes.refused import REFUSED
 from tests.passes.samples import STRATEGIES
 from tests.passes.spellings import as_sample, sample, spellings
 from tests.passes.test_decompose import assert_overlaps
-from tests.support.work import per_op
+from tests.support.line_count import per_op
 
 from interlace.ir import Call, Collective, Loc, Program, parse
 from interlace.passes import run_pipeline

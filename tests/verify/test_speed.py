@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from benchmarks.passes import lacking_a_notify, layers
-from tests.support.work import per_op
+from tests.support.line_count import per_op
 
 from interlace.ir import Program
 from interlace.verify import Report, check
