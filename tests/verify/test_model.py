@@ -18,6 +18,7 @@ def kinds(body: str, head: str = "x: f32[4], y: out[f32[4]]", **options: object)
     return check(parse(text), **options).kinds()  # pyright: ignore[reportArgumentType]
 
 
+NEW = "t = empty(f32[4])\n"
 LATE = "side: record(s)\n" * 6
 """The checker visits what can start early first: this makes a stream come late."""
 
@@ -148,6 +149,19 @@ RULES: list[tuple[str, str, set[str]]] = [
      "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n main: notify(n, to=tp.others)\n"
      "comm: expect(n, tp.rank + 1)\n comm: get(s, peer=tp.rank + 1, dst=y)\n main: free(s)",
      {"race"}),
+    ("reads of what a write that comes beside them may have written", NEW
+     + "main: copy(t, y)\n main: copy(t, y)\n" + LATE + "side: copy(x, t)", {"race"}),
+    ("and a write behind such a read does not hide it", NEW
+     + "main: copy(t, y)\n main: copy(x, t)\n" + LATE + "side: copy(x, t)", {"race"}),
+    ("a free beside a read writes nothing that it could read",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(s, y)\n comm: free(s)",
+     {"race", "uninitialized"}),
+    ("a use that does not await a slot which a deadlock keeps from being taken",
+     "main: expect(n, tp.rank + 1)\n s = alloc(f32[4], symmetric=tp)\n side: copy(x, s)\n"
+     "main: free(s)\n main: copy(x, y)", {"deadlock", "use-before-alloc"}),
+    ("a use behind such a slot never comes",
+     "main: expect(n, tp.rank + 1)\n s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
+     "main: free(s)\n main: copy(x, y)", {"deadlock"}),
     ("signals count within a run", "main: copy(x, y)\n main: notify(n, to=tp.others, value=1)\n"
      "main: expect(n, tp.others, value=2)", {"deadlock"}),
 ]  # fmt: skip

@@ -67,14 +67,15 @@ def check(
 
 
 def _told(faults: Iterable[list[Fault]]) -> list[list[Fault]]:
-    """The faults worth telling: a read that races is not also a read of what nothing wrote."""
+    """The faults worth telling: a read that races with a write is no read of what nothing wrote."""
     found = list(faults)
     racing = {
         (entry.node, entry.content)
         for same in found
         for fault in same
-        for entry in (fault.first, fault.second)
-        if entry is not None and fault.kind == "race"
+        for first, second in [(fault.first, fault.second)]
+        if first is not None and fault.kind == "race" and not (first.free or second.free)
+        for entry in (first, second)
     }
     told: list[list[Fault]] = []
     for same in found:

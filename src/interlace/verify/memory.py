@@ -8,7 +8,8 @@ Note [Frontier]
     Nodes come in an order that agrees with happens-before. Once a write covers an earlier access
     and comes after it, whatever conflicts with the earlier one conflicts with the write as well, so
     the earlier one is dropped. A read displaces a read of the same bytes earlier on the same chain.
-    What stays is small: in a schedule, about as many entries as there are chunks.
+    What stays is small: in a schedule, about as many entries as there are chunks. Reads of what
+    nothing wrote stay as well, and there are none in a schedule that is sound.
 """
 
 from __future__ import annotations
@@ -104,13 +105,16 @@ class Entry(NamedTuple):
 class Cell:
     """A range of a storage that no buffer begins or ends within."""
 
-    __slots__ = ("hi", "live", "lo", "reads", "writes")
+    __slots__ = ("bare", "hi", "live", "lo", "reads", "writes")
 
     def __init__(self, lo: int, hi: int) -> None:
         self.lo = lo
         self.hi = hi
         self.writes: list[Entry] = []
         self.reads: dict[tuple[Region, Content, int], Entry] = {}
+        self.bare: list[Entry] = []
+        """Reads of what nothing had written when they were met. None is dropped: each may yet turn
+        out to race with a write, and then it is that race and no fault of its own."""
         self.live: dict[Content, int] = {}
         """What has been written here and not freed, with its offset in the storage."""
 

@@ -167,23 +167,25 @@ class Sweep:
         )
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
-        for cell in memory.within(entry.lo, entry.hi):
-            if touch.write:
+        cells = memory.within(entry.lo, entry.hi)
+        if touch.write:
+            for cell in cells:
                 self._write(cell, entry, offset)
-            else:
-                self._read(cell, entry)
-        if entry.by_caller:
-            pass
-        elif touch.write:
-            content.write(region)
-        elif not content.full and not content.holds(region, self.regions):
+            if not entry.by_caller:
+                content.write(region)
+            return
+        bare = not content.full and not content.holds(region, self.regions)
+        if bare:
             kind = "uninitialized" if content.log is None else "overwritten"
             self._fault(kind, None, entry)
+        for cell in cells:
+            self._read(cell, entry, bare)
 
     def _check_life(self, life: Life, entry: Entry) -> None:
         graph, node, frame = self.graph, entry.node, entry.frame
-        if self._takes_after(life, node):
-            early = graph.before(node, life.alloc)
+        if life.alloc >= 0 and not graph.before(life.alloc, node):
+            # An Alloc behind a deadlock never comes, so what does not await it comes too early.
+            early = graph.clocks[life.alloc] is None or graph.before(node, life.alloc)
             alloc = self._whole(life, life.alloc, frame, life.version.alloc)
             self._fault("use-before-alloc" if early else "race", alloc, entry)
         if life.freed >= 0:
@@ -193,15 +195,6 @@ class Sweep:
         elif life.version.free >= 0:
             chain = graph.chain[node]
             life.last[chain if chain >= 0 else -1 - node] = entry
-
-    def _takes_after(self, life: Life, node: int) -> bool:
-        """Whether the slot may be taken after this node; a deadlock has no order to speak of."""
-        graph = self.graph
-        return (
-            life.alloc >= 0
-            and graph.clocks[life.alloc] is not None
-            and not graph.before(life.alloc, node)
-        )
 
     def _whole(self, life: Life, node: int, frame: Frame, index: int) -> Entry:
         """An Alloc or a Free as an access of the whole buffer."""
@@ -214,8 +207,10 @@ class Sweep:
         life = self._life(frame, item.version)
         life.freed = node
         free = self._whole(life, node, frame, item.index)
-        if self._takes_after(life, node):
-            self._fault("race", self._whole(life, life.alloc, frame, life.version.alloc), free)
+        if life.alloc >= 0 and self.graph.clocks[life.alloc] is not None:
+            if not self.graph.before(life.alloc, node):
+                alloc = self._whole(life, life.alloc, frame, life.version.alloc)
+                self._fault("race", alloc, free)
         for entry in life.last.values():
             if not self.graph.before(entry.node, node):
                 self._fault("race", entry, free)
@@ -225,11 +220,14 @@ class Sweep:
                 self._write(cell, free, life.offset)
                 cell.live.pop(life.content, None)
 
-    def _read(self, cell: Cell, new: Entry) -> None:
+    def _read(self, cell: Cell, new: Entry, bare: bool) -> None:
         for old in cell.writes:
             if old.lo < new.hi and new.lo < old.hi and old.node != new.node:
                 if not self.graph.before(old.node, new.node):
                     self._conflict(old, new)
+        if bare:
+            cell.bare.append(new)
+            return
         chain = self.graph.chain[new.node]
         cell.reads[new.region, new.content, chain if chain >= 0 else -1 - new.node] = new
 
@@ -254,6 +252,10 @@ class Sweep:
                     gone.append(key)
         for key in gone:
             del cell.reads[key]
+        for old in cell.bare:
+            if old.lo < new.hi and new.lo < old.hi and old.node != new.node:
+                if not before(old.node, new.node):
+                    self._conflict(old, new)
         if not (new.free or new.by_caller):
             for content, start in cell.live.items():
                 if content is not new.content:
