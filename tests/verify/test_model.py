@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.verify.orders import shuffled
 
 from interlace.errors import ProgramError, TeamError
 from interlace.ir import parse, parse_set
@@ -15,10 +16,14 @@ def kinds(body: str, head: str = "x: f32[4], y: out[f32[4]]", **options: object)
     text = f"def f(tp: Team[2], {head}):\n{lines}"
     plain, full = check(parse(text)), check(parse(text), unroll=True)
     assert plain.kinds() == full.kinds()
+    for seed in range(6):
+        with shuffled(seed):
+            assert check(parse(text)).kinds() == plain.kinds(), seed
     return check(parse(text), **options).kinds()  # pyright: ignore[reportArgumentType]
 
 
 NEW = "t = empty(f32[4])\n"
+SHARED = 'a = alloc(f32[4], storage="s")\n b = alloc(f32[4], storage="s")\n'
 LATE = "side: record(s)\n" * 6
 """The checker visits what can start early first: this makes a stream come late."""
 
@@ -153,15 +158,41 @@ RULES: list[tuple[str, str, set[str]]] = [
      + "main: copy(t, y)\n main: copy(t, y)\n" + LATE + "side: copy(x, t)", {"race"}),
     ("and a write behind such a read does not hide it", NEW
      + "main: copy(t, y)\n main: copy(x, t)\n" + LATE + "side: copy(x, t)", {"race"}),
-    ("a free beside a read writes nothing that it could read",
-     "s = alloc(f32[4], symmetric=tp)\n main: copy(s, y)\n comm: free(s)",
+    ("what a write beside a read may have written, when another write is the one that races", NEW
+     + "main: call(\"aten.neg_.default\", t, out=t, mutates=True)\n main: copy(x, t)\n"
+     + LATE + "side: copy(t, y)", {"race"}),
+    ("a read beside a free of its buffer, of what nothing wrote",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(s, y)\n comm: free(s)", {"race"}),
+    ("a write that comes when a free has covered what it raced with",
+     "a = alloc(f32[4], storage=\"s\", offset=8)\n b = alloc(f32[4], storage=\"s\")\n"
+     "main: copy(a[0:2], y[0:2])\n main: free(b)\n" + LATE + "side: copy(x, b)\n main: copy(x, y)",
+     {"race"}),
+    ("a race for other bytes hides no read of what nothing wrote", NEW
+     + "main: copy(t[0:2], y[0:2])\n main: copy(x[2:4], t[2:4])\n comm: copy(x[2:4], t[2:4])",
      {"race", "uninitialized"}),
+    ("nor where the bytes interleave",
+     "t = empty(f32[2, 2])\n main: copy(t.select(1, 0), y[0:2])\n"
+     "main: copy(x[2:4], t.select(1, 1))\n comm: copy(x[2:4], t.select(1, 1))",
+     {"race", "uninitialized"}),
+    ("a read behind two writes in no order",
+     SHARED + "main: copy(x, b)\n" + LATE + "side: copy(x, a)\n side: record(e)\n"
+     "main: wait(e)\n main: copy(b, y)", {"race"}),
+    ("a storage is handed on too early",
+     SHARED + "main: copy(x, b)\n main: record(e)\n side: wait(e)\n side: copy(x, a)\n"
+     "side: free(a)\n main: copy(b, y)", {"race"}),
+    ("a strided write beside what another buffer holds between its bytes",
+     "a = alloc(f32[1], storage=\"s\", offset=8)\n b = alloc(f32[4, 2], storage=\"s\")\n"
+     "main: copy(x[0:1], a)\n main: copy(x[0:1], b[1:2].select(1, 0))\n"
+     + LATE + "side: copy(x, b.select(1, 1))\n main: copy(x, y)", {"race"}),
+    ("what is sent to oneself was written before",
+     NEW + "main: group(recv(t, peer=tp.rank), send(t, peer=tp.rank))\n main: copy(x, y)",
+     {"uninitialized"}),
+    ("and on two streams",
+     NEW + "main: recv(t, peer=tp.rank)\n comm: send(t, peer=tp.rank)\n main: copy(x, y)",
+     {"uninitialized"}),
     ("a use that does not await a slot which a deadlock keeps from being taken",
      "main: expect(n, tp.rank + 1)\n s = alloc(f32[4], symmetric=tp)\n side: copy(x, s)\n"
-     "main: free(s)\n main: copy(x, y)", {"deadlock", "use-before-alloc"}),
-    ("a use behind such a slot never comes",
-     "main: expect(n, tp.rank + 1)\n s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
-     "main: free(s)\n main: copy(x, y)", {"deadlock"}),
+     "main: free(s)\n main: copy(x, y)", {"deadlock", "race"}),
     ("signals count within a run", "main: copy(x, y)\n main: notify(n, to=tp.others, value=1)\n"
      "main: expect(n, tp.others, value=2)", {"deadlock"}),
 ]  # fmt: skip

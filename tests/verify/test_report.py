@@ -108,12 +108,16 @@ def test_more_faults_than_are_listed() -> None:
     ops = "".join(f"    main: copy(x[{i}], t[{i}])\n" for i in range(150))
     ops += "".join(f"    side: copy(x[{i}], t[{i}])\n" for i in range(150))
     rows = ops.replace("[", ".chunk(").replace("])", ", 150))").replace("],", ", 150),")
-    report = check(
-        parse(f"def f(tp: Team[1], x: f32[150]):\n    t = alloc(f32[150])\n{rows}    return ()\n")
-    )
+    head = "def f(tp: Team[1], x: f32[150], z: f32[150]):\n    t = alloc(f32[150])\n"
+    report = check(parse(f"{head}{rows}    return ()\n"))
     assert len(report.findings) == 100
     assert report.num_left_out == 50
     assert "and 50 more" in str(report)
+
+    bare = "    u = alloc(f32[150])\n    main: copy(u, z)\n"  # found last
+    report = check(parse(f"{head}{rows}{bare}    return ()\n"))
+    assert (len(report.findings), report.num_left_out) == (100, 51)
+    assert report.kinds() == {"race", "uninitialized"}
 
 
 def test_every_kind_that_is_found_is_described() -> None:

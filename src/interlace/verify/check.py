@@ -8,7 +8,8 @@ True
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from interlace.ir.program import Program
 from interlace.verify.build import Builder
@@ -21,6 +22,7 @@ from interlace.verify.registered import disagreements
 from interlace.verify.report import Finding, Report
 from interlace.verify.sweep import Fault, Sweep
 
+T = TypeVar("T")
 MAX_FINDINGS = 100
 """More faults than these are counted and not listed."""
 
@@ -53,37 +55,39 @@ def check(
     findings += mismatches(builder, explainer, regions)
     findings += disagreements(builder, explainer, regions)
     findings += deadlocks(builder, explainer)
-    faults = _told(sweep.faults.values())
-    findings += [explainer.faults(same) for same in faults[:MAX_FINDINGS]]
-    left_out = max(0, len(faults) - MAX_FINDINGS)
+    faults = _told(sweep)
+    listed = _of_every_kind(faults, lambda same: same[0].kind)
+    findings += [explainer.faults(same) for same in listed]
+    left_out = len(faults) - len(listed) + max(0, len(findings) - MAX_FINDINGS)
+    findings = _of_every_kind(findings, lambda finding: finding.level + finding.kind)
     findings.sort(key=_rank_of_kind)
     return Report(
-        tuple(findings[:MAX_FINDINGS]),
+        tuple(findings),
         sum(len(place.source.items) for place in builder.places),
         len(builder.places),
         time.perf_counter() - began,
-        left_out + max(0, len(findings) - MAX_FINDINGS),
+        left_out,
     )
 
 
-def _told(faults: Iterable[list[Fault]]) -> list[list[Fault]]:
-    """The faults worth telling: a read that races with a write is no read of what nothing wrote."""
-    found = list(faults)
-    racing = {
-        (entry.node, entry.content)
-        for same in found
-        for fault in same
-        for first, second in [(fault.first, fault.second)]
-        if first is not None and fault.kind == "race" and not (first.free or second.free)
-        for entry in (first, second)
-    }
+def _told(sweep: Sweep) -> list[list[Fault]]:
+    """The faults worth telling: what races is not also told as read before it was written."""
     told: list[list[Fault]] = []
-    for same in found:
+    for same in sweep.faults.values():
         if same[0].first is None:
-            same = [f for f in same if (f.second.node, f.second.content) not in racing]
+            same = [fault for fault in same if not sweep.raced_for(fault.second)]
         if same:
             told.append(same)
     return told
+
+
+def _of_every_kind(found: list[T], kind: Callable[[T], str]) -> list[T]:
+    """As many as are listed: the first of each kind, and then the others."""
+    if len(found) <= MAX_FINDINGS:
+        return found
+    firsts = {kind(one): i for i, one in reversed(list(enumerate(found)))}
+    chosen = sorted(range(len(found)), key=lambda i: (firsts[kind(found[i])] != i, i))
+    return [found[i] for i in sorted(chosen[:MAX_FINDINGS])]
 
 
 _FIRST = ("mismatch", "deadlock", "event", "signal", "race")

@@ -8,8 +8,18 @@ Note [Frontier]
     Nodes come in an order that agrees with happens-before. Once a write covers an earlier access
     and comes after it, whatever conflicts with the earlier one conflicts with the write as well, so
     the earlier one is dropped. A read displaces a read of the same bytes earlier on the same chain.
-    What stays is small: in a schedule, about as many entries as there are chunks. Reads of what
-    nothing wrote stay as well, and there are none in a schedule that is sound.
+    What stays is small: in a schedule, about as many entries as there are chunks.
+
+    Buffers that share a storage conflict where their hulls meet, accesses of one buffer where their
+    boxes do: so a write covers what was done through another buffer only where it covers all of its
+    own, as a Free does, and nothing of its own buffer can pass between its bytes.
+
+Note [Any order]
+    Which of two unordered accesses is met first is chance, and what is told must not depend on it.
+    An access that was dropped is covered by one that races with all that it raced with: so which
+    bytes are raced for comes out the same in every order, though not which accesses are named. What
+    a read finds written is the same in every order only where nothing races for the bytes; where
+    something does, nothing uninitialized is told.
 """
 
 from __future__ import annotations
@@ -33,6 +43,7 @@ class Content:
 
     name: str
     size: int
+    memory: Memory
     full: bool
     """Whether all of them do (inputs do from the start)."""
     parts: dict[Region, None] = field(default_factory=dict[Region, None])
@@ -105,25 +116,22 @@ class Entry(NamedTuple):
 class Cell:
     """A range of a storage that no buffer begins or ends within."""
 
-    __slots__ = ("bare", "hi", "live", "lo", "reads", "writes")
+    __slots__ = ("hi", "live", "lo", "reads", "writes")
 
     def __init__(self, lo: int, hi: int) -> None:
         self.lo = lo
         self.hi = hi
         self.writes: list[Entry] = []
         self.reads: dict[tuple[Region, Content, int], Entry] = {}
-        self.bare: list[Entry] = []
-        """Reads of what nothing had written when they were met. None is dropped: each may yet turn
-        out to race with a write, and then it is that race and no fault of its own."""
         self.live: dict[Content, int] = {}
         """What has been written here and not freed, with its offset in the storage."""
 
     def covers(self, new: Entry, old: Entry) -> bool:
         """Whether the new access covers what the old one touched of this cell."""
-        if new.region is old.region and new.content is old.content:
-            return True
-        return (
+        own = new.content is old.content
+        return (own and new.region is old.region) or (
             new.region.dense
+            and (own or new.hi - new.lo == new.content.size)
             and new.lo <= max(old.lo, self.lo)
             and min(old.hi, self.hi) <= new.hi
         )  # fmt: skip

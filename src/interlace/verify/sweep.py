@@ -24,17 +24,18 @@ from interlace.verify.memory import Cell, Content, Entry, Memory
 from interlace.verify.regions import Region, Regions
 from interlace.verify.source import Code, Item, Touch, Version
 
+Pair = tuple[Region, Content, Region, Content]
+"""What two accesses that race touch."""
 MAX_REPEATS = 256
 """Of one fault on many ranks and in many runs, so many are kept."""
 
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One buffer in one run of one rank: its memory, and from when to when it may be used."""
+    """One buffer in one run of one rank: what it holds, and from when to when it may be used."""
 
     version: Version
     content: Content
-    memory: Memory
     offset: int
     slot: Slot | None = None
     take: int = -1
@@ -42,8 +43,8 @@ class Life:
     """The node that takes the slot; -1 for a buffer that is there from the start."""
     freed: int = -1
     """The node of its Free, once the walk has passed it."""
-    last: dict[int, Entry] = field(default_factory=dict[int, Entry])
-    """Chain -> the rank's last access on it, wherever the bytes are."""
+    uses: list[Entry] = field(default_factory=list[Entry])
+    """The rank's accesses before the walk passes the Free, wherever the bytes are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,12 @@ class Sweep:
         self.regions = regions
         self.slot = slot
         self.faults: dict[tuple[object, ...], list[Fault]] = {}
+        self._races: dict[Memory, dict[Pair, tuple[Entry, Entry]]] = {}
         self._lives: dict[Frame, list[Life | None]] = {
             frame: [None] * len(frame.place.source.versions) for frame in graph.frames
         }
         self._arenas: dict[tuple[Frame, str], Memory] = {}
-        self._slots: dict[tuple[Slot, int, int], tuple[Content, Memory]] = {}
+        self._slots: dict[tuple[Slot, int, int], Content] = {}
         self._registered: dict[tuple[Slot, int], Memory] = {}
         self._given: dict[tuple[Slot, int, int], Content] = {}
 
@@ -75,9 +77,12 @@ class Sweep:
         """Visits every node that can finish."""
         parts = self.graph.parts
         for node in self.graph.order:
+            touches = [(*part, touch) for part in parts[node] for touch in part[1].touches]
+            if len(parts[node]) > 1:  # one rank may send to itself: all is read, then written
+                touches.sort(key=lambda found: found[2].write)
+            for frame, item, touch in touches:
+                self._touch(node, frame, item, touch)
             for frame, item in parts[node]:
-                for touch in item.touches:
-                    self._touch(node, frame, item, touch)
                 if item.code is Code.FREE and item.version >= 0:
                     self._free(node, frame, item)
 
@@ -102,36 +107,32 @@ class Sweep:
         whole = self.regions.at(version.spot, frame.place.where)
         if version.symmetric:
             slot, take = self.slot(frame, number), frame.takes.get(number, -1 - frame.run)
-            content, memory = self._copy(slot, take, frame.place.rank, buffer.name, whole.hi)
+            content = self._copy(slot, take, frame.place.rank, buffer.name, whole.hi)
             alloc = frame.nodes[version.alloc] if version.alloc >= 0 else -1
-            return Life(version, content, memory, 0, slot, take, alloc)
+            return Life(version, content, 0, slot, take, alloc)
         if version.registered:
             slot, rank = self.slot(frame, number), frame.place.rank
-            content, memory = self._param(slot, frame.run, rank, version, whole.hi)
-            return Life(version, content, memory, 0, slot, frame.run)
-        content = Content(buffer.name, whole.hi, buffer.kind == "input")
-        if not version.shared:
-            return Life(version, content, Memory(), 0)
-        return Life(version, content, self._arena(frame, version.storage), buffer.offset)
+            content = self._param(slot, frame.run, rank, version, whole.hi)
+            return Life(version, content, 0, slot, frame.run)
+        memory = self._arena(frame, version.storage) if version.shared else Memory()
+        content = Content(buffer.name, whole.hi, memory, buffer.kind == "input")
+        return Life(version, content, buffer.offset if version.shared else 0)
 
-    def _copy(
-        self, slot: Slot, take: int, rank: int, name: str, size: int
-    ) -> tuple[Content, Memory]:
+    def _copy(self, slot: Slot, take: int, rank: int, name: str, size: int) -> Content:
         """One rank's copy of a slot, for one take of it."""
         found = self._slots.get((slot, take, rank))
         if found is None:
-            found = self._slots[slot, take, rank] = (Content(name, size, False), Memory())
+            found = self._slots[slot, take, rank] = Content(name, size, Memory(), False)
         return found
 
-    def _param(
-        self, slot: Slot, run: int, rank: int, version: Version, size: int
-    ) -> tuple[Content, Memory]:
-        """One rank's registered memory, and what it holds in one run."""
+    def _param(self, slot: Slot, run: int, rank: int, version: Version, size: int) -> Content:
+        """What one rank's registered memory, the same in all runs, holds in one of them."""
         content = self._given.get((slot, run, rank))
         if content is None:
             name, full = version.buffer.name, version.buffer.kind == "input"
-            content = self._given[slot, run, rank] = Content(name, size, full)
-        return content, self._registered.setdefault((slot, rank), Memory())
+            memory = self._registered.setdefault((slot, rank), Memory())
+            content = self._given[slot, run, rank] = Content(name, size, memory, full)
+        return content
 
     def _arena(self, frame: Frame, storage: str) -> Memory:
         found = self._arenas.get((frame, storage))
@@ -153,48 +154,47 @@ class Sweep:
         if region.lo >= region.hi:
             return
         life = self._life(frame, touch.version)
-        content, memory = life.content, life.memory
+        content = life.content
         if touch.peer is not None and touch.team is not None and life.slot is not None:
             rank = where.member(touch.team).ranks[where.index(touch.peer)]
             name, size = life.version.buffer.name, content.size
             if life.version.registered:
-                content, memory = self._param(life.slot, life.take, rank, life.version, size)
+                content = self._param(life.slot, life.take, rank, life.version, size)
             else:
-                content, memory = self._copy(life.slot, life.take, rank, name, size)
+                content = self._copy(life.slot, life.take, rank, name, size)
         offset = life.offset
         entry = Entry(
             offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
         )
         if life.alloc >= 0 or life.version.free >= 0:
             self._check_life(life, entry)
-        cells = memory.within(entry.lo, entry.hi)
-        if touch.write:
-            for cell in cells:
+        for cell in content.memory.within(entry.lo, entry.hi):
+            if touch.write:
                 self._write(cell, entry, offset)
-            if not entry.by_caller:
-                content.write(region)
-            return
-        bare = not content.full and not content.holds(region, self.regions)
-        if bare:
+            else:
+                self._read(cell, entry)
+        if entry.by_caller:
+            pass
+        elif touch.write:
+            content.write(region)
+        elif not content.full and not content.holds(region, self.regions):
             kind = "uninitialized" if content.log is None else "overwritten"
             self._fault(kind, None, entry)
-        for cell in cells:
-            self._read(cell, entry, bare)
 
     def _check_life(self, life: Life, entry: Entry) -> None:
         graph, node, frame = self.graph, entry.node, entry.frame
         if life.alloc >= 0 and not graph.before(life.alloc, node):
-            # An Alloc behind a deadlock never comes, so what does not await it comes too early.
-            early = graph.clocks[life.alloc] is None or graph.before(node, life.alloc)
+            early = graph.clocks[life.alloc] is not None and graph.before(node, life.alloc)
             alloc = self._whole(life, life.alloc, frame, life.version.alloc)
             self._fault("use-before-alloc" if early else "race", alloc, entry)
         if life.freed >= 0:
             late = graph.before(life.freed, node)
             free = self._whole(life, life.freed, frame, life.version.free)
             self._fault("use-after-free" if late else "race", free, entry)
+            if not late:
+                self._mark(free, entry)
         elif life.version.free >= 0:
-            chain = graph.chain[node]
-            life.last[chain if chain >= 0 else -1 - node] = entry
+            life.uses.append(entry)
 
     def _whole(self, life: Life, node: int, frame: Frame, index: int) -> Entry:
         """An Alloc or a Free as an access of the whole buffer."""
@@ -207,27 +207,29 @@ class Sweep:
         life = self._life(frame, item.version)
         life.freed = node
         free = self._whole(life, node, frame, item.index)
-        if life.alloc >= 0 and self.graph.clocks[life.alloc] is not None:
+        if life.alloc >= 0 and self.graph.clocks[life.alloc] is not None:  # not stuck for ever
             if not self.graph.before(life.alloc, node):
                 alloc = self._whole(life, life.alloc, frame, life.version.alloc)
                 self._fault("race", alloc, free)
-        for entry in life.last.values():
+        last: dict[int, Entry] = {}  # of each chain: one finding says it of all before
+        for entry in life.uses:
             if not self.graph.before(entry.node, node):
-                self._fault("race", entry, free)
-        life.last.clear()
+                chain = self.graph.chain[entry.node]
+                last[chain if chain >= 0 else -1 - entry.node] = entry
+                self._mark(entry, free)
+        for entry in last.values():
+            self._fault("race", entry, free)
+        life.uses.clear()
         if life.version.shared and free.lo < free.hi:
-            for cell in life.memory.within(free.lo, free.hi):
+            for cell in life.content.memory.within(free.lo, free.hi):
                 self._write(cell, free, life.offset)
                 cell.live.pop(life.content, None)
 
-    def _read(self, cell: Cell, new: Entry, bare: bool) -> None:
+    def _read(self, cell: Cell, new: Entry) -> None:
         for old in cell.writes:
             if old.lo < new.hi and new.lo < old.hi and old.node != new.node:
                 if not self.graph.before(old.node, new.node):
                     self._conflict(old, new)
-        if bare:
-            cell.bare.append(new)
-            return
         chain = self.graph.chain[new.node]
         cell.reads[new.region, new.content, chain if chain >= 0 else -1 - new.node] = new
 
@@ -252,10 +254,6 @@ class Sweep:
                     gone.append(key)
         for key in gone:
             del cell.reads[key]
-        for old in cell.bare:
-            if old.lo < new.hi and new.lo < old.hi and old.node != new.node:
-                if not before(old.node, new.node):
-                    self._conflict(old, new)
         if not (new.free or new.by_caller):
             for content, start in cell.live.items():
                 if content is not new.content:
@@ -264,9 +262,27 @@ class Sweep:
 
     def _conflict(self, old: Entry, new: Entry) -> None:
         """Two unordered accesses whose hulls meet: a race, unless the boxes interleave."""
-        if old.content is new.content:
-            if old.free or new.free:
-                return  # compared by `_check_life` and `_free`
-            if not self.regions.overlap(old.region, new.region):
-                return
-        self._fault("race", old, new)
+        if old.content is new.content and (old.free or new.free):
+            return  # compared by `_check_life` and `_free`
+        if self._meet(old, new):
+            self._mark(old, new)
+            self._fault("race", old, new)
+
+    def _mark(self, one: Entry, other: Entry) -> None:
+        """Keeps what is raced for, unless one uses a peer's memory and the other frees the own."""
+        if one.content.memory is other.content.memory:
+            pair = (one.region, one.content, other.region, other.content)
+            self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))
+
+    def _meet(self, one: Entry, other: Entry) -> bool:
+        """Whether two accesses of a memory conflict by their bytes."""
+        if one.content is other.content:
+            return self.regions.overlap(one.region, other.region)
+        return one.lo < other.hi and other.lo < one.hi
+
+    def raced_for(self, read: Entry) -> bool:
+        """Whether accesses race for bytes that this one reads; see Note [Any order]."""
+        races = self._races.get(read.content.memory, {})
+        return any(
+            self._meet(read, one) and self._meet(read, other) for one, other in races.values()
+        )
