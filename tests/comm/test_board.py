@@ -114,3 +114,21 @@ def test_who_fails_while_others_are_still_to_come_is_heard_at_once(boards: list[
         (first, _), (second, seconds) = threads.map(one, (0, 1))
     assert (first, second) == ("no room", "rank 0: no room")
     assert seconds < 10
+
+
+def test_a_failure_between_two_looks_is_heard_as_itself(
+    boards: list[Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note comes when it has been looked for, and its verdict when that is looked for next."""
+    is_over = boards[0].is_over
+    problem = SharedMemoryError("no room")
+
+    def late(topic: str) -> bool:
+        monkeypatch.undo()
+        with pytest.raises(SharedMemoryError):
+            sharing.meet(boards[1], "tea", range(SIZE), 1, failure(problem), 20.0, problem)
+        return is_over(topic)
+
+    monkeypatch.setattr(boards[0], "is_over", late)
+    with pytest.raises(SharedMemoryError, match="rank 1: no room"):
+        sharing.meet(boards[0], "tea", range(SIZE), 0, {}, 20.0, None)

@@ -71,17 +71,17 @@ class Board:
         had its verdict."""
         deadline = time.monotonic() + time_out_s
         found: dict[Key, Note] = {}
-        pause = 0.0002
+        pause, over = 0.0002, False
         while True:
             for key, topic in topics.items():
                 if key not in found and (note := self.read(topic)) is not None:
                     found[key] = note
-            if len(found) == len(topics) or time.monotonic() > deadline:
+            if over or len(found) == len(topics) or time.monotonic() > deadline:
                 return found
-            if any(self.is_over(meeting) for meeting in meetings):
-                return found
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.02)
+            over = any(self.is_over(meeting) for meeting in meetings)
+            if not over:  # else once more: a note is left before its verdict
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.02)
 
     def exchange(
         self, topic: str, ranks: Sequence[int], me: int, note: Note, time_out_s: float
