@@ -161,12 +161,29 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("what a write beside a read may have written, when another write is the one that races", NEW
      + "main: call(\"aten.neg_.default\", t, out=t, mutates=True)\n main: copy(x, t)\n"
      + LATE + "side: copy(t, y)", {"race"}),
-    ("a read beside a free of its buffer, of what nothing wrote",
-     "s = alloc(f32[4], symmetric=tp)\n main: copy(s, y)\n comm: free(s)", {"race"}),
+    ("a free beside a read writes nothing that it could read",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(s, y)\n comm: free(s)",
+     {"race", "uninitialized"}),
     ("a write that comes when a free has covered what it raced with",
      "a = alloc(f32[4], storage=\"s\", offset=8)\n b = alloc(f32[4], storage=\"s\")\n"
      "main: copy(a[0:2], y[0:2])\n main: free(b)\n" + LATE + "side: copy(x, b)\n main: copy(x, y)",
      {"race"}),
+    ("a write into the gaps of what was read stands for none of it",
+     "c = alloc(f32[1], storage=\"s\", offset=8)\n t = alloc(f32[2, 4], storage=\"s\")\n"
+     "z = empty(f32[2, 2])\n main: copy(t.slice(1, 0, 2), z)\n"
+     "main: copy(x[0:1], t.select(0, 0)[2:3])\n side: copy(x[0:1], c)\n main: copy(x, y)",
+     {"race"}),
+    ("a write beside a free brings nothing back",
+     "t = alloc(f32[4], storage=\"s\")\n c = alloc(f32[4], storage=\"s\")\n"
+     "main: copy(x, y)\n main: copy(x, t)\n main: record(e)\n side: wait(e)\n"
+     "side: copy(x[2:4], t[2:4])\n side: record(g)\n main: free(t)\n main: wait(g)\n"
+     "main: copy(x, c)\n main: copy(t[0:2], y[0:2])", {"race", "use-after-free"}),
+    ("a use listed before a slot that a deadlock keeps from being taken",
+     "main: copy(x, y)\n main: copy(x, s)\n main: expect(n, tp.rank + 1)\n"
+     "s = alloc(f32[4], symmetric=tp)\n main: free(s)", {"deadlock", "use-before-alloc"}),
+    ("a free that does not await such a slot",
+     "main: expect(n, tp.rank + 1)\n s = alloc(f32[4], symmetric=tp)\n side: free(s)\n"
+     "main: copy(x, y)", {"deadlock", "race"}),
     ("a race for other bytes hides no read of what nothing wrote", NEW
      + "main: copy(t[0:2], y[0:2])\n main: copy(x[2:4], t[2:4])\n comm: copy(x[2:4], t[2:4])",
      {"race", "uninitialized"}),
@@ -196,6 +213,21 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("signals count within a run", "main: copy(x, y)\n main: notify(n, to=tp.others, value=1)\n"
      "main: expect(n, tp.others, value=2)", {"deadlock"}),
 ]  # fmt: skip
+
+
+def test_columns_of_what_is_registered_are_compared_by_their_bytes_in_every_run() -> None:
+    head = "x: f32[2, 2], w: out[f32[2, 2].registered(tp)], z: f32[2]"
+    body = """main: copy(w.select(1, 0), z)
+        side: put(x.select(1, 1), w.select(1, 1), peer=tp.rank + 1)"""
+    assert kinds(body, head) == {"race", "uninitialized"}
+
+
+def test_a_fault_among_hundreds_that_a_race_hides() -> None:
+    send = ", ".join(f"send(t[{i}:{i + 1}], peer=tp.rank + 1)" for i in range(300))
+    recv = ", ".join(f"recv(q[{i}:{i + 1}], peer=tp.rank + 1)" for i in range(300))
+    head = "x: f32[300], q: f32[300], y: out[f32[1]]"
+    body = f"t = empty(f32[300])\nmain: group({send}, {recv})\n{LATE}side: copy(x[0:299], t[0:299])"
+    assert kinds(f"{body}\nmain: copy(x[0:1], y)", head) == {"race", "uninitialized"}
 
 
 @pytest.mark.parametrize(("body", "found"), [r[1:] for r in RULES], ids=[r[0] for r in RULES])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from interlace.ir.program import Program
@@ -20,7 +21,7 @@ from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
 from interlace.verify.registered import disagreements
 from interlace.verify.report import Finding, Report
-from interlace.verify.sweep import Fault, Sweep
+from interlace.verify.sweep import MAX_REPEATS, Fault, Sweep
 
 T = TypeVar("T")
 MAX_FINDINGS = 100
@@ -75,7 +76,8 @@ def _told(sweep: Sweep) -> list[list[Fault]]:
     told: list[list[Fault]] = []
     for same in sweep.faults.values():
         if same[0].first is None:
-            same = [fault for fault in same if not sweep.raced_for(fault.second)]
+            bare = (fault for fault in same if not sweep.raced_for(fault.second))
+            same = list(islice(bare, MAX_REPEATS))
         if same:
             told.append(same)
     return told

@@ -10,16 +10,16 @@ Note [Frontier]
     the earlier one is dropped. A read displaces a read of the same bytes earlier on the same chain.
     What stays is small: in a schedule, about as many entries as there are chunks.
 
-    Buffers that share a storage conflict where their hulls meet, accesses of one buffer where their
-    boxes do: so a write covers what was done through another buffer only where it covers all of its
-    own, as a Free does, and nothing of its own buffer can pass between its bytes.
+    Accesses of one buffer conflict where their boxes meet, those of buffers that share a storage
+    where their hulls do. So what was done through another buffer is covered by a write of a whole
+    buffer alone, as a Free is: a box of its own buffer could pass through the gaps of less.
 
 Note [Any order]
     Which of two unordered accesses is met first is chance, and what is told must not depend on it.
-    An access that was dropped is covered by one that races with all that it raced with: so which
-    bytes are raced for comes out the same in every order, though not which accesses are named. What
-    a read finds written is the same in every order only where nothing races for the bytes; where
-    something does, nothing uninitialized is told.
+    What was dropped is covered by what conflicts with all that it conflicted with, and meets all
+    that it met: so whether something races for what a read meets comes out the same in every order,
+    though not which accesses are named. What a read finds written is the same in every order only
+    where nothing does; elsewhere nothing uninitialized is told.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Content:
     parts: dict[Region, None] = field(default_factory=dict[Region, None])
     log: list[Region | tuple[int, int]] | None = None
     """From the first time another buffer overwrote some of the bytes: writes, and such losses."""
+    freed: bool = False
+    """Whether its Free has been met: what others write is no loss to it any more."""
 
     def write(self, region: Region) -> None:
         """A write through the buffer."""
@@ -127,22 +129,30 @@ class Cell:
         """What has been written here and not freed, with its offset in the storage."""
 
     def covers(self, new: Entry, old: Entry) -> bool:
-        """Whether the new access covers what the old one touched of this cell."""
-        own = new.content is old.content
-        return (own and new.region is old.region) or (
+        """Whether the new access stands for the old one in this cell: see Note [Frontier]."""
+        if by_box(new, old):
+            return new.region.contains(old.region)
+        return (
             new.region.dense
-            and (own or new.hi - new.lo == new.content.size)
+            and new.hi - new.lo == new.content.size
             and new.lo <= max(old.lo, self.lo)
             and min(old.hi, self.hi) <= new.hi
         )  # fmt: skip
 
 
+def by_box(one: Entry, other: Entry) -> bool:
+    """Whether two accesses of one memory are compared by their boxes, and not by their hulls."""
+    return one.content is other.content or not one.content.memory.arena
+
+
 class Memory:
     """A storage and its cells."""
 
-    __slots__ = ("bounds", "cells")
+    __slots__ = ("arena", "bounds", "cells")
 
     def __init__(self, bounds: list[int] | None = None) -> None:
+        self.arena = bounds is not None
+        """Whether several buffers share it."""
         self.bounds = bounds if bounds is not None and len(bounds) > 2 else None
         if self.bounds is None:
             last = bounds[-1] if bounds else 1 << 62

@@ -61,7 +61,9 @@ class Verdict:
     uninitialized: bool = False
     """Told of programs that never race: then it is the same in every order."""
     use_after_free: bool = False
-    """Likewise; a use before the slot is taken as well."""
+    """Likewise."""
+    use_before_alloc: bool = False
+    """Likewise: a use, or a Free, before the slot is taken."""
     num_states: int = 0
     complete: bool = True
     """False: there were more states than the limit, and not all were seen."""
@@ -132,8 +134,8 @@ class _Machine:
                     stack.append(after)
         if race:
             return Verdict(deadlock, race, num_states=len(seen))
-        unwritten, freed = self.once(start)
-        return Verdict(deadlock, race, unwritten, freed, len(seen))
+        unwritten, freed, early = self.once(start)
+        return Verdict(deadlock, race, unwritten, freed, early, len(seen))
 
     def done(self, state: State) -> bool:
         """Whether every stream has done everything."""
@@ -275,28 +277,30 @@ class _Machine:
                     return True
         return False
 
-    def once(self, state: State) -> tuple[bool, bool]:
-        """One run to the end: whether it reads what was not written, or uses what is freed."""
+    def once(self, state: State) -> tuple[bool, bool, bool]:
+        """One run to the end: whether it reads what was not written, uses what is freed, or uses or
+        frees what is not yet taken."""
         held: dict[tuple[tuple[object, ...], int], object] = {}
         ended: set[Life] = set()
         begun: set[Life] = set()
         takes = {life for rank in self.ranks for life in rank.takes}
         inputs = {owner for rank in self.ranks for owner in rank.inputs}
-        unwritten = freed = False
+        unwritten = freed = early = False
         while moves := self.moves(state):
             for touch in self.touched(moves[0]):
                 if touch.whole_life:
                     op, _ = self.ranks[moves[0][0][0]].script[moves[0][0][1]]
                     (begun if isinstance(op, Alloc) else ended).add(touch.life)
+                    early = early or (touch.life in takes and touch.life not in begun)
                     continue
                 if not touch.bytes:
                     continue
                 freed = freed or touch.life in ended
-                freed = freed or (touch.life in takes and touch.life not in begun)
+                early = early or (touch.life in takes and touch.life not in begun)
                 for byte in touch.exact:
                     if touch.write:
                         held[touch.home, byte] = touch.owner
                     elif touch.owner not in inputs:
                         unwritten = unwritten or held.get((touch.home, byte)) != touch.owner
             state = self.after(state, moves[0])
-        return unwritten, freed
+        return unwritten, freed, early

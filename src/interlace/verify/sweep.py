@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from interlace.ir.ops import Collective
 from interlace.verify.build import Slot
 from interlace.verify.graph import Frame, Graph
-from interlace.verify.memory import Cell, Content, Entry, Memory
+from interlace.verify.memory import Cell, Content, Entry, Memory, by_box
 from interlace.verify.regions import Region, Regions
 from interlace.verify.source import Code, Item, Touch, Version
 
@@ -65,6 +65,7 @@ class Sweep:
         self.slot = slot
         self.faults: dict[tuple[object, ...], list[Fault]] = {}
         self._races: dict[Memory, dict[Pair, tuple[Entry, Entry]]] = {}
+        """Of each memory, accesses that race; of those that touch the same, the first."""
         self._lives: dict[Frame, list[Life | None]] = {
             frame: [None] * len(frame.place.source.versions) for frame in graph.frames
         }
@@ -91,7 +92,7 @@ class Sweep:
         pair = () if first is None else (first.frame.place.source, first.item.index, first.free)
         key = (kind, pair, second.frame.place.source, second.item.index, second.free)
         found = self.faults.setdefault(key, [])
-        if len(found) < MAX_REPEATS:
+        if first is None or len(found) < MAX_REPEATS:
             found.append(Fault(kind, first, second))
 
     def _life(self, frame: Frame, version: int) -> Life:
@@ -184,14 +185,17 @@ class Sweep:
     def _check_life(self, life: Life, entry: Entry) -> None:
         graph, node, frame = self.graph, entry.node, entry.frame
         if life.alloc >= 0 and not graph.before(life.alloc, node):
-            early = graph.clocks[life.alloc] is not None and graph.before(node, life.alloc)
+            if graph.clocks[life.alloc] is None:  # it never comes: the list alone has an order
+                early = entry.item.index < life.version.alloc
+            else:
+                early = graph.before(node, life.alloc)
             alloc = self._whole(life, life.alloc, frame, life.version.alloc)
             self._fault("use-before-alloc" if early else "race", alloc, entry)
         if life.freed >= 0:
             late = graph.before(life.freed, node)
             free = self._whole(life, life.freed, frame, life.version.free)
             self._fault("use-after-free" if late else "race", free, entry)
-            if not late:
+            if not late and life.version.shared:
                 self._mark(free, entry)
         elif life.version.free >= 0:
             life.uses.append(entry)
@@ -207,20 +211,21 @@ class Sweep:
         life = self._life(frame, item.version)
         life.freed = node
         free = self._whole(life, node, frame, item.index)
-        if life.alloc >= 0 and self.graph.clocks[life.alloc] is not None:  # not stuck for ever
-            if not self.graph.before(life.alloc, node):
-                alloc = self._whole(life, life.alloc, frame, life.version.alloc)
-                self._fault("race", alloc, free)
+        if life.alloc >= 0 and not self.graph.before(life.alloc, node):
+            alloc = self._whole(life, life.alloc, frame, life.version.alloc)
+            self._fault("race", alloc, free)
         last: dict[int, Entry] = {}  # of each chain: one finding says it of all before
         for entry in life.uses:
             if not self.graph.before(entry.node, node):
                 chain = self.graph.chain[entry.node]
                 last[chain if chain >= 0 else -1 - entry.node] = entry
-                self._mark(entry, free)
+                if life.version.shared:
+                    self._mark(entry, free)
         for entry in last.values():
             self._fault("race", entry, free)
         life.uses.clear()
         if life.version.shared and free.lo < free.hi:
+            life.content.freed = True
             for cell in life.content.memory.within(free.lo, free.hi):
                 self._write(cell, free, life.offset)
                 cell.live.pop(life.content, None)
@@ -258,31 +263,32 @@ class Sweep:
             for content, start in cell.live.items():
                 if content is not new.content:
                     content.lose(new.lo - start, new.hi - start)
-            cell.live[new.content] = offset
+            if not new.content.freed:
+                cell.live[new.content] = offset
 
     def _conflict(self, old: Entry, new: Entry) -> None:
         """Two unordered accesses whose hulls meet: a race, unless the boxes interleave."""
         if old.content is new.content and (old.free or new.free):
             return  # compared by `_check_life` and `_free`
-        if self._meet(old, new):
+        if self._meet(old, new, by_box(old, new)):
             self._mark(old, new)
             self._fault("race", old, new)
 
     def _mark(self, one: Entry, other: Entry) -> None:
-        """Keeps what is raced for, unless one uses a peer's memory and the other frees the own."""
-        if one.content.memory is other.content.memory:
-            pair = (one.region, one.content, other.region, other.content)
-            self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))
+        """Keeps what is raced for."""
+        pair = (one.region, one.content, other.region, other.content)
+        self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))
 
-    def _meet(self, one: Entry, other: Entry) -> bool:
-        """Whether two accesses of a memory conflict by their bytes."""
-        if one.content is other.content:
+    def _meet(self, one: Entry, other: Entry, boxes: bool) -> bool:
+        """Whether two accesses of a memory meet, by their boxes or by their hulls."""
+        if boxes:
             return self.regions.overlap(one.region, other.region)
         return one.lo < other.hi and other.lo < one.hi
 
     def raced_for(self, read: Entry) -> bool:
-        """Whether accesses race for bytes that this one reads; see Note [Any order]."""
-        races = self._races.get(read.content.memory, {})
+        """Whether accesses race that both meet this read; see Note [Any order]."""
+        memory = read.content.memory
         return any(
-            self._meet(read, one) and self._meet(read, other) for one, other in races.values()
+            all(self._meet(read, one, boxes=not memory.arena) for one in pair)
+            for pair in self._races.get(memory, {}).values()
         )
