@@ -275,7 +275,11 @@ class Sweep:
             self._fault("race", old, new)
 
     def _mark(self, one: Entry, other: Entry) -> None:
-        """Keeps what is raced for."""
+        """Keeps what is raced for.
+
+        A Free is kept with the uses that it races with where others share the storage: there it
+        may stand for accesses that race with them.
+        """
         pair = (one.region, one.content, other.region, other.content)
         self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))
 
