@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,8 +109,9 @@ class Ranks:
 class Pool:
     """Up to four worker processes, started when first needed."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        self._device = device
+    def __init__(self, device: str = "cpu", environ: Mapping[str, str] | None = None) -> None:
+        """`environ` is added to the workers' environment before CUDA begins there."""
+        self._device, self._environ = device, dict(environ or {})
         self._context = multiprocessing.get_context("forkserver")
         self._workers: list[tuple[Any, Connection]] = []
         self._generation = 0
@@ -206,7 +207,7 @@ class Pool:
         while len(self._workers) < world:
             mine, theirs = self._context.Pipe()
             process = self._context.Process(
-                target=work, args=(theirs, self._store.port), daemon=True
+                target=work, args=(theirs, self._store.port, self._environ), daemon=True
             )
             process.start()
             theirs.close()
@@ -231,8 +232,9 @@ class Pool:
         return answers
 
 
-def work(connection: Connection, port: int) -> None:
+def work(connection: Connection, port: int, environ: Mapping[str, str]) -> None:
     """A worker's life: task after task, until the pool closes its end or its process is gone."""
+    os.environ.update(environ)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("MKL_CBWR", "AVX512,STRICT")  # chunks of a matmul have the whole's bits
     threading.Thread(target=_end_with_parent, daemon=True).start()

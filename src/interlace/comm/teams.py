@@ -227,11 +227,11 @@ class TeamComm:
                 self.resets = before
                 self.control.fail(error)
                 raise
-            self.control.reset(max(note["run"] for note in told))
-            self.slots.reset()
-            if self._cuda is not None:
-                self._cuda.reset()
             try:
+                self.control.reset(max(note["run"] for note in told))
+                self.slots.reset()
+                if self._cuda is not None:
+                    self._cuda.reset()
                 self.board.exchange(f"{topic}/renewal", *where, {}, time_out_s)
                 for key in sorted(self._own):
                     self._renewed.add(key)
@@ -266,6 +266,7 @@ class TeamComm:
             self.slots.slots.clear()
             if self._cuda is not None:
                 self._cuda.registry.close()  # what is in use stays mapped until it is let go
+                self._cuda.access.dismiss()
             self._cuda = None
             for life in self._lives:
                 life.close()

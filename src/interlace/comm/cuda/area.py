@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from interlace.comm.cuda.access import WordAccess
 from interlace.comm.cuda.memory import PeerMemory
 
 ALIGN = 256
@@ -41,9 +42,9 @@ class Area:
         """This rank's words."""
         return self.memory.bases[self.memory.me] + self.stage_nbytes + self.flag_nbytes
 
-    def stop(self) -> None:
+    def stop(self, access: WordAccess) -> None:
         """Ends the call under way, with results that nobody may use."""
-        self.memory.driver.fill(self.words + self.stop_at, 1, 1)
+        access.fill(self.memory, self.words + self.stop_at, 1, 1)
 
     def reset(self) -> None:
         """As if never used; a barrier of all ranks stands around it."""

@@ -160,6 +160,12 @@ class Driver:
 
     # -- memory ----------------------------------------------------------------------------------
 
+    def bus_id(self) -> str:
+        """The PCI address of the current device, by which another process finds it."""
+        device = self.check("cuCtxGetDevice", self._cu.cuCtxGetDevice())
+        found = self.check("cuDeviceGetPCIBusId", self._cu.cuDeviceGetPCIBusId(16, device))
+        return found.split(b"\0")[0].decode()
+
     def alloc(self, nbytes: int) -> int:
         """Device memory, filled with zeros."""
         base = int(self.check("cuMemAlloc", self._cu.cuMemAlloc(nbytes)))

@@ -36,6 +36,8 @@ class PeerMemory:
     nbytes: int
     bases: tuple[int, ...]
     notes: tuple[Note, ...]
+    handle: str
+    """By which other processes map the own block."""
 
     def unmap(self) -> None:
         """Unmaps the others' blocks."""
@@ -67,10 +69,11 @@ def share_memory(
     """Every rank of `ranks` allocates a block and maps everyone's. All of them call this."""
     rank, size = ranks[me], rounded(nbytes)
     problem: InterlaceError | None = None
-    base = 0
+    base, handle = 0, ""
     try:
         base = driver.alloc(size)
-        told: Note = {"handle": driver.handle(base), "note": note}
+        handle = driver.handle(base)
+        told: Note = {"handle": handle, "note": note}
     except InterlaceError as error:
         problem, told = error, failure(error)
     notes = meet(board, f"{topic}/device memory", ranks, rank, told, time_out_s, problem)
@@ -82,7 +85,8 @@ def share_memory(
     except InterlaceError as error:
         problem, told = error, failure(error)
     meet(board, f"{topic}/mapped device memory", ranks, rank, told, time_out_s, problem)
-    return PeerMemory(driver, me, size, tuple(bases), tuple(their["note"] for their in notes))
+    their_notes = tuple(their["note"] for their in notes)
+    return PeerMemory(driver, me, size, tuple(bases), their_notes, handle)
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.comm.board import Note
+from interlace.comm.cuda.access import WordAccess
 from interlace.comm.cuda.area import Area, area_nbytes
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import share_memory
@@ -33,6 +34,9 @@ from interlace.comm.cuda.registry import Registry
 from interlace.comm.cuda.slots import CudaSlotPool
 from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
 from interlace.errors import CommTimeoutError
+
+REST_S = 10.0
+"""How long calls of the driver's that were given up get to return, once the device is done."""
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.space import CudaSpace
@@ -60,6 +64,8 @@ class CudaSide:
             time_out_s,
         )
         self.heap = WordHeap(self.driver, memory)
+        self.access = WordAccess(self.driver)
+        """For words while runs are under way, which may hold up the driver."""
         self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", ranks, team.me, device)
         self.registry = Registry(self.team, self.driver, device)
         """The memory of callers that members have registered."""
@@ -121,7 +127,8 @@ class CudaSide:
     def late(self, behind: int) -> list[int]:
         """The members that have not ended the run before last, seen from `behind` runs ago."""
         due = self.run - behind - 2
-        words = self.driver.read(self.heap.address(self.me, self._ended), self.size)
+        address = self.heap.address(self.me, self._ended)
+        words = self.access.read(self.heap.memory, address, self.size)
         return [
             member
             for member, word in enumerate(words)
@@ -136,12 +143,12 @@ class CudaSide:
         with self._lock:
             if generation != self.generation:
                 return
-            driver, heap = self.driver, self.heap
-            driver.fill(heap.address(self.me, self._ended), self.run + RELEASED, self.size)
+            address = self.heap.address(self.me, self._ended)
+            self.access.fill(self.heap.memory, address, self.run + RELEASED, self.size)
             for space in list(self.spaces):
                 space.release()
             for area in self.areas:
-                area.stop()
+                area.stop(self.access)
 
     def drain(self, time_out_s: float) -> None:
         """After a failure: lets go of all that this rank has under way, and waits for its end."""
@@ -158,6 +165,7 @@ class CudaSide:
     def reset(self) -> None:
         """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""
         with self._lock:
+            self.access.rest(REST_S)
             self.generation += 1
             self.registry.trim(0)
             self.run = self.closed = 0
@@ -167,11 +175,3 @@ class CudaSide:
                 space.reset()
             for area in self.areas:
                 area.reset()
-
-    def close(self) -> None:
-        """Gives the memory back; nothing may be running."""
-        self.registry.close()
-        self.slots.close()
-        for area in self.areas:
-            area.memory.close()
-        self.heap.memory.close()

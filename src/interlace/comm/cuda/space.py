@@ -84,7 +84,8 @@ class CudaSpace:
 
     def value(self, signal: str, member: int) -> int:
         """What the member's word here holds now."""
-        return self.side.driver.read(self.own(signal, member), 1)[0]
+        side = self.side
+        return side.access.read(side.heap.memory, self.own(signal, member), 1)[0]
 
     def local(self, count: int) -> int:
         """The address of words of this rank's own, zero, for its kernels and streams."""
@@ -94,19 +95,17 @@ class CudaSpace:
 
     def release(self) -> None:
         """Sets every word of this rank high enough for whoever waits for it."""
-        self._fill((self.base + self.span + RELEASED) & 0xFFFFFFFF)
+        if self.num_words:
+            side, value = self.side, self.base + self.span + RELEASED
+            address = side.heap.address(side.me, self._first)
+            side.access.fill(side.heap.memory, address, value, self.num_words)
 
     def reset(self) -> None:
         """As if never run."""
         self.base = 0
-        self._fill(0)
-        for first, count in self._local:
+        words = [(self._first, self.num_words)] if self.num_words else []
+        for first, count in words + self._local:
             self.side.driver.fill(self.side.heap.address(self.side.me, first), 0, count)
-
-    def _fill(self, value: int) -> None:
-        if self.num_words:
-            side = self.side
-            side.driver.fill(side.heap.address(side.me, self._first), value, self.num_words)
 
     def close(self) -> None:
         """Gives the words back."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from interlace.comm.board import named
 from interlace.comm.cuda.words import reached
+from interlace.errors import BackendError
 from interlace.ir import Expect, Fused
 from interlace.runtime.engine import Context
 
@@ -19,7 +20,24 @@ if TYPE_CHECKING:
 def stalled(engine: CudaEngine, context: Context, ended: int) -> str:
     """Which ranks the run after `ended` waits for, and where they are."""
     limit, teams = context.options.time_out_s, context.crew.teams
-    behind = engine.entered - ended - 1
+    try:
+        lines = _awaited(engine, context, engine.entered - ended - 1)
+        unread = ""
+    except BackendError as error:
+        lines, unread = [], f"; its signals cannot be read ({error})"
+    if not lines:
+        lines.append(
+            f"no progress in {limit:g} s: rank {context.plan.rank} in "
+            f"{context.plan.program.name}, in a collective or a computation{unread}"
+        )
+        others = [(t, [i for i in range(t.size) if i != t.me]) for t in teams.values()]
+        lines += [team.control.where(members) for team, members in others if members]
+    return "\n".join(lines)
+
+
+def _awaited(engine: CudaEngine, context: Context, behind: int) -> list[str]:
+    """The signals that are missing of a run with `behind` others behind it, and from whom."""
+    limit, teams = context.options.time_out_s, context.crew.teams
     lines: list[str] = []
     missing: dict[str, set[int]] = {}
     for index, op in enumerate(context.plan.program.ops):
@@ -45,11 +63,4 @@ def stalled(engine: CudaEngine, context: Context, ended: int) -> str:
         if late:
             ranks = side.team.ranks
             lines.append(f"{named([ranks[i] for i in late])} did not end the run before last")
-    if not lines:
-        lines.append(
-            f"no progress in {limit:g} s: rank {context.plan.rank} in "
-            f"{context.plan.program.name}, in a collective or a computation"
-        )
-        others = [(t, [i for i in range(t.size) if i != t.me]) for t in teams.values()]
-        lines += [team.control.where(members) for team, members in others if members]
-    return "\n".join(lines)
+    return lines

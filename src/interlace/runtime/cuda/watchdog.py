@@ -205,7 +205,8 @@ class Watched:
         """Gives what was issued some time to end."""
         deadline = time.monotonic() + GRACE_S
         while not (self.idle and self._aborted()) and time.monotonic() < deadline:
-            self.look()
+            with contextlib.suppress(BackendError):  # what failed is raised, not that this did
+                self.look()
             time.sleep(0.002)
 
     def _aborted(self) -> bool:

@@ -1,0 +1,205 @@
+"""Bounded reads and writes of this rank's own words, whatever holds up the driver or the device.
+
+    access = WordAccess(driver)
+    access.fill(memory, memory.bases[me] + 64, value=1 << 30, count=8)
+    access.read(memory, memory.bases[me] + 64, 8)
+    access.rest(time_out_s=10)      # nothing of it is under way any more
+
+Note [Held up]
+    A stream that waits for a word in device memory is let go by a write of that word, and that is a
+    call of the driver on a stream of ours. Neither is sure to go on while other streams wait:
+
+    - a thread of the caller's that itself waits in the driver may keep a lock that other calls
+      need. It launches into a full queue (some thousand launches behind the run that waits, on the
+      default stream), it copies from or to memory that is not pinned, or it frees device memory.
+      So a host that runs ahead of a stalled run would never hear of it;
+    - streams are more than the hardware has queues: what stands behind a stream that waits, waits
+      too. With CUDA_DEVICE_MAX_CONNECTIONS=1 there is one queue for all, also for those of the
+      highest priority.
+
+    Whether events are done can be asked in all these states. So a call here has a thread of its own
+    and some time. Where that is not enough, another process does it (helper.py): it maps the memory
+    by its CUDA IPC handle, and has locks and queues of its own. That takes a second or two and
+    some hundred MB of the GPU's memory, until `rest`.
+
+    Where neither can (the GPU is in exclusive mode, or full), a warning says so, and it is tried
+    again and again: the caller's thread cannot be reached, but is let go if the late rank comes.
+
+    A call that was given up may still be done later. `rest` waits for it: words count anew then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.memory import PeerMemory
+from interlace.errors import BackendError, CommTimeoutError
+
+PATIENCE_S = 0.5
+"""How long a call of the driver's gets, which takes less than a millisecond."""
+HELP_S = 10.0
+"""How long the other process gets to start and to answer."""
+PAUSE_S = 5.0
+"""How long after one that failed the next one is started."""
+HELPER = (sys.executable, "-I", "-S", str(Path(__file__).with_name("helper.py")))
+
+
+class Helper:
+    """The other process."""
+
+    def __init__(self, bus_id: str) -> None:
+        try:
+            self._process = subprocess.Popen(
+                [*HELPER, bus_id],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is not meant for it
+            )
+        except OSError as error:
+            raise BackendError(f"no helper process can be started: {error}") from error
+        self._asks: Any = self._process.stdin
+        self._answers: Any = self._process.stdout
+
+    def ask(self, question: dict[str, Any]) -> list[int]:
+        """Its answer, bounded."""
+        deadline, line = time.monotonic() + HELP_S, b""
+        with contextlib.suppress(OSError):  # it has ended, and said why
+            self._asks.write(json.dumps(question).encode() + b"\n")
+        waits = select.poll()
+        waits.register(self._answers, select.POLLIN)
+        while not line.endswith(b"\n"):
+            if not waits.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise BackendError(f"the helper process did not answer in {HELP_S:g} s")
+            part = os.read(self._answers.fileno(), 1 << 16)
+            if not part:
+                raise BackendError(f"the helper process ended with {self._process.wait(HELP_S)}")
+            line += part
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BackendError(f"the helper process cannot help: {answer['error']}")
+        return list(answer["words"])
+
+    def end(self) -> None:
+        """It ends with its input; if it does not, it is killed."""
+        for pipe in (self._asks, self._answers):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        try:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class WordAccess:
+    """Of one device of this rank."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._bus_id = driver.bus_id()
+        self._calls: list[threading.Thread] = []
+        """Calls of the driver's that were given up."""
+        self._lock = threading.Lock()
+        self._helper: Helper | None = None
+        self._failure: tuple[float, BackendError] | None = None
+
+    def read(self, memory: PeerMemory, address: int, count: int) -> list[int]:
+        """32-bit words of this rank's part of the memory, as they are now."""
+        found = self._try(lambda: self._driver.read(address, count))
+        return self._ask(memory, address, {"count": count}) if found is None else found[0]
+
+    def fill(self, memory: PeerMemory, address: int, value: int, count: int) -> None:
+        """Sets 32-bit words of this rank's part, and returns when they are set."""
+        value &= 0xFFFFFFFF
+        if self._try(lambda: self._driver.fill(address, value, count)) is None:
+            self._ask(memory, address, {"count": count, "value": value})
+
+    def rest(self, time_out_s: float) -> None:
+        """Returns when no call that was given up is under way any more; the helper has ended."""
+        self.dismiss()
+        deadline = time.monotonic() + time_out_s
+        for call in self._calls:
+            call.join(max(0.0, deadline - time.monotonic()))
+        self._calls = [call for call in self._calls if call.is_alive()]
+        if self._calls:
+            raise CommTimeoutError(
+                f"a call of the CUDA driver has not returned after {time_out_s:g} s, and may write "
+                "signal words at any time: end this process"
+            )
+
+    def dismiss(self) -> None:
+        """The helper ends, if there is one."""
+        with self._lock:
+            self._dismiss()
+
+    def _try(self, action: Callable[[], Any]) -> list[Any] | None:
+        """What the driver returns, alone in a list; None where it does not return in time."""
+        if any(call.is_alive() for call in self._calls):
+            return None
+        found: list[Any] = []
+        errors: list[Exception] = []
+
+        def act() -> None:
+            try:
+                found.append(action())
+            except Exception as error:
+                errors.append(error)
+
+        call = threading.Thread(target=act, name="interlace words", daemon=True)
+        try:
+            call.start()
+        except RuntimeError:  # the interpreter is ending
+            act()
+        else:
+            call.join(PATIENCE_S)
+        if found:
+            return found
+        if errors:
+            raise errors[0]
+        self._calls.append(call)
+        return None
+
+    def _ask(self, memory: PeerMemory, address: int, what: dict[str, int]) -> list[int]:
+        """What the helper answers."""
+        place = {"handle": memory.handle, "at": address - memory.bases[memory.me]}
+        # Not without bound: the garbage collector may end an Executor in it.
+        if not self._lock.acquire(timeout=2 * HELP_S):
+            raise BackendError("the helper process is busy")
+        try:
+            if self._failure is not None and time.monotonic() < self._failure[0] + PAUSE_S:
+                raise self._failure[1]
+            if self._helper is None:
+                self._helper = Helper(self._bus_id)
+            return self._helper.ask({**place, **what})
+        except BackendError as error:
+            if self._failure is None or error is not self._failure[1]:
+                self._failure = time.monotonic(), error
+                warnings.warn(
+                    f"a stalled run cannot be ended, as the CUDA driver is held up and {error}: if "
+                    "this process does not go on, end it",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self._dismiss()
+            raise
+        finally:
+            self._lock.release()
+
+    def _dismiss(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.end()
