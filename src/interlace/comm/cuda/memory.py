@@ -50,11 +50,6 @@ class PeerMemory:
         self.driver.free(self.bases[self.me])
         self.bases = ()
 
-    def close(self) -> None:
-        """Both."""
-        self.unmap()
-        self.free()
-
 
 def share_memory(
     driver: Driver,

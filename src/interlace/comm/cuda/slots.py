@@ -108,9 +108,6 @@ class CudaSlotPool(SlotPool):
     def reset(self) -> None:
         """Nothing: which copy a run takes follows from its number."""
 
-    def close(self) -> None:
-        """Frees all slots; nobody may use them any more."""
-        self.slots.clear()
-        memories, self._memories = self._memories, []
-        for memory, _ in memories:
-            memory.close()
+    def blocks(self) -> list[PeerMemory]:
+        """The memory that the slots lie in."""
+        return [memory for memory, _ in self._memories]
