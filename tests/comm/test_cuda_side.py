@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from interlace.comm.cuda.side import CudaSide
-from interlace.errors import AgreementError, CommTimeoutError
+from interlace.errors import AgreementError, BackendError, CommTimeoutError
 
 
 class Block:
@@ -36,13 +36,14 @@ def side_of(log: list[str], meets: Exception | None, rests: Exception | None = N
 
     board = SimpleNamespace(exchange=lambda *_: act("meet", meets))
     return SimpleNamespace(
-        team=SimpleNamespace(topic="tp/0", ranks=(0, 1), board=board),
+        team=SimpleNamespace(topic="tp/0", ranks=(0, 1), rank=1, board=board),
         me=1,
         device=torch.device("cuda"),
         slots=SimpleNamespace(blocks=lambda: [Block("slots", log)]),
         areas=[SimpleNamespace(memory=Block("area", log))],
         heap=SimpleNamespace(memory=Block("words", log)),
-        access=SimpleNamespace(rest=lambda _: act("rest", rests)),
+        access=SimpleNamespace(rest=lambda *_: act("rest", rests)),
+        driver=None,
     )
 
 
@@ -72,3 +73,51 @@ def test_memory_stays_where_it_may_still_be_written() -> None:
     with pytest.raises(CommTimeoutError, match="has not returned"):
         CudaSide.close(side_of(log, None, CommTimeoutError("has not returned")), 1.0)
     assert log == ["rest"]
+
+
+def test_words_count_anew_once_nothing_may_write_them() -> None:
+    """A write that was given up, and comes late, lets go of what waits."""
+    log: list[str] = []
+
+    def fill(address: int, value: int, count: int) -> None:
+        log.append(f"fill {address} {value} {count}")
+
+    side = side_of(log, None)
+    side.driver, side.size, side._ended = SimpleNamespace(fill=fill), 2, 8
+    side.heap.address = lambda member, word: 1000 * member + word
+    side._lock, side.generation, side.spaces = contextlib.nullcontext(), 3, set()
+    side.areas, side.registry = [], SimpleNamespace(trim=lambda _: None)
+    CudaSide.reset(side)
+    assert log == ["rest", "fill 1008 0 2"]
+    assert (side.generation, side.run, side.closed) == (4, 0, 0)
+
+
+def test_all_that_waits_is_let_go_also_behind_what_fails() -> None:
+    log: list[str] = []
+
+    def release(name: str, error: bool) -> Any:
+        def act(*_: Any) -> None:
+            log.append(name)
+            if error:
+                raise BackendError(f"{name} failed")
+
+        return act
+
+    side = side_of(log, None)
+    side.generation, side._ended, side.size, side.run = 3, 8, 2, 17
+    side._lock = contextlib.nullcontext()
+    side.heap.address = lambda member, word: 1000 * member + word
+    side.access.fill = release("ended", error=True)
+    side.spaces = [SimpleNamespace(release=release("space", error=True))]
+    side.areas = [SimpleNamespace(stop=release("area", error=False))]
+    CudaSide.release(side, 2)
+    assert log == []
+    with pytest.raises(BackendError, match="failed"):
+        CudaSide.release(side, 3)
+    assert sorted(log) == ["area", "ended", "space"]
+    side.last, side.driver = (1, 5), SimpleNamespace(done=lambda _: log.count("space") > 4)
+    side.release = lambda generation: CudaSide.release(side, generation)
+    CudaSide.drain(side, 20.0)  # again and again
+    side.driver = SimpleNamespace(done=lambda _: False)
+    with pytest.raises(CommTimeoutError, match=r"rank 1 is not done 0\.05 s .* \(.* failed\)"):
+        CudaSide.drain(side, 0.05)

@@ -3,12 +3,14 @@ library of plain memory in place of CUDA's."""
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import mmap
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ class Library:
     def cuDeviceGetByPCIBusId(self, device, bus_id): return 0 if bus_id == {bus_id!r} else 101
     def cuDevicePrimaryCtxRetain(self, context, device): return {context}
     def cuCtxSetCurrent(self, context): return 0
+    def cuCtxSynchronize(self): return 0
     def cuIpcOpenMemHandle_v2(self, base, handle, flags):
         if bytes(handle.reserved) != bytes.fromhex({handle!r}):
             return 201
@@ -57,7 +60,8 @@ class Library:
         self.bytes[at : at + nbytes.value] = bytes(words)
         return 0
 
-helper.serve(Library(), sys.argv[1], sys.stdin, sys.stdout)
+helper.IDLE_S = {idle}
+helper.serve(Library, sys.argv[1], helper.asked(sys.stdin), sys.stdout)
 '''
 
 
@@ -71,11 +75,23 @@ class Device:
             self.bytes = mmap.mmap(file.fileno(), 0)
         self.goes_on = threading.Event()
         self.goes_on.set()
-        self.calls = 0
+        self.calls = self.relaxed = self.finished = 0
         self.memory = PeerMemory(self, 1, NBYTES, (7, BASE), (), HANDLE)  # type: ignore[arg-type]
 
-    def bus_id(self) -> str:
-        return BUS_ID
+    @property
+    def driver(self) -> Any:
+        return self
+
+    def relax_captures(self) -> None:
+        self.relaxed += 1
+
+    def private_stream(self) -> int:
+        return 5
+
+    def finish(self, stream: int, time_out_s: float) -> None:
+        """What stands in the queue is done."""
+        assert stream == 5
+        self.finished += 1
 
     def read(self, address: int, count: int) -> list[int]:
         self.calls += 1
@@ -100,24 +116,28 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     found.goes_on.set()
 
 
-def use(monkeypatch: pytest.MonkeyPatch, place: Path, text: str, context: int = 0) -> None:
+def use(
+    monkeypatch: pytest.MonkeyPatch, place: Path, text: str, context: int = 0, idle: float = 10
+) -> None:
     """This program is the helper."""
     facts: dict[str, Any] = {"bus_id": BUS_ID.encode(), "handle": HANDLE, "context": context}
+    facts["idle"] = idle
     facts |= {"helper": helper_file.__file__, "memory": str(place / "memory")}
     (place / "fake.py").write_text(text.format(**facts))
     monkeypatch.setattr(access_file, "HELPER", (sys.executable, "-I", str(place / "fake.py")))
 
 
 def test_a_driver_that_answers_needs_no_help(device: Device) -> None:
-    access = WordAccess(device)  # type: ignore[arg-type]
+    access = WordAccess(BUS_ID)
     access.fill(device.memory, BASE + 8, -1, 2)
     assert access.read(device.memory, BASE, 5) == [0, 0, 0xFFFFFFFF, 0xFFFFFFFF, 0]
+    assert device.relaxed == 2, "a capture of the user's in another thread would be lost"
     assert access._helper is None
-    access.rest(1)
+    access.rest(device.driver, 1)
 
 
 def test_words_are_there_though_the_driver_is_held_up(device: Device) -> None:
-    access = WordAccess(device)  # type: ignore[arg-type]
+    access = WordAccess(BUS_ID)
     access.fill(device.memory, BASE + 4, 7, 1)
     device.goes_on.clear()
     assert access.read(device.memory, BASE, 3) == [0, 7, 0]
@@ -126,7 +146,8 @@ def test_words_are_there_though_the_driver_is_held_up(device: Device) -> None:
     assert device.calls == 2, "the driver was asked again while a call was held up"
     process: Any = access._helper
     device.goes_on.set()
-    access.rest(5)
+    access.rest(device.driver, 5)
+    assert device.finished == 1, "writes may still stand in the queue"
     assert process._process.poll() == 0, "the helper is to end by itself, and to be reaped"
     assert access.read(device.memory, BASE, 4) == [0, 7, 9, 9]
     assert access._helper is None
@@ -134,13 +155,13 @@ def test_words_are_there_though_the_driver_is_held_up(device: Device) -> None:
 
 def test_a_call_that_was_given_up_is_awaited(device: Device) -> None:
     """What it writes late must not meet words that count anew."""
-    access = WordAccess(device)  # type: ignore[arg-type]
+    access = WordAccess(BUS_ID)
     device.goes_on.clear()
     access.fill(device.memory, BASE, 5, 1)
     with pytest.raises(CommTimeoutError, match=r"has not returned after 0.05 s.*end this process"):
-        access.rest(0.05)
+        access.rest(device.driver, 0.05)
     threading.Timer(0.3, device.goes_on.set).start()
-    access.rest(10)
+    access.rest(device.driver, 10)
     device.fill(BASE, 0, 1)
     time.sleep(0.1)
     assert device.read(BASE, 1) == [0]
@@ -152,7 +173,7 @@ def test_an_error_of_the_driver_is_raised(device: Device, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(device, "fill", fail)
     with pytest.raises(BackendError, match="999"):
-        WordAccess(device).fill(device.memory, BASE, 1, 1)  # type: ignore[arg-type]
+        WordAccess(BUS_ID).fill(device.memory, BASE, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +191,7 @@ def test_a_helper_that_fails_is_an_error(
     """It is started anew only after a while, and then it may help."""
     use(monkeypatch, tmp_path, text, context=2)
     monkeypatch.setattr(access_file, "HELP_S", 0.5 if "sleep" in text else 10.0)
-    access = WordAccess(device)  # type: ignore[arg-type]
+    access = WordAccess(BUS_ID)
     device.goes_on.clear()
     with pytest.warns(RuntimeWarning, match=says), pytest.raises(BackendError, match=says):
         access.read(device.memory, BASE, 1)
@@ -182,7 +203,7 @@ def test_a_helper_that_fails_is_an_error(
     access.fill(device.memory, BASE, 1, 1)
     assert access.read(device.memory, BASE, 2) == [1, 0]
     device.goes_on.set()
-    access.rest(5)
+    access.rest(device.driver, 5)
 
 
 def test_it_is_no_use_where_no_process_can_be_started(
@@ -204,19 +225,109 @@ def test_the_helper_says_what_it_cannot_do() -> None:
 
     questions = [json.dumps({"handle": HANDLE, "at": 0, "count": 1})] * 2
     answers = io.StringIO()
-    helper_file.serve(Library(), BUS_ID, questions, answers)
+    helper_file.serve(Library, BUS_ID, questions, answers)
     lines = [json.loads(line) for line in answers.getvalue().splitlines()]
     assert lines == [{"error": "cuIpcOpenMemHandle_v2: 201"}] * 2
 
 
 def test_the_helper_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
-    """Where there is no CUDA at all it ends, and that is told."""
-    found = WordAccess(Device(tmp_path / "memory"))  # type: ignore[arg-type]
-    device: Any = found._driver
-    says = r"helper process (ended with 1|cannot help)"
+    """Where there is no such device, or no CUDA at all, it says so."""
+    device, access = Device(tmp_path / "memory"), WordAccess("0000:ff:1f.0")
     device.goes_on.clear()
+    says = r"cannot help: (libcuda|cuDeviceGetByPCIBusId|cuInit)"
     try:
         with pytest.warns(RuntimeWarning, match=says), pytest.raises(BackendError, match=says):
-            found.read(device.memory, BASE, 1)
+            access.read(device.memory, BASE, 1)
     finally:
         device.goes_on.set()
+
+
+def test_the_helper_ends_when_nothing_is_asked(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds memory of the GPU; the next one is started when it is needed."""
+    use(monkeypatch, tmp_path, FAKE, idle=0.2)
+    access = WordAccess(BUS_ID)
+    device.goes_on.clear()
+    for value in (3, 4):
+        access.fill(device.memory, BASE, value, 1)
+        helper = access._helper
+        assert helper is not None
+        assert helper._process.wait(10) == 0
+    device.goes_on.set()
+    access.rest(device.driver, 5)
+
+
+def test_an_interrupt_leaves_no_helper_that_is_out_of_step(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = WordAccess(BUS_ID)
+    device.goes_on.clear()
+    access.fill(device.memory, BASE, 6, 1)
+    first: Any = access._helper
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(access_file.os, "read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            access.fill(device.memory, BASE + 4, 7, 1)
+    assert first.ended
+    assert access.read(device.memory, BASE, 2)[0] == 6
+    device.goes_on.set()
+    access.rest(device.driver, 5)
+
+
+def test_what_else_is_on_its_output_is_an_error(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, tmp_path, "print('a tool that was preloaded', flush=True); input()")
+    device.goes_on.clear()
+    says = "answered b'a tool"
+    with pytest.warns(RuntimeWarning, match=says), pytest.raises(BackendError, match=says):
+        WordAccess(BUS_ID).read(device.memory, BASE, 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_failures_are_errors_though_warnings_are_too_and_keep_nothing_alive(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_file, "HELPER", ("/nowhere/python",))
+    access = WordAccess(BUS_ID)
+    device.goes_on.clear()
+
+    class Engine:
+        pass
+
+    kept = weakref.WeakSet[Engine]()
+    for _ in range(20):
+        engine = Engine()
+        kept.add(engine)
+        with pytest.raises(BackendError, match="no helper process"):
+            access.read(device.memory, BASE, 1)
+    del engine
+    gc.collect()
+    assert not kept
+
+
+def test_one_who_asks_amid_a_question_is_told_so(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector may end an Executor in it."""
+    access = WordAccess(BUS_ID)
+    device.goes_on.clear()
+    errors: list[BackendError] = []
+    poll = access_file.Helper.ask
+
+    def ask(helper: Any, question: dict[str, Any]) -> list[int]:
+        with pytest.raises(BackendError, match="is busy") as found:
+            access.fill(device.memory, BASE, 9, 1)
+        errors.append(found.value)
+        return poll(helper, question)
+
+    monkeypatch.setattr(access_file.Helper, "ask", ask)
+    assert access.read(device.memory, BASE, 1) == [0]
+    assert len(errors) == 1
+    device.goes_on.set()
+    access.rest(device.driver, 5)

@@ -25,7 +25,7 @@ from interlace.errors import AgreementError, BackendError, CommTimeoutError, Pee
 from interlace.ir import parse
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda import watchdog as watchdog_file
-from interlace.runtime.cuda.captured import uncollected
+from interlace.runtime.cuda.collector import uncollected
 from interlace.runtime.cuda.marks import APART, Marks
 from interlace.runtime.cuda.stalls import stalled
 from interlace.runtime.shares import Kept
@@ -301,6 +301,14 @@ def test_a_rank_that_ends_well_says_so_at_once(fake: tuple[Fake, Device], how: s
     assert team.control.cells[EXITED] == team.control.run == 1
 
 
+def await_ends() -> None:
+    """What the watchdog ends goes in threads of their own."""
+    for thread in threading.enumerate():
+        if thread.name == "interlace end":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 def test_what_runs_use_is_given_back_behind_them(
     fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,9 +328,69 @@ def test_what_runs_use_is_given_back_behind_them(
         assert not close.called
         device.done_to = device.issued
         dog.once()
+        await_ends()
         assert destroyed
         assert close.called
         assert not dog._later
+
+
+def test_what_is_given_back_does_not_hold_up_the_watchdog(
+    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait in the driver behind a run that stalls, which only the watchdog ends."""
+    found, _ = fake
+    dog, goes_on = watchdog_file.Watchdog(), threading.Event()
+    dog.later(found.engine.watched, lambda: assert_set(goes_on))
+    begun = time.monotonic()
+    dog.once()
+    assert time.monotonic() - begun < 5
+    assert not dog._later
+    goes_on.set()
+    await_ends()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+def test_what_stalls_is_told_though_words_cannot_be_read() -> None:
+    with fake_engine(parse(SYNCED), 1) as found:
+        texts: list[str] = []
+
+        def done(event: int) -> bool:
+            if not texts:
+                texts.append("")
+                found.space.value = mock.Mock(side_effect=BackendError("the GPU is full"))
+                texts[0] = stalled(found.engine, found.engine.context, found.engine.watched._ended)
+            return True
+
+        found.driver.done = done  # type: ignore[method-assign]
+        found.run([torch.zeros(4)], [torch.zeros(4)])
+        assert "no progress in" in texts[0]
+        assert "rank 1 in f" in texts[0]
+        assert "its signals cannot be read (the GPU is full)" in texts[0]
+
+
+def test_what_failed_is_raised_though_it_cannot_be_ended(
+    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, device = fake
+    monkeypatch.setattr(watchdog_file, "GRACE_S", 0.05)
+    runs(found, device, 1)
+    collects: list[bool] = []
+
+    def release(generation: int) -> None:
+        collects.append(gc.isenabled())
+        raise BackendError("the GPU is full")
+
+    monkeypatch.setattr(found.side, "release", release)
+    found.engine.watched.fail(CommTimeoutError("no progress in 20 s"))
+    with pytest.raises(CommTimeoutError, match="no progress in 20 s"):
+        found.engine.synchronize()
+    assert len(collects) > 1
+    assert not any(collects), "the garbage collector may wait for a lock of torch's"
+    assert gc.isenabled()
+    device.done_to = device.issued
 
 
 def test_the_watchdog_outlives_a_device_that_is_past_asking(
@@ -381,4 +449,5 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
         assert [left for left, _ in dog._later] == [watched]
         device.done_to = device.issued
         dog.once()
+        await_ends()
         assert not dog._later

@@ -69,6 +69,10 @@ class Driver:
             self.fail(what, error)
         return values[0] if values else None
 
+    def relax_captures(self) -> None:
+        """Lets this thread read and write words while another captures a graph."""
+        relax_captures()
+
     # -- the hot path ----------------------------------------------------------------------------
 
     def write(self, stream: int, address: int, value: int) -> None:

@@ -8,19 +8,23 @@ A line of JSON on standard input asks, one on standard output answers:
     {"handle": "6a...", "at": 64, "count": 2, "value": 9}      {"words": []}
     {"handle": "..", "at": 0, "count": 1}                      {"error": "cuIpcOpenMemHandle: 201"}
 
-`at` is in bytes, words have 32 bits. It ends with its input. It imports nothing but the standard
-library, so that it starts in tenths of a second, whatever the state of the process that it helps.
+`at` is in bytes, words have 32 bits. It ends with its input, or when nothing was asked for some
+seconds. It imports nothing but the standard library, so that it starts in tenths of a second,
+whatever the state of the process that it helps.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import select
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 ENABLE_PEER_ACCESS = 1
+IDLE_S = 10.0
+"""How long it waits for a question: it holds some hundred MB of the GPU's memory."""
 
 
 class Handle(ctypes.Structure):
@@ -65,6 +69,7 @@ class Memory:
         words = (ctypes.c_uint32 * count)(*[value] * count)
         nbytes = ctypes.c_size_t(4 * count)
         self._call("cuMemcpyHtoD_v2", self._address(handle, at), words, nbytes)
+        self._call("cuCtxSynchronize")
 
 
 def answer(memory: Memory, question: dict[str, Any]) -> dict[str, Any]:
@@ -79,10 +84,16 @@ def answer(memory: Memory, question: dict[str, Any]) -> dict[str, Any]:
     return {"words": []}
 
 
-def serve(library: Any, bus_id: str, questions: Iterable[str], answers: TextIO) -> None:
+def asked(lines: TextIO) -> Iterator[str]:
+    """The questions, as long as they come; there is one at a time."""
+    while select.select([lines], [], [], IDLE_S)[0] and (line := lines.readline()):
+        yield line
+
+
+def serve(load: Callable[[], Any], bus_id: str, questions: Iterable[str], answers: TextIO) -> None:
     """Answers until there are no more questions. Where it cannot begin, it says so and ends."""
     try:
-        memory = Memory(library, bus_id)
+        memory = Memory(load(), bus_id)
     except OSError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         return
@@ -91,4 +102,4 @@ def serve(library: Any, bus_id: str, questions: Iterable[str], answers: TextIO) 
 
 
 if __name__ == "__main__":
-    serve(ctypes.CDLL("libcuda.so.1"), sys.argv[1], sys.stdin, sys.stdout)
+    serve(lambda: ctypes.CDLL("libcuda.so.1"), sys.argv[1], asked(sys.stdin), sys.stdout)

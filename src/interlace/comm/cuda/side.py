@@ -18,6 +18,7 @@ Note [Two runs apart]
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -26,14 +27,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.comm.board import Note
-from interlace.comm.cuda.access import WordAccess
+from interlace.comm.cuda.access import access_to
 from interlace.comm.cuda.area import Area, area_nbytes
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import share_memory
 from interlace.comm.cuda.registry import Registry
 from interlace.comm.cuda.slots import CudaSlotPool
 from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
-from interlace.errors import CommTimeoutError
+from interlace.errors import BackendError, CommTimeoutError
 
 REST_S = 10.0
 """How long calls of the driver's that were given up get to return, once the device is done."""
@@ -64,7 +65,7 @@ class CudaSide:
             time_out_s,
         )
         self.heap = WordHeap(self.driver, memory)
-        self.access = WordAccess(self.driver)
+        self.access = access_to(self.driver.bus_id())
         """For words while runs are under way, which may hold up the driver."""
         self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", ranks, team.me, device)
         self.registry = Registry(self.team, self.driver, device)
@@ -144,22 +145,27 @@ class CudaSide:
             if generation != self.generation:
                 return
             address = self.heap.address(self.me, self._ended)
-            self.access.fill(self.heap.memory, address, self.run + RELEASED, self.size)
-            for space in list(self.spaces):
-                space.release()
-            for area in self.areas:
-                area.stop(self.access)
+            with contextlib.ExitStack() as each:  # also after one that fails
+                for area in self.areas:
+                    each.callback(area.stop, self.access)
+                for space in list(self.spaces):
+                    each.callback(space.release)
+                ended = self.heap.memory, address, self.run + RELEASED, self.size
+                each.callback(self.access.fill, *ended)
 
     def drain(self, time_out_s: float) -> None:
         """After a failure: lets go of all that this rank has under way, and waits for its end."""
-        deadline = time.monotonic() + time_out_s
+        deadline, why = time.monotonic() + time_out_s, ""
         while self.last is not None and not self.driver.done(self.last[1]):
             if time.monotonic() > deadline:
                 raise CommTimeoutError(
                     f"the device of rank {self.team.rank} is not done {time_out_s:g} s after a "
-                    "failure: end this process"
+                    f"failure: end this process{why}"
                 )
-            self.release(self.generation)
+            try:
+                self.release(self.generation)
+            except BackendError as error:
+                why = f" ({error})"
             time.sleep(0.01)
 
     def close(self, time_out_s: float) -> None:
@@ -171,7 +177,7 @@ class CudaSide:
         place, rank = f"{team.topic}/unmapped", team.ranks[self.me]
         blocks = [*self.slots.blocks(), *(area.memory for area in self.areas), self.heap.memory]
         with torch.cuda.device(self.device):
-            self.access.rest(time_out_s)
+            self.access.rest(self.driver, time_out_s)
             for memory in blocks:
                 memory.unmap()
             team.board.exchange(place, team.ranks, rank, {}, time_out_s)
@@ -181,7 +187,7 @@ class CudaSide:
     def reset(self) -> None:
         """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""
         with self._lock:
-            self.access.rest(REST_S)
+            self.access.rest(self.driver, REST_S)
             self.generation += 1
             self.registry.trim(0)
             self.run = self.closed = 0

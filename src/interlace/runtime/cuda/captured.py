@@ -13,9 +13,7 @@ replayed with tensors that lie at its addresses, and these are what it reads.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,19 +27,6 @@ from interlace.runtime.cuda.homes import Give, giver
 
 Launch = Callable[[int], None]
 """Launches a graph on a stream, the caller's current one."""
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Without Python's garbage collector: of an Executor that it finds it asks and frees events and
-    memory, and a thread that captures may not, or what it captures is lost."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class Source(NamedTuple):

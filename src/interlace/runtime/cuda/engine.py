@@ -295,8 +295,9 @@ class CudaEngine:
 
     def release(self) -> None:
         """Lets go of every stream that waits for a peer, again and again if need be."""
-        for side, generation in self._generations:
-            side.release(generation)
+        with contextlib.ExitStack() as each:  # also after one that fails
+            for side, generation in self._generations:
+                each.callback(side.release, generation)
 
     @property
     def spans(self) -> list[tuple[int, float, float]]:

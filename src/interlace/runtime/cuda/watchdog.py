@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from interlace.comm.cuda.aborts import abort, all_ended
 from interlace.comm.cuda.driver import relax_captures
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
+from interlace.runtime.cuda.collector import uncollected
 from interlace.runtime.cuda.stalls import stalled
 from interlace.runtime.engine import Context
 
@@ -111,7 +112,8 @@ class Watched:
         if self.failure is not None:
             if not idle or self.issuing:  # it may be issuing what has not begun a run: a capture
                 try:
-                    engine.release()
+                    with uncollected():
+                        engine.release()
                 finally:
                     self._end_backends()
             return
@@ -131,7 +133,8 @@ class Watched:
                 self.fail(found)
                 return
         if not idle and now - self._since > self._context.options.time_out_s:
-            self.fail(CommTimeoutError(stalled(engine, self._context, self._ended)))
+            with uncollected():
+                self.fail(CommTimeoutError(stalled(engine, self._context, self._ended)))
 
     def fail(self, error: BaseException) -> None:
         """Keeps the error, tells the peers, and ends what waits for them.
@@ -149,7 +152,7 @@ class Watched:
                 with contextlib.suppress(TeamError):  # released by now
                     team.control.fail(error)
         engine = self._engine()
-        with contextlib.suppress(BackendError):  # of a device that is past asking
+        with contextlib.suppress(BackendError), uncollected():  # of a device that is past asking
             if engine is not None and not self.idle:
                 engine.release()
 
@@ -295,8 +298,24 @@ class Watchdog:
             with contextlib.suppress(Exception):  # of a device that is past asking: it stays
                 if kept[0].idle:
                     self._later.remove(kept)
-                    kept[1]()
+                    _apart(kept[1])
         self.leave()
+
+
+def _apart(end: Callable[[], None]) -> None:
+    """In a thread of its own. It frees graphs, events and mappings, and may wait in the driver
+    behind a run that stalls, which the watchdog is there to find."""
+
+    def act() -> None:
+        with contextlib.suppress(Exception):
+            relax_captures()
+        with contextlib.suppress(Exception):
+            end()
+
+    try:
+        threading.Thread(target=act, name="interlace end", daemon=True).start()
+    except RuntimeError:  # there is no room for one
+        act()
 
 
 @cache
