@@ -154,7 +154,7 @@ def test_streams_that_share_one_queue_are_let_go(
 
 
 def capture_beside(strategy: str, victim: int, seed: int) -> tuple[str, Outcome]:
-    """A stall while another thread captures a graph, in the mode that forbids most to all threads."""
+    """A stall while another thread captures a graph, in the mode that forbids most to all others."""
     case = Case("all_gather_matmul", dist.get_world_size())
     executor = prepared(case, strategy, time_out_s=TIME_OUT_S)
     inputs, z = case.inputs(seed, exact=True), torch.zeros(1 << 22, device="cuda")
