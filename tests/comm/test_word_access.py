@@ -311,23 +311,42 @@ def test_failures_are_errors_though_warnings_are_too_and_keep_nothing_alive(
     assert not kept
 
 
-def test_one_who_asks_amid_a_question_is_told_so(
+def test_the_garbage_collector_does_not_come_amid_a_question(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The garbage collector may end an Executor in it."""
+    """It may end an Executor, which then asks too."""
+    access, seen = WordAccess(BUS_ID), list[bool]()
+    device.goes_on.clear()
+    ask, end = access_file.Helper.ask, access_file.Helper.end
+
+    def noted(what: Any, *args: Any) -> Any:
+        seen.append(gc.isenabled())
+        return what(*args)
+
+    monkeypatch.setattr(access_file.Helper, "ask", lambda *args: noted(ask, *args))
+    monkeypatch.setattr(access_file.Helper, "end", lambda *args: noted(end, *args))
+    assert access.read(device.memory, BASE, 1) == [0]
+    device.goes_on.set()
+    access.rest(device.driver, 5)
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+
+def test_a_helper_that_is_just_leaving_is_replaced_at_once(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes its time to end, and the question comes too late for it: that is no failure."""
+    slow = FAKE + "import time; time.sleep(0.5)"
+    use(monkeypatch, tmp_path, slow, idle=0.1)
     access = WordAccess(BUS_ID)
     device.goes_on.clear()
-    errors: list[BackendError] = []
-    poll = access_file.Helper.ask
-
-    def ask(helper: Any, question: dict[str, Any]) -> list[int]:
-        with pytest.raises(BackendError, match="is busy") as found:
-            access.fill(device.memory, BASE, 9, 1)
-        errors.append(found.value)
-        return poll(helper, question)
-
-    monkeypatch.setattr(access_file.Helper, "ask", ask)
-    assert access.read(device.memory, BASE, 1) == [0]
-    assert len(errors) == 1
+    access.fill(device.memory, BASE, 3, 1)
+    first = access._helper
+    time.sleep(0.3)  # it asks no more, and has not ended
+    assert first is not None
+    assert not first.ended
+    assert access.read(device.memory, BASE, 1) == [3]
+    assert first.left
+    assert access._helper is not first
     device.goes_on.set()
     access.rest(device.driver, 5)

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from tests.gpu.cases import KINDS, STRATEGIES, Case, here, meet, poison, prepared, run
 from tests.support.pool import Ranks
 
-from interlace.comm import release_teams
-from interlace.comm.cuda.memory import GRAIN
 from interlace.ir import Op
 from interlace.runtime import Executor
 
@@ -181,32 +179,3 @@ def many_executors(strategy: str, rounds: int) -> int:
 def test_closed_executors_give_their_memory_back(gpus: Ranks, strategy: str) -> None:
     for gone in gpus.run(many_executors, strategy, 20, time_out_s=60):
         assert gone < 8 << 20
-
-
-def release_again_and_again(strategy: str, rounds: int) -> int:
-    """Bytes of the device that are gone after giving teams back and setting them up anew."""
-    case = Case("all_gather_matmul", dist.get_world_size())
-    inputs = case.inputs(1)
-
-    def make(times: int) -> int:
-        for number in range(times):
-            executor = prepared(case, strategy)
-            run(executor, case, inputs)
-            if number % 2:
-                executor.close()
-            release_teams()
-            executor.close()
-        torch.cuda.synchronize()
-        meet()
-        free = torch.cuda.mem_get_info()[0]
-        meet()
-        return free
-
-    return make(3) - make(rounds)
-
-
-@pytest.mark.parametrize("strategy", ["peer-get", "exchange"])
-def test_released_teams_give_their_memory_back(gpus: Ranks, strategy: str) -> None:
-    rounds = 10
-    for gone in gpus.run(release_again_and_again, strategy, rounds, time_out_s=60):
-        assert gone < rounds * GRAIN, "the least that a block takes, each time"

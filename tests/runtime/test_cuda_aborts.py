@@ -23,7 +23,7 @@ from interlace.comm import teams as teams_file
 from interlace.comm.backends import end
 from interlace.comm.cuda.aborts import abort, all_ended
 from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
-from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError, TeamError
+from interlace.errors import BackendError, CommTimeoutError, PeerError, TeamError
 from interlace.ir import Collective, Send
 from interlace.runtime.cuda import transfers as transfers_file
 from interlace.runtime.cuda import watchdog as watchdog_file
@@ -433,24 +433,11 @@ def test_a_team_that_goes_ends_what_it_made(team: TeamComm) -> None:
     assert old.begun.is_set()
 
 
-@pytest.mark.parametrize("failed", [False, True], ids=["in health", "after a failure"])
-def test_a_team_that_goes_gives_its_device_memory_back(team: TeamComm, failed: bool) -> None:
-    """After a failure peers may still reach into it; a helper process ends in any case."""
+def test_a_team_that_goes_ends_its_helper_process(team: TeamComm) -> None:
     side = mock.Mock()
     team._cuda = side
-    if failed:
-        team.control.fail(PROBLEM)
     release_teams()
-    assert side.close.called != failed
     assert side.registry.close.called
-    assert side.access.dismiss.called
-
-
-def test_a_team_goes_though_a_rank_does_not_come(team: TeamComm) -> None:
-    side = mock.Mock()
-    team._cuda = side
-    side.close.side_effect = AgreementError("rank 1 did not come")
-    release_teams()
     assert side.access.dismiss.called
     assert not team.is_set_up
 

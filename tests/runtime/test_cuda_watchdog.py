@@ -21,11 +21,11 @@ from torch.distributed import HashStore
 
 from interlace.comm.board import Board
 from interlace.comm.control import EXITED, Control
+from interlace.comm.cuda.collector import uncollected
 from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError
 from interlace.ir import parse
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda import watchdog as watchdog_file
-from interlace.runtime.cuda.collector import uncollected
 from interlace.runtime.cuda.marks import APART, Marks
 from interlace.runtime.cuda.stalls import stalled
 from interlace.runtime.shares import Kept

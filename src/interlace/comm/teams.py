@@ -251,26 +251,22 @@ class TeamComm:
     def close(self) -> None:
         """Lets go of the team's memory and connections.
 
-        What the team connected itself is in use until all ranks come here: they wait, bounded. So
-        is device memory that peers map; where a rank does not come, it stays.
+        What the team connected itself is in use until all ranks come here: they wait, bounded.
         """
-        cuda = self._cuda
         try:
             for user in list(self._users):
                 user.leave()
-            theirs = any(backend.name() == "nccl" for backend in self._made) or cuda is not None
+            theirs = any(backend.name() == "nccl" for backend in self._made)
             if theirs and self.is_set_up and self.control.failure() is None:
                 with contextlib.suppress(InterlaceError):
                     self.board.exchange(f"{self.topic}/end", self.ranks, self.rank, {}, END_S)
-                    if cuda is not None:
-                        cuda.close(END_S)
         finally:
             self._own.clear()
             self._control = None
             self.slots.slots.clear()
-            if cuda is not None:
-                cuda.registry.close()  # what is in use stays mapped until it is let go
-                cuda.access.dismiss()
+            if self._cuda is not None:
+                self._cuda.registry.close()  # what is in use stays mapped until it is let go
+                self._cuda.access.dismiss()
             self._cuda = None
             for life in self._lives:
                 life.close()
@@ -329,8 +325,8 @@ def release_teams() -> None:
     """Ends all teams: their connections, shared memory and CUDA graphs go, and Executors made
     before can no longer run. Call it before `destroy_process_group`.
 
-    Runs under way are waited for, bounded. Device memory that peers map goes when they come here
-    too, within some seconds; after a failure it stays to the end of the process.
+    Runs under way are waited for, bounded. Device memory that peers map stays to the end of the
+    process: a peer may still read it.
     """
     _registry.clear()
 

@@ -45,6 +45,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from interlace.comm.cuda.collector import uncollected
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import PeerMemory
 from interlace.errors import BackendError, CommTimeoutError
@@ -80,6 +81,11 @@ class Helper:
     def ended(self) -> bool:
         """Whether it is there no more."""
         return self._process.poll() is not None
+
+    @property
+    def left(self) -> bool:
+        """Whether it ended by itself, as nothing was asked for a while."""
+        return self._process.poll() == 0
 
     def ask(self, question: dict[str, Any]) -> list[int]:
         """Its answer, bounded. After an error it is of no use any more."""
@@ -127,8 +133,6 @@ class WordAccess:
         self._calls: list[tuple[Driver, threading.Thread]] = []
         """Calls of the driver's that were given up."""
         self._lock = threading.Lock()
-        self._owner = 0
-        """The thread that has the lock."""
         self._helper: Helper | None = None
         self._failure: tuple[float, str] | None = None
 
@@ -157,12 +161,14 @@ class WordAccess:
             )
         if calls:
             driver.finish(driver.private_stream(), max(1.0, deadline - time.monotonic()))
-        self._calls = [item for item in self._calls if item not in calls]
+        for item in calls:
+            with contextlib.suppress(ValueError):  # another thread rests too
+                self._calls.remove(item)
         self.dismiss()
 
     def dismiss(self) -> None:
         """The helper ends, if there is one."""
-        with self._lock:
+        with uncollected(), self._lock:
             self._failure = None
             self._dismiss()
 
@@ -199,23 +205,14 @@ class WordAccess:
     def _ask(self, memory: PeerMemory, address: int, what: dict[str, int]) -> list[int]:
         """What the helper answers."""
         place = {"handle": memory.handle, "at": address - memory.bases[memory.me]}
-        if self._owner == threading.get_ident():  # the garbage collector ends an Executor in it
-            raise BackendError("the helper process is busy")
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                return self._helped({**place, **what})
-            finally:
-                self._owner = 0
+        with uncollected(), self._lock:  # an Executor that it ends may want this lock, or a side's
+            return self._helped({**place, **what})
 
     def _helped(self, question: dict[str, Any]) -> list[int]:
         if self._failure is not None and time.monotonic() < self._failure[0] + PAUSE_S:
             raise BackendError(self._failure[1])
         try:
-            if self._helper is None or self._helper.ended:
-                self._dismiss()
-                self._helper = Helper(self._bus_id)
-            words = self._helper.ask(question)
+            words = self._answer(question)
         except BaseException as error:
             self._dismiss()
             if isinstance(error, BackendError):
@@ -224,6 +221,17 @@ class WordAccess:
             raise
         self._failure = None
         return words
+
+    def _answer(self, question: dict[str, Any]) -> list[int]:
+        if self._helper is not None:
+            try:
+                return self._helper.ask(question)
+            except BackendError:
+                if not self._helper.left:
+                    raise
+        self._dismiss()
+        self._helper = Helper(self._bus_id)
+        return self._helper.ask(question)
 
     def _dismiss(self) -> None:
         helper, self._helper = self._helper, None

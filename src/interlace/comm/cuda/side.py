@@ -168,22 +168,6 @@ class CudaSide:
                 why = f" ({error})"
             time.sleep(0.01)
 
-    def close(self, time_out_s: float) -> None:
-        """Gives the memory back. All ranks come here, with no run under way and none to come.
-
-        Where a rank does not come in time, an error is raised and this rank's memory stays.
-        """
-        team = self.team
-        place, rank = f"{team.topic}/unmapped", team.ranks[self.me]
-        blocks = [*self.slots.blocks(), *(area.memory for area in self.areas), self.heap.memory]
-        with torch.cuda.device(self.device):
-            self.access.rest(self.driver, time_out_s)
-            for memory in blocks:
-                memory.unmap()
-            team.board.exchange(place, team.ranks, rank, {}, time_out_s)
-            for memory in blocks:
-                memory.free()
-
     def reset(self) -> None:
         """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""
         with self._lock:

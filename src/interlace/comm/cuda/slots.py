@@ -107,7 +107,3 @@ class CudaSlotPool(SlotPool):
 
     def reset(self) -> None:
         """Nothing: which copy a run takes follows from its number."""
-
-    def blocks(self) -> list[PeerMemory]:
-        """The memory that the slots lie in."""
-        return [memory for memory, _ in self._memories]

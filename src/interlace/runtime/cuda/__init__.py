@@ -13,7 +13,6 @@ drops.py       tensors of a run that streams still use
 runner.py      one run, from the caller's tensors to the results
 lanes.py       the streams of a Program and the points between them
 graphs.py      the same ops captured in CUDA graphs, a pair for each of a few sets of addresses
-collector.py   threads that free nothing of others'
 captured.py    such a pair, what is copied into and out of it;  homes.py: where its results lie
 words.py       words that streams write and wait for, as many at once as stand in a row
 watchdog.py    bounds every wait: finds what stalls and lets it go;  stalls.py: says what it was

@@ -39,13 +39,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm import Use
+from interlace.comm.cuda.collector import uncollected
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.captured import Captured, Source, launcher
-from interlace.runtime.cuda.collector import uncollected
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.words import Words

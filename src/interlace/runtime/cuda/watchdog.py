@@ -22,9 +22,9 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from interlace.comm.cuda.aborts import abort, all_ended
+from interlace.comm.cuda.collector import uncollected
 from interlace.comm.cuda.driver import relax_captures
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
-from interlace.runtime.cuda.collector import uncollected
 from interlace.runtime.cuda.stalls import stalled
 from interlace.runtime.engine import Context
 
