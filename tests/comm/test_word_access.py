@@ -30,7 +30,7 @@ BASE = 1 << 40
 HANDLE = "ab" * 64
 BUS_ID = "0000:1b:00.0"
 FAKE = '''
-"""The helper with a file for the device's memory. Its name is the bus id."""
+"""The helper, with a file for the device's memory."""
 import ctypes, importlib.util, mmap, sys
 spec = importlib.util.spec_from_file_location("helper", {helper!r})
 helper = importlib.util.module_from_spec(spec)
@@ -211,7 +211,7 @@ def test_it_is_no_use_where_no_process_can_be_started(
 ) -> None:
     monkeypatch.setattr(access_file, "HELPER", ("/nowhere/python",))
     device.goes_on.clear()
-    access, says = WordAccess(device), "no helper process can be started"  # type: ignore[arg-type]
+    access, says = WordAccess(BUS_ID), "no helper process can be started"
     with pytest.warns(RuntimeWarning, match=says), pytest.raises(BackendError, match=says):
         access.read(device.memory, BASE, 1)
 

@@ -311,3 +311,14 @@ def attempt(action: Callable[[], object]) -> Outcome:
     except InterlaceError as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "result", str(value), time.monotonic() - start
+
+
+def finish(executor: Executor, case: Case, inputs: list[torch.Tensor]) -> Outcome:
+    """A run and its end."""
+
+    def both() -> float:
+        y = run(executor, case, inputs)
+        executor.synchronize()
+        return y.double().sum().item()
+
+    return attempt(both)

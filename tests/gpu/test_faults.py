@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import Case, Outcome, attempt, meet, prepared, run
+from tests.gpu.cases import Case, Outcome, finish, meet, prepared, run
 from tests.support.pool import Died, Ranks
 
 from interlace.ir import Op
@@ -70,17 +70,6 @@ def raise_it() -> None:
 
 
 ACTIONS = {"dies": die, "host": stall_host, "device": stall_device, "raises": raise_it}
-
-
-def finish(executor: Executor, case: Case, inputs: list[torch.Tensor]) -> Outcome:
-    """A run and its end."""
-
-    def both() -> float:
-        y = run(executor, case, inputs)
-        executor.synchronize()
-        return y.double().sum().item()
-
-    return attempt(both)
 
 
 def suffer(strategy: str, what: str, victim: int, seed: int) -> list[Outcome]:

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import KINDS, Case, Outcome, attempt, here, meet, prepared, run
+from tests.gpu.cases import KINDS, Case, Outcome, attempt, finish, here, meet, prepared, run
 from tests.support.pool import Pool, Ranks
-
-from interlace.runtime import Executor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
@@ -64,17 +62,6 @@ def one_queue() -> Iterator[Pool]:
     pool = Pool("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     yield pool
     pool.close()
-
-
-def finish(executor: Executor, case: Case, inputs: list[torch.Tensor]) -> Outcome:
-    """A run and its end."""
-
-    def both() -> float:
-        y = run(executor, case, inputs)
-        executor.synchronize()
-        return y.double().sum().item()
-
-    return attempt(both)
 
 
 def wait_behind(strategy: str, graph: bool, what: str, victim: int, seed: int) -> Found:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -244,22 +244,28 @@ def test_the_host_does_not_go_on_with_what_a_stopped_peer_left() -> None:
             found.run([torch.zeros(4)], [torch.zeros(4)])
 
 
+def told_amid_a_run(found: Fake, value: Callable[[str, int], int]) -> str:
+    """What is told of a stall while the host still issues a run, where words read so."""
+    texts: list[str] = []
+
+    def done(event: int) -> bool:
+        if not texts:
+            texts.append("")
+            found.space.value = value
+            texts[0] = stalled(found.engine, found.engine.context, found.engine.watched._ended)
+        return True
+
+    found.driver.done = done  # type: ignore[method-assign]
+    found.run([torch.zeros(4)], [torch.zeros(4)])
+    return texts[0]
+
+
 def test_ranks_that_have_told_are_not_named_as_late() -> None:
     """While the host still issues a run, the words that count are that run's."""
     with fake_engine(parse(SYNCED), 1) as found:
-        texts: list[str] = []
-
-        def done(event: int) -> bool:
-            if not texts:
-                texts.append("")
-                found.space.value = lambda signal, member: found.space.base + 1
-                texts[0] = stalled(found.engine, found.engine.context, found.engine.watched._ended)
-            return True
-
-        found.driver.done = done  # type: ignore[method-assign]
-        found.run([torch.zeros(4)], [torch.zeros(4)])
-        assert "rank 1 in f" in texts[0]
-        assert "expect" not in texts[0]
+        text = told_amid_a_run(found, lambda signal, member: found.space.base + 1)
+        assert "rank 1 in f" in text
+        assert "expect" not in text
 
 
 def test_a_rank_has_left_its_runs_when_all_its_executors_have(fake: tuple[Fake, Device]) -> None:
@@ -355,20 +361,10 @@ def assert_set(event: threading.Event) -> None:
 
 def test_what_stalls_is_told_though_words_cannot_be_read() -> None:
     with fake_engine(parse(SYNCED), 1) as found:
-        texts: list[str] = []
-
-        def done(event: int) -> bool:
-            if not texts:
-                texts.append("")
-                found.space.value = mock.Mock(side_effect=BackendError("the GPU is full"))
-                texts[0] = stalled(found.engine, found.engine.context, found.engine.watched._ended)
-            return True
-
-        found.driver.done = done  # type: ignore[method-assign]
-        found.run([torch.zeros(4)], [torch.zeros(4)])
-        assert "no progress in" in texts[0]
-        assert "rank 1 in f" in texts[0]
-        assert "its signals cannot be read (the GPU is full)" in texts[0]
+        text = told_amid_a_run(found, mock.Mock(side_effect=BackendError("the GPU is full")))
+        assert "no progress in" in text
+        assert "rank 1 in f" in text
+        assert "its signals cannot be read (the GPU is full)" in text
 
 
 def test_what_failed_is_raised_though_it_cannot_be_ended(

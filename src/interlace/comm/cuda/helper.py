@@ -6,7 +6,7 @@ A line of JSON on standard input asks, one on standard output answers:
 
     {"handle": "6a...", "at": 64, "count": 2}                  {"words": [7, 0]}
     {"handle": "6a...", "at": 64, "count": 2, "value": 9}      {"words": []}
-    {"handle": "..", "at": 0, "count": 1}                      {"error": "cuIpcOpenMemHandle: 201"}
+    {"handle": "..", "at": 0, "count": 1}                   {"error": "cuIpcOpenMemHandle_v2: 201"}
 
 `at` is in bytes, words have 32 bits. It ends with its input, or when nothing was asked for some
 seconds. It imports nothing but the standard library, so that it starts in tenths of a second,
