@@ -48,6 +48,7 @@ class Draw:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.size = rng.choice((2, 2, 2, 3))
+        self.width = rng.choice((2, 2, 3, 4))
         ranks = tuple(range(self.size))
         self.teams = [Team("tp", self.size)]
         if rng.random() < 0.4:
@@ -63,13 +64,13 @@ class Draw:
         self.num_names = 0
 
     def program(self, num_steps: int) -> Program:
-        x = Buffer("x", DType.i16, (ROWS, 2), "input")
+        x = Buffer("x", DType.i16, (ROWS, self.width), "input")
         team = "tp" if self.rng.random() < 0.25 else None
-        y = Buffer("y", DType.i16, (ROWS * self.size, 2), "output", team)
+        y = Buffer("y", DType.i16, (ROWS * self.size, self.width), "output", team)
         self.live = [x, y]
         params = [x, y]
         if self.rng.random() < 0.25:
-            params.append(Buffer("w", DType.i16, (ROWS * self.size, 2), "input", "tp"))
+            params.append(Buffer("w", DType.i16, (ROWS * self.size, self.width), "input", "tp"))
             self.live.append(params[-1])
         steps = (
             (self.compute, 5),
@@ -85,7 +86,7 @@ class Draw:
         )
         whole = View("y")
         if self.rng.random() < 0.8:
-            self.add(Copy(src=View("x").expand(ROWS, 2), dst=whole.chunk(0, self.size)))
+            self.add(Copy(src=View("x").expand(ROWS, self.width), dst=whole.chunk(0, self.size)))
             for i in range(1, self.size):
                 self.add(Copy(src=View("x"), dst=whole.chunk(i, self.size)))
         for _ in range(num_steps):
@@ -162,6 +163,17 @@ class Draw:
             return view.slice(0, start, start + ROWS)
         return view.chunk(index, self.size)
 
+    def columns(self, *views: View) -> tuple[View, ...]:
+        """Some columns of each of the views: as many of each, and mostly the same."""
+        some = self.rng.randint(1, self.width - 1)
+        start = self.rng.randint(0, self.width - some)
+        found: list[View] = []
+        for view in views:
+            if self.rng.random() < 0.4:
+                start = self.rng.randint(0, self.width - some)
+            found.append(view.slice(1, start, start + some))
+        return tuple(found)
+
     def sizes(self, view: View) -> tuple[int, ...]:
         buffer = next(b for b in self.live if b.name == view.buffer)
         return view.box(buffer, Where.of(0, tuple(self.teams))).sizes
@@ -175,7 +187,7 @@ class Draw:
         if self.rng.random() < 0.15:
             src, dst = src.slice(0, 0, 1), dst.slice(0, *self.rng.choice(((0, 1), (1, 2))))
         if self.rng.random() < 0.4:
-            src, dst = src.slice(1, 0, 1), dst.slice(1, *self.rng.choice(((0, 1), (1, 2))))
+            src, dst = self.columns(src, dst)
         kind = self.rng.random()
         stream = self.stream()
         if kind < 0.1:
@@ -195,15 +207,16 @@ class Draw:
                     stream=stream,
                 )
             )
-            if shape == (ROWS, 2):
+            if shape == (ROWS, self.width):
                 self.live.append(fresh)
         elif kind < 0.3:
             self.add(
                 Call(fn="aten.neg_.default", args=(dst,), outs=(dst,), mutates=True, stream=stream)
             )
         elif kind < 0.35:
-            dst = View(dst.buffer).as_strided((1,), (1,), 0)
-            self.call("aten.neg.out", stream, (src,), dst)
+            step = self.rng.choice((1, self.width, self.width + 1))
+            strided = View(dst.buffer).as_strided((2,), (step,), self.rng.choice((0, 1)))
+            self.call("aten.neg.out", stream, (src,), strided)
         else:
             self.call("aten.neg.out", stream, (src,), dst)
 
@@ -315,13 +328,13 @@ class Draw:
     def alloc(self, kind: str = "") -> None:
         name, stream = self.name("b"), self.stream()
         kind = kind or self.rng.choice(("local", "local", "symmetric", "symmetric", "fresh"))
-        shape = self.rng.choice(((ROWS, 2), (ROWS * self.size, 2)))
+        shape = self.rng.choice(((ROWS, self.width), (ROWS * self.size, self.width)))
         storage, offset, team = None, 0, None
         if kind == "symmetric":
-            shape, team = (ROWS * self.size, 2), "tp"
+            shape, team = (ROWS * self.size, self.width), "tp"
             storage = self.rng.choice((None, "slot"))
         elif kind == "local" and self.rng.random() < 0.7:
-            storage, offset = "arena", self.rng.choice((0, 0, 4, 8))
+            storage, offset = "arena", self.rng.choice((0, 0, 2, 4, 6, 8))
         buffer = Buffer(name, DType.i16, shape, kind, team, storage=storage, offset=offset)
         self.ops.append(Alloc(buffer=buffer, stream=stream))
         if kind == "symmetric":
@@ -376,15 +389,22 @@ class Draw:
                     op = kind(signal=signal, peer=other, team="tp", value=value, stream=stream)
                     self.ops.append(op)
 
+        cut = self.columns(view)[0].steps[-1] if self.rng.random() < 0.25 else None
+
+        def part(of: View) -> View:
+            """All of what a peer holds, or some columns of it."""
+            return of if cut is None else of.then(cut)
+
         if self.rng.random() < 0.5:
             src = self.rows(self.some(symmetric=False))
             self.add(Copy(src=src, dst=view.chunk(mine, self.size), stream=source))
             announce(left, right)
-            self.add(Get(src=view.chunk(right, self.size), peer=right, team="tp", stream=sink))
+            src = part(view.chunk(right, self.size))
+            self.add(Get(src=src, peer=right, team="tp", stream=sink))
         else:
             src, dst = self.rows(self.some()), self.rows(self.some())
-            target = view.chunk(mine, self.size)
-            self.add(Put(src=src, dst=target, peer=right, team="tp", stream=source))
+            target = part(view.chunk(mine, self.size))
+            self.add(Put(src=part(src), dst=target, peer=right, team="tp", stream=source))
             announce(right, left)
             self.add(Copy(src=view.chunk(left, self.size), dst=dst, stream=sink))
 

@@ -259,7 +259,8 @@ class Sweep:
                     gone.append(key)
         for key in gone:
             del cell.reads[key]
-        if not (new.free or new.by_caller):
+        # Else there is one buffer, or one that is registered: another run's writes race with it.
+        if new.content.memory.arena and not new.free:
             for content, start in cell.live.items():
                 if content is not new.content:
                     content.lose(new.lo - start, new.hi - start)
