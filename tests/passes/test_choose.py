@@ -10,7 +10,7 @@ from tests.passes.samples import KINDS
 from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 
 from interlace.cost import Link, Machine, SiteKey, SiteTime, default_machine
-from interlace.ir import Program, parse
+from interlace.ir import Collective, Program, parse
 from interlace.passes import parse_pipeline, run_pipeline
 from interlace.passes.analysis import analyse
 from interlace.passes.choose import Chooser, pick
@@ -321,3 +321,53 @@ def test_small_sites_stay_serial_on_a_gpu() -> None:
     text = SIZES["all_gather_matmul"].replace("2048", "16").replace("8192", "64")
     (site,) = decomposed(parse(text), default_machine("cuda")).sites
     assert site.strategy in ("serial", "exchange")
+
+
+TWO_SUMS = """def f(tp: Team[{size}], x: {t}[{m}, {k}], w: {t}[{k}, {n}]):
+    main: call("aten.mm.default", x, w, out=(y := {t}[{m}, {n}]))
+    out = empty({t}[{part}, {n}])
+    main: reduce_scatter(y, out, reduce="{first}", team=tp)
+    main: call("aten.mm.default", x, w, out=(z := {t}[{m}, {n}]))
+    end = empty({t}[{part}, {n}])
+    main: reduce_scatter(z, end, reduce="{second}", team=tp)
+    return out, end
+"""
+
+
+@pytest.mark.parametrize(("first", "second"), [("sum", "max"), ("sum", "avg"), ("avg", "sum")])
+def test_sites_are_alike_only_where_they_reduce_alike(first: str, second: str) -> None:
+    sizes = {
+        "cpu": {"size": 2, "t": "f32", "m": 1024, "k": 512, "n": 512, "part": 512},
+        "cuda": {"size": 4, "t": "bf16", "m": 8192, "k": 2048, "n": 8192, "part": 2048},
+    }
+    for device, of in sizes.items():
+        program = parse(TWO_SUMS.format(**of, first=first, second=second))
+        machine = default_machine(device)
+        both = {
+            word: site
+            for word, site in zip((first, second), decomposed(program, machine).sites, strict=True)
+        }
+        alone = decomposed(parse(TWO_SUMS.format(**of, first="sum", second="sum")), machine).sites
+        assert both["sum"].strategy == alone[0].strategy == alone[1].strategy
+        assert both["sum"].strategy in ("peer", "fused")
+        (other,) = {first, second} - {"sum"}
+        assert both[other].strategy in ("serial", "pipeline", "ring", "shift", "broadcast")
+        made = decomposed(program, machine)
+        kept = {op.reduce for op in made.ops if isinstance(op, Collective)}
+        assert other in kept
+
+
+def test_sites_are_alike_only_where_their_matmuls_are() -> None:
+    """A matmul with a scale is none for the kernels, which take mm and addmm as they are."""
+    text = """def f(tp: Team[4], x: bf16[8192, 2048], w: bf16[2048, 8192], b: bf16[8192]):
+    main: call("aten.addmm.default", b, x, w, out=(y := bf16[8192, 8192]))
+    out = empty(bf16[2048, 8192])
+    main: reduce_scatter(y, out, reduce="sum", team=tp)
+    main: call("aten.addmm.default", b, x, w, alpha=0.5, out=(z := bf16[8192, 8192]))
+    end = empty(bf16[2048, 8192])
+    main: reduce_scatter(z, end, reduce="sum", team=tp)
+    return out, end
+"""
+    one, other = decomposed(parse(text), default_machine("cuda")).sites
+    assert one.strategy == "fused"
+    assert other.strategy != "fused"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from interlace.cost import Machine, default_machine
-from interlace.ir import Call, Collective, Op, Site
+from interlace.ir import Arg, Call, Collective, Op, Site, View
 from interlace.passes.estimate import Estimate, Estimator
 from interlace.passes.pieces import DEFAULT_SLICES, collective_of, slices
 from interlace.passes.recognise import GatherSite, ScatterSite
@@ -198,18 +198,28 @@ def _serves(row: Strategy, machine: Machine) -> bool:
 
 
 def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
-    """What the predicted times depend on."""
+    """What the predicted times depend on, and whether a strategy can serve: all that the ops say.
+
+    Of buffers, which are the same and how what is used of them lies.
+    """
+    numbers: dict[str, int] = {}
+
+    def plain(arg: Arg) -> object:
+        if isinstance(arg, View):
+            return numbers.setdefault(arg.buffer, len(numbers)), values.box(arg)
+        return tuple(map(plain, arg)) if isinstance(arg, tuple) else (type(arg), arg)
 
     def describe(op: Op) -> object:
-        reads, writes = op.reads(), op.writes()
-        boxes = tuple(values.box(access.view) for access in (*reads, *writes))
+        touched = tuple(plain(access.view) for access in (*op.reads(), *op.writes()))
         match op:
-            case Call(fn=fn):
-                return fn, len(reads), boxes
-            case Collective(kind=kind, team=team, splits=splits, backend=backend):
-                return kind, team, splits, backend, boxes
+            case Call():
+                options = tuple((name, plain(arg)) for name, arg in op.kwargs)
+                return op.fn, tuple(map(plain, op.args)), options, touched
+            case Collective():
+                facts = op.kind, op.team, op.reduce, op.root, op.splits, op.backend
+                return *facts, touched
             case _:
-                return type(op).__name__, boxes
+                return type(op).__name__, touched
 
     whole = site.whole if isinstance(site, GatherSite) else len(site.cone.used)
     ops = tuple(describe(values.program.ops[i]) for i in site.ops)
