@@ -61,14 +61,17 @@ def check_wgrad(draw: random.Random) -> None:
     groups, ends = groups_of(draw)
     rows, columns = draw.choice([8, 16, 24, 40]), draw.choice([8, 32, 72])
     dtype = draw.choice([torch.float16, torch.float32])
-    kind = draw.choice([torch.float32, dtype])
+    kind = draw.choice([torch.float32, torch.float64, dtype])
     accumulate = draw.random() < 0.6
     # Whole numbers: their products and sums are exact, and so must the results be.
     dy = spoil(torch.randint(-4, 5, (groups.tokens, rows)).to(dtype), groups)
     x = spoil(torch.randint(-4, 5, (groups.tokens, columns)).to(dtype), groups)
     shape = groups.num, rows, columns
     out = torch.randint(-8, 9, shape).to(kind) / 2 if accumulate else torch.full(shape, torch.nan)
-    out, wanted = out.to(kind), out.to(kind).clone()
+    out = out.to(kind)
+    if kind is torch.float64:
+        out += 2.0**40  # which fp32 has not beside halves
+    wanted = out.clone()
     grid = groups.num * -(-rows // BM) * -(-columns // BN)
     wgrad_kernel[(grid,)](
         described(dy, BK, BM), described(x, BK, BN), dy, x, ends, out, groups.tokens, rows, columns,

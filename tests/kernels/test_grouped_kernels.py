@@ -48,6 +48,12 @@ def test_wgrad_is_pipelined_and_spills_nothing(out: torch.dtype, accumulate: boo
     assert compiled.metadata.shared <= 227 * 1024
 
 
+def test_wgrad_into_fp64_adds_in_fp64() -> None:
+    ptx = launch.wgrad_source(torch.float64, True, (False, True, True, True)).compile().asm["ptx"]
+    assert "add.rn.f64" in ptx or "add.f64" in ptx
+    assert "cvt.rn.f32.f64" not in ptx
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_others_use_wide_accesses(bias: bool) -> None:
     rows = launch.rows_source(bias, (False, False, True, True)).compile()

@@ -256,6 +256,23 @@ def f(tp: Team[2], x: bf16[{2 * rows}, 8], w: bf16[8, 8], y: out[bf16[{rows}, 8]
     assert made.sites[0].chunks == 2 * pieces
 
 
+@pytest.mark.parametrize(
+    ("rows", "asked", "pieces"), [(384, 4, 1), (384, 6, 3), (512, 6, 2), (1000, 8, 1), (64, 4, 2)]
+)
+def test_pieces_that_are_asked_for_are_whole_tiles(rows: int, asked: int, pieces: int) -> None:
+    """No kernel makes others; of fewer rows than a tile it makes none in any case."""
+    made = run_pipeline(
+        parse(f"""
+def f(tp: Team[2], x: bf16[{2 * rows}, 8], w: bf16[8, 8], y: out[bf16[{rows}, 8]]):
+    t = empty(bf16[{2 * rows}, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+"""),
+        f"{LOWER.replace('fused', f'fused,chunks={asked}')},fuse",
+    )
+    assert made.sites[0].chunks == 2 * pieces
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_large_all_reduces_go_in_slabs(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of SLAB_FLOPS and more each, and a rank's part SLAB_BYTES: three at least, or none."""

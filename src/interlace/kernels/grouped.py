@@ -233,5 +233,5 @@ def _finish(y: torch.Tensor, bias: torch.Tensor | None, groups: Groups) -> torch
         from interlace.kernels.grouped_launch import finish_rows
 
         assert groups.ends is not None
-        finish_rows(y, bias, groups.ends)
+        finish_rows(y, None if bias is None else bias.contiguous(), groups.ends)
     return y

@@ -29,7 +29,7 @@ SMALL_BYTES = 16 << 20
 """Sums up to this size go back to the peers by one kernel, larger ones by copies."""
 MOST_PIECES = 4
 PIECE_ROWS = 128
-"""Pieces are multiples of so many rows, the tiles of a kernel, unless asked for."""
+"""Pieces of a kernel are multiples of so many rows, its tiles, and others unless asked for."""
 GROUP_ROWS = 1024
 """Rows that a kernel goes through column by column before the next ones, a group of its tiles: in
 pieces of 512 it reads the weight twice as often, and takes 3 % longer where memory is busy."""
@@ -54,7 +54,8 @@ def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: b
     rows = site.layout.rows[0]
     if chunks:
         most = min(chunks // len(site.layout.rows), rows)
-        return next((n for n in range(most, 1, -1) if rows % n == 0), 1)
+        step = _tiles(rows) if fused else 1
+        return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
     least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, PIECE_ROWS)
     most = min(MOST_PIECES, part_bytes(values, site) // least, rows // height)
     fits = [n for n in range(most, 1, -1) if rows % (n * PIECE_ROWS) == 0]
@@ -77,9 +78,15 @@ def slabs(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
     if chunks:
         most = min(most, chunks // len(site.layout.rows))
     rows = site.layout.rows[0]
-    step = 1 if chunks else PIECE_ROWS
+    step = _tiles(rows) if chunks else PIECE_ROWS
     fits = (n for n in range(most, LEAST_SLABS - 1, -1) if rows % (n * step) == 0)
     return next(fits, 0)
+
+
+def _tiles(rows: int) -> int:
+    """What the pieces that are asked of a kernel are multiples of: its tiles. Fewer rows are cut as
+    they come, though no kernel makes such pieces."""
+    return PIECE_ROWS if rows >= PIECE_ROWS else 1
 
 
 def kernel_parts(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:

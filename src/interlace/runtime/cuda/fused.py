@@ -48,8 +48,10 @@ def bind_member(binder: Binder, lane: Lane, index: int, op: Fused, call: Call) -
         return None
     from interlace.kernels.gather_matmul import GatherMatmul
 
-    (rows, _), shape = binder.plan.box(product.a).sizes, parts.shape
-    config = _kernel(binder, parts).config
+    (rows, _), shape, whole = binder.plan.box(product.a).sizes, parts.shape, _kernel(binder, parts)
+    if isinstance(parts, ScatterParts) and not _in_ranges(whole, parts):
+        return None
+    config = whole.config
     facts = {**_facts(shape, parts.bias is not None), "rows": rows, "size": 1, "rank": 0}
     kernel = GatherMatmul(**facts, device=binder.context.device, config=config)
     values, bias = binder.values, product.bias
@@ -96,6 +98,13 @@ def _kernel(binder: Binder, parts: GatherParts | ScatterParts) -> Any:
     return ScatterMatmul(**facts, subs=parts.subs, lead=parts.lead, device=binder.context.device)
 
 
+def _in_ranges(kernel: Any, parts: ScatterParts) -> bool:
+    """Whether a kernel tells of the same ranges of rows as the parts."""
+    length = parts.shape.rows // parts.subs
+    ranges = [range(sub * length, (sub + 1) * length) for sub in range(parts.subs)]
+    return kernel.subs == parts.subs and ranges == [kernel.sub_rows(s) for s in range(parts.subs)]
+
+
 def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
     values, items = binder.values, binder.values.items
     launch = _kernel(binder, parts).launch
@@ -117,9 +126,7 @@ def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
 def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
     shape, values, items = parts.shape, binder.values, binder.values.items
     kernel: Any = _kernel(binder, parts)
-    length = shape.rows // parts.subs
-    ranges = [range(sub * length, (sub + 1) * length) for sub in range(parts.subs)]
-    if kernel.subs != parts.subs or ranges != [kernel.sub_rows(s) for s in range(parts.subs)]:
+    if not _in_ranges(kernel, parts):
         return None
     runs, counters = binder.links.runs, binder.links.words(parts.team, shape.size * parts.subs)
     tiles = kernel.raised

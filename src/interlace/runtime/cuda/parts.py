@@ -263,6 +263,9 @@ def _shape(plan: Plan, one: Matmul | None, name: str, size: int, pieces: int = 1
     (rows, inner), columns = a.sizes, out.sizes[1]
     if b.strides not in ((columns, 1), (1, inner)) or not a.dtype == b.dtype == out.dtype:
         return None
+    bias = None if one.bias is None else box(one.bias)
+    if bias is not None and (bias.sizes, bias.strides, bias.dtype) != ((columns,), (1,), a.dtype):
+        return None  # one that addmm spreads over rows or columns
     if not (_is(a, a.offset, rows, inner) and _is(out, out.offset, rows, columns)):
         return None
     transposed = b.strides != (columns, 1)
