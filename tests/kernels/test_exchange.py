@@ -11,9 +11,11 @@ import torch
 from tests.kernels.exchange_support import Emulated
 
 from interlace.errors import UnsupportedError
-from interlace.kernels.exchange import Exchange, late, staging_nbytes
+from interlace.kernels.exchange import _REDUCED, Exchange, late, staging_nbytes
 from interlace.kernels.exchange_moves import GRAIN, balanced, moves_of
 from interlace.kernels.exchange_twin import exchange_twin
+from interlace.passes.write import EXCHANGED
+from interlace.runtime.values import DTYPES
 
 KINDS = (
     "all_gather",
@@ -148,7 +150,7 @@ def test_gives_the_bits_of_its_twin(kind: str, dtype: str, seed: int) -> None:
 @pytest.mark.parametrize("reduce", ["sum", "avg", "prod", "min", "max"])
 def test_every_reduction(reduce: str, seed: int) -> None:
     team = Emulated(3, 1 << 16)
-    for dtype in (torch.bfloat16, torch.float32, torch.int32):
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int32):
         if reduce == "avg" and dtype == torch.int32:
             continue
         sources = sources_of("all_reduce", (1001,), 3, dtype, seed, False)
@@ -348,6 +350,23 @@ def test_a_launch_gives_every_parameter_of_the_compiled_kernel() -> None:
         params = re.findall(r"\.param \.(u\d+)", entry[: entry.index(")")])
         pointers = ["u64"] * (2 + len(one._pointers))
         assert params == [*pointers, *["u32"] * len(one._numbers), "u64", "u64"]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS.values(), torch.float64], ids=str)
+def test_an_average_is_rounded_to_nearest(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    one = exchange("all_reduce", dtype, (32,), 3, reduce="avg")
+    ptx: str = one.compile(GPUTarget("cuda", 90, 32), True).asm["ptx"]
+    assert re.findall(r"div\S+", ptx)
+    assert set(re.findall(r"div\S+", ptx)) == {
+        "div.rn.f64" if dtype.itemsize == 8 else "div.rn.f32"
+    }
+
+
+def test_what_is_reduced_is_what_passes_take_it_for() -> None:
+    assert {DTYPES[dtype] for dtype in EXCHANGED} == set(_REDUCED) - {torch.bool}  # it has no sum
 
 
 def test_what_does_not_fit_or_has_no_sum_is_refused() -> None:

@@ -112,6 +112,14 @@ def test_candidates_are_those_that_the_machine_can_run() -> None:
     assert not {"exchange", "fused"} & labels(program, default_machine("cpu"))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f64", "c64"])
+def test_the_exchange_kernel_reduces_real_numbers(dtype: str) -> None:
+    text = SIZES["matmul_reduce_scatter"].replace("bf16", dtype).replace("8192, 7168", "64, 7168")
+    text = text.replace("8192, 8192", "64, 8192").replace("2048, 8192", "16, 8192")
+    found = labels(parse(text), default_machine("cuda"))
+    assert ("exchange" in found) == (dtype != "c64")
+
+
 @pytest.mark.parametrize("shape", ["even", "uneven"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_choice_is_right_and_the_same_for_each_ranks_own_program(

@@ -38,9 +38,9 @@ def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduce: str) -
     for part in parts[1:]:
         match reduce:
             case "sum" | "avg":
-                total += part
+                total += part.to(wide)
             case "prod":
-                total *= part
+                total *= part.to(wide)
             case "min":
                 torch.minimum(total, part.to(wide), out=total)
             case _:

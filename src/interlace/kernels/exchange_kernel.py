@@ -151,7 +151,10 @@ def reduce(own, stage, num, slot, tile, RANK: tl.constexpr, SIZE: tl.constexpr, 
             part = tl.load(stage + rank * slot + offs, mask=offs < whole, other=0)
         total = combine(total, part.to(ACC), OP)
     if OP == "avg":
-        total = tl.div_rn(total, tl.full([BLOCK], SIZE, ACC))
+        if ACC == tl.float64:  # of which there is one division, and it rounds to nearest
+            total = total / tl.full([BLOCK], SIZE, ACC)
+        else:
+            total = tl.div_rn(total, tl.full([BLOCK], SIZE, ACC))
     return total
 
 

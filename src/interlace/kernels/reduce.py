@@ -36,7 +36,7 @@ def sum_slots_twin(slots: torch.Tensor, *, out: torch.Tensor | None = None) -> t
     else:
         total = torch.zeros(slots.shape[1:], dtype=wide, device=slots.device)
     for slot in slots[1:]:
-        total += slot
+        total += slot.to(wide)
     if out is None:
         return total.to(slots.dtype)
     return out if total is out else out.copy_(total)

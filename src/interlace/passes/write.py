@@ -31,6 +31,12 @@ from interlace.passes.slices import Slices
 from interlace.passes.strategies import Strategy
 from interlace.passes.values import Values
 
+EXCHANGED = (
+    *(DType.f64, DType.f32, DType.bf16, DType.f16),
+    *(DType.i64, DType.i32, DType.i16, DType.i8, DType.u8),
+)
+"""What the exchange kernel adds up."""
+
 
 def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> str:
     """Why a strategy cannot serve a site; empty where it can."""
@@ -43,6 +49,9 @@ def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> st
         return "each rank has a single row"
     if op.reduce not in (None, "sum") and row.transport != "collectives":
         return f"it adds up, and the collective takes the {op.reduce}"
+    if row.name == "exchange" and op.reduce is not None and op.src is not None:
+        if (dtype := values.box(op.src).dtype) not in EXCHANGED:
+            return f"its kernel does not reduce {dtype}"
     return unfit(values, site) if row.name == "fused" else ""
 
 

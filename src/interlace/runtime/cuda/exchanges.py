@@ -12,6 +12,7 @@ import torch
 
 from interlace.comm import Spec
 from interlace.comm.cuda.side import CudaSide
+from interlace.comm.reductions import check_reduction
 from interlace.runtime.cuda.lanes import Thunk
 
 Tensors = Callable[[], torch.Tensor] | None
@@ -41,6 +42,8 @@ def bind_exchange(
     """The function that issues this collective on the stream that `handle` gives."""
     from interlace.kernels.exchange import Exchange
 
+    if spec.reduce is not None:
+        check_reduction(spec.reduce, spec.dtype)
     if spec.kind != "barrier" and not sum(spec.parts):
         return None
     if spec.size == 1:
