@@ -41,6 +41,15 @@ WIDENED = """def f(tp: Team[2], x: bf16[3, 8], w: f32[8, 5]):
     main: call("aten.mm.default", full, w, out=(y := f32[6, 5]))
     return y
 """
+WIDENED_UNEVEN = """def f(tp: Team[2], x: bf16[rows[tp.rank], 4, 8], w: f32[8, 5]):
+    rows = table(tp, 3, 2)
+    flat = table(tp, 12, 8)
+    main: call("aten._to_copy.default", x, dtype=f32, out=(n := f32[rows[tp.rank], 4, 8]))
+    full = empty(f32[20, 8])
+    main: all_gather(n.view(-1, 8), full, splits=flat, team=tp)
+    main: call("aten.mm.default", full, w, out=(y := f32[20, 5]))
+    return y
+"""
 TWO_TYPES = CAST.replace("return y", "return y, full")
 SCATTERED = """def f(tp: Team[2], x: f32[6, 8], w: f32[8, 5]):
     main: call("aten.mm.default", x, w, out=(y := f32[6, 5]))
@@ -59,8 +68,15 @@ def gathered_bytes(program: Program) -> int:
 
 @pytest.mark.parametrize(
     ("text", "factor"),
-    [(CAST, 2), (CAST_BEHIND_CAT, 2), (POINTWISE, 1), (ROW_SUM, 8), (WIDENED, 2)],
-    ids=["cast", "cast-behind-cat", "pointwise", "row-sum", "widened"],
+    [
+        (CAST, 2),
+        (CAST_BEHIND_CAT, 2),
+        (POINTWISE, 1),
+        (ROW_SUM, 8),
+        (WIDENED, 2),
+        (WIDENED_UNEVEN, 2),
+    ],
+    ids=["cast", "cast-behind-cat", "pointwise", "row-sum", "widened", "widened-uneven"],
 )
 def test_fewer_bytes_travel_and_the_result_is_the_same(text: str, factor: int, seed: int) -> None:
     serial = parse(text)

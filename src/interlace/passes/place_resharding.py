@@ -261,8 +261,8 @@ def _behind_gather(
         if isinstance(other, Alloc) and other.buffer.name == name:
             ops.append(dataclasses.replace(other, buffer=narrow))
         elif k == i:
-            sizes = values.box(src).sizes
-            shard = operand if values.box(operand).sizes == sizes else operand.view(*sizes)
+            # Of uneven shards these steps give each rank sizes of its own.
+            shard = View(operand.buffer, (*operand.steps, *src.steps))
             ops.append(dataclasses.replace(op, src=shard, dst=View(narrow.name)))
             computed = map_views(call, lambda view: View(narrow.name) if view == operand else view)
             assert isinstance(computed, Call)
