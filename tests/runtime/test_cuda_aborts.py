@@ -284,6 +284,48 @@ def test_errors_of_nccl_have_a_type(what: str) -> None:
         call()
 
 
+def test_a_group_that_fails_amid_it_is_closed() -> None:
+    """Left open, it would take in all that its thread issues from then on, of other groups too."""
+    depth: list[int] = [0]
+
+    def start() -> None:
+        depth[0] += 1
+
+    def end() -> None:
+        depth[0] -= 1
+        raise dist.DistBackendError("aborted")
+
+    broken = mock.Mock(_start_coalescing=start, _end_coalescing=end)
+    broken.recv.side_effect = dist.DistBackendError("aborted before")
+    x = torch.ones(4)
+    move = bind_messages(broken, [("send", 1), ("recv", 1)], x.device)
+    with pytest.raises(BackendError, match="aborted before"):
+        move([x, x])
+    assert depth == [0]
+
+
+def test_a_barrier_of_nccl_is_asynchronous_and_of_this_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = mock.Mock(**{"name.return_value": "nccl"})
+    made: list[torch.device] = []
+    zeros = torch.zeros
+
+    def noted(*sizes: int, device: torch.device) -> torch.Tensor:
+        made.append(device)
+        return zeros(*sizes)
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    spec = Spec("barrier", 2, me=0, parts=(), dtype=torch.uint8)
+    run = bind_on_stream(backend, spec, 5)
+    run(None, None)
+    run(None, None)
+    assert made == [torch.device("cuda", 3)]
+    assert not backend.barrier.called
+    assert backend.allreduce.call_count == 2
+
+
 def test_graphs_of_all_engines_go_before_an_abort_is_waited_for() -> None:
     """NCCL's abort waits for the graphs that its ops were captured in."""
     with (

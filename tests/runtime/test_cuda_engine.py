@@ -4,6 +4,7 @@ notes it: no GPU is needed."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.support.fake_cuda import MAIN, TILES, WORD, Launch, fake_engine, word
 from tests.support.fake_device import Entry, Order
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.errors import TeamError
+from interlace.errors import BackendError, ExecutorError, TeamError
 from interlace.ir import Get, parse
 from interlace.options import Options
 from interlace.runtime.cuda.parts import turns
@@ -315,6 +316,86 @@ def test_slots_are_taken_before_they_are_written(site: str, strategy: str) -> No
         assert seen
         (log,) = logs_of(fake, site, 1)  # after a run that awaited every other rank
         assert not [entry for entry in log if entry[0] == "wait" and entry[2] in heard]
+
+
+OWN_ROWS = """
+def f(tp: Team[2], x: f32[4, 8], y: out[f32[4, 8]]):
+    slot = alloc(f32[4, 8], symmetric=tp)
+    main: copy(x, slot)
+    main: copy(slot, y)
+    main: free(slot)
+"""
+
+
+def test_a_slot_that_another_executors_peers_get_is_taken_before_it_is_written() -> None:
+    """Of this one nobody gets it, so it need not wait, until there is another that shares it."""
+    heard = ended(1, 0)
+    with fake_engine(parse(OWN_ROWS), 1) as fake:
+        given, out = [torch.ones(4, 8)], [torch.zeros(4, 8)]
+        for _ in range(3):
+            fake.run(given, out)
+            assert not [entry for entry in fake.log if entry[0] == "wait"]
+        (slot,) = fake.engine.context.crew.slots.values()
+        slot.gotten = True
+        fake.run(given, out)
+        waits = [i for i, entry in enumerate(fake.log) if entry == ("wait", MAIN, heard, 4 - 2)]
+        copies = [i for i, entry in enumerate(fake.log) if entry[0] == "copy"]
+        assert len(waits) == 1
+        assert waits[0] < min(copies)
+        fake.side.closed = fake.side.run  # its last run awaited a signal of every rank
+        fake.run(given, out)
+        assert not [entry for entry in fake.log if entry[0] == "wait"]
+
+
+@served
+def test_a_call_in_a_capture_does_nothing(
+    site: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that teams are as they were: it is found before the run enters."""
+    with bound(site, strategy) as fake:
+        logs_of(fake, site, 1)
+        inputs, out = tensors(site)
+        (team,) = fake.engine.context.crew.teams.values()
+        entered = mock.Mock(wraps=team.control.enter)
+        monkeypatch.setattr(team.control, "enter", entered)
+        monkeypatch.setattr(fake.engine, "_capturing", lambda: True)
+        fake.on(900)
+        fake.log.clear()
+        assert fake.runner.run(inputs, out) is None
+        with pytest.raises(ExecutorError, match="inside a CUDA graph capture"):
+            fake.runner.look()
+        assert fake.log == []
+        assert not entered.called
+        assert fake.engine.issued == fake.engine.entered == 1
+        monkeypatch.setattr(fake.engine, "_capturing", lambda: False)
+        fake.runner.look()
+        assert logs_of(fake, site, 1)
+
+
+def test_an_op_that_fails_on_a_dead_device_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that its streams cannot be joined; what was counted as entered is taken back."""
+    with bound("gather", "fused") as fake:
+        logs_of(fake, "gather", 1)
+        steps = fake.engine.binding.steps
+        steps[-1] = failing = mock.Mock(side_effect=ValueError("as planned"))
+        monkeypatch.setattr(fake.engine, "watched", mock.Mock(failure=None))
+        broken = mock.Mock(side_effect=BackendError("past asking"))
+        monkeypatch.setattr(fake.engine.binding, "join", broken)
+        real = fake.driver.record
+
+        def record(stream: int, event: int) -> None:
+            if failing.called:
+                broken()
+            real(stream, event)
+
+        monkeypatch.setattr(fake.driver, "record", record)
+        inputs, out = tensors("gather")
+        with pytest.raises(ValueError, match="as planned"):
+            fake.runner.run(inputs, out)
+        assert broken.called
+        assert fake.engine.issued == fake.engine.entered == 1
+        (told,) = fake.engine.watched.fail.call_args.args
+        assert str(told) == "as planned"
 
 
 def test_a_caller_on_another_stream_waits_for_the_last_run() -> None:

@@ -98,6 +98,22 @@ def test_what_is_no_such_list_is_none(wrong: Any) -> None:
     assert looked.addresses(wrong) is False
 
 
+def test_zeros_lie_in_one_place_but_for_what_is_written() -> None:
+    kinds = ["dense", "transposed", "of one", "complex", "scalar", "none", "dense"]
+    lines = ", ".join(f"a{i}: {KINDS[kind]}" for i, kind in enumerate(kinds))
+    looked = Given(
+        "f", "input", parse(f"def f({lines}):\n    return a0").params, torch.device("cpu")
+    )
+    made = looked.zeros({"a0", "a4"})
+    assert looked.fit(made)
+    assert not any(tensor.any() for tensor in made)
+    storages = [tensor.untyped_storage().data_ptr() for tensor in made]
+    assert len(set(storages)) == 3
+    assert len({storages[i] for i in (1, 2, 3, 5, 6)}) == 1
+    assert made[1].untyped_storage().nbytes() == 4 * 6 * 4
+    assert looked.zeros({f"a{i}" for i in range(len(kinds))})[1].shape == (4, 6)
+
+
 def test_addresses_are_those_of_the_tensors_in_order() -> None:
     program = parse(f"def f(a: {KINDS['dense']}, b: {KINDS['dense']}):\n    return a")
     looked = Given("f", "input", program.params, torch.device("cpu"))

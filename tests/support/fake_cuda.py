@@ -321,7 +321,7 @@ def alone_or_teamed(
         copies = [
             tuple(torch.zeros(size_of, dtype=torch.uint8) for _ in (0, 1)) for _ in range(size)
         ]
-        slots[buffer] = types.SimpleNamespace(me=me, copies=copies)
+        slots[buffer] = types.SimpleNamespace(me=me, copies=copies, gotten=False)
     keys = slot_keys(plan.takes, plan.buffers)
     gets = [op.src.buffer for op in plan.program.ops if isinstance(op, Get)]
     gotten = frozenset(keys[name] for name in gets if name in keys)

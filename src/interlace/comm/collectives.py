@@ -150,10 +150,19 @@ class _Binder:
             case "gather" | "scatter" | "all_to_all":
                 return self.exchange()
             case "barrier":
-                backend, options = self.backend, self.options(c10d.BarrierOptions)
-                return lambda src, dst, wait: wait.finish(backend.barrier(options))
+                return self.barrier()
             case kind:
                 raise UnsupportedError(f"no collective named {kind!r}")
+
+    def barrier(self) -> Run:
+        """NCCL has none. torch's is a sum on a GPU that it guesses, for which the host waits."""
+        backend = self.backend
+        if backend.name() != "nccl":
+            wanted = self.options(c10d.BarrierOptions)
+            return lambda src, dst, wait: wait.finish(backend.barrier(wanted))
+        options = self.options(c10d.AllreduceOptions)
+        word = [torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))]
+        return lambda src, dst, wait: wait.finish(backend.allreduce(word, options))
 
     def all_gather(self) -> Run:
         backend, options = self.backend, self.options(c10d.AllgatherOptions)

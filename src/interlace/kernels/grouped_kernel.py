@@ -48,7 +48,7 @@ def put(
     to += at_m.to(tl.int64)[:, None] * columns + at_n[None, :]
     made = made.to(to.dtype.element_ty)
     if ACCUMULATE:
-        wide: tl.constexpr = tl.float64 if to.dtype.element_ty == tl.float64 else tl.float32
+        wide = tl.float64 if to.dtype.element_ty == tl.float64 else tl.float32
         old = tl.load(to, inside).to(wide)
         made = (old + made.to(wide)).to(to.dtype.element_ty)
     tl.store(to, made, inside)

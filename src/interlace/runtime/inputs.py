@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from interlace.comm import Registered
 from interlace.errors import ExecutorError
 from interlace.ir import Box, Buffer, DType, contiguous_strides
-from interlace.runtime.values import DTYPES, whole
+from interlace.runtime.values import DTYPES, at, whole
 
 
 def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
@@ -145,10 +145,22 @@ class Given:
             made.append(make())
         return made
 
-    def zeros(self) -> list[torch.Tensor]:
-        """The same, and the new ones are zero."""
-        held = {index for index, _, _ in self._held}
-        return [t if index in held else t.zero_() for index, t in enumerate(self.new())]
+    def zeros(self, written: Collection[str]) -> list[torch.Tensor]:
+        """The same, and the new ones are zero. But for those that are `written` they lie in one
+        place, which is as large as the largest: a model's parameters may fill half the GPU."""
+        held = {index: tensor for index, tensor, _ in self._held}
+        apart = {i for i, name in enumerate(self.names) if name in written}
+        most = max((box.hull[1] for i, box in enumerate(self._boxes) if i not in apart), default=0)
+        place = torch.zeros(most, dtype=torch.uint8, device=self._device).untyped_storage()
+        made: list[torch.Tensor] = []
+        for i, (box, make) in enumerate(zip(self._boxes, self._makers, strict=True)):
+            if i in held:
+                made.append(held[i])
+            elif i in apart:
+                made.append(make().zero_())
+            else:
+                made.append(at(place, 0, box, self._device))
+        return made
 
     def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises `ExecutorError` unless the registered ones lie where peers reach them."""

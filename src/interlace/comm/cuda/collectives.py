@@ -10,6 +10,7 @@ Bounded by the watchdog: what never completes is aborted with its communicator (
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,10 +64,15 @@ def bind_messages(
         packed = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         try:
             backend._start_coalescing()
-            for (kind, peer), tensor in zip(parts, packed, strict=True):
-                if tensor.numel():
-                    move = backend.send if kind == "send" else backend.recv
-                    move([as_bytes(tensor)], peer, 0)
+            try:
+                for (kind, peer), tensor in zip(parts, packed, strict=True):
+                    if tensor.numel():
+                        move = backend.send if kind == "send" else backend.recv
+                        move([as_bytes(tensor)], peer, 0)
+            except BaseException:  # left open, the group would take in all that this thread issues
+                with contextlib.suppress(Exception):
+                    backend._end_coalescing()
+                raise
             work = backend._end_coalescing()
             if work is not None:
                 work.wait()

@@ -17,11 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from interlace.errors import BackendError, CommTimeoutError
 
 WRITE_VALUE_32 = 2
 WAIT_VALUE_32 = 1
 ENABLE_PEER_ACCESS = 1
+OUT_OF_MEMORY = 2
 NOT_READY = 600
 POLL_S = 0.0005
 
@@ -170,22 +173,35 @@ class Driver:
         found = self.check("cuDeviceGetPCIBusId", self._cu.cuDeviceGetPCIBusId(16, device))
         return found.split(b"\0")[0].decode()
 
-    def alloc(self, nbytes: int) -> int:
-        """Device memory, filled with zeros."""
-        base = int(self.check("cuMemAlloc", self._cu.cuMemAlloc(nbytes)))
-        self.fill(base, 0, nbytes // 4)
-        return base
+    def alloc(self, nbytes: int, time_out_s: float = 10.0) -> int:
+        """Device memory, filled with zeros. Where none is left torch gives up what it caches."""
+        error, base = self._cu.cuMemAlloc(nbytes)
+        if error and int(error) == OUT_OF_MEMORY:
+            torch.cuda.empty_cache()
+            error, base = self._cu.cuMemAlloc(nbytes)
+        if error:
+            name = getattr(error, "name", str(error))
+            raise BackendError(
+                f"there are no {nbytes >> 20} MiB of GPU memory for what peers map ({name}): leave "
+                "more of it free, or use smaller sizes, or a strategy without slots"
+            )
+        try:
+            self.fill(int(base), 0, nbytes // 4, time_out_s)
+        except BaseException:
+            self.free(int(base))
+            raise
+        return int(base)
 
     def free(self, base: int) -> None:
         """Gives device memory back."""
         self._cu.cuMemFree(base)
 
-    def fill(self, address: int, value: int, count: int) -> None:
+    def fill(self, address: int, value: int, count: int, time_out_s: float = 10.0) -> None:
         """Sets 32-bit words, and returns when they are set."""
         stream = self.private_stream()
         filled = self._cu.cuMemsetD32Async(address, value & 0xFFFFFFFF, count, stream)
         self.check("cuMemsetD32Async", filled)
-        self.finish(stream)
+        self.finish(stream, time_out_s)
 
     def read(self, address: int, count: int) -> list[int]:
         """Reads 32-bit words, whatever other streams are doing."""

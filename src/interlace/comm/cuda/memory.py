@@ -17,7 +17,7 @@ import torch
 from interlace.comm.board import Board, Note, failure
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.sharing import meet
-from interlace.errors import InterlaceError
+from interlace.errors import CommTimeoutError, InterlaceError
 
 GRAIN = 2 << 20
 
@@ -61,17 +61,25 @@ def share_memory(
     note: Note,
     time_out_s: float,
 ) -> PeerMemory:
-    """Every rank of `ranks` allocates a block and maps everyone's. All of them call this."""
+    """Every rank of `ranks` allocates a block and maps everyone's. All of them call this.
+
+    Where one fails, all raise its error, and give back what no peer can have mapped.
+    """
     rank, size = ranks[me], rounded(nbytes)
     problem: InterlaceError | None = None
     base, handle = 0, ""
     try:
-        base = driver.alloc(size)
+        base = driver.alloc(size, time_out_s)
         handle = driver.handle(base)
         told: Note = {"handle": handle, "note": note}
     except InterlaceError as error:
         problem, told = error, failure(error)
-    notes = meet(board, f"{topic}/device memory", ranks, rank, told, time_out_s, problem)
+    try:
+        notes = meet(board, f"{topic}/device memory", ranks, rank, told, time_out_s, problem)
+    except InterlaceError as error:
+        if base and not isinstance(error, CommTimeoutError):  # which a peer may not have seen
+            driver.free(base)
+        raise
     bases: list[int] = []
     try:
         for member, their in enumerate(notes):
@@ -79,7 +87,13 @@ def share_memory(
         told = {}
     except InterlaceError as error:
         problem, told = error, failure(error)
-    meet(board, f"{topic}/mapped device memory", ranks, rank, told, time_out_s, problem)
+    try:
+        meet(board, f"{topic}/mapped device memory", ranks, rank, told, time_out_s, problem)
+    except InterlaceError:
+        for member, opened in enumerate(bases):
+            if member != me:
+                driver.close(opened)
+        raise
     their_notes = tuple(their["note"] for their in notes)
     return PeerMemory(driver, me, size, tuple(bases), their_notes, handle)
 

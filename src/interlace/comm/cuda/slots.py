@@ -49,6 +49,8 @@ class CudaSlot:
             for first, second in self.bases
         ]
         """The same as tensors of bytes."""
+        self.gotten = False
+        """Whether any Executor that has it, of any rank, reads it from its peers' memory."""
 
     def next_use(self) -> Use:
         """Runs of the team say which copy it is, not the slot."""

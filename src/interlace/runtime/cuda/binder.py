@@ -11,7 +11,8 @@ Note [When slots are taken]
     peer may still be reading: a peer's memory, or a slot of its own that peers read by Get. Its own
     reads of what came by Put are behind the signal of that Put, whose writer has waited. So the
     stream that computes seldom waits, and an event that says no more than that slots are taken is
-    neither recorded nor awaited.
+    neither recorded nor awaited. Executors share slots: what one only writes itself another's peers
+    may read, and then it waits as well.
 
     What callers register is ordered by the Program's signals alone. In a graph those are words that
     the peer's next run takes back, so there a stream also waits before it raises any: raised
@@ -25,6 +26,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.comm.cuda.slots import slot_keys
@@ -88,6 +90,16 @@ def _alike(one: Expect, other: Expect) -> bool:
     return (one.stream, one.team, one.value) == (other.stream, other.team, other.value)
 
 
+def if_gotten(slot: Any, take: Thunk) -> Thunk:
+    """The wait for a slot, where another Executor's peers read it by Get."""
+
+    def run() -> None:
+        if slot.gotten:
+            take()
+
+    return run
+
+
 class Binder:
     """Binds the ops of one concrete Program, in list order."""
 
@@ -116,7 +128,7 @@ class Binder:
         self._on: dict[int, list[int]] = {}  # by stream: its ops
         for index, op in enumerate(self.plan.program.ops):
             self._on.setdefault(id(lanes[op.stream]), []).append(index)
-        self._taken: set[tuple[int, str]] = set()
+        self._taken: set[tuple[int, str, int | None]] = set()
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
         """What issues an op (or one member of a Fused), with the slots that it needs."""
@@ -229,20 +241,23 @@ class Binder:
         lane, found = self.lanes[op.stream], list[Thunk]()
         items = op.members if isinstance(op, Fused) else (op,)
         graph = self.context.options.graph
-        teams = [item.team for item in items if isinstance(item, Notify)] if graph else []
+        wanted: list[tuple[str, Any]] = []
+        if graph:
+            wanted += [(item.team, None) for item in items if isinstance(item, Notify)]
         for access in op.writes():
             buffer = self.plan.buffers.get(access.view.buffer)
             if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
                 continue
             shown = self.slots[buffer.name] in self.links.spaces[buffer.team].gotten
             if access.peer is not None or shown:
-                teams.append(buffer.team)
-        for team in teams:
-            key = id(lane), team
-            take = None if key in self._taken else self.links.takes(team, lane)
+                wanted.append((buffer.team, None))
+            elif not graph:  # whose slots are its own
+                wanted.append((buffer.team, self.crew.slots[buffer.name]))
+        for team, slot in wanted:
+            sure, key = (id(lane), team, None), (id(lane), team, slot and id(slot))
+            if not self._taken & {sure, key} and (take := self.links.takes(team, lane)) is not None:
+                found.append(take if slot is None else if_gotten(slot, take))
             self._taken.add(key)
-            if take is not None:
-                found.append(take)
         return found
 
     def _end_of_main(self) -> int:

@@ -135,7 +135,7 @@ class CudaEngine:
         """`run`, of a Program that is `plain`: nothing before the ops and nothing after them."""
         stream, binding = self._raw_stream(self._index), self.binding
         if stream or not self._here.bound:
-            self._look()
+            self.look()
         last = self.last
         if last is not None and last[0] != stream:
             self.driver.wait_event(stream, last[1])
@@ -176,8 +176,6 @@ class CudaEngine:
         `_enter` and `_leave` stand here in full: as calls they are a fourteenth of its Python.
         """
         stream, driver = self._raw_stream(self._index), self.driver
-        if stream or not self._here.bound:
-            self._look()
         self.since = time.monotonic()
         run = self.entered = self.issued + 1
         owners, marks = self._owners, self.marks
@@ -216,11 +214,15 @@ class CudaEngine:
 
     def _abandon(self, error: BaseException, stream: int, over: Event) -> None:
         """A run is issued in part: it ends here, and so does what it waits for."""
-        self.binding.join()
-        self._leave(stream, over)
-        if isinstance(error, BackendError):
-            self.watched.hear()  # of a peer that stopped, for which NCCL ended the op
-        self.watched.fail(error)
+        try:
+            for end in (self.binding.join, lambda: self._leave(stream, over)):
+                with contextlib.suppress(Exception):  # of a device that takes no calls any more
+                    end()
+            self.entered = self.issued
+            if isinstance(error, BackendError):
+                self.watched.hear()  # of a peer that stopped, for which NCCL ended the op
+        finally:
+            self.watched.fail(error)
 
     @property
     def spaces(self) -> Mapping[str, Any]:
@@ -235,8 +237,6 @@ class CudaEngine:
     def _enter(self) -> tuple[int, Event, Event]:
         """The stream that the caller is on, after the last run on another; the events of a run."""
         stream = self._raw_stream(self._index)
-        if stream or not self._here.bound:
-            self._look()
         self.since, self.entered = time.monotonic(), self.issued + 1
         for owner in self._owners:
             last = owner.last
@@ -244,14 +244,22 @@ class CudaEngine:
                 self.driver.wait_event(stream, last[1])
         return stream, *self.marks.of(self.entered)
 
-    def _look(self) -> None:
-        """Raises where the caller's stream is captured."""
-        if self._capturing():
+    @property
+    def captured(self) -> bool:
+        """Whether the caller's stream is captured, in which there must be no run."""
+        if not self._raw_stream(self._index) and self._here.bound:
+            return False
+        found = self._capturing()
+        self._here.bound = self._here.bound or not found
+        return found
+
+    def look(self) -> None:
+        """Raises where the caller's stream is captured. Nothing has been done by then."""
+        if self.captured:
             raise ExecutorError(
                 f"{self.context.plan.program.name} was called inside a CUDA graph capture, which "
                 "would keep this run's numbers: use Options(graph=True) instead"
             )
-        self._here.bound = True
 
     def _leave(self, stream: int, over: Event) -> None:
         """All of a run is issued. Only now it counts: before, its event stands for an older one."""

@@ -117,7 +117,9 @@ class Runner:
             with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
                 kept += [(tensor, tensor.clone()) for tensor in self._written]
             with self._same_draws():
-                self.issue(self._inputs.zeros(), None)
+                ops = self._engine.context.plan.program.ops
+                written = {access.view.buffer for op in ops for access in op.writes()}
+                self.issue(self._inputs.zeros(written), None)
                 self._engine.synchronize()
         except BaseException as error:
             self._engine.watched.fail(error)  # peers wait for this rank in their runs
@@ -147,12 +149,18 @@ class Runner:
     def ready(self) -> bool:
         """Whether nothing has happened since this was made that a run must look at first, and the
         thread's current device is this one, as it is not in a new thread."""
-        if self._engine.watched.failure is not None or self._current() != self._index:
+        engine = self._engine
+        if engine.watched.failure is not None or self._current() != self._index or engine.captured:
             return False
         for team, resets in self._resets:
             if team.resets != resets:
                 return False
         return True
+
+    def look(self) -> None:
+        """Raises where there must be no run, before anything is done for it."""
+        with torch.cuda.device(self._device):
+            self._engine.look()
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None

@@ -70,6 +70,9 @@ def share(
         rest = (known, span, uses, gets, time_out_s)
         spaces[name] = CudaSpace(side, topic, *rest)
         kept.callback(spaces[name].close)
+        for buffer in mine:
+            if keys[buffer] in spaces[name].gotten:
+                slots[buffer].gotten = True
         for kind, made in zip(GRAPHS, graphs, strict=False):
             words = (*known, "ended"), *rest[1:], raises.get(name)
             made[name] = CudaSpace(side, f"{topic}/{kind}", *words)
