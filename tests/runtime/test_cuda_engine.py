@@ -327,6 +327,27 @@ def f(tp: Team[2], x: f32[4, 8], y: out[f32[4, 8]]):
 """
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_run_writes_of_the_callers_is_seen_by_autograd(inference: bool) -> None:
+    """Copies of the driver and kernels are none of torch's ops."""
+    with fake_engine(parse(OWN_ROWS), 1) as fake, torch.inference_mode(inference):
+        given, out = [torch.ones(4, 8)], [torch.zeros(4, 8)]
+        fake.run(given, out)
+        assert fake.runner.run(given, None) is not None
+        if not inference:
+            assert (given[0]._version, out[0]._version) == (0, 1)
+    changed = OWN_ROWS.replace("    main: free", "    main: copy(slot, x)\n    main: free")
+    plain = "def f(x: f32[4, 8], y: out[f32[4, 8]]):\n    main: copy(x, y)\n    main: copy(y, x)\n"
+    for text in (changed, plain):
+        with fake_engine(parse(text), 1 if text is changed else 0) as fake:
+            assert fake.engine.plain == (text is plain)
+            given, out = [torch.ones(4, 8)], [torch.zeros(4, 8)]
+            fake.run(given, None)
+            assert given[0]._version == 1
+            fake.run(given, out)
+            assert (given[0]._version, out[0]._version) == (2, 1)
+
+
 def test_a_slot_that_another_executors_peers_get_is_taken_before_it_is_written() -> None:
     """Of this one nobody gets it, so it need not wait, until there is another that shares it."""
     heard = ended(1, 0)
@@ -335,6 +356,7 @@ def test_a_slot_that_another_executors_peers_get_is_taken_before_it_is_written()
         for _ in range(3):
             fake.run(given, out)
             assert not [entry for entry in fake.log if entry[0] == "wait"]
+        slot: Any
         (slot,) = fake.engine.context.crew.slots.values()
         slot.gotten = True
         fake.run(given, out)

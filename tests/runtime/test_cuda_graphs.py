@@ -709,10 +709,22 @@ def test_a_replay_of_what_lies_where_it_lay_is_a_launch_and_little_else(graphed:
 
 def test_what_a_replay_writes_of_registered_memory_is_seen_by_autograd(graphed: Graphed) -> None:
     inputs, out = [tensor(), tensor()], [tensor()]
-    graphed.runner._marked = list[torch.Tensor](inputs[1:])
+    graphed.runner._changes.registered[:] = inputs[1:]
     for number in range(1, 4):
         graphed.run(inputs, out)
         assert inputs[1]._version == number
+
+
+def test_what_a_replay_writes_of_the_callers_is_seen_by_autograd(graphed: Graphed) -> None:
+    inputs, out = [tensor(), tensor()], [tensor()]
+    weight = torch.ones(WIDTH, WIDTH, requires_grad=True)
+    graphed.run(inputs, out)
+    for _ in range(3):
+        loss = (out[0].as_subclass(torch.Tensor) * weight).sum()
+        assert graphed.run(inputs, out)[0][0] == "replay"
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        assert [x._version for x in inputs] == [0, 0]
 
 
 def test_graphs_that_another_thread_lets_go_of_are_not_launched(graphed: Graphed) -> None:

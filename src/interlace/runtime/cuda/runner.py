@@ -12,12 +12,12 @@ from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import views_in
 from interlace.runtime.cuda.captured import Source, may_draw
+from interlace.runtime.cuda.changes import Changes
 from interlace.runtime.inputs import Given
 from interlace.runtime.quick import NO_USES
 from interlace.runtime.releases import homes
@@ -78,10 +78,7 @@ class Runner:
         self._text = context.flight.text
         self._start = self._values.starter((*inputs.names, *outputs.names))
         self._source = Source(inputs.names, outputs.names, outputs.new, results)
-        held = self._values.registered.values()
-        self._written = [one.tensor for one in held if one.written]
-        self._marked = [tensor for tensor in self._written if not tensor.is_inference()]
-        """What a run, of any rank, writes without torch seeing it."""
+        self._changes = Changes(context, inputs.names)
         self._has_places = bool(self._values.registered)
         self._lent = lent(engine)
         self.warm = False
@@ -115,11 +112,9 @@ class Runner:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
-                kept += [(tensor, tensor.clone()) for tensor in self._written]
+                kept += [(tensor, tensor.clone()) for tensor in self._changes.registered]
             with self._same_draws():
-                ops = self._engine.context.plan.program.ops
-                written = {access.view.buffer for op in ops for access in op.writes()}
-                self.issue(self._inputs.zeros(written), None)
+                self.issue(self._inputs.zeros(self._changes.buffers), None)
                 self._engine.synchronize()
         except BaseException as error:
             self._engine.watched.fail(error)  # peers wait for this rank in their runs
@@ -204,7 +199,7 @@ class Runner:
 
     def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
         engine = self._engine
-        values, watched = self._values, engine.watched
+        values, watched, given = self._values, engine.watched, out
         watched.issuing = True  # before it enters: `Watchdog.leave`
         try:
             for team in self._teams:
@@ -234,8 +229,8 @@ class Runner:
                     raise
                 raise known from error  # what NCCL was ended for, by an abort or by a peer
             finally:
-                for tensor in self._marked:
-                    increment_version(tensor)
+                if self._changes.always or given is not None:
+                    self._changes.tell(inputs, given)
         finally:
             watched.issuing = False
 
@@ -285,13 +280,14 @@ class PlainRunner(Runner):
         try:
             if had_grad:
                 self._grad(False)
-            if out is None:
-                out = self._outputs.new()
-            self._start((*inputs, *out), NO_USES)
+            made = self._outputs.new() if out is None else out
+            self._start((*inputs, *made), NO_USES)
             self._engine.run_plain()
             return self._results()
         finally:
             self._end()
+            if self._changes.always or out is not None:
+                self._changes.tell(inputs, out)
             if had_grad:
                 self._grad(True)
             self._lock.release()
@@ -328,8 +324,8 @@ class Replayer(Runner):
                 enter(self._tag, self._name, self._text)
             if watched.failure is not None:
                 raise watched.failure
-            for tensor in self._marked:
-                increment_version(tensor)
+            if self._changes.always or out is not None:
+                self._changes.tell(inputs, out)
             given = inputs if out is None else (*inputs, *out)
             return self._engine.replay(pair, graphs.turn(pair), given)
         except BackendError as error:
