@@ -110,6 +110,11 @@ def test_candidates_are_those_that_the_machine_can_run() -> None:
     assert slow <= far
     assert not {"peer/get", "peer/put", "exchange", "fused"} & far
     assert not {"exchange", "fused"} & labels(program, default_machine("cpu"))
+    other = gpu.replace(kernels=False)  # of another architecture
+    assert labels(program, gpu) - labels(program, other) == {"fused"}
+    (site,) = decomposed(program, other, "strategy=fused").sites
+    assert (site.strategy, site.protocol) == ("peer", "put")
+    assert "the GPUs have no such kernel; peer copies instead" in site.reason
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f64", "c64"])

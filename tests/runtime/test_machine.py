@@ -14,6 +14,7 @@ import interlace
 from interlace.cost import Link, Machine, default_machine, default_path
 from interlace.errors import CalibrationError
 from interlace.options import Options
+from interlace.runtime import machine as machine_file
 from interlace.runtime.machine import machine_for, shared_machine
 
 CPU = default_machine("cpu")
@@ -52,6 +53,20 @@ def test_a_graph_costs_the_host_nothing(here: Path) -> None:
     default_machine("cuda").save(here)
     assert model(here).replayed.captured
     assert default_machine("cuda").replayed.issue_s == 0
+
+
+@pytest.mark.parametrize("why", [None, "the GPU has compute capability 8.0"])
+def test_kernels_are_counted_on_where_the_gpu_runs_them(
+    why: str | None, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_file, "refuse_device", lambda _: why)
+    monkeypatch.setattr(machine_file, "gpus_of", lambda _: "")
+    default_machine("cuda").save(here)
+    for options in (Options(), Options(graph=True)):
+        found = machine_for(options, "cuda")
+        assert (found.kernels, found.captured) == (why is None, options.graph)
+        assert machine_file.built_in(options, "cuda") == found.replace(host="")
+        assert machine_for(Options(), "cpu").kernels
 
 
 def calls(seconds: float) -> tuple[list[str], list[str], str]:

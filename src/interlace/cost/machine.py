@@ -101,6 +101,8 @@ class Machine:
     """Whole sites that were measured, by strategy."""
     captured: bool = False
     """Whether runs are replays of a captured graph, so that the host issues nothing."""
+    kernels: bool = True
+    """Whether a GPU there runs the kernels of `fused`; this too is found when it is asked for."""
 
     def replace(self, **changes: Any) -> Machine:
         """This machine with some figures changed."""

@@ -26,7 +26,7 @@ from interlace.errors import CalibrationError
 SCHEMA = 2
 """Raised with the fields, and with a model whose predictions the measured sites hold."""
 
-_FILED = tuple(f.name for f in dataclasses.fields(Machine) if f.name != "captured")
+_FILED = tuple(f.name for f in dataclasses.fields(Machine) if f.name not in ("captured", "kernels"))
 _SITE = ("kind", "dtype", "m", "k", "n", "world", "graph")
 
 

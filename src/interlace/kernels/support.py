@@ -35,6 +35,11 @@ def refuse(
             return f"{name} is {extent}: TMA takes rows that are multiples of {ALIGNMENT} bytes"
     if max(size * rows, inner, columns) >= LIMIT:
         return "an extent of 2^31 or more"
+    return refuse_device(device)
+
+
+def refuse_device(device: torch.device) -> str | None:
+    """Why no kernel runs on this device; None if they do."""
     if device.type != "cuda":
         return f"the device is {device}: the kernels run on NVIDIA GPUs"
     if importlib.util.find_spec("triton") is None:

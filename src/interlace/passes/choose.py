@@ -192,7 +192,7 @@ def _serves(row: Strategy, machine: Machine) -> bool:
     gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
     if row.name in KERNELS and not gpu:
         return False
-    if row.name in PEERS and not reach:
+    if (row.name in PEERS and not reach) or (row.name == "fused" and not machine.kernels):
         return False
     return not (row.name in OUTDONE and gpu and reach)
 

@@ -115,6 +115,8 @@ class Decompose:
         row = strategy(self.strategy, self.protocol)
         assert row is not None, self.strategy
         why = refusal(values, found.site, row)
+        if row.name == "fused" and self.machine is not None and not self.machine.kernels:
+            why = why or "the GPUs have no such kernel"
         text = f"{self.strategy} cannot serve this site: {why}"
         copies = strategy("peer", "put")
         if why and row.name == "fused" and copies and not refusal(values, found.site, copies):

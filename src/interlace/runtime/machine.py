@@ -14,6 +14,7 @@ import torch
 
 from interlace.cost import Machine, default_machine, default_path
 from interlace.errors import CalibrationError
+from interlace.kernels.support import refuse_device
 from interlace.options import Options
 
 
@@ -31,12 +32,18 @@ def machine_for(options: Options, device: str) -> Machine:
         machine = Machine.load(options.calibration, gpus=gpus)
     else:
         machine = calibrated(device, gpus) or default_machine(device)
-    return machine.replayed if options.graph else machine
+    return _here(machine, options, device)
 
 
 def built_in(options: Options, device: str) -> Machine:
-    """The built-in model, the same everywhere."""
-    machine = default_machine(device)
+    """The built-in model, the same on all hosts with such devices."""
+    return _here(default_machine(device), options, device)
+
+
+def _here(machine: Machine, options: Options, device: str) -> Machine:
+    """A machine as it is used here: by replays, or with a GPU for which there are no kernels."""
+    kernels = torch.device(device).type != "cuda" or refuse_device(torch.device(device)) is None
+    machine = machine.replace(kernels=kernels)
     return machine.replayed if options.graph else machine
 
 
@@ -57,4 +64,5 @@ def shared_machine(options: Options, device: str) -> Machine:
     """The machine that is the same on all hosts unless the options name a file."""
     if options.calibration is not None:
         return machine_for(options, device)
-    return built_in(options, device)
+    machine = default_machine(device)
+    return machine.replayed if options.graph else machine
