@@ -204,7 +204,7 @@ def _point(rows: Sequence[Row], shape: Shape, who: str, mode: str) -> _Point | N
     return _Point(
         ours,
         times.get(("sequential", mode), math.nan),
-        times.get(("async-tp", "eager"), math.nan),
+        times.get(("async-tp", mode), math.nan),
         limit,
         min(fixed, default=math.nan),
     )
