@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 import random
 import threading
 import weakref
@@ -359,20 +360,29 @@ def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Gr
         graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
 
 
-def test_ops_of_a_backend_ask_for_one_pair() -> None:
+@pytest.mark.parametrize("wish", [None, "1"])
+def test_ops_of_a_backend_ask_for_one_pair(wish: str | None) -> None:
     of = parse(f"""
 def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]):
     main: copy(w, y[0:{WIDTH}])
     main: all_gather(x, y, team=tp)
 """)
-    with mock.patch.object(torch.cuda, "Stream"), fake_engine(program(2), 0) as fake:
+    own = {} if wish is None else {"NCCL_GRAPH_REGISTER": wish}
+    others = {name: value for name, value in os.environ.items() if name != "NCCL_GRAPH_REGISTER"}
+    with (
+        mock.patch.dict(os.environ, {**others, **own}, clear=True),
+        mock.patch.object(torch.cuda, "Stream"),
+        fake_engine(program(2), 0) as fake,
+    ):
         assert not graphs_file.Graphs(fake.engine)._single
+        assert os.environ.get("NCCL_GRAPH_REGISTER") == wish
         object.__setattr__(fake.engine.context.plan, "program", of)
         object.__setattr__(fake.engine.context.crew, "backends", {("tp", "nccl"): mock.Mock()})
         made = graphs_file.Graphs(fake.engine)
         assert made._single
         assert made._bound == {"x", "y"}
         assert made._changed == {"y"}
+        assert os.environ["NCCL_GRAPH_REGISTER"] == (wish or "0")
 
 
 def test_with_and_without_outputs_in_turn(graphed: Graphed, one_pair: None) -> None:

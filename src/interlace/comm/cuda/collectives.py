@@ -11,6 +11,7 @@ Bounded by the watchdog: what never completes is aborted with its communicator (
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,15 @@ import torch.distributed as dist
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
 from interlace.comm.signals import Wait
 from interlace.errors import BackendError
+
+
+def leave_unregistered() -> None:
+    """Has NCCL map nothing of what graphs captured later use, unless the environment says so.
+
+    With multicast a capture that registers is a meeting of all ranks, and one alone, whose tensors
+    came to lie elsewhere, captures anew alone. NCCL reads this when it is first in a capture.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 class StreamWait(Wait):

@@ -23,11 +23,12 @@ Note [Addresses in graphs]
     ones: one run at a time. Capturing runs nothing, so no peer need do the same at that time.
 
 Note [NCCL and addresses]
-    NCCL may map what a captured collective reads into the peers (NCCL_GRAPH_REGISTER, on by
-    default), and goes on reading that memory when its address has become another allocation's
-    (github.com/fzyzcjy/torch_memory_saver/issues/88); and ranks may have to do it together. So
-    Programs with ops of a backend have the one pair only, in which a tensor that such an op uses
-    counts as moved also when the storage that it was captured with is gone.
+    With NCCL_GRAPH_REGISTER, NCCL's own default, it maps what a captured collective reads into the
+    peers, goes on reading that memory when its address has become another allocation's
+    (github.com/fzyzcjy/torch_memory_saver/issues/88), and with multicast all ranks must do it
+    together. So it is turned off, if it is not too late or the user's wish; and Programs with ops
+    of a backend have the one pair only, in which a tensor that such an op uses counts as moved also
+    when the storage that it was captured with is gone.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm import Use
+from interlace.comm.cuda.collectives import leave_unregistered
 from interlace.comm.cuda.collector import uncollected
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.space import CudaSpace
@@ -171,6 +173,8 @@ class Graphs:
         self._seen: dict[Key, None] = {}
         self._single = bool(self._context.crew.backends)
         """Whether there is only the pair for all addresses: Note [NCCL and addresses]."""
+        if self._single:
+            leave_unregistered()
         ops = self._context.plan.program.ops
         between = [op for op in ops if isinstance(op, Collective | Group | Recv | Send)]
         self._bound = {
