@@ -175,22 +175,23 @@ class Driver:
 
     def alloc(self, nbytes: int, time_out_s: float = 10.0) -> int:
         """Device memory, filled with zeros. Where none is left torch gives up what it caches."""
-        error, base = self._cu.cuMemAlloc(nbytes)
+        error, *found = self._cu.cuMemAlloc(nbytes)
         if error and int(error) == OUT_OF_MEMORY:
             torch.cuda.empty_cache()
-            error, base = self._cu.cuMemAlloc(nbytes)
+            error, *found = self._cu.cuMemAlloc(nbytes)
         if error:
             name = getattr(error, "name", str(error))
             raise BackendError(
                 f"there are no {nbytes >> 20} MiB of GPU memory for what peers map ({name}): leave "
                 "more of it free, or use smaller sizes, or a strategy without slots"
             )
+        base = int(found[0])
         try:
-            self.fill(int(base), 0, nbytes // 4, time_out_s)
+            self.fill(base, 0, nbytes // 4, time_out_s)
         except BaseException:
-            self.free(int(base))
+            self.free(base)
             raise
-        return int(base)
+        return base
 
     def free(self, base: int) -> None:
         """Gives device memory back."""
