@@ -10,7 +10,13 @@ from tests.passes.samples import STRATEGIES
 from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import assert_overlaps
 
+from interlace.cost import default_machine
+from interlace.ir import parse
 from interlace.passes import run_pipeline
+from interlace.passes.analysis import analyse
+from interlace.passes.choose import Chooser
+from interlace.passes.overlaps import representatives
+from interlace.passes.values import Values
 
 COUNT = 6
 FOUND = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
@@ -30,3 +36,24 @@ def test_random_sites_are_found_and_overlapped(strategy: str, seed: int) -> None
         made = run_pipeline(found, f"decompose{{{options}}},{mixed}")
         print(number, [site.strategy for site in made.sites])
         assert_overlaps(made, sample, number)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_choice_that_is_shared_is_each_sites_own(device: str, seed: int) -> None:
+    """Sites that count as alike would each have been given what the first was given."""
+    asked, known = 0, 0
+    for number in range(seed, seed + 6):
+        rng = random.Random(number)
+        text = str(random_sites(rng, rng.choice((2, 4)), 3)).replace("f32", "bf16")
+        together = Chooser(default_machine(device), "get", 0)
+        for word in rng.sample(("sum", "max", "avg"), 3):
+            program = parse(text.replace('reduce="sum"', f'reduce="{word}"'))
+            program = run_pipeline(program, "find_sites,place_resharding")
+            values = Values(program, representatives(program)[0])
+            for found in analyse(program, []):
+                if found.site is not None:
+                    alone = Chooser(default_machine(device), "get", 0).fastest(values, found.site)
+                    assert together.fastest(values, found.site) == alone, number
+                    asked += 1
+        known += len(together.known)
+    assert known < asked, "no two sites were alike"
