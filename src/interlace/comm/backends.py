@@ -12,6 +12,7 @@ Note [Whose time-out]
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -48,14 +49,26 @@ def require_backend(name: str) -> None:
 def connect(name: str, store: dist.Store, me: int, size: int, time_out_s: float, whose: str) -> Any:
     """A new backend, which all its members make together; `whose` is for messages."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
+    limit = time_out_s
     try:
-        limit = time_out_s + MARGIN_S if name == "nccl" else time_out_s
+        if name == "nccl":
+            limit, store = time_out_s + MARGIN_S, _within(store, time_out_s)
         return cls(store, me, size, timeout=timedelta(seconds=limit))
     except (RuntimeError, ValueError) as error:
         raise BackendError(
             f"the backend {name!r} of {whose} could not be connected within {time_out_s:g} s: "
             f"{error}"
         ) from error
+
+
+def _within(store: dist.Store, time_out_s: float) -> dist.Store:
+    """The store with a time-out of its own. NCCL connects with its first op, in a run: there ranks
+    wait in the store for the first of them, by default for half an hour, and no abort reaches them.
+    """
+    with contextlib.suppress(AttributeError, RuntimeError):  # stores that cannot be cloned
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=time_out_s))
+    return store
 
 
 def end(made: list[Any], time_out_s: float, whose: str) -> None:
