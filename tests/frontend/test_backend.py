@@ -16,8 +16,14 @@ from tests.frontend.models import (
     parallelise,
 )
 from tests.support.pool import Pool
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import interlace
@@ -106,6 +112,31 @@ def test_training_20_steps(pool: Pool, world: int, strategy: str) -> None:
     # forward: QKV and gate/up gathers, two scatters, the head; backward the other way round
     assert kinds.count("all_gather_matmul") == 5, " ".join(kinds)
     assert kinds.count("matmul_reduce_scatter") == 5, kinds
+
+
+def empty_batches() -> list[tuple[int, ...]]:
+    """Of three dimensions, in which what is saved for backward has strides by the rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    rows = Shard(0)
+    plan = {
+        "0": ColwiseParallel(input_layouts=rows),
+        "2": RowwiseParallel(output_layouts=rows),
+    }
+    parallelize_module(mlp, mesh, plan)
+    call = torch.compile(mlp, backend="interlace", dynamic=False, options={"time_out_s": 20.0})
+    shapes: list[tuple[int, ...]] = []
+    for batch in (2, 0, 2, 0):
+        x = torch.ones(batch, 2, 8, requires_grad=True)
+        call(x).sum().backward()
+        assert x.grad is not None
+        shapes.append(tuple(x.grad.shape))
+    return shapes
+
+
+def test_an_empty_batch_runs_backward(pool: Pool) -> None:
+    for shapes in pool(2).run(empty_batches):
+        assert shapes == [(2, 2, 8), (0, 2, 8)] * 2
 
 
 # -- dropout and activation checkpointing ---------------------------------------------------------

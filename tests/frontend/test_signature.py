@@ -19,6 +19,8 @@ ARGUMENTS: list[list[Any]] = [
     [torch.zeros(4, 1)],
     [X[:1]],
     [torch.zeros(1, 6).t().contiguous().t()],
+    [torch.zeros(0, 2, 6)],
+    [torch.zeros(0, 4, 6)[:, :2]],
     [torch.zeros(())],
     [3],
     [4],
@@ -30,6 +32,14 @@ ARGUMENTS: list[list[Any]] = [
     [X, 3, X],
     [],
 ]
+
+
+def test_strides_of_nothing_say_nothing() -> None:
+    """Of an empty batch ranks hold tensors with strides of their own, and must bind alike."""
+    one, other = torch.zeros(0, 2, 6), torch.zeros(0, 4, 6)[:, :2]
+    assert one.stride() != other.stride()
+    assert signature([one]) == signature([other]) != signature([one.view(0, 6, 2)])
+    assert has_signature([other], signature([one]))
 
 
 def test_both_agree_on_every_pair() -> None:

@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 def signature(args: Sequence[Any]) -> Hashable:
     """What a Program depends on in a call's arguments: sizes, strides, element types, numbers.
 
-    The stride of a dimension of one says nothing, and may differ between calls and ranks.
+    The stride of a dimension of one, or of a tensor without elements, says nothing, and may differ
+    between calls and ranks.
     """
     return tuple(
         (arg.shape, _strides(arg), arg.dtype)
@@ -53,6 +54,8 @@ def has_signature(args: Sequence[Any], key: Hashable) -> bool:
 
 def _strides(arg: torch.Tensor) -> tuple[int, ...]:
     shape, strides = arg.shape, arg.stride()
+    if 0 in shape:
+        return (0,) * len(shape)
     if 1 in shape:
         return tuple(0 if size == 1 else s for size, s in zip(shape, strides, strict=True))
     return strides
