@@ -86,6 +86,18 @@ def test_simulate_writes_timeline_page_and_trace(sound: str, tmp_path: Path) -> 
     assert '"source":"predicted"' in again.read_text()
 
 
+def test_a_timeline_is_shown_beside_its_own_schedule_alone(sound: str, tmp_path: Path) -> None:
+    out, other = tmp_path / "t.json", tmp_path / "other.ilc"
+    run("simulate", sound, "-o", str(out))
+    name = parse(Path(sound).read_text()).name
+    short = f"def {name}(x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
+    for text, words in ((STAGES, "'first' of"), (short, f"'{name}' of 1 ops")):
+        other.write_text(text)
+        told = run("show", str(out), "--program", str(other), code=2)
+        assert told.startswith("error: InputError: ")
+        assert words in " ".join(told.split())
+
+
 def test_simulate_takes_a_calibration_file(sound: str, tmp_path: Path) -> None:
     slow, path = default_machine("cpu"), tmp_path / "slow.json"
     slow.replace(name="slow", launch_s=0.5).save(path)

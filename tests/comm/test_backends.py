@@ -24,8 +24,8 @@ def test_ranks_that_nccl_keeps_waiting_in_the_store_wait_no_longer_than_runs_do(
 
     monkeypatch.setattr(c10d, "ProcessGroupNCCL", nccl, raising=False)
     usual = timedelta(seconds=77)
-    whole = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=usual)
-    part = dist.PrefixStore("team", whole)
+    whole: Any = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=usual)
+    part: Any = dist.PrefixStore("team", whole)
     connect("nccl", part, 0, 2, 3.0, "team tp")
     ((store, limit),) = made
     assert limit == timedelta(seconds=3 + MARGIN_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from interlace.comm import sharing
 from interlace.comm.board import Board, failure
+from interlace.comm.liveness import Life, _started
 from interlace.errors import AgreementError, SharedMemoryError
 
 SIZE = 3
@@ -38,6 +41,32 @@ def meet(board: Board, topic: str, me: int, time_out_s: float) -> list[int] | st
     except AgreementError as error:
         return str(error)
     return [note["rank"] for note in notes]
+
+
+def test_nobody_waits_for_a_process_that_has_ended(boards: list[Board]) -> None:
+    """But what it had left by then counts."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    life = Life.of(process.pid, _started(process.pid))
+    try:
+        boards[0].lives = {0: Life(None), 1: life, 2: Life(None)}
+        for me in (1, 2):
+            boards[me].post(f"t/first/{me}", {"rank": me})
+        assert meet(boards[0], "t/first", 0, 20.0) == [0, 1, 2]
+    finally:
+        process.kill()
+        process.wait()
+    for me in (1, 2):
+        boards[me].post(f"t/second/{me}", {"rank": me})
+    assert meet(boards[0], "t/second", 0, 20.0) == [0, 1, 2]
+    boards[2].post("t/third/2", {"rank": 2})
+    begun = time.monotonic()
+    told = meet(boards[0], "t/third", 0, 20.0)
+    assert time.monotonic() - begun < 10
+    assert told == (
+        "rank 1 cannot come to 'third' any more: the process has ended. Start the job anew"
+    )
+    assert str(told) in str(meet(boards[2], "t/third", 2, 20.0))  # the others are told at once
+    assert not life.alive()
 
 
 def test_all_meet_or_none_whoever_comes_when(boards: list[Board], seed: int) -> None:

@@ -13,7 +13,9 @@ from tests.frontend.models import Model, gradients, local, parallelise
 from tests.support.pool import Pool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.cost import Timeline, default_machine
@@ -220,6 +222,49 @@ def test_what_torch_compile_was_given_before(backend: Any, what: str) -> None:
         torch.testing.assert_close(compiled(x), want)
         torch.testing.assert_close(given(x), want)  # and so it still is
     assert len(compiled.bound) == (1 if what == "function" else 2), "its parts are not in it"
+
+
+def test_a_mesh_is_a_mesh() -> None:
+    mesh: Any = "tp"
+    with pytest.raises(OptionError, match="mesh='tp' is no DeviceMesh"):
+        interlace.compile(nn.Linear(4, 4), mesh=mesh)
+
+
+def test_a_checkpoint_that_runs_backward_while_it_is_traced_is_a_typed_error() -> None:
+    net = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> Any:
+        return checkpoint(net, x, use_reentrant=True)
+
+    with pytest.raises(UnsupportedError, match="give it use_reentrant=False"):
+        interlace.compile(step)(torch.ones(2, 4, requires_grad=True))
+
+
+def refused_on_ranks() -> list[str]:
+    """A module that is sharded by hooks, before it ran and after; a collective for its effect."""
+    net, x, told = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), list[str]()
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError) as found:
+            interlace.compile(net)(x)
+        told.append(str(found.value))
+        net(x).sum().backward()  # it is as it was
+
+    def add_up(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x)
+        return x + 1
+
+    with pytest.raises(UnsupportedError) as found:
+        interlace.compile(add_up)(x.clone())
+    return [*told, str(found.value)]
+
+
+def test_what_cannot_be_traced_says_what_to_do(pool: Pool) -> None:
+    for before, after, effect in pool(2).run(refused_on_ranks):
+        assert before == after
+        assert "is sharded by fully_shard" in before
+        assert "c10d.allreduce_.default for its effect" in effect
+        assert "functional collective" in effect
 
 
 def test_tensor_that_is_no_argument_is_a_typed_error() -> None:

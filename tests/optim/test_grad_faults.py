@@ -14,6 +14,8 @@ import torch.distributed as dist
 from tests.optim.reducing import batch, loss_of, mixture
 from tests.support.pool import Pool
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from interlace.errors import (
     AgreementError,
@@ -23,7 +25,7 @@ from interlace.errors import (
     OptionError,
     PeerError,
 )
-from interlace.optim import GradReducer
+from interlace.optim import GradAccumulator, GradReducer
 from interlace.optim.reductions import Worker
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -63,6 +65,30 @@ def late(seed: int) -> str:
             assert torch.equal(reducer.main_grad(model.weight), torch.full((4, 4), 4.0))
             reducer.zero()
     return str(caught.value)
+
+
+def shards() -> list[str]:
+    """Tensor-parallel Parameters, as a reducer and an accumulator are given them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model: Any = nn.Linear(4, 4)
+    parallelize_module(model, mesh, ColwiseParallel())
+    told: list[str] = []
+    for make in (
+        lambda: GradReducer(model),
+        lambda: GradAccumulator(model.weight, torch.zeros_like(model.weight)),
+    ):
+        with pytest.raises(GradientError) as found:
+            make()
+        told.append(str(found.value))
+    model(torch.ones(2, 4)).sum().backward()  # and they are as they were
+    assert model.weight.grad is not None
+    return told
+
+
+def test_a_dtensor_is_refused_where_it_is_given(pool: Pool) -> None:
+    for reducer, accumulator in pool(2).run(shards):
+        assert "some of the Parameters are DTensors" in reducer
+        assert "is a DTensor" in accumulator
 
 
 def test_a_late_gradient_is_an_error(pool: Pool, seed: int) -> None:

@@ -66,8 +66,10 @@ def _within(store: dist.Store, time_out_s: float) -> dist.Store:
     wait in the store for the first of them, by default for half an hour, and no abort reaches them.
     """
     with contextlib.suppress(AttributeError, RuntimeError):  # stores that cannot be cloned
-        store = store.clone()
-        store.set_timeout(timedelta(seconds=time_out_s))
+        own: Any = store
+        own = own.clone()
+        own.set_timeout(timedelta(seconds=time_out_s))
+        return own
     return store
 
 

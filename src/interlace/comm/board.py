@@ -22,9 +22,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from interlace.comm.liveness import Life
 from interlace.errors import (
     AgreementError,
     BackendError,
@@ -47,6 +48,8 @@ class Board:
     def __init__(self, store: Any, prefix: str = "interlace") -> None:
         self._store = store
         self._prefix = prefix
+        self.lives: Mapping[int, Life] = {}
+        """The processes of ranks, as far as they are known: nobody waits for one that has ended."""
 
     def post(self, topic: str, note: Note) -> None:
         """Leaves a note."""
@@ -64,18 +67,28 @@ class Board:
             return None
         return json.loads(self._ask(lambda: self._store.get(key)))
 
+    def ended(self) -> set[Any]:
+        """The ranks whose process has ended."""
+        return {rank for rank, life in self.lives.items() if not life.alive()}
+
     def collect(
-        self, topics: Mapping[Key, str], time_out_s: float, meetings: Sequence[str] = ()
+        self,
+        topics: Mapping[Key, str],
+        time_out_s: float,
+        meetings: Sequence[str] = (),
+        ended: Callable[[], Collection[Any]] = tuple,
     ) -> dict[Key, Note]:
         """The notes of these topics that came within the time-out, or before one of the meetings
-        had its verdict."""
+        had its verdict, or one that is missing was of those that have `ended`."""
         deadline = time.monotonic() + time_out_s
         found: dict[Key, Note] = {}
         pause, over = 0.0002, False
         while True:
+            last = ended()  # who ended had left its notes by then
             for key, topic in topics.items():
                 if key not in found and (note := self.read(topic)) is not None:
                     found[key] = note
+            over = over or any(key in last for key in topics if key not in found)
             if over or len(found) == len(topics) or time.monotonic() > deadline:
                 return found
             over = any(self.is_over(meeting) for meeting in meetings)
@@ -93,7 +106,7 @@ class Board:
         topics = {rank: f"{topic}/{rank}" for rank in ranks}
         self.post(topics[me], note)
         with self.attending([topic], me):
-            found = self.collect(topics, time_out_s, [topic])
+            found = self.collect(topics, time_out_s, [topic], self.ended)
         for rank in ranks:
             if (error := found.get(rank, {}).get("error")) is not None:
                 raise as_told(rank, error)
@@ -105,6 +118,11 @@ class Board:
                 f"and its team {list(ranks)} did: see whether it failed, stalled or took another "
                 "path through the model"
             )
+            if gone := sorted(self.ended() & {*missing}):
+                why = (
+                    f"{named(gone)} cannot come to {what!r} any more: the process has ended. Start "
+                    "the job anew"
+                )
         self.decide(topic, me, why)
         if missing:  # all had come, as a peer saw
             found = self.collect(topics, time_out_s)

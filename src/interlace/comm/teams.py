@@ -134,6 +134,7 @@ class TeamComm:
             )
         shared = share(self.board, topic, self.ranks, self.me, NBYTES, {}, time_out_s)
         self._lives = [Life.of(*n["process"]) for n in notes]
+        self.board.lives = dict(zip(self.ranks, self._lives, strict=True))
         self._control = Control(self.name, self.ranks, self.me, shared.segments, self._lives)
 
     def backend(self, name: str | None, device: str, time_out_s: float) -> Any:

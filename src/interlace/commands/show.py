@@ -14,6 +14,7 @@ import typer
 
 from interlace.commands.files import read_machine, read_programs, read_text, write_text
 from interlace.commands.output import code, command, print_json, say, table
+from interlace.errors import InputError
 
 if TYPE_CHECKING:
     from interlace.cost import Timeline
@@ -62,6 +63,14 @@ def _timeline(timeline: Timeline, program: Path | None, html: Path | None, json:
     from interlace.trace.figures import HEADINGS, figures_json, figures_rows
 
     programs = read_programs(program) if program is not None else []
+    lengths = {item.name: len(item.ops) for item in programs}
+    last = max((span.op_index for span in timeline.spans), default=0)
+    if programs and last >= lengths.get(timeline.name, 0):
+        raise InputError(
+            f"the timeline is of {timeline.name!r} and goes to op {last}, and {program} holds "
+            f"{', '.join(f'{name!r} of {count} ops' for name, count in lengths.items())}: give the "
+            "schedule that ran"
+        )
     if html is not None:
         measured = timeline.source == "measured"
         _page(html, None if measured else timeline, timeline if measured else None, programs)

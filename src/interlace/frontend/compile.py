@@ -14,7 +14,9 @@ new combination of those is compiled anew; the least recently used is dropped be
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from interlace.cost import Timeline, simulate
-from interlace.errors import ExecutorError, UnsupportedError
+from interlace.errors import ExecutorError, OptionError, UnsupportedError
 from interlace.frontend.artefact import Setting
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
@@ -63,6 +65,10 @@ def compile(
     `overlap=False` keeps everything serial. A module that `torch.compile` was given before, as
     `fn` or within it, is taken as it was before.
     """
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise OptionError(
+            f"mesh={mesh!r} is no DeviceMesh: give the mesh itself, as init_device_mesh makes it"
+        )
     chosen = dataclasses.replace(options_from(options), overlap=overlap)
     if isinstance(fn, OptimizedModule):
         fn = fn._orig_mod
@@ -176,6 +182,11 @@ class Compiled:
         for entry in entries.values():
             _close(entry)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """The same of a copy of the function, compiled anew when it is called."""
+        copied = memo[id(self)] = Compiled(copy.deepcopy(self.fn, memo), self._mesh, self.options)
+        return copied
+
     def _of_kind(self, kind: str | None) -> Bound:
         bound = self.bound
         if kind is None:
@@ -214,6 +225,7 @@ class Compiled:
         return entry, call.tensors
 
     def _compile(self, call: Call) -> _Entry:
+        _refuse_sharded(self._state)
         names, leaves, spec, tensors = call.names, call.leaves, call.spec, call.tensors
         found: list[Outputs] = []
 
@@ -285,6 +297,30 @@ def _own_errors(fn: Callable[..., Any]) -> Iterator[None]:
             f"({error.func}){f' at {where}' if where else ''}. Compute that outside and pass it, "
             'or use torch.compile(..., backend="interlace"), which leaves such lines to Python'
         ) from error
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{name} has a checkpoint with use_reentrant=True, which runs a backward of its own in "
+            "the middle of tracing: give it use_reentrant=False, or use "
+            'torch.compile(..., backend="interlace")'
+        ) from error
+
+
+def _refuse_sharded(state: State) -> None:
+    """What `fully_shard` has wrapped runs hooks that gather and free, which must not be traced."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for prefix, module in state.modules:
+        for name, part in module.named_modules(prefix=prefix):
+            if isinstance(part, FSDPModule):
+                raise UnsupportedError(
+                    f"{name or type(part).__name__} is sharded by fully_shard, whose hooks gather "
+                    'its parameters when it runs: use torch.compile(..., backend="interlace"), '
+                    "which leaves them to Python, or give interlace.compile the parts inside"
+                )
 
 
 def _argument_names(leaves: Sequence[Any]) -> list[str]:

@@ -269,9 +269,7 @@ class Importer(Emitter):
         if not isinstance(node.target, torch._ops.OpOverload):
             raise self.unsupported(
                 node,
-                "it holds another graph or calls back into Python, which a Program cannot",
-                "Move it out of the compiled function (torch.compiler.disable), or write it with "
-                "plain operators",
+                *_opaque(node, name),
             )
         if name in SPLITS:
             return self._split(node, name, bound(node), value)
@@ -327,3 +325,25 @@ class Importer(Emitter):
             )
         self._call(node, str(node.target), node.args, node.kwargs, outs=tuple(views), mutates=True)
         return views[0] if len(views) == 1 else tuple(views)
+
+
+def _opaque(node: fx.Node, name: str) -> tuple[str, str]:
+    """What a node is that is no plain operator, and what to do about it."""
+    if name == "with_effects":
+        return (
+            f"it calls {node.args[1]} for its effect, as collectives of torch.distributed that "
+            "write into a tensor do",
+            "Write it with a functional collective (torch.distributed._functional_collectives), or "
+            'use torch.compile(..., backend="interlace"), which makes it one',
+        )
+    if name.startswith("device_mesh."):
+        return (
+            "it takes a device mesh apart, as torch does where models were given equal meshes that "
+            "are not one and the same",
+            'Take the parts of a mesh once (tp = mesh["tp"]), and give all models that one',
+        )
+    return (
+        "it holds another graph or calls back into Python, which a Program cannot",
+        "Move it out of the compiled function (torch.compiler.disable), or write it with plain "
+        "operators",
+    )

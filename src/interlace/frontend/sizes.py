@@ -34,8 +34,9 @@ def with_sizes(
     def call(*args: Any) -> Any:
         for i, shape in known:
             if args[i].shape != shape:
+                name, sizes = labels[i] or i, list(args[i].shape)
                 raise UnsupportedError(
-                    f"argument {labels[i]} is a DTensor of sizes {list(args[i].shape)}, and this "
+                    f"argument {name} is a DTensor of sizes {sizes}, and this "
                     f"graph was compiled for {list(shape)}. This rank holds as much of both, so "
                     "that TorchDynamo does not compile anew here, as it does on other ranks: pad "
                     "to sizes that divide evenly, or use interlace.compile"

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from interlace.errors import GradientError
 
@@ -65,6 +66,12 @@ class GradAccumulator:
             raise GradientError(
                 f"a tensor of shape {list(param.shape)} is no Parameter that requires a gradient: "
                 "frozen Parameters need no accumulator"
+            )
+        if buffer is not None and isinstance(param, DTensor):
+            raise GradientError(
+                f"a Parameter of shape {list(param.shape)} is a DTensor, whose gradient lies on "
+                "its mesh as it comes, maybe as partial sums: a buffer is for a Parameter that a "
+                "rank has alone, such as one made of to_local()"
             )
         if is_taken(param):
             raise GradientError(

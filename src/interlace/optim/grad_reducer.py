@@ -38,6 +38,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from interlace.cost import Timeline
 from interlace.errors import GradientError, OptionError
@@ -67,10 +68,11 @@ class GradReducer:
     """Main gradients of some Parameters, reduced over a process group.
 
     `params`: a module, whose `GroupedLinear`s and the like are attached, or Parameters. Those that
-    are frozen take no part; all others must be on one device. `group`: the ranks (of one host, as
-    for every Executor), by default all. Between the first bucket that goes and the return of
-    `finish()` nothing else may use it, for buckets go when they are complete; without one, a gloo
-    group is made on the CPU. `bucket_bytes` bounds a bucket, unless one Parameter is larger.
+    are frozen take no part; all others must be on one device, and no DTensors. `group`: the ranks
+    (of one host, as for every Executor), by default all. Between the first bucket that goes and the
+    return of `finish()` nothing else may use it, for buckets go when they are complete; without
+    one, a gloo group is made on the CPU. `bucket_bytes` bounds a bucket, unless one Parameter is
+    larger.
     `main_grad_dtype` is float32, float64 or bfloat16, or None for each Parameter's own.
     `op` is "mean" (the sum, then divided) or "sum". Every rank gives the same.
 
@@ -98,6 +100,12 @@ class GradReducer:
             raise GradientError(
                 f"{len(listed)} Parameters that require gradients, on "
                 f"{sorted({str(p.device) for p in listed})}: give some, on one device"
+            )
+        if any(isinstance(param, DTensor) for param in listed):
+            raise GradientError(
+                "some of the Parameters are DTensors, whose gradients lie on their mesh as they "
+                "come, maybe as partial sums: reduce those with fully_shard or "
+                "DistributedDataParallel over the outer mesh, and give this the others"
             )
         if any(is_taken(param) for param in listed):
             raise GradientError(
