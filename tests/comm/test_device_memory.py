@@ -13,7 +13,13 @@ from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda import memory as memory_file
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import share_memory
-from interlace.errors import BackendError, CommTimeoutError, InterlaceError
+from interlace.errors import (
+    AgreementError,
+    BackendError,
+    CommTimeoutError,
+    InterlaceError,
+    PeerError,
+)
 
 OWN, THEIRS = 1000, 2000
 
@@ -73,8 +79,10 @@ def test_what_no_peer_can_have_mapped_is_freed(monkeypatch: pytest.MonkeyPatch) 
         ("alloc", OWN),
         ("free", OWN),
     ]
-    late = CommTimeoutError("a peer did not come; the others may have met")
-    assert log_of(monkeypatch, late) == [("alloc", OWN)]
+    late = AgreementError("rank 2 did not come, which is the verdict for all")
+    assert log_of(monkeypatch, late) == [("alloc", OWN), ("free", OWN)]
+    lost = PeerError("the store does not answer; the others may have met")
+    assert log_of(monkeypatch, lost) == [("alloc", OWN)]
 
 
 @pytest.mark.parametrize("mine", [True, False])

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interlace.errors import BackendError, ExecutorError, TeamError
 from interlace.ir import Get, parse
 from interlace.options import Options
+from interlace.runtime import Executor
 from interlace.runtime.cuda.parts import turns
 
 sites = pytest.mark.parametrize("site", ["gather", "scatter"])
@@ -348,6 +349,18 @@ def test_what_a_run_writes_of_the_callers_is_seen_by_autograd(inference: bool) -
             assert (given[0]._version, out[0]._version) == (2, 1)
 
 
+GOTTEN_ROWS = """
+def g(tp: Team[2], x: f32[2, 8], y: out[f32[4, 8]]):
+    slot = alloc(f32[4, 8], symmetric=tp)
+    main: copy(x, slot[tp.rank])
+    main: notify(ready, to=tp.rank + 1)
+    main: expect(ready, tp.rank + 1)
+    main: get(slot[tp.rank + 1], peer=tp.rank + 1)
+    main: copy(slot, y)
+    main: free(slot)
+"""
+
+
 def test_a_slot_that_another_executors_peers_get_is_taken_before_it_is_written() -> None:
     """Of this one nobody gets it, so it need not wait, until there is another that shares it."""
     heard = ended(1, 0)
@@ -356,17 +369,47 @@ def test_a_slot_that_another_executors_peers_get_is_taken_before_it_is_written()
         for _ in range(3):
             fake.run(given, out)
             assert not [entry for entry in fake.log if entry[0] == "wait"]
-        slot: Any
-        (slot,) = fake.engine.context.crew.slots.values()
-        slot.gotten = True
-        fake.run(given, out)
-        waits = [i for i, entry in enumerate(fake.log) if entry == ("wait", MAIN, heard, 4 - 2)]
+        with fake_engine(parse(GOTTEN_ROWS), 1, beside=fake) as other:
+            other.run([torch.ones(2, 8)], [torch.zeros(4, 8)])  # its peers may be at it for long
+            assert fake.side.closed == fake.side.run == 4
+            fake.run(given, out)
+            assert not [entry for entry in fake.log if entry[0] == "wait"], "that one heard of all"
+            fake.run(given, out)
+        waits = [i for i, entry in enumerate(fake.log) if entry == ("wait", MAIN, heard, 6 - 2)]
         copies = [i for i, entry in enumerate(fake.log) if entry[0] == "copy"]
         assert len(waits) == 1
         assert waits[0] < min(copies)
-        fake.side.closed = fake.side.run  # its last run awaited a signal of every rank
-        fake.run(given, out)
-        assert not [entry for entry in fake.log if entry[0] == "wait"]
+
+
+class NotNow:
+    """What issues runs, but not in a capture."""
+
+    issued = 0
+
+    def run(self, *_: Any) -> None:
+        """The Executor has to look."""
+
+    def look(self) -> None:
+        raise ExecutorError("inside a CUDA graph capture")
+
+    def issue(self, *_: Any) -> tuple[()]:
+        self.issued += 1
+        return ()
+
+
+def test_an_executor_asks_before_it_issues_and_is_as_it_was() -> None:
+    text = "def f(x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
+    with Executor(parse(text)).prepare() as executor:
+        runner: Any = NotNow()
+        executor._runner, executor._teams = runner, {"tp": mock.Mock(resets=0)}
+        with pytest.raises(ExecutorError, match="inside a CUDA graph capture"):
+            executor.run([torch.ones(4)])
+        assert not runner.issued
+        assert executor._poison is None
+        executor._teams = {}
+        runner.look = lambda: None
+        executor.run([torch.ones(4)])
+        assert runner.issued == 1
 
 
 @served

@@ -38,7 +38,7 @@ from interlace.runtime.cuda import transfers as transfers_file
 from interlace.runtime.cuda.engine import CudaEngine
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.runner import Runner, runner_of
-from interlace.runtime.cuda.sharing import signals_of
+from interlace.runtime.cuda.sharing import mark_gotten, signals_of
 from interlace.runtime.engine import Context, Crew
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
@@ -316,15 +316,20 @@ def alone_or_teamed(
         control=control, resets=0, topic=name, lock=threading.RLock(), size=size, me=me
     )
     slots: Any = {}
+    keys = slot_keys(plan.takes, plan.buffers)
+    shared: Any = {} if beside is None else beside.engine.context.crew.slots
+    known = {(slot.name, slot.nbytes): slot for slot in shared.values()}
     for buffer in plan.takes:
         size_of = plan.buffers[buffer].offset + nbytes(plan.buffers[buffer])
         copies = [
             tuple(torch.zeros(size_of, dtype=torch.uint8) for _ in (0, 1)) for _ in range(size)
         ]
-        slots[buffer] = types.SimpleNamespace(me=me, copies=copies, gotten=False)
-    keys = slot_keys(plan.takes, plan.buffers)
+        facts = {"name": keys[buffer], "nbytes": size_of, "gotten": False}
+        made = types.SimpleNamespace(me=me, copies=copies, **facts)
+        slots[buffer] = known.get((keys[buffer], size_of), made)
     gets = [op.src.buffer for op in plan.program.ops if isinstance(op, Get)]
     gotten = frozenset(keys[name] for name in gets if name in keys)
+    mark_gotten({keys[buffer]: slot for buffer, slot in slots.items()}, gotten)
     spaces: Any = {name: FakeSpace(side, span, gotten)}
     return Crew({name: team}, slots, spaces, {}, {}), segments
 

@@ -28,6 +28,10 @@ def _work(settings: dict[str, Any], connect: Connect, tell: Tell) -> dict[str, A
 
 def measure(bench: str, given: dict[str, Any], ranks: Ranks, tell: Tell) -> dict[str, Any] | None:
     """Runs one of the benchmarks on this rank."""
+    from interlace.bench.ranks import register_in_graphs
+
+    if bench in ("overlap", "layer"):  # and not where `auto` learns what users' runs take
+        register_in_graphs()
     match bench:
         case "overlap":
             from interlace.bench import overlap

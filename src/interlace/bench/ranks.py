@@ -163,10 +163,14 @@ def _environment(one_host: bool) -> None:
     """What torch, NCCL and gloo read when they start."""
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # as rivals have it, who capture together
     if one_host or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def register_in_graphs() -> None:
+    """NCCL's own default in captures, for all: rivals have it, and so do ours beside them."""
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")
 
 
 def _leave(failed: bool) -> None:

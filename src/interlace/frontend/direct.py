@@ -54,8 +54,8 @@ class Direct:
         if torch.is_grad_enabled():  # an argument may want a gradient that no output has
             with torch.no_grad():
                 return self(tensors)
-        for i in self.written:
-            increment_version(tensors[i])
+        if self.written:
+            increment_version([tensors[i] for i in self.written])
         results = iter(
             self.artefact(
                 [

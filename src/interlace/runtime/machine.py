@@ -32,18 +32,14 @@ def machine_for(options: Options, device: str) -> Machine:
         machine = Machine.load(options.calibration, gpus=gpus)
     else:
         machine = calibrated(device, gpus) or default_machine(device)
-    return _here(machine, options, device)
+    place = torch.device(device)
+    machine = machine.replace(kernels=place.type != "cuda" or refuse_device(place) is None)
+    return machine.replayed if options.graph else machine
 
 
 def built_in(options: Options, device: str) -> Machine:
-    """The built-in model, the same on all hosts with such devices."""
-    return _here(default_machine(device), options, device)
-
-
-def _here(machine: Machine, options: Options, device: str) -> Machine:
-    """A machine as it is used here: by replays, or with a GPU for which there are no kernels."""
-    kernels = torch.device(device).type != "cuda" or refuse_device(torch.device(device)) is None
-    machine = machine.replace(kernels=kernels)
+    """The built-in model, the same everywhere, also where some GPU runs no kernels."""
+    machine = default_machine(device).replace(kernels=torch.device(device).type != "cuda")
     return machine.replayed if options.graph else machine
 
 

@@ -27,7 +27,8 @@ def leave_unregistered() -> None:
     """Has NCCL map nothing of what graphs captured later use, unless the environment says so.
 
     With multicast a capture that registers is a meeting of all ranks, and one alone, whose tensors
-    came to lie elsewhere, captures anew alone. NCCL reads this when it is first in a capture.
+    came to lie elsewhere, captures anew alone. NCCL reads this once: too late, as a rule, where it
+    was in a capture before.
     """
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 

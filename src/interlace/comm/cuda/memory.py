@@ -17,7 +17,7 @@ import torch
 from interlace.comm.board import Board, Note, failure
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.sharing import meet
-from interlace.errors import CommTimeoutError, InterlaceError
+from interlace.errors import InterlaceError, PeerError
 
 GRAIN = 2 << 20
 
@@ -77,7 +77,9 @@ def share_memory(
     try:
         notes = meet(board, f"{topic}/device memory", ranks, rank, told, time_out_s, problem)
     except InterlaceError as error:
-        if base and not isinstance(error, CommTimeoutError):  # which a peer may not have seen
+        if base and not isinstance(
+            error, PeerError
+        ):  # of a store that is lost: others may have met
             driver.free(base)
         raise
     bases: list[int] = []

@@ -29,8 +29,7 @@ class Changes:
         """Whether a run changes something, also where it is given no outputs."""
 
     def tell(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
-        """Counts a version of each of these tensors; inference mode's have none."""
-        changed = [*self.registered, *[inputs[index] for index in self._inputs], *(out or ())]
-        for tensor in changed:
-            if not tensor.is_inference():
-                increment_version(tensor)
+        """Counts a version of each of these tensors; inference mode's have none, and are let be."""
+        increment_version(
+            [*self.registered, *[inputs[index] for index in self._inputs], *(out or ())]
+        )

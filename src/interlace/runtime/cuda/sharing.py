@@ -5,7 +5,7 @@ shared = share(plan, teams, device, backends, time_out_s=60)       # all ranks, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -70,9 +70,7 @@ def share(
         rest = (known, span, uses, gets, time_out_s)
         spaces[name] = CudaSpace(side, topic, *rest)
         kept.callback(spaces[name].close)
-        for buffer in mine:
-            if keys[buffer] in spaces[name].gotten:
-                slots[buffer].gotten = True
+        mark_gotten({keys[buffer]: slots[buffer] for buffer in mine}, spaces[name].gotten)
         for kind, made in zip(GRAPHS, graphs, strict=False):
             words = (*known, "ended"), *rest[1:], raises.get(name)
             made[name] = CudaSpace(side, f"{topic}/{kind}", *words)
@@ -84,6 +82,12 @@ def share(
         ]
         ensure_area(side, topic, areas, time_out_s)
     return CudaShared(slots, spaces, graphs)
+
+
+def mark_gotten(slots: Mapping[str, CudaSlot], gotten: Collection[str]) -> None:
+    """Notes on slots, which other Executors have as well, that peers read them by Get."""
+    for name in slots.keys() & set(gotten):
+        slots[name].gotten = True
 
 
 def register(
