@@ -31,6 +31,7 @@ class Recorded:
 def bound(monkeypatch: pytest.MonkeyPatch, options: Options, host: str = "") -> Recorded:
     monkeypatch.setattr(binding, "Executor", Recorded)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("interlace.runtime.machine.gpus_of", lambda device: "")
     names = frozenset(filter(None, [host]))
     imported = Imported(parse(TEXT), (0, 1), (), (0,), names, frozenset({"x"}))
