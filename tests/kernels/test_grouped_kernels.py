@@ -17,6 +17,7 @@ import interlace
 
 pytest.importorskip("triton")
 
+from interlace.kernels import grouped
 from interlace.kernels import grouped_launch as launch
 from interlace.kernels.grouped import ROWS, SUMS, TILE
 
@@ -228,3 +229,17 @@ def test_sizes_are_added_up_by_one_block(programs: list[Launched]) -> None:
     many = torch.ones(launch.MOST_GROUPS + 1, dtype=torch.int32)
     assert launch.group_ends(many, 9)[-1] == 9
     assert len(programs) == 1, "by torch"
+
+
+def test_a_bias_is_read_row_by_row_however_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel counts elements from the first; a transposed Parameter has others there."""
+    given: list[Any] = []
+    monkeypatch.setattr(launch, "finish_rows", lambda y, bias, ends: given.append(bias))
+    monkeypatch.setattr(torch, "_grouped_mm", lambda x, weight, offs: x @ weight[0])
+    ends = torch.tensor([2, 3], dtype=torch.int32)
+    groups = grouped.Groups(2, 3, None, ends, False)
+    bias = torch.arange(8.0).view(4, 2).t()
+    grouped.multiply(torch.ones(3, 4), torch.ones(2, 4, 4), bias, groups)
+    (read,) = given
+    assert read.is_contiguous()
+    assert torch.equal(read, bias)
