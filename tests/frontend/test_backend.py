@@ -134,7 +134,7 @@ def empty_batches() -> list[tuple[int, ...]]:
         "down": RowwiseParallel(output_layouts=rows),
     }
     parallelize_module(model, mesh, plan)
-    call = torch.compile(model, backend="interlace", dynamic=False, options={"time_out_s": 20})
+    call = torch.compile(model, backend=backend, dynamic=False, options={"time_out_s": 20})
     shapes: list[tuple[int, ...]] = []
     for batch in (0, 2, 0, 2):
         x = torch.ones(batch, 2, 32, requires_grad=True)
