@@ -150,7 +150,8 @@ class Given:
         place, which is as large as the largest: a model's parameters may fill half the GPU."""
         held = {index: tensor for index, tensor, _ in self._held}
         apart = {i for i, name in enumerate(self.names) if name in written}
-        most = max((box.hull[1] for i, box in enumerate(self._boxes) if i not in apart), default=0)
+        shared = set(range(len(self.names))) - apart - held.keys()
+        most = max((self._boxes[i].hull[1] for i in shared), default=0)
         place = torch.zeros(most, dtype=torch.uint8, device=self._device).untyped_storage()
         made: list[torch.Tensor] = []
         for i, (box, make) in enumerate(zip(self._boxes, self._makers, strict=True)):
