@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from interlace.bench.bars import judge
@@ -33,7 +31,7 @@ def rows() -> list[Row]:
 def figures(mode: str) -> dict[str, float]:
     """What `auto` is found to reach."""
     found = [verdict for verdict in judge(rows()) if (verdict.who, verdict.mode) == ("auto", mode)]
-    return {verdict.bar: round(dataclasses.asdict(verdict)["figure"], 4) for verdict in found}
+    return {verdict.bar: round(verdict.figure, 4) for verdict in found}
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

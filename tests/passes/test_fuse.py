@@ -235,6 +235,16 @@ def f(tp: Team[{size}], x: bf16[{size * 512}, 8], w: bf16[8, 8], y: out[bf16[512
         assert [op.stream for op in sums] == ["arrivals"] * (pieces - 1) + ["main"]
 
 
+def scattered(rows: int) -> Program:
+    """A matmul whose result is scattered over two ranks, so many rows to each."""
+    return parse(f"""
+def f(tp: Team[2], x: bf16[{2 * rows}, 8], w: bf16[8, 8], y: out[bf16[{rows}, 8]]):
+    t = empty(bf16[{2 * rows}, 8])
+    main: call("aten.mm.out", x, w, out=t)
+    main: reduce_scatter(t, y, reduce="sum", team=tp)
+""")
+
+
 @pytest.mark.parametrize(
     ("rows", "height", "pieces"), [(768, 128, 3), (768, 192, 2), (640, 256, 1)]
 )
@@ -245,12 +255,7 @@ def test_pieces_are_whole_groups_of_tiles_where_they_can(
     monkeypatch.setattr(pieces_file, "BESIDE_BYTES", 1)
     monkeypatch.setattr(pieces_file, "GROUP_ROWS", height)
     made = run_pipeline(
-        parse(f"""
-def f(tp: Team[2], x: bf16[{2 * rows}, 8], w: bf16[8, 8], y: out[bf16[{rows}, 8]]):
-    t = empty(bf16[{2 * rows}, 8])
-    main: call("aten.mm.out", x, w, out=t)
-    main: reduce_scatter(t, y, reduce="sum", team=tp)
-"""),
+        scattered(rows),
         f"{LOWER},fuse",
     )
     assert made.sites[0].chunks == 2 * pieces
@@ -262,12 +267,7 @@ def f(tp: Team[2], x: bf16[{2 * rows}, 8], w: bf16[8, 8], y: out[bf16[{rows}, 8]
 def test_pieces_that_are_asked_for_are_whole_tiles(rows: int, asked: int, pieces: int) -> None:
     """No kernel makes others; of fewer rows than a tile it makes none in any case."""
     made = run_pipeline(
-        parse(f"""
-def f(tp: Team[2], x: bf16[{2 * rows}, 8], w: bf16[8, 8], y: out[bf16[{rows}, 8]]):
-    t = empty(bf16[{2 * rows}, 8])
-    main: call("aten.mm.out", x, w, out=t)
-    main: reduce_scatter(t, y, reduce="sum", team=tp)
-"""),
+        scattered(rows),
         f"{LOWER.replace('fused', f'fused,chunks={asked}')},fuse",
     )
     assert made.sites[0].chunks == 2 * pieces

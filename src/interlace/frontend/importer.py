@@ -267,10 +267,7 @@ class Importer(Emitter):
         if lowering is not None:
             return lowering(self, node, bound(node))
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise self.unsupported(
-                node,
-                *_opaque(node, name),
-            )
+            raise self.unsupported(node, *_opaque(node, name))
         if name in SPLITS:
             return self._split(node, name, bound(node), value)
         if name in RULES or is_view(node):

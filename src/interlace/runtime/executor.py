@@ -204,7 +204,7 @@ class Executor:
         self._inputs.check(inputs)
         if out is not None:
             self._outputs.check(out)
-        getattr(self._runner, "look", tuple)()
+        getattr(self._runner, "look", tuple)()  # on CUDA: raises in a caller's capture
         with self._alone():
             if self._bound_resets != self._resets():
                 with torch.inference_mode(False), torch.no_grad():

@@ -11,6 +11,7 @@ sums.py        the sum of a reduction's slots
 waiting.py     when a kernel that waits for peers may begin
 drops.py       tensors of a run that streams still use
 runner.py      one run, from the caller's tensors to the results
+changes.py     what runs write of the caller's tensors, for autograd
 lanes.py       the streams of a Program and the points between them
 graphs.py      the same ops captured in CUDA graphs, a pair for each of a few sets of addresses
 captured.py    such a pair, what is copied into and out of it;  homes.py: where its results lie

@@ -286,11 +286,11 @@ class PlainRunner(Runner):
             return self._results()
         finally:
             self._end()
-            if self._changes.always or out is not None:
-                self._changes.tell(inputs, out)
             if had_grad:
                 self._grad(True)
             self._lock.release()
+            if self._changes.always or out is not None:
+                self._changes.tell(inputs, out)
 
 
 class Replayer(Runner):
