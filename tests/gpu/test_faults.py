@@ -14,10 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.cases import Case, Outcome, finish, meet, prepared, run
+from tests.gpu import cases
+from tests.gpu.cases import Case, Outcome, attempt, finish, meet, prepared, run
 from tests.support.pool import Died, Ranks
 
+from interlace.comm.backends import connect, end
+from interlace.comm.cuda.connecting import join
 from interlace.ir import Op
+from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.runtime.cuda import watchdog as watchdog_file
 
@@ -255,6 +259,75 @@ def hear_often(strategy: str, seed: int) -> list[Outcome]:
             after = finish(executor, case, inputs)
             assert after[:2] == first[:2], (number, after)
     executor.close()
+    return found
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("strategy", ["pipeline", "shift"])
+def test_nobody_is_left_in_a_connection_by_a_rank_that_fails_before_its_first_op(
+    gpus: Ranks, strategy: str, seed: int
+) -> None:
+    victim = seed % gpus.world
+    found = gpus.run(fail_at_first, strategy, victim, seed, time_out_s=45)
+    for rank, (error, text, seconds) in enumerate(found):
+        assert error == ("ValueError" if rank == victim else "PeerError"), text
+        assert "the planted fault" in text
+        assert seconds < 2 + LATE_S
+
+
+def fail_at_first(strategy: str, victim: int, seed: int) -> Outcome:
+    """What is heard of it in the first run of a group without NCCL; after a reset all is well."""
+    case = Case("all_gather_matmul", dist.get_world_size())
+    fault = Fault(victim, raise_it)
+    group: Any = dist.new_group(backend="gloo")
+    executor = Executor(
+        case.program(strategy),
+        groups={"tp": group},
+        device="cuda",
+        options=Options.from_dict(cases.STRATEGIES[strategy] | {"transport": "nccl"}),
+        before_op=fault,
+    ).prepare()
+    inputs = case.inputs(seed, exact=True)
+    meet()
+    fault.armed = True
+    heard = heard_within(3, executor, case, inputs)
+    meet()
+    executor.reset()
+    after = [finish(executor, case, inputs)[:2] for _ in range(2)]
+    assert after[0] == after[1], after
+    assert after[0][0] == "result"
+    executor.close()
+    return heard
+
+
+@pytest.mark.nccl
+def test_a_rank_that_does_not_come_to_connect_is_a_time_out(gpus: Ranks, seed: int) -> None:
+    """Rank 0 too, which all others come to, and another connection can be made afterwards."""
+    victim = seed % gpus.world
+    for rank, found in enumerate(gpus.run(connect_without, victim, seed, time_out_s=60)):
+        if rank != victim:
+            error, text, seconds = found
+            assert error == "BackendError", text
+            assert "could not connect team tp" in text
+            assert seconds < TIME_OUT_S + LATE_S
+
+
+def connect_without(victim: int, seed: int) -> Outcome:
+    """How long a rank waits for another; then all meet."""
+    rank, found = dist.get_rank(), ("", "", 0.0)
+    store = dist.distributed_c10d._get_default_store()
+
+    def made(name: str, time_out_s: float) -> Any:
+        part = dist.PrefixStore(f"{name}/{seed}", store)
+        return connect("nccl", part, rank, dist.get_world_size(), time_out_s, "team tp")
+
+    alone = made("alone", TIME_OUT_S)
+    if rank != victim:
+        found = attempt(lambda: join(alone, None, TIME_OUT_S, "team tp", set))
+    meet()
+    together = made("together", 20.0)
+    join(together, None, 20.0, "team tp", set)
+    end([together], 5.0, "team tp")
     return found
 
 

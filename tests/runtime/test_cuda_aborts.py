@@ -21,6 +21,7 @@ from tests.support.fake_cuda import Fake, fake_engine
 from interlace.comm import Spec, TeamComm, release_teams, team_of
 from interlace.comm import teams as teams_file
 from interlace.comm.backends import end
+from interlace.comm.cuda import connecting
 from interlace.comm.cuda.aborts import abort, all_ended
 from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
 from interlace.errors import BackendError, CommTimeoutError, PeerError, TeamError
@@ -38,6 +39,7 @@ class Nccl:
 
     def __init__(self, stands_still: bool = False) -> None:
         self.begun, self._go = threading.Event(), threading.Event()
+        self.joined = threading.Event()
         if not stands_still:
             self._go.set()
 
@@ -421,6 +423,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TeamComm]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(teams_file, "connect", lambda *_: Nccl())
+    monkeypatch.setattr(connecting, "join", lambda backend, *_: backend.joined.set())
     monkeypatch.setattr(teams_file, "require_backend", lambda name: None)
     try:
         found = team_of(dist.group.WORLD, "tp")  # pyright: ignore
@@ -440,6 +443,42 @@ def test_a_reset_ends_what_it_replaces_after_its_users_have_left(team: TeamComm)
     assert old.begun.is_set()
     assert team.control.failure() is None
     assert team.backend("nccl", "cuda", 5) is not old
+
+
+def test_ranks_meet_before_runs_do_what_waits_for_all(
+    team: TeamComm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they make a backend, where they use that of the user, and where a reset renews it."""
+    asked: list[Any] = []
+    monkeypatch.setattr(connecting, "join", lambda *given: asked.append(given))
+    users = Nccl()
+    monkeypatch.setattr(team, "_users_backend", lambda device: users)
+    for _ in range(2):
+        assert team.backend("nccl", "cuda", 5) is users
+    assert asked == [(users, None, 5, "team tp on rank 0", team.board.ended)]
+    team.control.fail(PROBLEM)
+    team.reset(7)
+    renewed = team.backend("nccl", "cuda", 5)
+    assert renewed is not users
+    assert asked[1:] == [(renewed, None, 7, "team tp on rank 0", team.board.ended)]
+
+
+def test_a_connection_that_failed_is_not_kept(
+    team: TeamComm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def fail(backend: Any, *_: object) -> None:
+        made.append(backend)
+        raise BackendError("not all came")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connecting, "join", fail)
+        with pytest.raises(BackendError, match="not all came"):
+            team.backend("nccl", "cuda", 5)
+    later = team.backend("nccl", "cuda", 5)
+    assert later is not made[0]
+    assert later.joined.is_set()
 
 
 def test_a_reset_that_cannot_end_a_connection_mends_nothing(team: TeamComm) -> None:

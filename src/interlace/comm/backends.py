@@ -62,9 +62,8 @@ def connect(name: str, store: dist.Store, me: int, size: int, time_out_s: float,
 
 
 def _within(store: dist.Store, time_out_s: float) -> dist.Store:
-    """The store with a time-out of its own. NCCL connects with its first op, in a run: there ranks
-    wait in the store for the first of them, by default for half an hour, and no abort reaches them.
-    """
+    """The store with a time-out of its own. NCCL connects with its first op: there ranks wait in
+    the store for the first of them, by default for half an hour, and no abort reaches them."""
     with contextlib.suppress(AttributeError, RuntimeError):  # stores that cannot be cloned
         own: Any = store
         own = own.clone()

@@ -33,7 +33,7 @@ from interlace.comm.control import NBYTES, Control
 from interlace.comm.liveness import Life, identity
 from interlace.comm.sharing import share
 from interlace.comm.slots import SlotPool
-from interlace.errors import AgreementError, BackendError, InterlaceError, TeamError
+from interlace.errors import BackendError, InterlaceError, TeamError
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
@@ -149,7 +149,7 @@ class TeamComm:
             mine = self._users_backend(device)
             if mine is None or mine.name() != name or key in self._renewed:
                 mine = self._make(name, time_out_s)
-            self._own[key] = mine
+            self._own[key] = self._joined(mine, time_out_s)
         return self._own[key]
 
     def backend_name(self, name: str | None, device: str) -> str:
@@ -180,6 +180,15 @@ class TeamComm:
         made = connect(name, store, self.me, self.size, time_out_s, self.whose)
         self._made.append(made)
         return made
+
+    def _joined(self, backend: Any, time_out_s: float) -> Any:
+        """The backend, once its ranks have met where they would do so in a run."""
+        if backend.name() == "nccl":
+            from interlace.comm.cuda.connecting import join  # which needs the CUDA driver
+
+            device = None if self._cuda is None else self._cuda.device
+            join(backend, device, time_out_s, self.whose, self.board.ended)
+        return backend
 
     @property
     def whose(self) -> str:
@@ -216,8 +225,7 @@ class TeamComm:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            mine: Note = {"run": self.control.run}
-            where = self.ranks, self.rank
+            where, mine = (self.ranks, self.rank), {"run": self.control.run}
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
@@ -236,7 +244,7 @@ class TeamComm:
                 self.board.exchange(f"{topic}/renewal", *where, {}, time_out_s)
                 for key in sorted(self._own):
                     self._renewed.add(key)
-                    self._own[key] = self._make(key[0], time_out_s)
+                    self._own[key] = self._joined(self._make(key[0], time_out_s), time_out_s)
             except BaseException as error:
                 self.control.fail(error)
                 raise
@@ -340,8 +348,3 @@ def check_size(team: TeamComm, size: int) -> None:
             f"{team.size} ({list(team.ranks)}): give the Program another "
             "team size, or the team another group"
         )
-
-
-def disagreement(text: str) -> AgreementError:
-    """An AgreementError with the usual advice."""
-    return AgreementError(f"{text}. Every rank must prepare the same Programs in the same order")

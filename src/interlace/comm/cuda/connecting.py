@@ -1,0 +1,82 @@
+"""The first op of an NCCL backend: it connects the ranks, and so may wait for one that never comes.
+
+    join(backend, device, 60, "team tp on rank 0", ended)       # all ranks of the team, together
+
+Note [Connecting]
+    NCCL connects in its first op, in a call that waits for all ranks and that no abort reaches: its
+    communicator is not there yet. A rank that fails before its own first op (bad input to the first
+    run, say) would leave the others in that call for ever. So the ranks do one op in `prepare()`,
+    and again after a reset, each in a thread that is left behind where it does not come back. That
+    is also for a backend of the user's, which may or may not have had an op.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from interlace.comm.board import named
+from interlace.comm.collectives import Spec
+from interlace.comm.cuda.aborts import abort
+from interlace.comm.cuda.collectives import bind_on_stream
+from interlace.comm.cuda.driver import relax_captures
+from interlace.errors import BackendError
+
+LOOK_S = 0.01
+"""How often it is asked whether a peer's process has ended."""
+
+
+def join(
+    backend: Any,
+    device: torch.device | None,
+    time_out_s: float,
+    whose: str,
+    ended: Callable[[], Collection[int]],
+) -> None:
+    """Has the ranks of a backend meet, each with its device (None: the current one).
+
+    `whose` is for messages, `ended` tells whose processes are gone. Raises `BackendError` where
+    they do not meet within the time-out; then the backend is aborted.
+    """
+    failed: list[Exception] = []
+    used = device or torch.device("cuda", torch.cuda.current_device())
+
+    def act() -> None:
+        try:
+            relax_captures()
+            _meet(backend, used, time_out_s)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=act, name="interlace connect", daemon=True)
+    deadline = time.monotonic() + time_out_s
+    thread.start()
+    gone: list[int] = []
+    while thread.is_alive() and not gone and time.monotonic() < deadline:
+        gone = sorted(ended())
+        thread.join(LOOK_S)
+    if not thread.is_alive() and not failed:
+        return
+    abort([backend])
+    if failed:
+        why = str(failed[0])
+    elif gone:
+        why = f"the process of {named(gone)} has ended. Start the job anew"
+    else:
+        why = (
+            f"not all of its ranks came within {time_out_s:g} s: see whether one failed, stalled "
+            "or took another path through the model"
+        )
+    raise BackendError(f"NCCL could not connect {whose}: {why}") from (failed or [None])[0]
+
+
+def _meet(backend: Any, device: torch.device, time_out_s: float) -> None:
+    """A barrier, for which the host waits."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        spec = Spec("barrier", backend.size(), backend.rank(), parts=(), dtype=torch.uint8)
+        bind_on_stream(backend, spec, time_out_s)(None, None)
+        torch.cuda.current_stream().synchronize()

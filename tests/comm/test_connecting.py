@@ -1,0 +1,82 @@
+"""The first op of NCCL backends: bounded, told in words, and never left to a run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from interlace.comm.cuda import connecting
+from interlace.errors import BackendError
+
+
+@pytest.fixture
+def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Without a GPU; what stands still does so until this is set."""
+    event = threading.Event()
+    monkeypatch.setattr(connecting, "relax_captures", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    yield event
+    event.set()
+
+
+def meets(monkeypatch: pytest.MonkeyPatch, action: Callable[..., object]) -> Any:
+    """A backend whose ranks meet so."""
+    monkeypatch.setattr(connecting, "_meet", action)
+    return mock.Mock()
+
+
+def nobody() -> set[int]:
+    return set()
+
+
+def test_ranks_that_meet_are_connected(
+    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    backend = meets(monkeypatch, lambda *given: seen.append((*given, threading.current_thread())))
+    for device in (None, torch.device("cuda", 3)):
+        connecting.join(backend, device, 5.0, "team tp on rank 0", nobody)
+    assert [found[:3] for found in seen] == [
+        (backend, torch.device("cuda", index), 5.0) for index in (1, 3)
+    ]
+    assert threading.main_thread() not in [found[3] for found in seen]
+    assert not backend.abort.called
+
+
+def test_a_rank_that_does_not_come_is_a_time_out(
+    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = meets(monkeypatch, lambda *_: let_go.wait(20))
+    begun = time.monotonic()
+    with pytest.raises(BackendError, match=r"team tp on rank 0: not all of its ranks came within"):
+        connecting.join(backend, None, 0.2, "team tp on rank 0", nobody)
+    assert 0.2 <= time.monotonic() - begun < 10
+    assert backend.abort.called
+
+
+def test_a_process_that_has_ended_is_not_waited_for(
+    let_go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = meets(monkeypatch, lambda *_: let_go.wait(20))
+    begun = time.monotonic()
+    with pytest.raises(BackendError, match="rank 0: the process of ranks 2 and 3 has ended"):
+        connecting.join(backend, None, 15.0, "team tp on rank 0", lambda: {3, 2})
+    assert time.monotonic() - begun < 10
+    assert backend.abort.called
+
+
+def test_what_nccl_says_is_told(let_go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no route to host")
+
+    backend = meets(monkeypatch, fail)
+    with pytest.raises(BackendError, match="team tp on rank 0: no route to host") as caught:
+        connecting.join(backend, None, 5.0, "team tp on rank 0", nobody)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert backend.abort.called
