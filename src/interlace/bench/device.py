@@ -22,7 +22,8 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.sites import CACHE, DTYPES, PRESETS
 from interlace.cost.samples import Sample
 
-COPIES = tuple(1 << power for power in (16, 20, 24, 28))
+COPIES = tuple(1 << power for power in (16, 20, 26, 28))
+"""Bytes. The larger half, which tells a GPU's bandwidth, is beyond its cache."""
 HOST_CALLS = 200
 HOST_BATCH = 20
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -82,7 +83,7 @@ def _gemm(ranks: Ranks, dtype: str, shape: tuple[int, int, int]) -> Sample:
 
 
 def _copy(ranks: Ranks, nbytes: int) -> Sample:
-    src = torch.zeros(nbytes, dtype=torch.uint8, device=ranks.device)
+    src = torch.randint(256, (nbytes,), dtype=torch.uint8, device=ranks.device)
     dst = torch.zeros_like(src)
     guess = 5e-6 + nbytes / (1e12 if ranks.cuda else 3e9)
     seconds = timed(ranks, lambda: dst.copy_(src), guess)
@@ -130,7 +131,7 @@ def _host(ranks: Ranks) -> list[Sample]:
     event = torch.cuda.Event()
     calls: dict[str, Callable[[], Any]] = {
         "call": lambda: torch.mm(x, w, out=out),
-        "copy": lambda: out.copy_(x),
+        "copy": lambda: memory.copy("ce", memory.private, memory.mine, 1 << 10),
         "peer": lambda: memory.copy("ce", memory.private, peer, 1 << 10),
         "collective": lambda: dist.all_gather_into_tensor(whole, x),
         "event": event.record,
