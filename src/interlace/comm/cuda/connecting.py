@@ -28,6 +28,9 @@ from interlace.errors import BackendError
 
 LOOK_S = 0.01
 """How often it is asked whether a peer's process has ended."""
+LAST_S = 1.0
+"""How much later than the time-out a thread's own wait in the store, which is as long, may end. One
+that came back while the interpreter ends would end the process with an abort of its own."""
 
 
 def join(
@@ -59,18 +62,20 @@ def join(
     while thread.is_alive() and not gone and time.monotonic() < deadline:
         gone = sorted(ended())
         thread.join(LOOK_S)
-    if not thread.is_alive() and not failed:
+    late = thread.is_alive()
+    if not late and not failed:
         return
     abort([backend])
-    if failed:
-        why = str(failed[0])
-    elif gone:
+    if gone:
         why = f"the process of {named(gone)} has ended. Start the job anew"
-    else:
+    elif late:
+        thread.join(LAST_S)
         why = (
             f"not all of its ranks came within {time_out_s:g} s: see whether one failed, stalled "
             "or took another path through the model"
         )
+    else:
+        why = str(failed[0])
     raise BackendError(f"NCCL could not connect {whose}: {why}") from (failed or [None])[0]
 
 
