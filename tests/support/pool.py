@@ -45,6 +45,8 @@ from typing import Any
 
 MAX_WORLD = 4
 ROOT = Path(__file__).resolve().parents[2]
+END_S = 30.0
+"""Within this a process is gone that was killed: a driver may have much to take down."""
 TORCH = ("torch", "torch.distributed")
 LOADED = (
     *TORCH,
@@ -188,12 +190,17 @@ class Pool:
         for _, connection in workers:
             connection.close()
         deadline = time.monotonic() + 1.0
+        left: list[int | None] = []
         for process, _ in workers:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
-                process.join()
-            process.close()
+                process.join(END_S)
+            if process.is_alive():
+                left.append(process.pid)
+            else:
+                process.close()
+        assert not left, f"processes {left} were killed and have not ended"
 
     def _start(self, world: int) -> None:
         if self._store is None:
