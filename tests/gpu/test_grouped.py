@@ -421,5 +421,6 @@ def overlaps(seed: int) -> list[bool]:
     return seen
 
 
+@pytest.mark.nccl
 def test_reduction_runs_beside_the_backward(gpus: Ranks, seed: int) -> None:
     assert gpus.run(overlaps, seed, time_out_s=120) == [[False, True, True]] * gpus.world
