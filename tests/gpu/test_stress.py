@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from contextlib import ExitStack
 from typing import Any
@@ -156,12 +157,13 @@ def test_two_thousand_calls_leak_nothing(
         assert found["device"] < 8 << 20, "memory of the device that torch does not count"
 
 
-def many_executors(strategy: str, rounds: int) -> int:
-    """Bytes of the device that are gone after making and closing an Executor again and again."""
+def many_executors(strategy: str, rounds: int) -> tuple[int, int]:
+    """Bytes that are gone after making and closing an Executor again and again, of the device and
+    of what torch counts, before the garbage collector comes by."""
     case = Case("all_gather_matmul", dist.get_world_size())
     inputs = case.inputs(1)
 
-    def make(times: int) -> int:
+    def make(times: int) -> tuple[int, int]:
         for _ in range(times):
             with prepared(case, strategy) as executor:
                 run(executor, case, inputs)
@@ -170,12 +172,18 @@ def many_executors(strategy: str, rounds: int) -> int:
         meet()  # who shares this GPU has closed all of it too
         free = torch.cuda.mem_get_info()[0]
         meet()
-        return free
+        return free, torch.cuda.memory_allocated()
 
-    return make(3) - make(rounds)
+    gc.disable()
+    try:
+        (free, allocated), (less, more) = make(3), make(rounds)
+    finally:
+        gc.enable()
+    return free - less, more - allocated
 
 
 @pytest.mark.parametrize("strategy", ["peer-get", "fused", "exchange"])
 def test_closed_executors_give_their_memory_back(gpus: Ranks, strategy: str) -> None:
-    for gone in gpus.run(many_executors, strategy, 20, time_out_s=60):
+    for gone, held in gpus.run(many_executors, strategy, 20, time_out_s=60):
         assert gone < 8 << 20
+        assert held <= 0

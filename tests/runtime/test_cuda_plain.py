@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.support.fake_cuda import MAIN, Fake, fake_engine
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.bench.kernels.host import WIDTH, program
 from interlace.errors import ExecutorError
@@ -243,3 +245,26 @@ def test_a_caller_on_another_device_is_looked_at_first() -> None:
             with mock.patch.object(torch.cuda, "device", inside):
                 fake.runner.issue(given(), None)
             assert inside.mock_calls[:2] == [mock.call(fake.engine.device), mock.call().__enter__()]
+
+
+def test_memory_goes_when_the_engine_is_closed(plain: Fake) -> None:
+    """At once: what is in cycles, as engines are, may wait long for the garbage collector."""
+    plain.run(given())
+    arena = StorageWeakRef(plain.engine.context.values._arena)
+    gc.disable()
+    try:
+        plain.engine.close()
+        assert arena.expired()
+    finally:
+        gc.enable()
+
+
+def test_memory_of_a_run_that_does_not_end_stays(
+    plain: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("interlace.runtime.cuda.watchdog.GRACE_S", 0.05)
+    plain.run(given())
+    plain.driver.done = lambda event: False  # type: ignore[method-assign]
+    arena = StorageWeakRef(plain.engine.context.values._arena)
+    plain.engine.close()
+    assert not arena.expired()

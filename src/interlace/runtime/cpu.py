@@ -79,11 +79,8 @@ class CpuEngine:
         for index, op, members, last in _listed(plan.program.ops, context.options.in_order):
             steps = streams.setdefault("" if context.options.in_order else op.stream, [])
             for point in plan.syncs.get(index, ()):
-                steps.append(
-                    Step(
-                        index, op, binder.pass_by((point, 0), index), lanes[op.stream], proper=False
-                    )
-                )
+                wait = binder.pass_by((point, 0), index)
+                steps.append(Step(index, op, wait, lanes[op.stream], proper=False))
             runs: list[Thunk] = []
             for number, member in members:
                 if isinstance(member, Call):
@@ -270,10 +267,12 @@ class CpuEngine:
         return None
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads, and lets go of the memory."""
         workers, self._workers = list(self._workers.values()), {}
         for worker in workers:
             worker.stop()
+        self._streams = {}
+        self.context.values.drop()
 
 
 Listed = tuple[int, Op, list[tuple[int, Op]], bool]

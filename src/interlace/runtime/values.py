@@ -333,3 +333,9 @@ class Values:
     def end(self) -> None:
         """Lets go of everything that belongs to the run."""
         self.items[:] = self._template
+
+    def drop(self) -> None:
+        """Lets go of all memory, for good: who holds this may be garbage of cycles for long."""
+        self.registered, self._slots, self._arena = {}, {}, torch.UntypedStorage(0)
+        for held in (self.items, self._template, self._symmetric):
+            held.clear()

@@ -123,7 +123,8 @@ class Binding:
         """What stands before the ops, on whatever stream."""
 
     def close(self) -> None:
-        """Gives events back."""
+        """Gives events back, and lets go of what the steps hold."""
+        self.steps = []
         self.binder.close()
         for _, event in self._ends:
             self.driver.destroy_event(event)

@@ -332,6 +332,7 @@ class CudaEngine:
     def close(self) -> None:
         """Waits for what is under way (bounded), then gives everything back."""
         self.watched.settle()
+        over = self.watched.idle
         watchdog().leave()
         for team in self.context.crew.teams.values():
             team.left_by(self)  # whose events are gone after this
@@ -344,3 +345,5 @@ class CudaEngine:
         self.binding.close()
         self.marks.close()
         self.driver.destroy_event(self._told)
+        if over:
+            self.context.values.drop()
