@@ -129,7 +129,10 @@ def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.
         seconds=5,
         host_runs=7,
     )
-    report = overlap.work(settings, here(CPU), lambda event: None)
+    events: list[dict[str, Any]] = []
+    report = overlap.work(settings, here(CPU), events.append)
+    if report is not None:
+        report["steps"] = [event["doing"] for event in events if event["event"] == "step"]
     return report, [one.closed for one in odd]
 
 
@@ -157,6 +160,13 @@ def test_the_hosts_time_of_brief_sites_is_that_of_many_calls(pool: Pool, brief_s
     assert runs[8] == 7
     assert (runs[16] == 7) is (brief_s > 0)
     assert runs[16] > 0
+
+
+def test_the_largest_case_comes_last_and_gets_the_time_that_is_left(pool: Pool) -> None:
+    """Rows come in the order of the cases that were asked for."""
+    (report, _), _ = pool(2).run(measured, ["right"], (64, 8, 16), replace=True)
+    assert [step.split()[1] for step in report["steps"]] == ["8,4,6", "16,4,6", "64,4,6"]
+    assert list(dict.fromkeys(row["m"] for row in report["rows"])) == [64, 8, 16]
 
 
 def test_what_auto_chose_is_timed_once() -> None:

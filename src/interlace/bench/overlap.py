@@ -100,21 +100,24 @@ def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None
         common["commit"] = settings.commit
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
     smallest = {case.op: min(c.m * c.k * c.n for c in cases if c.op == case.op) for case in cases}
-    rows: list[Row] = []
+    measured: dict[int, list[Row]] = {}
     skipped: list[str] = []
-    for index, case in enumerate(cases):
+    # The largest last: what small ones leave of their time is theirs, whose noise is the greatest.
+    ordered = sorted(enumerate(cases), key=lambda item: item[1].m * item[1].k * item[1].n)
+    for number, (index, case) in enumerate(ordered):
         tell({"event": "step", "doing": str(case)})
         left = settings.seconds - max(ranks.maximum([time.monotonic() - begun]))
-        share = left / (len(cases) - index)
+        share = left / (len(cases) - number)
         if left <= 0:
             skipped.append(str(case))
             continue
         small = case.m * case.k * case.n == smallest[case.op]
         entries, gemm_s = _case(case, settings, ranks, share, small, tell)
         found = _rows(case, entries, gemm_s, roof, ranks, common)
-        rows += found
+        measured[index] = found
         tell({"event": "rows", "rows": found})
         del entries
+    rows = [row for index in sorted(measured) for row in measured[index]]
     if "jax" in settings.only:
         tell({"event": "doing", "doing": "jax"})
         found = jax_rows(cases, ranks, rows)
