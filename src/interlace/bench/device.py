@@ -22,8 +22,8 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.sites import CACHE, DTYPES, PRESETS
 from interlace.cost.samples import Sample
 
-COPIES = tuple(1 << power for power in (16, 20, 26, 28))
-"""Bytes. The larger half, which tells a GPU's bandwidth, is beyond its cache."""
+COPIES = tuple(1 << power for power in (16, 20, 28, 29))
+"""Bytes. The larger half, which tells a GPU's bandwidth, is beyond any cache of today's."""
 HOST_CALLS = 200
 HOST_BATCH = 20
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
