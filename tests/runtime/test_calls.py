@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import BackendError, ExecutorError, InterlaceError, ProgramError
@@ -286,41 +285,6 @@ def two(x: f32[3, 4]):
     gc.collect()
     assert gone() is None
     assert not any("interlace stream" in thread.name for thread in threading.enumerate())
-
-
-ARENA = """
-def f(x: f32[64, 64]):
-    t = alloc(f32[64, 64])
-    side: call("aten.mm.out", x, x, out=t)
-    side: record(e)
-    main: wait(e)
-    main: call("aten.mm.default", t, x, out=(y := f32[64, 64]))
-    return y
-"""
-
-
-@pytest.mark.parametrize("how", ["close", "del"])
-def test_memory_goes_at_once_and_not_with_the_garbage_collector(how: str) -> None:
-    """Who makes Executors again and again would else hold many arenas."""
-    import gc
-
-    executor = Executor(parse(ARENA)).prepare()
-    x = torch.randn(64, 64)
-    (y,) = executor.run([x])
-    context: Any = executor._context
-    arena = StorageWeakRef(context.values._arena)
-    del context
-    assert not arena.expired()
-    gc.disable()
-    try:
-        if how == "close":
-            executor.close()
-        else:
-            del executor
-        assert arena.expired()
-    finally:
-        gc.enable()
-    assert torch.equal(y, (x @ x) @ x)
 
 
 def test_results_that_an_operator_leaves_out_are_zeros() -> None:

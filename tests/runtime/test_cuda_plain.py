@@ -268,3 +268,41 @@ def test_memory_of_a_run_that_does_not_end_stays(
     arena = StorageWeakRef(plain.engine.context.values._arena)
     plain.engine.close()
     assert not arena.expired()
+
+
+def test_a_run_that_is_being_issued_is_under_way(
+    plain: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory does not go when another thread closes the Executor meanwhile."""
+    monkeypatch.setattr("interlace.runtime.cuda.watchdog.GRACE_S", 0.05)
+    engine, seen = plain.engine, list[bool]()
+    arena = StorageWeakRef(engine.context.values._arena)
+    first, second = engine.binding.steps
+
+    def meanwhile() -> None:
+        first()
+        engine.close()
+        seen.append(arena.expired())
+
+    engine.binding.steps = [meanwhile, second]
+    plain.run(given())
+    assert seen == [False]
+    assert engine.watched.idle
+
+
+def test_a_run_that_begins_amid_the_end_is_an_error(plain: Fake) -> None:
+    """And not one whose results nobody has written."""
+    plain.run(given())
+    plain.engine.binding.close()
+    with pytest.raises(ExecutorError, match="closed by another thread"):
+        plain.run(given())
+    assert plain.engine.watched.idle
+
+
+def test_a_run_that_fails_is_over(plain: Fake) -> None:
+    plain.run(given())
+    plain.engine.binding.steps[1] = mock.Mock(side_effect=RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        plain.run(given())
+    assert plain.engine.watched.idle
+    assert plain.engine.issued == 2

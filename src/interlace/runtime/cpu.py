@@ -267,12 +267,10 @@ class CpuEngine:
         return None
 
     def close(self) -> None:
-        """Ends the threads, and lets go of the memory."""
+        """Ends the threads."""
         workers, self._workers = list(self._workers.values()), {}
         for worker in workers:
             worker.stop()
-        self._streams = {}
-        self.context.values.drop()
 
 
 Listed = tuple[int, Op, list[tuple[int, Op]], bool]

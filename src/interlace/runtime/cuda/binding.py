@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from interlace.comm.cuda.driver import Driver
+from interlace.errors import ExecutorError
 from interlace.ir import Fused, HostSync, in_order
 from interlace.runtime.cuda.binder import Binder, Links
 from interlace.runtime.cuda.lanes import Lane, Thunk
@@ -123,8 +124,13 @@ class Binding:
         """What stands before the ops, on whatever stream."""
 
     def close(self) -> None:
-        """Gives events back, and lets go of what the steps hold."""
-        self.steps = []
+        """Gives events back, and lets go of what the steps hold. No run comes after this."""
+        self.steps = [_closed]
         self.binder.close()
         for _, event in self._ends:
             self.driver.destroy_event(event)
+
+
+def _closed() -> None:
+    """What another thread's run meets that began amid the end."""
+    raise ExecutorError("this Executor was closed by another thread")

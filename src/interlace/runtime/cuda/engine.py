@@ -139,27 +139,25 @@ class CudaEngine:
         last = self.last
         if last is not None and last[0] != stream:
             self.driver.wait_event(stream, last[1])
+        self.entered = self.issued + 1
         binding.main.handle = stream
         binding.runs += 1
         try:
             for step in binding.steps:
                 step()
+            self._leave_plain(stream)
         except BaseException:
             with contextlib.suppress(InterlaceError):  # the error is that of the op
                 self._leave_plain(stream)
             raise
-        if self._keeps:
-            self._leave_plain(stream)
-        else:
-            self.issued = self.entered = self.issued + 1
+        finally:
+            self.issued = self.entered
 
     def _leave_plain(self, stream: int) -> None:
         if self._keeps:
             _, over = self.marks.of(0)
             self.driver.record(stream, over)
             self.last = stream, over
-        self.issued += 1
-        self.entered = self.issued
 
     def finish_unmarked(self) -> None:
         """Waits for runs that left no event."""
