@@ -312,6 +312,10 @@ def test_a_rank_that_does_not_come_to_connect_is_a_time_out(gpus: Ranks, seed: i
             assert seconds < TIME_OUT_S + LATE_S
 
 
+def nothing() -> None:
+    """Nobody has given up."""
+
+
 def connect_without(victim: int, seed: int) -> Outcome:
     """How long a rank waits for another; then all meet."""
     rank, found = dist.get_rank(), ("", "", 0.0)
@@ -323,10 +327,10 @@ def connect_without(victim: int, seed: int) -> Outcome:
 
     alone = made("alone", TIME_OUT_S)
     if rank != victim:
-        found = attempt(lambda: join(alone, None, TIME_OUT_S, "team tp", set))
+        found = attempt(lambda: join(alone, None, TIME_OUT_S, "team tp", set, nothing))
     meet()
     together = made("together", 20.0)
-    join(together, None, 20.0, "team tp", set)
+    join(together, None, 20.0, "team tp", set, nothing)
     end([together], 5.0, "team tp")
     return found
 

@@ -19,7 +19,7 @@ from tests.runtime.cuda_sites import bound, logs_of, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
 
 from interlace.comm import Spec, TeamComm, release_teams, team_of
-from interlace.comm import teams as teams_file
+from interlace.comm import connections as connections_file
 from interlace.comm.backends import end
 from interlace.comm.cuda import connecting
 from interlace.comm.cuda.aborts import abort, all_ended
@@ -422,9 +422,9 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TeamComm]:
     """A team of one, whose NCCL is ours."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    monkeypatch.setattr(teams_file, "connect", lambda *_: Nccl())
+    monkeypatch.setattr(connections_file, "connect", lambda *_: Nccl())
     monkeypatch.setattr(connecting, "join", lambda backend, *_: backend.joined.set())
-    monkeypatch.setattr(teams_file, "require_backend", lambda name: None)
+    monkeypatch.setattr(connections_file, "require_backend", lambda name: None)
     try:
         found = team_of(dist.group.WORLD, "tp")  # pyright: ignore
         found.setup(5)
@@ -452,15 +452,16 @@ def test_ranks_meet_before_runs_do_what_waits_for_all(
     asked: list[Any] = []
     monkeypatch.setattr(connecting, "join", lambda *given: asked.append(given))
     users = Nccl()
-    monkeypatch.setattr(team, "_users_backend", lambda device: users)
+    monkeypatch.setattr(team._connections, "users", lambda device: users)
     for _ in range(2):
         assert team.backend("nccl", "cuda", 5) is users
-    assert asked == [(users, None, 5, "team tp on rank 0", team.board.ended)]
+    known = "team tp on rank 0", team.board.ended
+    assert [given[:-1] for given in asked] == [(users, None, 5, *known)]
     team.control.fail(PROBLEM)
     team.reset(7)
     renewed = team.backend("nccl", "cuda", 5)
     assert renewed is not users
-    assert asked[1:] == [(renewed, None, 7, "team tp on rank 0", team.board.ended)]
+    assert [given[:-1] for given in asked[1:]] == [(renewed, None, 7, *known)]
 
 
 def test_a_connection_that_failed_is_not_kept(
@@ -476,6 +477,7 @@ def test_a_connection_that_failed_is_not_kept(
         patch.setattr(connecting, "join", fail)
         with pytest.raises(BackendError, match="not all came"):
             team.backend("nccl", "cuda", 5)
+    team.num_prepared += 1  # as with whatever is prepared next
     later = team.backend("nccl", "cuda", 5)
     assert later is not made[0]
     assert later.joined.is_set()
@@ -500,7 +502,7 @@ def test_a_reset_that_cannot_connect_anew_leaves_a_failure(
     team: TeamComm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     team.backend("nccl", "cuda", 5)
-    monkeypatch.setattr(teams_file, "connect", mock.Mock(side_effect=BackendError("no port")))
+    monkeypatch.setattr(connections_file, "connect", mock.Mock(side_effect=BackendError("no port")))
     with pytest.raises(BackendError, match="no port"):
         team.reset(5)
     assert "no port" in str(team.control.failure())

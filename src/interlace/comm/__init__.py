@@ -1,6 +1,7 @@
 """Teams and what moves bytes between their ranks.
 
-teams.py              a team over a process group, its backends, its set-up and reset
+teams.py              a team over a process group, its set-up and reset
+connections.py        a team's backends of torch, connected by all of its ranks or by none
 backends.py           backends of torch that a team has for itself
 control.py            the block where ranks see each other's runs, progress and errors
 signals.py            counters in shared memory, and the one bounded wait

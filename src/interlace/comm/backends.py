@@ -64,11 +64,17 @@ def connect(name: str, store: dist.Store, me: int, size: int, time_out_s: float,
 def _within(store: dist.Store, time_out_s: float) -> dist.Store:
     """The store with a time-out of its own. NCCL connects with its first op: there ranks wait in
     the store for the first of them, by default for half an hour, and no abort reaches them."""
-    with contextlib.suppress(AttributeError, RuntimeError):  # stores that cannot be cloned
-        own: Any = store
-        own = own.clone()
+    own = apart(store)
+    if own is not store:
         own.set_timeout(timedelta(seconds=time_out_s))
-        return own
+    return own
+
+
+def apart(store: Any) -> Any:
+    """The same store by a connection of its own, where it has such: whoever waits in another, as
+    the first op of a user's NCCL backend may, keeps it from all other threads."""
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        return store.clone()
     return store
 
 

@@ -67,6 +67,11 @@ class Board:
             return None
         return json.loads(self._ask(lambda: self._store.get(key)))
 
+    def first(self, topic: str, mine: Any) -> Any:
+        """Of all that ranks leave there, what was the first: this, or another's."""
+        key, text = f"{self._prefix}/{topic}", json.dumps(mine)
+        return json.loads(self._ask(lambda: self._store.compare_set(key, "", text)))
+
     def ended(self) -> set[Any]:
         """The ranks whose process has ended."""
         return {rank for rank, life in self.lives.items() if not life.alive()}
@@ -146,8 +151,7 @@ class Board:
 
         Of all that ranks say, the first is the verdict.
         """
-        key, mine = f"{self._prefix}/{topic}/verdict", json.dumps([me, why])
-        rank, why = json.loads(self._ask(lambda: self._store.compare_set(key, "", mine)))
+        rank, why = self.first(f"{topic}/verdict", [me, why])
         if why:
             raise AgreementError(why if rank == me else f"rank {rank} gave up: {why}")
 

@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from interlace.comm.backends import connect, end, require_backend
+from interlace.comm.backends import apart
 from interlace.comm.board import Board, Note, named
+from interlace.comm.connections import Connections
 from interlace.comm.control import NBYTES, Control
 from interlace.comm.liveness import Life, identity
 from interlace.comm.sharing import share
@@ -61,7 +62,7 @@ class TeamComm:
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         try:
             self.ranks = tuple(dist.get_process_group_ranks(group))
-            store, rank = c10d._get_default_store(), dist.get_rank()
+            store, rank = apart(c10d._get_default_store()), dist.get_rank()
         except (KeyError, ValueError, RuntimeError) as error:
             raise TeamError(
                 f"the process group of team {name!r} is not one of torch.distributed's "
@@ -74,11 +75,6 @@ class TeamComm:
         self.rank = rank
         self.lock = threading.RLock()
         self.board = Board(store)
-        self._group = weakref.ref(group)
-        self._store = store
-        self._own: dict[tuple[str, str], Any] = {}
-        self._renewed: set[tuple[str, str]] = set()
-        self._made: list[Any] = []
         self._control: Control | None = None
         self._lives: list[Life] = []
         self.resets = 0
@@ -89,6 +85,8 @@ class TeamComm:
         generation = self.board.count(f"{key}/generation/{rank}")
         self.topic = f"{key}/{generation}"
         self.slots = SlotPool(self.board, f"{self.topic}/slots", self.ranks, self.me)
+        place = self.board, self.topic, self.ranks, rank, name
+        self._connections = Connections(weakref.ref(group), store, *place)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -140,60 +138,16 @@ class TeamComm:
     def backend(self, name: str | None, device: str, time_out_s: float) -> Any:
         """The torch backend of that name for tensors on `device`, the user's own where it has one.
 
-        Without a name it is the one that the group has for the device. A backend that the group
-        lacks is made for this team, which all ranks do together.
+        Without a name it is the one that the group has for the device. The first time, all ranks
+        ask for it together where it is NCCL's, or one that the group lacks: it is connected there.
         """
-        name = self.backend_name(name, device)
-        key = (name, device)
-        if key not in self._own:
-            mine = self._users_backend(device)
-            if mine is None or mine.name() != name or key in self._renewed:
-                mine = self._make(name, time_out_s)
-            self._own[key] = self._joined(mine, time_out_s)
-        return self._own[key]
+        on = None if self._cuda is None else self._cuda.device
+        key, where = (self.backend_name(name, device), device), f"connect/{self.num_prepared}"
+        return self._connections.get(*key, on, where, time_out_s)
 
     def backend_name(self, name: str | None, device: str) -> str:
         """What `None` means for this group and device; checks that the backend exists."""
-        if name is None:
-            mine = self._users_backend(device)
-            usual = "gloo" if device == "cpu" else "nccl"
-            name = str(mine.name()) if mine is not None else usual
-        require_backend(name)
-        if name == "nccl" and device == "cpu":
-            raise BackendError(
-                f"the backend 'nccl' is not there for tensors of the CPU (team {self.name}): run "
-                "the Program on device 'cuda', or choose gloo or peer"
-            )
-        return name
-
-    def _users_backend(self, device: str) -> Any:
-        group = self._group()
-        if group is None:
-            raise TeamError(f"the process group of team {self.name} was destroyed")
-        try:
-            return group._get_backend(torch.device(device))
-        except RuntimeError:
-            return None
-
-    def _make(self, name: str, time_out_s: float) -> Any:
-        store = c10d.PrefixStore(f"interlace/{self.topic}/{name}/{self.resets}", self._store)
-        made = connect(name, store, self.me, self.size, time_out_s, self.whose)
-        self._made.append(made)
-        return made
-
-    def _joined(self, backend: Any, time_out_s: float) -> Any:
-        """The backend, once its ranks have met where they would do so in a run."""
-        if backend.name() == "nccl":
-            from interlace.comm.cuda.connecting import join  # which needs the CUDA driver
-
-            device = None if self._cuda is None else self._cuda.device
-            join(backend, device, time_out_s, self.whose, self.board.ended)
-        return backend
-
-    @property
-    def whose(self) -> str:
-        """This rank's part of the team, for messages."""
-        return f"team {self.name} on rank {self.rank}"
+        return self._connections.name(name, device)
 
     def cuda(self, device: torch.device, time_out_s: float) -> CudaSide:
         """The team's device side; all ranks make it together, with their first Program on CUDA."""
@@ -231,7 +185,7 @@ class TeamComm:
             topic = f"{self.topic}/reset/{self.resets}"
             try:
                 told = self.board.exchange(topic, *where, mine, time_out_s)
-                end(self._made, time_out_s, self.whose)
+                self._connections.end(time_out_s)
             except BaseException as error:
                 self.resets = before
                 self.control.fail(error)
@@ -242,9 +196,8 @@ class TeamComm:
                 if self._cuda is not None:
                     self._cuda.reset()
                 self.board.exchange(f"{topic}/renewal", *where, {}, time_out_s)
-                for key in sorted(self._own):
-                    self._renewed.add(key)
-                    self._own[key] = self._joined(self._make(key[0], time_out_s), time_out_s)
+                on = None if self._cuda is None else self._cuda.device
+                self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
             except BaseException as error:
                 self.control.fail(error)
                 raise
@@ -265,12 +218,11 @@ class TeamComm:
         try:
             for user in list(self._users):
                 user.leave()
-            theirs = any(backend.name() == "nccl" for backend in self._made)
+            theirs = any(backend.name() == "nccl" for backend in self._connections.made)
             if theirs and self.is_set_up and self.control.failure() is None:
                 with contextlib.suppress(InterlaceError):
                     self.board.exchange(f"{self.topic}/end", self.ranks, self.rank, {}, END_S)
         finally:
-            self._own.clear()
             self._control = None
             self.slots.slots.clear()
             if self._cuda is not None:
@@ -279,7 +231,7 @@ class TeamComm:
             self._cuda = None
             for life in self._lives:
                 life.close()
-            end(self._made, END_S, self.whose)
+            self._connections.close(END_S)
 
 
 class _Registry:

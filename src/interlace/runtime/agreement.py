@@ -33,6 +33,8 @@ class Agreement:
     tag: int
     verified: bool = False
     """Whether agreeing included the proof, of the Programs of all ranks as a set."""
+    backends: tuple[tuple[str, ...], ...] = ()
+    """For each of the teams, the backends of torch that one of its ranks needs: all have them."""
 
 
 @lru_cache(maxsize=256)
@@ -89,10 +91,12 @@ def agree(
     teams: Sequence[TeamComm],
     time_out_s: float,
     found: Found | None = None,
+    backends: Sequence[Sequence[str]] = (),
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams; `rank` is the Program's.
 
     `found` is what this rank registers: what is wrong with that on any rank, all of them raise.
+    `backends` has those that this rank's Program needs, for each of the teams.
     """
     found = found or Found()
     plain = essence(program)
@@ -103,6 +107,7 @@ def agree(
         "hash": digest(text),
         "skeleton": digest(print_program(skeleton(plain))),
         "teams": [],
+        "backends": {},
         "registered": found.note,
     }
     if found.problem is not None:
@@ -115,6 +120,7 @@ def agree(
         place = f"{team.topic}/prepare/{team.num_prepared}"
         mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
     board = teams[0].board
+    mine["backends"] = dict(zip((place for place, *_ in mine["teams"]), backends, strict=False))
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
     entries = _collect(board, teams[0].rank, mine, time_out_s)
@@ -125,7 +131,12 @@ def agree(
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
     places = _places(entries.values())
-    return Agreement(int(digest(repr((parts, places)))[:16], 16), verified=differ)
+    needed = [
+        sorted({name for entry in entries.values() for name in entry["backends"].get(place, ())})
+        for place, *_ in mine["teams"]
+    ]
+    tag = int(digest(repr((parts, places)))[:16], 16)
+    return Agreement(tag, differ, tuple(map(tuple, needed)))
 
 
 def _collect(board: Board, me: int, mine: Note, time_out_s: float) -> dict[int, Note]:

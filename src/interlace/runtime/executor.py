@@ -31,7 +31,7 @@ from interlace.runtime.agreement import Agreement, agree, verdict
 from interlace.runtime.engine import BeforeOp, Context, Crew, Door, executor_for, runner_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
-from interlace.runtime.plan import make_plan, with_backends
+from interlace.runtime.plan import backends_of, make_plan, with_backends
 from interlace.runtime.ranks import program_rank
 from interlace.runtime.registered import collect
 from interlace.runtime.results import reader_of
@@ -118,10 +118,10 @@ class Executor:
                 )
         # Made in inference mode, memory could not be written by runs out of it.
         with self._alone(), torch.inference_mode(False), torch.no_grad():
-            program = with_backends(self.program, self._backend_name, self._teams)
+            names = self._backend_name, self._teams
+            program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
-            teams = list(self._teams.values())
-            self._agreement = agree(program, self.rank, teams, limit, found)
+            self._agreement = agree(program, self.rank, [*names[1].values()], limit, found, used)
             if not self._agreement.verified:
                 verdict(program).raise_if_unsound()
             for team in self._ordered():
@@ -129,7 +129,7 @@ class Executor:
             try:
                 plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
                 facts = self._teams, self.device, self.options, found.wanted
-                self._shared = share(plan, *facts, self._kept.shared)
+                self._shared = share(plan, *facts, self._agreement.backends, self._kept.shared)
                 self._bind()
             except BaseException:
                 self._kept.close()

@@ -94,16 +94,6 @@ class Plan:
             return tuple(i for i in range(len(member.ranks)) if i != member.index)
         return (self.where.index(peer),)
 
-    def lettered(self) -> list[tuple[str, Letter]]:
-        """Every Send and Recv, with its team."""
-        found: list[tuple[str, Letter]] = []
-        for (index, part), letter in self.letters.items():
-            op = self.program.ops[index]
-            item = op.ops[part] if isinstance(op, Group) else op
-            assert isinstance(item, Send | Recv)
-            found.append((item.team, letter))
-        return found
-
     def slot_of(self, buffer: str) -> str:
         """The name of the slot that a symmetric buffer takes."""
         return self.buffers[buffer].storage or buffer
@@ -144,6 +134,16 @@ def with_backends(program: Program, backend_of: BackendOf, teams: Collection[str
             for op in program.ops
         )
     )
+
+
+def backends_of(program: Program, backend_of: BackendOf, teams: Collection[str]) -> list[list[str]]:
+    """For each of the teams, the backends of torch that a Program's ops there need."""
+    found: dict[str, set[str]] = {team: set() for team in teams}
+    for op in program.ops:
+        for item in op.ops if isinstance(op, Group) else (op,):
+            if isinstance(item, Collective | Send | Recv) and item.team in teams:
+                found[item.team].add(backend_of(item.team, item.backend))
+    return [sorted(names - {"peer"}) for names in found.values()]
 
 
 def merging(source: Program) -> frozenset[int]:

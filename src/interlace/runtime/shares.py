@@ -7,7 +7,7 @@ shared.slots["full"], shared.spaces["tp"]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class Shared:
     slots: Mapping[str, Any]
     spaces: Mapping[str, Any]
     wanted: tuple[tuple[str, str], ...]
-    """Team and name of each backend of torch that the Program uses."""
+    """Team and name of each backend of torch that a rank of the team uses."""
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
     registered: Mapping[str, Registered] = field(default_factory=dict[str, Registered])
 
@@ -47,17 +47,17 @@ def share(
     device: torch.device,
     options: Options,
     callers: Wanted,
+    backends: Sequence[Sequence[str]],
     kept: contextlib.ExitStack,
 ) -> Shared:
     """Sets all of it up; every rank of the teams calls this, in one order.
 
-    `callers` has the tensors of registered parameters. Closing `kept` gives back what there is,
-    also after an error: slots, words and mappings; nothing that used them may be under way.
+    `callers` has the tensors of registered parameters, `backends` those that any rank needs, for
+    each of the teams. Closing `kept` gives back what there is, also after an error: slots, words
+    and mappings; nothing that used them may be under way.
     """
-    wanted = {(turn.team, turn.backend) for turn in plan.turns.values()}
-    wanted |= {(team, letter.backend) for team, letter in plan.lettered()}
-    named = sorted(wanted, key=lambda key: (BACKENDS.index(key[1]), key[0]))
-    backends = tuple(key for key in named if key[1] != "peer")
+    needed = [(team, name) for team, each in zip(teams, backends, strict=True) for name in each]
+    wanted = tuple(sorted(needed, key=lambda key: (BACKENDS.index(key[1]), key[0])))
     limit = options.time_out_s
     if device.type == "cuda":
         from interlace.runtime.cuda import sharing  # which needs the CUDA driver
@@ -65,7 +65,7 @@ def share(
         with torch.cuda.device(device):
             found = sharing.share(plan, teams, device, options.graph, limit, kept)
             registered = sharing.register(plan, teams, device, callers, limit, kept)
-            shared = Shared(found.slots, found.spaces, backends, found.graph_spaces, registered)
+            shared = Shared(found.slots, found.spaces, wanted, found.graph_spaces, registered)
             shared.backends(teams, device, limit)
         return shared
     slots: dict[str, Any] = {}
@@ -83,12 +83,12 @@ def share(
                 if of_team == name:
                     slots[buffer] = found_slots[plan.slot_of(buffer)]
             spaces[name] = Workspace(team, topic, plan.demands[name], limit)
-            for _, backend in (key for key in backends if key[0] == name):
+            for _, backend in (key for key in wanted if key[0] == name):
                 team.backend(backend, device.type, limit)
             if name in callers:
                 facts = inputs, written(plan.program), limit
                 registered.update(share_on_host(team, topic, callers[name], *facts))
-    return Shared(slots, spaces, backends, registered=registered)
+    return Shared(slots, spaces, wanted, registered=registered)
 
 
 class Kept:

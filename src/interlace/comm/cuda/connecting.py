@@ -1,13 +1,14 @@
 """The first op of an NCCL backend: it connects the ranks, and so may wait for one that never comes.
 
-    join(backend, device, 60, "team tp on rank 0", ended)       # all ranks of the team, together
+    join(backend, device, 60, "team tp on rank 0", ended, look)     # all ranks of it, together
 
 Note [Connecting]
     NCCL connects in its first op, in a call that waits for all ranks and that no abort reaches: its
     communicator is not there yet. A rank that fails before its own first op (bad input to the first
     run, say) would leave the others in that call for ever. So the ranks do one op in `prepare()`,
     and again after a reset, each in a thread that is left behind where it does not come back. That
-    is also for a backend of the user's, which may or may not have had an op.
+    is also for a backend of the user's, which may or may not have had an op. Where they do not
+    meet it is aborted, the user's too: what waits on it would take part in another op.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from interlace.comm.cuda.driver import relax_captures
 from interlace.errors import BackendError
 
 LOOK_S = 0.01
-"""How often it is asked whether a peer's process has ended."""
+"""How often it is asked whether a peer's process has ended, or a peer given up."""
 LAST_S = 1.0
-"""How much later than the time-out a thread's own wait in the store, which is as long, may end. One
-that came back while the interpreter ends would end the process with an abort of its own."""
+"""How much later than the time-out the thread's own wait in the store may end, which is as long for
+a backend that Interlace made. Back while the interpreter ends, it would abort the process."""
 
 
 def join(
@@ -39,11 +40,13 @@ def join(
     time_out_s: float,
     whose: str,
     ended: Callable[[], Collection[int]],
+    look: Callable[[], None],
 ) -> None:
     """Has the ranks of a backend meet, each with its device (None: the current one).
 
-    `whose` is for messages, `ended` tells whose processes are gone. Raises `BackendError` where
-    they do not meet within the time-out; then the backend is aborted.
+    `whose` is for messages, `ended` tells whose processes are gone, `look` raises where a peer has
+    given up. Raises `BackendError` where they do not meet within the time-out; then, as after
+    `look`, the backend is aborted.
     """
     failed: list[Exception] = []
     used = device or torch.device("cuda", torch.cuda.current_device())
@@ -59,9 +62,14 @@ def join(
     deadline = time.monotonic() + time_out_s
     thread.start()
     gone: list[int] = []
-    while thread.is_alive() and not gone and time.monotonic() < deadline:
-        gone = sorted(ended())
-        thread.join(LOOK_S)
+    try:
+        while thread.is_alive() and not gone and time.monotonic() < deadline:
+            gone = sorted(ended())
+            look()
+            thread.join(LOOK_S)
+    except BaseException:
+        abort([backend])
+        raise
     late = thread.is_alive()
     if not late and not failed:
         return

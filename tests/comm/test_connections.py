@@ -1,0 +1,206 @@
+"""Backends are connected by all ranks or by none, and who tries again is not held up by the past.
+
+NCCL is played as torch has it: rank 0 leaves an id in the backend's store, the others read it, and
+all who hold one id meet, for which no time-out is known and which no abort ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.pool import Ranks
+
+from interlace.comm import connections, release_teams, team_of
+from interlace.comm.backends import apart
+from interlace.comm.cuda import connecting
+from interlace.errors import BackendError, InterlaceError
+from interlace.ir import parse_set
+from interlace.runtime import Executor
+
+TIME_OUT_S = 1.5
+Heard = tuple[str, str, float]
+
+
+class Nccl:
+    """A backend that meets through its store."""
+
+    def __init__(self, name: str, store: Any, me: int, size: int, *_: Any) -> None:
+        self.store, self.me, self.ranks = apart(store), me, size
+        self.aborted = False
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class World:
+    """What happens to this rank where it meets the others."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.problem: str | None = None
+
+    def meet(self, backend: Nccl, *_: Any) -> None:
+        """Returns once all ranks with this id are here."""
+        store = backend.store
+        if backend.me == 0:
+            time.sleep(0.05)
+            store.set("0", str(time.monotonic_ns()))
+        ident = store.get("0").decode()
+        if self.problem is not None:
+            raise RuntimeError(self.problem)
+        store.set(f"{ident}/{backend.me}", "here")
+        wanted = [f"{ident}/{rank}" for rank in range(backend.ranks)]
+        while not store.check(wanted) and not self.over.is_set():
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def played() -> Iterator[tuple[World, Any]]:
+    """A set-up team of all ranks whose NCCL is played."""
+    world = World()
+    with contextlib.ExitStack() as stack:
+        for where, name, new in (
+            (connections, "connect", Nccl),
+            (connections, "require_backend", lambda name: None),
+            (connecting, "relax_captures", lambda: None),
+            (connecting, "_meet", world.meet),
+            (torch.cuda, "current_device", lambda: 0),
+        ):
+            stack.enter_context(mock.patch.object(where, name, new))
+        stack.callback(release_teams)
+        stack.callback(world.over.set)
+        team = team_of(dist.group.WORLD, "tp")  # pyright: ignore
+        team.setup(20)
+        yield world, team
+
+
+def ask(team: Any, time_out_s: float = TIME_OUT_S) -> Heard:
+    """What is heard when the backend is asked for to prepare something, and how long that takes."""
+    team.num_prepared += 1
+    begun, heard = time.monotonic(), ("result", "")
+    try:
+        backend = team.backend("nccl", "cuda", time_out_s)
+        assert not backend.aborted
+    except InterlaceError as error:
+        heard = type(error).__name__, str(error)
+    return *heard, time.monotonic() - begun
+
+
+def asked_again(how: str) -> list[Heard]:
+    """The first try, which fails on rank 1, the second, and what is heard after two resets."""
+    rank = dist.get_rank()
+    with played() as (world, team):
+        if how == "late" and rank == 1:
+            time.sleep(2 * TIME_OUT_S)
+        if how == "refused":
+            world.problem = "Duplicate GPU detected"
+        if how == "fails before":
+            why = BackendError("out of memory") if rank == 1 else None
+            with mock.patch.object(connections, "connect", mock.Mock(wraps=Nccl, side_effect=why)):
+                found = [ask(team, 20.0)]
+        else:
+            found = [ask(team)]
+        world.problem = None
+        dist.barrier()
+        found.append(ask(team, 20.0))
+        kept = team.backend("nccl", "cuda", 20.0)
+        for _ in range(2):
+            dist.barrier()
+            team.reset(20.0)
+            assert kept.aborted
+            found.append(ask(team))
+            kept = team.backend("nccl", "cuda", 20.0)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("how", ["late", "refused", "fails before"])
+def test_a_connection_that_failed_is_mended_by_the_next_try(pool: Any, how: str) -> None:
+    ranks: Ranks = pool(2)
+    for rank, (first, *later) in enumerate(ranks.run(asked_again, how, replace=True)):
+        error, text, seconds = first
+        if how == "fails before":
+            assert seconds < 5, "who waits hears of it at once"
+            assert "out of memory" in text
+        elif how == "refused":
+            assert "Duplicate GPU detected" in text
+        else:
+            assert error == ("BackendError" if rank == 0 else "AgreementError"), text
+            assert "not all of its ranks came within 1.5 s" in text
+        assert error != "result"
+        assert [heard[0] for heard in later] == ["result"] * 3, later
+
+
+def beside_a_wait() -> float:
+    """Seconds until all ranks of a team have met while a thread waits in the default store."""
+    store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore
+    threading.Thread(target=_wait, args=(store,), daemon=True).start()
+    time.sleep(0.3)
+    begun = time.monotonic()
+    team = team_of(dist.group.WORLD, "tp")  # pyright: ignore
+    team.setup(20)
+    team.board.exchange("beside", team.ranks, team.rank, {}, 20)
+    return time.monotonic() - begun
+
+
+def _wait(store: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        store.wait(["what never comes"], timedelta(seconds=8))
+
+
+def test_who_waits_in_the_default_store_holds_up_no_team(pool: Any) -> None:
+    """As the first op of a user's own NCCL backend does, in the thread that connects."""
+    assert max(pool(2).run(beside_a_wait, replace=True)) < 5
+
+
+SET = """
+def one(tp: Team[[0, 1, 2]], x: f32[4]):
+    ranks(0)
+    y = empty(f32[4])
+    main: send(x, peer=1, team=tp)
+    main: recv(y, peer=1, team=tp)
+    return y
+
+
+def two(tp: Team[[0, 1, 2]], x: f32[4]):
+    ranks(1)
+    y = empty(f32[4])
+    main: recv(y, peer=0, team=tp)
+    main: send(y, peer=0, team=tp)
+    return y
+
+
+def three(tp: Team[[0, 1, 2]], x: f32[4]):
+    ranks(2)
+    main: call("aten.neg.default", x, out=(y := f32[4]))
+    return y
+"""
+
+
+def needed() -> tuple[Any, list[float]]:
+    """What a rank connects, and its result."""
+    program = parse_set(SET)[dist.get_rank()]
+    groups: Any = {"tp": dist.group.WORLD}
+    with Executor(program, groups=groups).prepare() as executor:
+        (y,) = executor.run([torch.ones(4)])
+        agreement: Any = executor._agreement
+        return agreement.backends, y.tolist()
+
+
+def test_who_does_nothing_on_a_backend_connects_it_as_its_peers_do(pool: Any) -> None:
+    """Else they would wait for it."""
+    for rank, (found, y) in enumerate(pool(3).run(needed)):
+        assert found == (("gloo",),)
+        assert y == [-1.0 if rank == 2 else 1.0] * 4
