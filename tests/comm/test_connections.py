@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Ranks
 
-from interlace.comm import connections, release_teams, team_of
+from interlace.comm import backends, connections, release_teams, team_of
 from interlace.comm.backends import apart
 from interlace.comm.cuda import connecting
-from interlace.errors import BackendError, InterlaceError
-from interlace.ir import parse_set
+from interlace.errors import AgreementError, BackendError, InterlaceError
+from interlace.ir import parse, parse_set
+from interlace.options import Options
 from interlace.runtime import Executor
 
 TIME_OUT_S = 1.5
@@ -143,6 +144,46 @@ def test_a_connection_that_failed_is_mended_by_the_next_try(pool: Any, how: str)
         assert [heard[0] for heard in later] == ["result"] * 3, later
 
 
+def released() -> list[Heard]:
+    """The user's backend, whose ranks did not meet, is not tried again by a team made later."""
+    rank = dist.get_rank()
+    with played() as (_, team):
+        mine = Nccl("nccl", team._connections._store, rank, 2)
+        with mock.patch.object(connections.Connections, "users", return_value=mine):
+            if rank == 1:
+                time.sleep(2 * TIME_OUT_S)
+            found = [ask(team)]
+            dist.barrier()
+            release_teams()
+            dist.barrier()
+            again: Any = team_of(dist.group.WORLD, "tp")  # pyright: ignore
+            again.setup(20)
+            found.append(ask(again, 20.0))
+            assert again.backend("nccl", "cuda", 20.0) is not mine
+        dist.barrier()
+    return found
+
+
+def test_a_backend_that_was_aborted_is_not_tried_by_a_later_team(pool: Any) -> None:
+    for first, second in pool(2).run(released, replace=True):
+        assert first[0] in ("BackendError", "AgreementError")
+        assert second[0] == "result", second
+
+
+def test_a_store_whose_server_is_gone_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To connect to it anew takes as long as its time-out."""
+    over = threading.Event()
+    store = mock.Mock()
+    store.clone.side_effect = lambda: over.wait(20)
+    monkeypatch.setattr(backends, "CLONE_S", 0.1)
+    begun = time.monotonic()
+    assert apart(store) is store
+    assert time.monotonic() - begun < 5
+    over.set()
+    store.clone.side_effect = RuntimeError("pure virtual")
+    assert apart(store) is store
+
+
 def beside_a_wait() -> float:
     """Seconds until all ranks of a team have met while a thread waits in the default store."""
     store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore
@@ -197,6 +238,27 @@ def needed() -> tuple[Any, list[float]]:
         (y,) = executor.run([torch.ones(4)])
         agreement: Any = executor._agreement
         return agreement.backends, y.tolist()
+
+
+def unlike() -> str:
+    """What is heard where ranks give other options."""
+    text = """
+def f(tp: Team[2], x: f32[4]):
+    y = empty(f32[8])
+    main: all_gather(x, y, team=tp)
+    return y
+"""
+    transport = ("gloo", "peer")[dist.get_rank()]
+    options = Options.from_dict({"transport": transport})
+    groups: Any = {"tp": dist.group.WORLD}
+    with pytest.raises(AgreementError) as caught:
+        Executor(parse(text), groups=groups, options=options).prepare()
+    return str(caught.value)
+
+
+def test_ranks_that_would_go_by_different_backends_hear_of_it(pool: Any) -> None:
+    for text in pool(2).run(unlike):
+        assert "rank 0 would run 'f' by gloo, and rank 1 by peer" in text
 
 
 def test_who_does_nothing_on_a_backend_connects_it_as_its_peers_do(pool: Any) -> None:

@@ -30,6 +30,7 @@ from interlace.ir import parse
 from interlace.runtime.cuda import graphs as graphs_file
 from interlace.runtime.cuda.captured import launcher
 from interlace.runtime.cuda.runner import Replayer
+from interlace.runtime.plan import Turn
 
 CAPTURE = 4711
 NBYTES = 4 * WIDTH * WIDTH
@@ -377,7 +378,7 @@ def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]
         assert not graphs_file.Graphs(fake.engine)._single
         assert os.environ.get("NCCL_GRAPH_REGISTER") == wish
         object.__setattr__(fake.engine.context.plan, "program", of)
-        object.__setattr__(fake.engine.context.crew, "backends", {("tp", "nccl"): mock.Mock()})
+        object.__setattr__(fake.engine.context.plan, "turns", {1: Turn("tp", "nccl", 0)})
         made = graphs_file.Graphs(fake.engine)
         assert made._single
         assert made._bound == {"x", "y"}

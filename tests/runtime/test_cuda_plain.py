@@ -291,11 +291,18 @@ def test_a_run_that_is_being_issued_is_under_way(
 
 
 def test_a_run_that_begins_amid_the_end_is_an_error(plain: Fake) -> None:
-    """And not one whose results nobody has written."""
+    """And not one whose results nobody has written, or whose memory goes."""
     plain.run(given())
-    plain.engine.binding.close()
-    with pytest.raises(ExecutorError, match="closed by another thread"):
-        plain.run(given())
+    heard: list[BaseException] = []
+
+    def meanwhile(*_: object) -> None:
+        with pytest.raises(ExecutorError, match="closed by another thread") as caught:
+            plain.run(given())
+        heard.append(caught.value)
+
+    with mock.patch.object(plain.engine.watched, "settle", meanwhile):
+        plain.engine.close()
+    assert heard
     assert plain.engine.watched.idle
 
 

@@ -13,6 +13,7 @@ Note [Whose time-out]
 from __future__ import annotations
 
 import contextlib
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,8 @@ BACKENDS = ("gloo", "nccl", "ucc", "peer")
 _CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
 MARGIN_S = 300.0
 """How much later than Interlace torch's watchdog looks at NCCL: Note [Whose time-out]."""
+CLONE_S = 5.0
+"""How long another connection to the store may take."""
 _MEND = {
     "gloo": "this torch was built without gloo; install torch from pip's index, which has it",
     "nccl": "this torch has no NCCL; install a CUDA build of torch, or choose gloo or peer",
@@ -49,11 +52,9 @@ def require_backend(name: str) -> None:
 def connect(name: str, store: dist.Store, me: int, size: int, time_out_s: float, whose: str) -> Any:
     """A new backend, which all its members make together; `whose` is for messages."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
-    limit = time_out_s
+    limit = time_out_s + MARGIN_S if name == "nccl" else time_out_s
     try:
-        if name == "nccl":
-            limit, store = time_out_s + MARGIN_S, _within(store, time_out_s)
-        return cls(store, me, size, timeout=timedelta(seconds=limit))
+        return cls(_within(store, time_out_s), me, size, timeout=timedelta(seconds=limit))
     except (RuntimeError, ValueError) as error:
         raise BackendError(
             f"the backend {name!r} of {whose} could not be connected within {time_out_s:g} s: "
@@ -72,10 +73,21 @@ def _within(store: dist.Store, time_out_s: float) -> dist.Store:
 
 def apart(store: Any) -> Any:
     """The same store by a connection of its own, where it has such: whoever waits in another, as
-    the first op of a user's NCCL backend may, keeps it from all other threads."""
-    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-        return store.clone()
-    return store
+    the first op of a user's NCCL backend may, keeps it from all other threads.
+
+    Of a server that is gone it is the store itself, which says so when it is asked: to connect
+    would take as long as the store's own time-out.
+    """
+    made: list[Any] = []
+
+    def clone() -> None:
+        with contextlib.suppress(AttributeError, RuntimeError):  # what cannot be cloned, too
+            made.append(store.clone())
+
+    thread = threading.Thread(target=clone, name="interlace store", daemon=True)
+    thread.start()
+    thread.join(CLONE_S)
+    return made[0] if made else store
 
 
 def end(made: list[Any], time_out_s: float, whose: str) -> None:

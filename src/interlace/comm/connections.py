@@ -7,11 +7,14 @@ Note [Connected by all or by none]
     Ranks connect in a meeting (Note [All or none] in board.py), another one whenever they prepare a
     Program or reset: what a rank keeps, all keep, and who tries again finds nothing of the meeting
     before in the store, such as the id that NCCL's ranks meet by. The user's backend serves in the
-    first meeting only: NCCL's that did not meet has been aborted, whoever made it.
+    first meeting only, and none that is marked as spent: one that a failed run was on, or NCCL's
+    whose ranks did not meet, which is aborted, whoever made it. What the first rank there finds of
+    the mark holds for all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from interlace.comm.backends import connect, end, require_backend
 from interlace.comm.board import Board
 from interlace.comm.cuda.aborts import abort
-from interlace.errors import BackendError, TeamError
+from interlace.errors import BackendError, InterlaceError, TeamError
 
 Key = tuple[str, str]
 """The name of a backend, and the type of its device."""
@@ -44,8 +47,8 @@ class Connections:
     ) -> None:
         self._group, self._store, self._board, self._topic = group, store, board, topic
         self._ranks, self._rank, self._team = ranks, rank, team
+        self._group_topic = topic.rpartition("/")[0]  # without the generation
         self._kept: dict[Key, Any] = {}
-        self._renewed: set[Key] = set()
         self.made: list[Any] = []
         """What the team connected itself."""
 
@@ -84,56 +87,68 @@ class Connections:
         """The backend; `where` its ranks meet to connect it, NCCL's with their devices `on`."""
         key = (name, device)
         if key not in self._kept:
-            mine = self.users(device)
-            theirs = mine is not None and mine.name() == name and key not in self._renewed
-            self._kept[key] = (
-                mine
-                if theirs and name != "nccl"
-                else self._connect(key, mine if theirs else None, on, where, time_out_s)
-            )
+            self._kept[key] = self._connect(key, on, where, time_out_s)
         return self._kept[key]
 
     def renew(self, on: torch.device | None, where: str, time_out_s: float) -> None:
         """Connects all that are kept anew, and forgets those of before."""
         for key in sorted(self._kept):
-            self._renewed.add(key)
-            self._kept[key] = self._connect(key, None, on, where, time_out_s)
+            self._spend(key)
+            self._kept[key] = self._connect(key, on, where, time_out_s)
 
     def end(self, time_out_s: float) -> None:
         """Ends what the team connected."""
         end(self.made, time_out_s, self.whose)
 
-    def close(self, time_out_s: float) -> None:
-        """Ends and forgets all."""
+    def close(self, time_out_s: float, failed: bool) -> None:
+        """Ends and forgets all; `failed` says whether runs on them did."""
+        if failed:
+            with contextlib.suppress(InterlaceError):
+                for key in self._kept:
+                    self._spend(key)
         self._kept.clear()
         self.end(time_out_s)
 
-    def _connect(
-        self, key: Key, users: Any, on: torch.device | None, where: str, time_out_s: float
-    ) -> Any:
+    def _spend(self, key: Key) -> None:
+        """Says, also to teams of this group that come later, that the user's backend is no good."""
+        self._board.post(f"{self._group_topic}/{'/'.join(key)}/spent", {})
+
+    def _connect(self, key: Key, on: torch.device | None, where: str, time_out_s: float) -> Any:
         """The user's backend or a new one, once all ranks have it: Note [Connected by all]."""
-        (name, device), me = key, self._ranks.index(self._rank)
+        name, device = key
         topic = f"{self._topic}/{name}/{device}"
-        place = f"{topic}/{where}"
-        backend = users if self._board.first(f"{topic}/first", where) == where else None
+        place, spent = f"{topic}/{where}", f"{self._group_topic}/{name}/{device}/spent"
+        first, serves = self._board.first(
+            f"{topic}/first", [where, self._board.read(spent) is None]
+        )
+        users = self.users(device) if serves and first == where else None
+        theirs = users is not None and users.name() == name
+        backend: Any = users if theirs else None
+        joined = False
 
         def look() -> None:
             if self._board.is_over(place):
                 self._board.decide(place, self._rank)  # raises what a peer gave up for
 
-        with self._board.attending([place], self._rank):
-            if backend is None:
-                store = c10d.PrefixStore(f"interlace/{place}/backend", self._store)
-                backend = connect(name, store, me, len(self._ranks), time_out_s, self.whose)
-                self.made.append(backend)
-            if name == "nccl":
-                from interlace.comm.cuda.connecting import join  # which needs the CUDA driver
-
-                join(backend, on, time_out_s, self.whose, self._board.ended, look)
         try:
+            with self._board.attending([place], self._rank):
+                look()
+                if backend is None:
+                    me, store = self._ranks.index(self._rank), f"interlace/{place}/backend"
+                    where_to = c10d.PrefixStore(store, self._store), me, len(self._ranks)
+                    backend = connect(name, *where_to, time_out_s, self.whose)
+                    self.made.append(backend)
+                if name == "nccl":
+                    from interlace.comm.cuda.connecting import join  # which needs the CUDA driver
+
+                    join(backend, on, time_out_s, self.whose, self._board.ended, look)
+                    joined = True
             self._board.exchange(place, self._ranks, self._rank, {}, time_out_s)
         except BaseException:
-            if name == "nccl":  # a peer does not have it
+            if theirs and name == "nccl":
+                with contextlib.suppress(InterlaceError):
+                    self._spend(key)
+            if joined:  # and a peer has not
                 abort([backend])
             raise
         return backend

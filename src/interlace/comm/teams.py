@@ -139,7 +139,7 @@ class TeamComm:
         """The torch backend of that name for tensors on `device`, the user's own where it has one.
 
         Without a name it is the one that the group has for the device. The first time, all ranks
-        ask for it together where it is NCCL's, or one that the group lacks: it is connected there.
+        ask for it together.
         """
         on = None if self._cuda is None else self._cuda.device
         key, where = (self.backend_name(name, device), device), f"connect/{self.num_prepared}"
@@ -215,11 +215,12 @@ class TeamComm:
 
         What the team connected itself is in use until all ranks come here: they wait, bounded.
         """
+        failed = self.is_set_up and self.control.failure() is not None
         try:
             for user in list(self._users):
                 user.leave()
             theirs = any(backend.name() == "nccl" for backend in self._connections.made)
-            if theirs and self.is_set_up and self.control.failure() is None:
+            if theirs and self.is_set_up and not failed:
                 with contextlib.suppress(InterlaceError):
                     self.board.exchange(f"{self.topic}/end", self.ranks, self.rank, {}, END_S)
         finally:
@@ -231,7 +232,7 @@ class TeamComm:
             self._cuda = None
             for life in self._lives:
                 life.close()
-            self._connections.close(END_S)
+            self._connections.close(END_S, failed)
 
 
 class _Registry:

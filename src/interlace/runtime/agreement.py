@@ -120,11 +120,13 @@ def agree(
         place = f"{team.topic}/prepare/{team.num_prepared}"
         mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
     board = teams[0].board
-    mine["backends"] = dict(zip((place for place, *_ in mine["teams"]), backends, strict=False))
+    needs = backends or [()] * len(teams)
+    mine["backends"] = {p: list(n) for (p, *_), n in zip(mine["teams"], needs, strict=True)}
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
     entries = _collect(board, teams[0].rank, mine, time_out_s)
     judge(program.name, entries, teams[0].rank, found.problem)
+    _check_backends(entries)
     differ = len({entry["skeleton"] for entry in entries.values()}) > 1
     if differ:
         _verify_set(board, entries, teams[0].rank, text, time_out_s)
@@ -137,6 +139,22 @@ def agree(
     ]
     tag = int(digest(repr((parts, places)))[:16], 16)
     return Agreement(tag, differ, tuple(map(tuple, needed)))
+
+
+def _check_backends(entries: Mapping[int, Note]) -> None:
+    """Ranks that run one Program go by the same backends; that follows from their options."""
+    known: dict[tuple[str, str], tuple[int, list[str]]] = {}
+    for rank, entry in sorted(entries.items()):
+        for place, names in entry["backends"].items():
+            other, theirs = known.setdefault((place, entry["hash"]), (rank, names))
+            if names != theirs:
+                told = (" and ".join(each) or "peer" for each in (theirs, names))
+                raise AgreementError(
+                    "rank {} would run {!r} by {}, and rank {} by {}: give all ranks the same "
+                    "`transport`, and their groups the same backends".format(
+                        *(other, entry["name"], next(told), rank, next(told))
+                    )
+                )
 
 
 def _collect(board: Board, me: int, mine: Note, time_out_s: float) -> dict[int, Note]:

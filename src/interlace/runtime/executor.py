@@ -121,7 +121,7 @@ class Executor:
             names = self._backend_name, self._teams
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
-            self._agreement = agree(program, self.rank, [*names[1].values()], limit, found, used)
+            self._agreement = agree(program, self.rank, [*self._teams.values()], limit, found, used)
             if not self._agreement.verified:
                 verdict(program).raise_if_unsound()
             for team in self._ordered():

@@ -146,6 +146,12 @@ def backends_of(program: Program, backend_of: BackendOf, teams: Collection[str])
     return [sorted(names - {"peer"}) for names in found.values()]
 
 
+def own_backends(plan: Plan) -> set[str]:
+    """The backends of torch that this rank's own ops need."""
+    used = {turn.backend for turn in plan.turns.values()}
+    return (used | {letter.backend for letter in plan.letters.values()}) - {"peer"}
+
+
 def merging(source: Program) -> frozenset[int]:
     """The uneven all-to-alls whose parts are cut on the destination's side.
 

@@ -114,7 +114,7 @@ class Kept:
             finally:
                 shared.close()
 
-        later = getattr(engine, "later", None)  # of the CPU's engine no run is under way
+        later = getattr(engine, "later", None)  # runs on the CPU have ended when they return
         if later is None or not later(end):
             end()
 

@@ -27,7 +27,7 @@ from interlace.comm.cuda.collectives import bind_on_stream
 from interlace.comm.cuda.driver import relax_captures
 from interlace.errors import BackendError
 
-LOOK_S = 0.01
+LOOK_S = 0.05
 """How often it is asked whether a peer's process has ended, or a peer given up."""
 LAST_S = 1.0
 """How much later than the time-out the thread's own wait in the store may end, which is as long for

@@ -123,9 +123,13 @@ class Binding:
     def begin(self) -> None:
         """What stands before the ops, on whatever stream."""
 
-    def close(self) -> None:
-        """Gives events back, and lets go of what the steps hold. No run comes after this."""
+    def shut(self) -> None:
+        """Lets go of the steps: a run that begins now is an error."""
         self.steps = [_closed]
+
+    def close(self) -> None:
+        """Gives events back. No run comes after this."""
+        self.shut()
         self.binder.close()
         for _, event in self._ends:
             self.driver.destroy_event(event)

@@ -321,6 +321,7 @@ class CudaEngine:
     def later(self, end: Callable[[], None]) -> bool:
         """Where runs are still under way after a while, has the watchdog call `end` behind them:
         what they use is not given back before."""
+        self.binding.shut()  # then no run begins, and one that has begun is under way
         self.watched.settle()
         if self.watched.idle:
             return False
@@ -329,6 +330,7 @@ class CudaEngine:
 
     def close(self) -> None:
         """Waits for what is under way (bounded), then gives everything back."""
+        self.binding.shut()
         self.watched.settle()
         over = self.watched.idle
         watchdog().leave()

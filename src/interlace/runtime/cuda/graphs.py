@@ -52,6 +52,7 @@ from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.words import Words
 from interlace.runtime.engine import Context
+from interlace.runtime.plan import own_backends
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -171,7 +172,7 @@ class Graphs:
         self._through: dict[int, Captured] = {}
         """What serves all other addresses, by the number of tensors."""
         self._seen: dict[Key, None] = {}
-        self._single = bool(self._context.crew.backends)
+        self._single = bool(own_backends(self._context.plan))
         """Whether there is only the pair for all addresses: Note [NCCL and addresses]."""
         if self._single:
             leave_unregistered()
