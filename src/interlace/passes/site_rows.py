@@ -5,10 +5,6 @@
 
 Rows of other libraries, of `auto` and with an error tell nothing here. Where rows come from several
 GPUs, those of the last row's count.
-
-A time is midway between the median and the least. Of few rounds the median may be that of a busy
-host, and the least that of a GPU's luck with its clocks: of large sites it is 1 to 9 % below the
-median, by the strategy and the run. `benchmarks/choosing.py` compares what is chosen by either.
 """
 
 from __future__ import annotations
@@ -55,8 +51,8 @@ def _site_time(row: Mapping[str, Any]) -> SiteTime | None:
     if label is None or op not in KINDS or _text(row, "error"):
         return None
     try:
-        median = float(row["median_us"] or "nan")
-        seconds = (median + float(row.get("least_us") or median)) / 2 * 1e-6
+        # Of few rounds the median may be that of a busy host; the least is not.
+        seconds = float(row.get("least_us") or row["median_us"] or "nan") * 1e-6
         m, k, n, world = (int(row[name]) for name in ("m", "k", "n", "world"))
     except (KeyError, TypeError, ValueError) as error:
         raise CalibrationError(
