@@ -1,6 +1,6 @@
 """A team's backends of torch: the user's own where they serve, others that the team connects.
 
-    connections = Connections(group, store, board, topic, ranks, rank, "team tp on rank 0")
+    connections = Connections(group, store, board, topic, ranks, rank, "tp")
     gloo = connections.get("gloo", "cpu", None, "connect/1", time_out_s=60)    # all ranks, together
 
 Note [Connected by all or by none]
@@ -111,16 +111,17 @@ class Connections:
 
     def _spend(self, key: Key) -> None:
         """Says, also to teams of this group that come later, that the user's backend is no good."""
-        self._board.post(f"{self._group_topic}/{'/'.join(key)}/spent", {})
+        self._board.post(self._mark(key), {})
+
+    def _mark(self, key: Key) -> str:
+        return f"{self._group_topic}/{'/'.join(key)}/spent"
 
     def _connect(self, key: Key, on: torch.device | None, where: str, time_out_s: float) -> Any:
-        """The user's backend or a new one, once all ranks have it: Note [Connected by all]."""
+        """The user's backend or a new one, once all ranks have it: see the Note above."""
         name, device = key
         topic = f"{self._topic}/{name}/{device}"
-        place, spent = f"{topic}/{where}", f"{self._group_topic}/{name}/{device}/spent"
-        first, serves = self._board.first(
-            f"{topic}/first", [where, self._board.read(spent) is None]
-        )
+        place, unspent = f"{topic}/{where}", self._board.read(self._mark(key)) is None
+        first, serves = self._board.first(f"{topic}/first", [where, unspent])
         users = self.users(device) if serves and first == where else None
         theirs = users is not None and users.name() == name
         backend: Any = users if theirs else None
@@ -134,9 +135,9 @@ class Connections:
             with self._board.attending([place], self._rank):
                 look()
                 if backend is None:
-                    me, store = self._ranks.index(self._rank), f"interlace/{place}/backend"
-                    where_to = c10d.PrefixStore(store, self._store), me, len(self._ranks)
-                    backend = connect(name, *where_to, time_out_s, self.whose)
+                    store = c10d.PrefixStore(f"interlace/{place}/backend", self._store)
+                    me, size = self._ranks.index(self._rank), len(self._ranks)
+                    backend = connect(name, store, me, size, time_out_s, self.whose)
                     self.made.append(backend)
                 if name == "nccl":
                     from interlace.comm.cuda.connecting import join  # which needs the CUDA driver

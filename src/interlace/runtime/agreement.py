@@ -148,13 +148,15 @@ def _check_backends(entries: Mapping[int, Note]) -> None:
         for place, names in entry["backends"].items():
             other, theirs = known.setdefault((place, entry["hash"]), (rank, names))
             if names != theirs:
-                told = (" and ".join(each) or "peer" for each in (theirs, names))
                 raise AgreementError(
-                    "rank {} would run {!r} by {}, and rank {} by {}: give all ranks the same "
-                    "`transport`, and their groups the same backends".format(
-                        *(other, entry["name"], next(told), rank, next(told))
-                    )
+                    f"rank {other} would run {entry['name']!r} by {_listed(theirs)}, and rank "
+                    f"{rank} by {_listed(names)}: give all ranks the same `transport`, and their "
+                    "groups the same backends"
                 )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names) or "peer"
 
 
 def _collect(board: Board, me: int, mine: Note, time_out_s: float) -> dict[int, Note]:
