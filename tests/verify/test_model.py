@@ -27,6 +27,13 @@ SHARED = 'a = alloc(f32[4], storage="s")\n b = alloc(f32[4], storage="s")\n'
 LATE = "side: record(s)\n" * 6
 """The checker visits what can start early first: this makes a stream come late."""
 
+GATHERED = "s = alloc(f32[8], symmetric=tp)\n main: all_gather(x, s, team=tp)\n"
+ROOTED = ("s = alloc(f32[4], symmetric=tp)\n w = alloc(f32[8])\n z = alloc(f32[4])\n"
+          "main: copy(x, s)\n main: copy(x, w[0:4])\n main: copy(x, w[4:8])\n")  # fmt: skip
+"""Each rank writes `s`, and then meets its peer somehow."""
+LOOK_AT_0 = "main: get(s, peer=0, dst=z)\n main: free(s)"
+LOOK_AT_1 = "main: get(s, peer=1, dst=z)\n main: free(s)"
+
 # (what the body shows, body, kinds of error)
 RULES: list[tuple[str, str, set[str]]] = [
     ("stream order", "main: copy(x, y)\n main: copy(x, y)", set()),
@@ -59,6 +66,60 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("a collective orders the ranks",
      "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n main: barrier(team=tp)\n"
      "main: get(s, peer=tp.rank + 1, dst=y)\n main: free(s)", set()),
+    ("a peer's collective has ended, mine may not have",
+     "t = alloc(f32[4])\n comm: all_reduce(x, t, reduce=\"sum\", team=tp)\n"
+     "comm: notify(n, to=tp.others)\n main: expect(n, tp.rank + 1)\n main: copy(t, y)", {"race"}),
+    ("an event says that mine has",
+     "t = alloc(f32[4])\n comm: all_reduce(x, t, reduce=\"sum\", team=tp)\n"
+     "comm: record(e)\n main: wait(e)\n main: copy(t, y)", set()),
+    ("a peer's message has ended, mine may not have",
+     "t = alloc(f32[4])\n comm: group(send(x, peer=tp.rank + 1), recv(t, peer=tp.rank + 1))\n"
+     "comm: notify(n, to=tp.others)\n main: expect(n, tp.rank + 1)\n main: copy(t, y)", {"race"}),
+    ("my collective has ended, a peer's may not have",
+     GATHERED + "main: get(s[0:4], peer=tp.rank + 1, dst=y)\n main: free(s)", {"race"}),
+    ("a barrier says that it has",
+     GATHERED + "main: barrier(team=tp)\n main: get(s[0:4], peer=tp.rank + 1, dst=y)\n"
+     "main: free(s)", set()),
+    ("and so does the peer's signal",
+     GATHERED + "main: notify(n, to=tp.others)\n main: expect(n, tp.rank + 1)\n"
+     "main: get(s[0:4], peer=tp.rank + 1, dst=y)\n main: free(s)", set()),
+    ("a peer may be in its collective already, and write there",
+     "s = alloc(f32[8], symmetric=tp)\n main: put(x, s[0:4], peer=tp.rank + 1)\n"
+     "main: all_gather(x, s, team=tp)\n main: copy(x, y)\n main: free(s)", {"race"}),
+    ("a peer may be in its collective still, and read there",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
+     "main: all_reduce(s, y, reduce=\"sum\", team=tp)\n main: put(x, s, peer=tp.rank + 1)\n"
+     "main: free(s)", {"race"}),
+    ("a broadcast comes after what its root did",
+     ROOTED + "main: broadcast(x, y, root=0, team=tp)\n" + LOOK_AT_0, set()),
+    ("but not after what others did",
+     ROOTED + "main: broadcast(x, y, root=0, team=tp)\n" + LOOK_AT_1, {"race"}),
+    ("a scatter likewise",
+     ROOTED + "main: scatter(w, y, root=0, team=tp)\n" + LOOK_AT_0, set()),
+    ("a scatter's root waits for nobody",
+     ROOTED + "main: scatter(w, y, root=0, team=tp)\n" + LOOK_AT_1, {"race"}),
+    ("a reduce comes after what all did on its root alone",
+     ROOTED + "main: copy(x, y)\n main: reduce(x, z, root=0, reduce=\"sum\", team=tp)\n"
+     + LOOK_AT_0, {"race"}),
+    ("a gather of nothing orders nothing",
+     ROOTED + "main: copy(x, y)\n main: all_gather(x[0:0], w[0:0], team=tp)\n" + LOOK_AT_0,
+     {"race"}),
+    ("a message comes after what its sender did before",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
+     "main: group(send(x, peer=tp.rank + 1), recv(y, peer=tp.rank + 1))\n"
+     "main: get(s, peer=tp.rank + 1, dst=y)\n main: free(s)", set()),
+    ("a send says nothing of its receiver",
+     "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
+     "main: send(x, peer=tp.rank + 1)\n main: get(s, peer=tp.rank + 1, dst=y)\n"
+     "t = alloc(f32[4])\n comm: recv(t, peer=tp.rank + 1)\n main: free(s)", {"race"}),
+    ("members of a group that touch the same bytes",
+     "main: group(recv(y, peer=tp.rank + 1), send(y, peer=tp.rank + 1))\n main: copy(x, y)",
+     {"race"}),
+    ("a send may wait for its receive",
+     "main: send(x, peer=tp.rank + 1)\n main: recv(y, peer=tp.rank - 1)", {"deadlock"}),
+    ("a broadcast's root may wait for all",
+     "main: expect(n, tp.rank + 1)\n main: broadcast(x, y, root=0, team=tp)\n"
+     "main: notify(n, to=tp.others)", {"deadlock"}),
     ("a get needs more than its own order",
      "s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
      "main: get(s, peer=tp.rank + 1, dst=y)\n main: free(s)", {"race"}),
@@ -202,11 +263,14 @@ RULES: list[tuple[str, str, set[str]]] = [
      "main: copy(x[0:1], a)\n main: copy(x[0:1], b[1:2].select(1, 0))\n"
      + LATE + "side: copy(x, b.select(1, 1))\n main: copy(x, y)", {"race"}),
     ("what is sent to oneself was written before",
-     NEW + "main: group(recv(t, peer=tp.rank), send(t, peer=tp.rank))\n main: copy(x, y)",
-     {"uninitialized"}),
+     NEW + "u = empty(f32[4])\n main: group(recv(u, peer=tp.rank), send(t, peer=tp.rank))\n"
+     "main: copy(x, y)", {"uninitialized"}),
+    ("what is sent to oneself is no place to receive it",
+     NEW + "main: copy(x, t)\n main: group(recv(t, peer=tp.rank), send(t, peer=tp.rank))\n"
+     "main: copy(x, y)", {"race"}),
     ("and on two streams",
-     NEW + "main: recv(t, peer=tp.rank)\n comm: send(t, peer=tp.rank)\n main: copy(x, y)",
-     {"uninitialized"}),
+     NEW + "u = empty(f32[4])\n main: recv(u, peer=tp.rank)\n comm: send(t, peer=tp.rank)\n"
+     "main: copy(x, y)", {"uninitialized"}),
     ("a use that does not await a slot which a deadlock keeps from being taken",
      "main: expect(n, tp.rank + 1)\n s = alloc(f32[4], symmetric=tp)\n side: copy(x, s)\n"
      "main: free(s)\n main: copy(x, y)", {"deadlock", "race"}),

@@ -18,8 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.errors import ProgramError, TeamError
+from interlace.ir.ops import KINDS, Collective
 from interlace.verify.frames import FrameBuilder
-from interlace.verify.graph import Frame, Graph, Place, TeamKey
+from interlace.verify.graph import Frame, Graph, Meeting, Place, TeamKey
+from interlace.verify.regions import Regions
 from interlace.verify.source import Item, Source
 
 Queue = tuple[TeamKey, str | None]
@@ -35,17 +37,17 @@ Signal = tuple[str, TeamKey, int, int]
 class Builder:
     """The graph while it grows, run by run, and what the matching checks need to know about it."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], regions: Regions) -> None:
         self.graph = Graph()
+        self.regions = regions
         self.places = _places(sources)
         self.ranks = {place.rank for place in self.places}
-        self.queues: dict[Queue, dict[int, list[tuple[Frame, Item, int]]]] = {}
-        self.channels: dict[Channel, tuple[list[tuple[Frame, Item, int]], ...]] = {}
+        self.queues: dict[Queue, dict[int, list[Meeting]]] = {}
+        self.channels: dict[Channel, tuple[list[Meeting], list[Meeting]]] = {}
         self.allocs: dict[Slot, dict[int, list[tuple[Frame, Item, int]]]] = {}
         self.frees: dict[tuple[Slot, int, int], int] = {}
         self.raised: dict[tuple[Signal, int], list[tuple[int, int, Frame, Item]]] = {}
         self.awaited: list[tuple[Signal, int, int, int, Frame, Item]] = []
-        self.met: dict[tuple[Queue | Channel, int], int] = {}
         self.num_runs = 0
         num_chains = 0
         for place in self.places:
@@ -104,27 +106,69 @@ class Builder:
 
     def _match(self) -> None:
         """Adds the edges between ranks that wait for the whole to be known."""
-        graph = self.graph
-        for (team, backend), members in self.queues.items():
-            longest = max(map(len, members.values()))
-            for rank in team[1]:
-                issued = members.get(rank, [])
-                for k in range(len(issued), longest):
-                    node = self.met[(team, backend), k]
-                    graph.never.setdefault(node, self._missing(rank, len(issued), team, k))
-        for (team, sender, receiver), (sends, receives) in self.channels.items():
-            for k in range(min(len(sends), len(receives)), max(len(sends), len(receives))):
-                verb, other = ("receive", receiver) if k < len(sends) else ("send", sender)
-                graph.never[self.met[(team, sender, receiver), k]] = (
-                    f"rank {other} to {verb} message {k + 1} of team {team[0]} from rank {sender} "
-                    f"to rank {receiver}, which it never does"
-                )
+        for queue, members in self.queues.items():
+            for k in range(max(map(len, members.values()))):
+                self._meet(queue, k, members)
+        for channel, (sends, receives) in self.channels.items():
+            self._deliver(channel, sends, receives)
         for slot, members in self.allocs.items():
             for taken in members.values():
                 for n, (_, _, node) in enumerate(taken[2:]):
                     self._await_frees(slot, n, node)
         for signal, run, value, node, _, _ in self.awaited:
             self._await_signal(signal, run, value, node)
+
+    def _meet(self, queue: Queue, k: int, members: dict[int, list[Meeting]]) -> None:
+        """The k-th collective of a queue: Note [Meetings] in graph.py."""
+        graph, team = self.graph, queue[0]
+        come = [issued[k] for issued in members.values() if len(issued) > k]
+        meeting = graph.add()
+        others: list[int] = []
+        for at in come:
+            (graph.preds[meeting] if self._has_part(at, False) else others).append(at.begin)
+        if others:
+            graph.blocks[meeting] = others
+        contributors = set(graph.preds[meeting])
+        missing = [rank for rank in team[1] if len(members.get(rank, ())) <= k]
+        for at in come:
+            if contributors and self._has_part(at, True):
+                graph.preds[at.end].append(meeting)
+                if at.begin in contributors:
+                    graph.after_meeting.add(at.end)
+            else:
+                graph.blocks[at.end] = [meeting]
+            if missing:
+                absent = missing[0]
+                count = len(members.get(absent, ()))
+                graph.never[at.end] = self._missing(absent, count, team, k)
+
+    def _has_part(self, at: Meeting, write: bool) -> bool:
+        """Whether a rank gives bytes to a collective, or (`write`) gets some; a barrier is both."""
+        assert isinstance(at.item.op, Collective)
+        if KINDS[at.item.op.kind].reads == "none":
+            return True
+        where = at.frame.place.where
+        for touch in at.item.touches:
+            if touch.write == write and at.item.does(touch, where):
+                region = self.regions.at(touch.spot, where)
+                if region.lo < region.hi:
+                    return True
+        return False
+
+    def _deliver(self, channel: Channel, sends: list[Meeting], receives: list[Meeting]) -> None:
+        """The messages of a channel: the k-th Send with the k-th Recv."""
+        graph, (team, sender, receiver) = self.graph, channel
+        for send, receive in zip(sends, receives, strict=False):
+            graph.preds[receive.end].append(send.begin)
+            graph.blocks.setdefault(send.end, []).append(receive.begin)
+        met = min(len(sends), len(receives))
+        for k, at in enumerate((*sends[met:], *receives[met:]), met):
+            verb, other = ("receive", receiver) if at in sends else ("send", sender)
+            graph.never.setdefault(
+                at.end,
+                f"rank {other} to {verb} message {k + 1} of team {team[0]} from rank {sender} "
+                f"to rank {receiver}, which it never does",
+            )
 
     def _missing(self, rank: int, count: int, team: TeamKey, k: int) -> str:
         if rank not in self.ranks:

@@ -46,7 +46,7 @@ def check(
     together = [programs] if isinstance(programs, Program) else list(programs)
     regions = Regions()
     sources = [lower(program, regions, in_order) for program in together]
-    builder = Builder(sources)
+    builder = Builder(sources, regions)
     graph = builder.build(max(runs, 1), unroll)
     sweep = Sweep(graph, regions, lambda frame, version: builder.slot(frame.place, version))
     sweep.run()

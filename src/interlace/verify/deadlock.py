@@ -21,9 +21,6 @@ MAX_CYCLES = 4
 SEARCH_BUDGET = 50_000
 """Steps taken at most in search of a shorter cycle: in a large knot, a short one has to do."""
 
-Spot = tuple[int, Part, bool]
-"""A node, the part of it that one rank plays, and whether the cycle came there from another part
-(then it must leave through something that comes before; back again would be no cycle)."""
 STREAM = "stream"
 MEETS = "meets"
 
@@ -34,7 +31,7 @@ class Step(NamedTuple):
     part: Part
     other: Part
     why: str
-    """`STREAM` for the order of a stream, `MEETS` for a rendezvous, else the reason in words."""
+    """`STREAM` for the order of a stream, `MEETS` for another rank, else the reason in words."""
 
 
 def deadlocks(builder: Builder, explainer: Explainer) -> list[Finding]:
@@ -52,12 +49,13 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
     for node, reason in sorted(graph.never.items()):
         if any(before in stuck for before in graph.awaited(node)):
             continue
-        parts = graph.parts[node]
-        key = tuple((frame.place.source, item.index) for frame, item in parts[:1])
+        part = graph.part[node]
+        assert part is not None, "only an op waits for what never comes"
+        frame, item = part
+        key = frame.place.source, item.index
         if key not in found:
-            refs = [explainer.ref(f, item, f"waits for {reason}") for f, item in parts[:4]]
-            found[key] = (reason, refs, set())
-        found[key][2].update(frame.place.rank for frame, _ in parts)
+            found[key] = (reason, [explainer.ref(frame, item, f"waits for {reason}")], set())
+        found[key][2].add(frame.place.rank)
     return [
         Finding(
             "deadlock",
@@ -130,43 +128,44 @@ def _shortest_cycle(graph: Graph, knot: list[int]) -> list[Step]:
     best: tuple[int, list[Step]] | None = None
     budget = SEARCH_BUDGET
     for node in sorted(knot):
-        for part in graph.parts[node]:
-            if best is not None and budget <= 0:
-                break
-            limit = best[0] if best else 1 << 60
-            found, spent = _cycle_through(graph, (node, part, False), inside, limit)
-            best, budget = found or best, budget - spent
+        if graph.part[node] is None:
+            continue
+        if best is not None and budget <= 0:
+            break
+        limit = best[0] if best else 1 << 60
+        found, spent = _cycle_through(graph, node, inside, limit)
+        best, budget = found or best, budget - spent
     assert best is not None
     return _joined(best[1])
 
 
 def _cycle_through(
-    graph: Graph, start: Spot, inside: set[int], limit: int
+    graph: Graph, start: int, inside: set[int], limit: int
 ) -> tuple[tuple[int, list[Step]] | None, int]:
-    """The cheapest cycle through one part of a node with its cost, if that is below the limit,
-    and how many steps it took to find out."""
-    came_from: dict[Spot, tuple[Spot, Step]] = {}
+    """The cheapest cycle through a node with its cost, if that is below the limit, and how many
+    steps it took to find out."""
+    came_from: dict[int, tuple[int, Step]] = {}
     cost = {start: 0}
     queue = deque([start])
-    done: set[Spot] = set()
+    done: set[int] = set()
     best: tuple[int, list[Step]] | None = None
     while queue:
-        spot = queue.popleft()
-        if spot in done or cost[spot] >= limit:
+        node = queue.popleft()
+        if node in done or cost[node] >= limit:
             continue
-        done.add(spot)
-        for other, step in _links(graph, spot, inside):
-            reached = cost[spot] + (step.why != STREAM)
+        done.add(node)
+        for other, step in _links(graph, node, inside):
+            reached = cost[node] + (step.why != STREAM)
             if other == start:
                 if reached < limit:
-                    path, back = [step], spot
+                    path, back = [step], node
                     while back != start:
                         back, link = came_from[back]
                         path.append(link)
                     best, limit = (reached, path[::-1]), reached
             elif reached < cost.get(other, limit):
                 cost[other] = reached
-                came_from[other] = spot, step
+                came_from[other] = node, step
                 if step.why == STREAM:
                     queue.appendleft(other)
                 else:
@@ -174,19 +173,21 @@ def _cycle_through(
     return best, len(done)
 
 
-def _links(graph: Graph, spot: Spot, inside: set[int]) -> Iterator[tuple[Spot, Step]]:
-    """What a part of a node waits for: the ranks it meets, and what comes before it."""
-    node, part, met = spot
-    for other in graph.parts[node]:
-        if not met and (other[0] is not part[0] or other[1] is not part[1]):
-            yield (node, other, True), Step(part, other, MEETS)
+def _links(graph: Graph, node: int, inside: set[int]) -> Iterator[tuple[int, Step]]:
+    """What a node waits for; what it meets, through the meeting."""
+    part = graph.part[node]
+    assert part is not None
     for before in set(graph.awaited(node)):
         if before not in inside:
             continue
-        for other in graph.parts[before]:
-            why = _why(part, other)
-            if why and (before != node or other[1] is not part[1]):
-                yield (before, other, False), Step(part, other, why)
+        other = graph.part[before]
+        if other is not None:
+            yield before, Step(part, other, _why(part, other))
+            continue
+        for begin in graph.awaited(before):
+            member = graph.part[begin]
+            if begin in inside and member is not None and member[0] is not part[0]:
+                yield begin, Step(part, member, MEETS)
 
 
 def _joined(steps: list[Step]) -> list[Step]:
@@ -198,7 +199,7 @@ def _joined(steps: list[Step]) -> list[Step]:
             joined[-1] = Step(joined[-1].part, step.other, STREAM)
         else:
             joined.append(step)
-    return joined
+    return [step for step in joined if step.part != step.other]
 
 
 def _tell(steps: list[Step], explainer: Explainer) -> Finding:
@@ -209,7 +210,7 @@ def _tell(steps: list[Step], explainer: Explainer) -> Finding:
             name = part[0].place.source.streams[part[1].stream]
             why = f"it comes earlier on stream {name}"
         elif why == MEETS:
-            why = f"it cannot begin before rank {other[0].place.rank} is there"
+            why = f"it cannot end before rank {other[0].place.rank} is there"
         refs.append(
             explainer.ref(*part, f"waits for rank {other[0].place.rank}, line {line}: {why}")
         )
@@ -224,18 +225,25 @@ def _listed(ranks: list[int]) -> str:
     return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
+_MESSAGES = {Code.SEND, Code.RECV, Code.GROUP}
+
+
 def _why(part: Part, earlier: Part) -> str:
-    """Why an op waits for another, where it does; empty where it is not they that are linked."""
+    """Why an op waits for another."""
     (frame, item), (other_frame, other) = part, earlier
     op, before = item.op, other.op
+    if frame is other_frame and item.turn < other.turn and {item.code, other.code} <= _MESSAGES:
+        return MEETS  # of one rank with itself
     if frame.place is not other_frame.place:
         if item.code is Code.EXPECT and other.code is Code.NOTIFY:
             return "its notify raises the signal"
-        return "the slot comes back with its free" if item.code is Code.ALLOC else ""
+        return "the slot comes back with its free" if item.code is Code.ALLOC else MEETS
     if frame is not other_frame:
         if item.code is Code.ALLOC and other.code is Code.FREE:
             return "the slot comes back with its free"
         return "the run before has to end" if other.code is Code.EXIT else _queued(op, before)
+    if item is other:
+        return STREAM  # the end of an op after its begin
     same = item.index == other.index
     members = same and not {item.code, other.code} & {Code.GROUP, Code.FUSED}
     if item.stream == other.stream and other.turn < item.turn and (members or not same):

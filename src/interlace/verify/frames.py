@@ -2,7 +2,7 @@
 
     FrameBuilder(builder, place, run).run()
 
-What waits for other ranks (meetings apart) is noted in the `Builder`, which matches it at the end.
+What waits for other ranks is noted in the `Builder`, which matches it at the end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from interlace.errors import TeamError
 from interlace.ir.ops import Collective, Expect, Notify, Recv, Send
 from interlace.ir.types import Index, Others
-from interlace.verify.graph import Frame, Place, TeamKey
+from interlace.verify.graph import Frame, Meeting, Place, TeamKey
 from interlace.verify.source import Code, Item
 
 if TYPE_CHECKING:
-    from interlace.verify.build import Builder, Channel, Queue
+    from interlace.verify.build import Builder, Queue
 
 
 class FrameBuilder:
@@ -42,7 +42,7 @@ class FrameBuilder:
             self.enter(self.place.source.enter)
         for item in self.place.source.sequence:
             if item.code is Code.GROUP:
-                self.group(item)
+                self.messages(item, item.members)
             elif item.code is Code.FUSED:
                 self.fused(item)
             else:
@@ -56,43 +56,49 @@ class FrameBuilder:
         self.tails = [node] * len(self.tails)
 
     def issue(self, item: Item) -> int:
-        """The node of an op, on its stream."""
-        node = self.node_of(item)
+        """The node at which an op has ended, on its stream."""
+        if item.code is Code.COLLECTIVE:
+            return self.collective(item)
+        if item.code in (Code.SEND, Code.RECV):
+            return self.messages(item, (item,))
+        node = self.graph.add()
         self.put(node, item)
         if item.code is not Code.PLAIN:
             self.meaning(node, item)
         return node
 
-    def node_of(self, item: Item) -> int:
-        """A new node, or the rendezvous that another rank has begun."""
-        code, op = item.code, item.op
-        if code is Code.COLLECTIVE:
-            assert isinstance(op, Collective)
-            queue = (self.builder.team(self.place, op.team), op.backend)
-            mine = self.builder.queues.setdefault(queue, {}).setdefault(self.place.rank, [])
-            node = self.meet(queue, len(mine))
-            mine.append((self.frame, item, node))
-            return node
-        if code is Code.SEND or code is Code.RECV:
-            return self.message(item)
-        return self.graph.add()
+    def span(self, item: Item) -> tuple[int, int]:
+        """The begin and the end of an op that waits for other ranks."""
+        begin, end = self.graph.add(), self.graph.add()
+        self.put(begin, item)
+        self.put(end, item)
+        self.graph.begins[end] = begin
+        return begin, end
 
-    def message(self, item: Item) -> int:
-        op = item.op
-        assert isinstance(op, Send | Recv)
-        team = self.builder.team(self.place, op.team)
-        peer, sends = self.global_rank(op.peer, team), isinstance(op, Send)
-        channel = (team, self.place.rank, peer) if sends else (team, peer, self.place.rank)
-        ends = self.builder.channels.setdefault(channel, ([], []))[0 if sends else 1]
-        node = self.meet(channel, len(ends))
-        ends.append((self.frame, item, node))
-        return node
+    def collective(self, item: Item) -> int:
+        op, builder = item.op, self.builder
+        assert isinstance(op, Collective)
+        begin, end = self.span(item)
+        queue = (builder.team(self.place, op.team), op.backend)
+        if queue in self.last:
+            self.graph.preds[begin].append(self.last[queue])
+        self.last[queue] = end
+        mine = builder.queues.setdefault(queue, {}).setdefault(self.place.rank, [])
+        mine.append(Meeting(self.frame, item, begin, end))
+        return end
 
-    def meet(self, key: Queue | Channel, k: int) -> int:
-        node = self.builder.met.get((key, k))
-        if node is None:
-            node = self.builder.met[key, k] = self.graph.add()
-        return node
+    def messages(self, item: Item, members: tuple[Item, ...]) -> int:
+        """Sends and receives that begin together and end together."""
+        begin, end = self.span(item)
+        for member in members:
+            op = member.op
+            assert isinstance(op, Send | Recv)
+            team = self.builder.team(self.place, op.team)
+            peer, sends = self.global_rank(op.peer, team), isinstance(op, Send)
+            channel = (team, self.place.rank, peer) if sends else (team, peer, self.place.rank)
+            ends = self.builder.channels.setdefault(channel, ([], []))[0 if sends else 1]
+            ends.append(Meeting(self.frame, member, begin, end))
+        return end
 
     def put(self, node: int, item: Item) -> None:
         """Places the node behind what its stream holds already."""
@@ -107,31 +113,16 @@ class FrameBuilder:
         self.tails[stream] = node
         chain = self.place.chain + stream
         position = self.builder.heights[chain] = self.builder.heights[chain] + 1
-        if graph.chain[node] < 0 and not graph.parts[node]:
-            graph.chain[node], graph.pos[node] = chain, position
-        else:
-            if node not in graph.marks:
-                graph.marks[node] = []
-                if graph.chain[node] >= 0:
-                    graph.marks[node].append((graph.chain[node], graph.pos[node]))
-            graph.marks[node].append((chain, position))
-            if graph.chain[node] < 0:
-                graph.chain[node], graph.pos[node] = chain, position
-        graph.parts[node].append((self.frame, item))
+        graph.chain[node], graph.pos[node] = chain, position
+        graph.part[node] = (self.frame, item)
         self.frame.nodes[item.place] = node
 
     def meaning(self, node: int, item: Item) -> None:
         """Adds the edges and the book-keeping of an op that orders others."""
-        code, op, graph, builder = item.code, item.op, self.graph, self.builder
+        code, graph, builder = item.code, self.graph, self.builder
         if code is Code.WAIT:
             if item.record >= 0:
                 graph.preds[node].append(self.frame.nodes[item.record])
-        elif code is Code.COLLECTIVE:
-            assert isinstance(op, Collective)
-            queue = (builder.team(self.place, op.team), op.backend)
-            if queue in self.last:
-                graph.preds[node].append(self.last[queue])
-            self.last[queue] = node
         elif code is Code.HOST_SYNC:
             self.host = node
             self.host_seen[item.stream] = node
@@ -175,19 +166,6 @@ class FrameBuilder:
             raise TeamError(f"team {team[0]} has {len(team[1])} ranks, and no rank {i}")
         return team[1][i]
 
-    def group(self, item: Item) -> None:
-        """A start on the stream, the members beside each other, and an end on the stream."""
-        graph = self.graph
-        start, end = graph.add(), graph.add()
-        self.put(start, item)
-        for member in item.members:
-            node = self.message(member)
-            graph.preds[node].append(start)
-            graph.preds[end].append(node)
-            graph.parts[node].append((self.frame, member))
-            graph.ends.setdefault(node, []).append(end)
-        self.put(end, item)
-
     def fused(self, item: Item) -> None:
         """A start on the stream, the parts beside each other, and an end on the stream.
 
@@ -204,7 +182,7 @@ class FrameBuilder:
                 self.tails[member.stream], self.host_seen[member.stream] = start, self.host
             node = ends[member.stream] = self.issue(member)
             if begins and last >= 0:
-                graph.queued[node] = last
+                graph.blocks[node] = [last]
             last = node
         own = self.tails[item.stream]
         graph.preds[end] += [node for node in ends.values() if node != own]

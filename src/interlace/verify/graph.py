@@ -1,32 +1,50 @@
 """The happens-before graph of all ranks, over several runs, and a clock for every node of it.
 
-A node is one point in time: an op, or a rendezvous of the ops of several ranks (a collective, a
-send with its receive). Edges are what the model of a schedule says, and nothing else:
+A node is one point in time on one rank. Most ops are one node; what waits for other ranks (a
+collective, a message, a group) is two, its begin and its end, and may touch its memory anywhere
+between. Edges are what docs/semantics.md says, and nothing else:
 
     stream order                 an op after the op before it on its stream
     Record -> Wait               the last Record listed before the Wait
     HostSync -> later ops        whatever their stream, because the host itself waited
-    collective -> next one       of one (team, backend), by list order, whatever their stream
-    group -> members -> its end  members do not order each other
+    collective -> next one       of one (team, backend) on one rank, whatever their streams
+    begin of a collective        on each member that contributes -> its end on each that needs it
+    begin of a Send -> end of its Recv
+    begin of a group -> its end  members lie between the two, and do not order each other
     fused -> parts -> its end    parts do not order each other, but are begun in order
     Notify -> Expect             the first Notify of the writer with a value that suffices
     Free -> Alloc                take n of a slot after every rank's Free of take n - 2
     end of run -> next run       on the same rank; ranks are not joined
 
+Note [Two extremes]
+    A library may wait for more than it has to: all members of a broadcast, the Recv of a Send. What
+    an op may have to wait for, but nobody can rely on, is in `blocks` and not in `preds`: deadlocks
+    are sought with both, and order is what `preds` alone give.
+
+Note [Meetings]
+    The members of a collective meet in a node without a place: it comes after the begin of all who
+    contribute, and before the end of all who need that. So a collective of n ranks has n edges to
+    the meeting and n from it, and the ends share its clock.
+
 Note [Clocks]
     A chain is one stream of one rank. A node's clock says how far each chain has surely come when
-    the node starts, so "a happens before b" is one comparison: clock(b)[chain of a] >= position of
-    a. Nodes whose only predecessor is the one before them on the chain share its clock.
+    the node starts, so "a happens before b" is one comparison: clock(begin of b)[chain of a] >=
+    position of a's end. Nodes whose only predecessor is the one before them on the chain share its
+    clock. A clock is a tuple for all chains, which many nodes have in common, and what came since:
+    so what ranks do by themselves costs the same however many ranks there are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from interlace.ir.types import Where
 from interlace.verify.source import Item, Source
 
 Part = tuple["Frame", Item]
+MAX_SINCE = 64
+"""Chains that a clock holds apart from its base, at most."""
 TeamKey = tuple[str, tuple[int, ...]]
 """A team: its name and the global ranks of this instance of it."""
 
@@ -54,36 +72,55 @@ class Frame:
     """Symmetric version -> which take of its slot this is, counted over all runs."""
 
 
+class Meeting(NamedTuple):
+    """What one rank does in a collective or a message: the op, its begin and its end."""
+
+    frame: Frame
+    item: Item
+    begin: int
+    end: int
+
+
+class Clock(NamedTuple):
+    """How far each chain has come: `since` where it says so, else `base`."""
+
+    base: tuple[int, ...]
+    since: dict[int, int]
+
+    def at(self, chain: int) -> int:
+        """How far one chain has come."""
+        found = self.since.get(chain)
+        return self.base[chain] if found is None else found
+
+
 @dataclass(slots=True, eq=False)
 class Graph:
-    """Nodes by number, each with its predecessors and the parts (frame, item) it is made of."""
+    """Nodes by number, each with its predecessors and the op that it is a point of."""
 
     num_chains: int = 0
     preds: list[list[int]] = field(default_factory=list[list[int]])
-    parts: list[list[Part]] = field(default_factory=list[list[Part]])
+    part: list[Part | None] = field(default_factory=list["Part | None"])
+    """The op that the node is a point of; None for a meeting."""
     chain: list[int] = field(default_factory=list[int])
-    """The node's chain (one of them, for a rendezvous); -1 for a rendezvous of group members."""
+    """The node's chain; -1 for a meeting."""
     pos: list[int] = field(default_factory=list[int])
-    marks: dict[int, list[tuple[int, int]]] = field(
-        default_factory=dict[int, list[tuple[int, int]]]
-    )
-    """Rendezvous -> its (chain, position) on every rank."""
-    ends: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """Group member -> the ends of the groups that it is in."""
-    queued: dict[int, int] = field(default_factory=dict[int, int])
-    """First member of a part of a Fused -> last member of the part before: it may come no sooner,
-    though nothing orders what the two parts touch."""
+    begins: dict[int, int] = field(default_factory=dict[int, int])
+    """End of an op -> its begin, where the two are apart."""
+    blocks: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """Node -> what it may have to wait for though it is not ordered by it: Note [Two extremes]."""
+    after_meeting: set[int] = field(default_factory=set[int])
+    """Ends of collectives that come after nothing but a meeting which their begin is part of."""
     never: dict[int, str] = field(default_factory=dict[int, str])
     """Node -> what it waits for that never comes."""
     frames: list[Frame] = field(default_factory=list[Frame])
-    clocks: list[tuple[int, ...] | None] = field(default_factory=list[tuple[int, ...] | None])
+    clocks: list[Clock | None] = field(default_factory=list["Clock | None"])
     order: list[int] = field(default_factory=list[int])
     """The nodes that can finish, in an order in which they can."""
 
-    def add(self) -> int:
-        """A node without parts, predecessors or place."""
+    def add(self, part: Part | None = None) -> int:
+        """A node without predecessors or place."""
         self.preds.append([])
-        self.parts.append([])
+        self.part.append(part)
         self.chain.append(-1)
         self.pos.append(0)
         return len(self.preds) - 1
@@ -91,62 +128,69 @@ class Graph:
     def awaited(self, node: int) -> list[int]:
         """All that must be done before a node can be."""
         before = self.preds[node]
-        return [*before, self.queued[node]] if node in self.queued else before
+        return [*before, *self.blocks[node]] if node in self.blocks else before
 
     def solve(self) -> None:
         """Fills `order` and `clocks`; what cannot finish is left out of them."""
-        preds, count = self.preds, len(self.preds)
+        count = len(self.preds)
         followers: list[list[int]] = [[] for _ in range(count)]
         waiting = [0] * count
-        for node, before in enumerate(preds):
-            waiting[node] = len(before)
+        for node in range(count):
+            before = self.awaited(node)
+            waiting[node] = len(before) + (node in self.never)
             for other in before:
                 followers[other].append(node)
-        for node, other in self.queued.items():
-            waiting[node] += 1
-            followers[other].append(node)
-        for node in self.never:
-            waiting[node] += 1
         self.clocks = [None] * count
+        start = Clock((0,) * self.num_chains, {})
         order = [node for node in range(count) if not waiting[node]]
         for node in order:  # grows while it is walked
-            self.clocks[node] = self._clock(node)
+            self.clocks[node] = self._clock(node, start)
             for other in followers[node]:
                 waiting[other] -= 1
                 if not waiting[other]:
                     order.append(other)
         self.order = order
 
-    def _clock(self, node: int) -> tuple[int, ...]:
+    def _clock(self, node: int, start: Clock) -> Clock:
         before, chain = self.preds[node], self.chain
-        clocks, marks = self.clocks, self.marks
-        own = marks.get(node)
-        if len(before) == 1 and own is None and chain[before[0]] == chain[node] >= 0:
-            shared = clocks[before[0]]
-            assert shared is not None
-            return shared
-        bases = {clock for other in before if (clock := clocks[other]) is not None}
-        if not bases:
-            clock = [0] * self.num_chains
-        elif len(bases) == 1:
-            clock = list(bases.pop())
-        else:
-            clock = list(map(max, *bases))
+        if not before:
+            return start
+        last = before[-1]
+        known = self.clocks[last]
+        assert known is not None
+        if len(before) == 1 and chain[last] == chain[node]:
+            return known
+        if node in self.after_meeting:
+            return known
+        return self._joined(before)
+
+    def _joined(self, before: list[int]) -> Clock:
+        """The clock after several nodes: their clocks, and the nodes themselves."""
+        clocks = {id(clock): clock for other in before if (clock := self.clocks[other])}
+        base, *rest = {id(clock.base): clock.base for clock in clocks.values()}.values()
+        if rest:
+            base = tuple(map(max, base, *rest))
+        since: dict[int, int] = {}
+        for clock in clocks.values():
+            for chain, position in clock.since.items():
+                if position > since.get(chain, base[chain]):
+                    since[chain] = position
         for other in before:
-            if chain[other] >= 0 and other not in marks:
-                at = chain[other]
-                if self.pos[other] > clock[at]:
-                    clock[at] = self.pos[other]
-        for at, position in own or ():
-            clock[at] = position
-        return tuple(clock)
+            chain, position = self.chain[other], self.pos[other]
+            if chain >= 0 and position > since.get(chain, base[chain]):
+                since[chain] = position
+        if len(since) <= MAX_SINCE < self.num_chains:
+            return Clock(base, since)
+        full = list(base)
+        for chain, position in since.items():
+            full[chain] = position
+        return Clock(tuple(full), {})
 
     def before(self, one: int, other: int) -> bool:
-        """Whether `one` is complete before `other` starts, in every run of the programs."""
+        """Whether op `one` has ended before op `other` begins, in every run of the programs."""
+        other = self.begins.get(other, other)
         at = self.chain[one]
-        if at < 0:
-            return any(end == other or self.before(end, other) for end in self.ends[one])
         if self.chain[other] == at:
             return self.pos[one] < self.pos[other]
         clock = self.clocks[other]
-        return clock is not None and clock[at] >= self.pos[one]
+        return clock is not None and clock.at(at) >= self.pos[one]

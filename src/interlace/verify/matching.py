@@ -6,19 +6,19 @@ some ranks issue is reported here (where the sequences part) and as the deadlock
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from interlace.ir.ops import KINDS, Collective, Recv, Send
 from interlace.ir.view import Box
 from interlace.verify.build import Builder, Queue
 from interlace.verify.explain import Explainer
-from interlace.verify.graph import Frame
+from interlace.verify.graph import Frame, Meeting
 from interlace.verify.regions import Regions
 from interlace.verify.report import Finding
 from interlace.verify.source import Item
 
-Issue = tuple[Frame, Item, int]
+Issue = tuple[Frame, Item, int] | Meeting
 
 
 def mismatches(builder: Builder, explainer: Explainer, regions: Regions) -> list[Finding]:
@@ -43,14 +43,14 @@ class _Matcher:
     def report(self, message: str, fix: str, issues: Sequence[Issue], roles: Sequence[str]) -> None:
         ops = [
             self.explainer.ref(frame, item, role)
-            for (frame, item, _), role in zip(issues, roles, strict=True)
+            for (frame, item, *_), role in zip(issues, roles, strict=True)
         ]
-        ranks = tuple(sorted({frame.place.rank for frame, _, _ in issues}))
+        ranks = tuple(sorted({frame.place.rank for frame, *_ in issues}))
         self.findings.append(Finding("mismatch", message, tuple(ops), fix, ranks=ranks))
 
     def box(self, issue: Issue, side: str) -> Box | None:
         """The box of `src` or `dst` of an op, on its rank."""
-        frame, item, _ = issue
+        frame, item, *_ = issue
         view = getattr(item.op, side)
         for touch in item.touches:
             if view is not None and touch.spot.view == view and touch.write == (side == "dst"):
@@ -75,7 +75,7 @@ class _Matcher:
                 if len(counts) > 1:
                     self.missing(queue, first)
 
-    def missing(self, queue: Queue, first: dict[int, list[Issue]]) -> None:
+    def missing(self, queue: Queue, first: Mapping[int, Sequence[Issue]]) -> None:
         """Some members issue more collectives than others."""
         least = min(first, key=lambda rank: len(first[rank]))
         most = max(first, key=lambda rank: len(first[rank]))
@@ -97,8 +97,8 @@ class _Matcher:
                 fix = f"name the same backend on every rank of team {team}"
         self.report(message, fix, [issue], [f"is number {count + 1}, which rank {least} lacks"])
 
-    def agree(self, queue: Queue, k: int, met: list[Issue]) -> bool:
-        key = tuple((item, *self.rank_facts(frame, item)) for frame, item, _ in met)
+    def agree(self, queue: Queue, k: int, met: Sequence[Issue]) -> bool:
+        key = tuple((item, *self.rank_facts(frame, item)) for frame, item, *_ in met)
         if key in self.alike:
             return True
         problem = self.differs(met)
@@ -121,7 +121,7 @@ class _Matcher:
         root = None if op.root is None else where.index(op.root)
         return root, *(self.regions.at(touch.spot, where) for touch in item.touches)
 
-    def differs(self, met: list[Issue]) -> tuple[str, int, int, tuple[str, str]] | None:
+    def differs(self, met: Sequence[Issue]) -> tuple[str, int, int, tuple[str, str]] | None:
         """The first fact that two members disagree on: what, which two, what they say."""
         facts = [self.facts(issue) for issue in met]
         for i, other in enumerate(facts[1:], 1):
@@ -131,7 +131,7 @@ class _Matcher:
         return self.sizes(met)
 
     def facts(self, issue: Issue) -> dict[str, object]:
-        frame, item, _ = issue
+        frame, item, *_ = issue
         op, where = item.op, frame.place.where
         assert isinstance(op, Collective)
         src, dst = self.box(issue, "src"), self.box(issue, "dst")
@@ -151,7 +151,7 @@ class _Matcher:
             else None,
         }
 
-    def sizes(self, met: list[Issue]) -> tuple[str, int, int, tuple[str, str]] | None:
+    def sizes(self, met: Sequence[Issue]) -> tuple[str, int, int, tuple[str, str]] | None:
         """Whether what goes in is as much as what comes out."""
         op = met[0][1].op
         assert isinstance(op, Collective)
@@ -172,18 +172,12 @@ class _Matcher:
             else:
                 given = src.numel if src is not None else -1
                 wanted = dst.numel if dst is not None else -1
-                if given < 0 or wanted < 0 or (row.rooted and not self.is_root(issue)):
+                if given < 0 or wanted < 0 or (row.rooted and not _is_root(issue)):
                     continue
             if given != wanted:
                 said = f"of {given} elements in", f"of {wanted} elements out"
                 return "size", i, i, said
         return None
-
-    def is_root(self, issue: Issue) -> bool:
-        frame, item, _ = issue
-        op, where = item.op, frame.place.where
-        assert isinstance(op, Collective)
-        return op.root is not None and where.index(op.root) == where.member(op.team).index
 
     # Messages, slots, signals
 
@@ -253,7 +247,7 @@ class _Matcher:
                 )
 
     def nbytes(self, issue: Issue) -> int:
-        frame, item, _ = issue
+        frame, item, *_ = issue
         return self.regions.at(frame.place.source.versions[item.version].spot, frame.place.where).hi
 
     def signals(self) -> None:
@@ -301,6 +295,11 @@ class _Matcher:
         if graph.clocks[one] is None or graph.clocks[other] is None:
             return True
         return graph.before(one, other)
+
+
+def _is_root(issue: Issue) -> bool:
+    frame, item, *_ = issue
+    return item.is_root(frame.place.where)
 
 
 def _times(count: int, what: str) -> str:

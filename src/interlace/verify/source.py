@@ -30,7 +30,7 @@ from interlace.ir.ops import (
     Wait,
 )
 from interlace.ir.program import Program
-from interlace.ir.types import Buffer, Index
+from interlace.ir.types import Buffer, Index, Where
 from interlace.verify.regions import Spot
 
 
@@ -106,6 +106,16 @@ class Item:
     """When it is issued: of two ops of a stream, the one with the lower turn goes first."""
     place: int = -1
     """Where a frame keeps its node: the index, or for a member of a Fused a number after all."""
+
+    def does(self, touch: Touch, where: Where) -> bool:
+        """Whether a rank does what a touch of this op says: some only the root does."""
+        return not touch.root_only or self.is_root(where)
+
+    def is_root(self, where: Where) -> bool:
+        """Whether the rank is the root of this collective."""
+        op = self.op
+        assert isinstance(op, Collective)
+        return op.root is not None and where.index(op.root) == where.member(op.team).index
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from interlace.ir.ops import Collective
 from interlace.verify.build import Slot
 from interlace.verify.graph import Frame, Graph
 from interlace.verify.memory import Cell, Content, Entry, Memory, by_box
@@ -76,16 +75,22 @@ class Sweep:
 
     def run(self) -> None:
         """Visits every node that can finish."""
-        parts = self.graph.parts
-        for node in self.graph.order:
-            touches = [(*part, touch) for part in parts[node] for touch in part[1].touches]
-            if len(parts[node]) > 1:  # one rank may send to itself: all is read, then written
-                touches.sort(key=lambda found: found[2].write)
-            for frame, item, touch in touches:
+        graph = self.graph
+        for node in graph.order:
+            part = graph.part[node]
+            if part is None:
+                continue
+            frame, item = part
+            if frame.nodes[item.place] != node:
+                continue  # the begin of what has an end as well
+            if item.code is Code.GROUP:
+                found = [(one, touch) for one in item.members for touch in one.touches]
+                for one, touch in sorted(found, key=lambda each: each[1].write):
+                    self._touch(node, frame, one, touch)
+            for touch in item.touches:
                 self._touch(node, frame, item, touch)
-            for frame, item in parts[node]:
-                if item.code is Code.FREE and item.version >= 0:
-                    self._free(node, frame, item)
+            if item.code is Code.FREE and item.version >= 0:
+                self._free(node, frame, item)
 
     def _fault(self, kind: str, first: Entry | None, second: Entry) -> None:
         """Keeps a fault under what it is about, so that ranks and runs that repeat it share it."""
@@ -148,9 +153,8 @@ class Sweep:
 
     def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
         where = frame.place.where
-        if touch.root_only and isinstance(item.op, Collective) and item.op.root is not None:
-            if where.index(item.op.root) != where.member(item.op.team).index:
-                return
+        if not item.does(touch, where):
+            return
         region = self.regions.at(touch.spot, where)
         if region.lo >= region.hi:
             return
@@ -217,8 +221,7 @@ class Sweep:
         last: dict[int, Entry] = {}  # of each chain: one finding says it of all before
         for entry in life.uses:
             if not self.graph.before(entry.node, node):
-                chain = self.graph.chain[entry.node]
-                last[chain if chain >= 0 else -1 - entry.node] = entry
+                last[self.graph.chain[entry.node]] = entry
                 if life.version.shared:
                     self._mark(entry, free)
         for entry in last.values():
@@ -232,18 +235,21 @@ class Sweep:
 
     def _read(self, cell: Cell, new: Entry) -> None:
         for old in cell.writes:
-            if old.lo < new.hi and new.lo < old.hi and old.node != new.node:
-                if not self.graph.before(old.node, new.node):
-                    self._conflict(old, new)
-        chain = self.graph.chain[new.node]
-        cell.reads[new.region, new.content, chain if chain >= 0 else -1 - new.node] = new
+            if old.lo < new.hi and new.lo < old.hi and not self._before(old, new):
+                self._conflict(old, new)
+        cell.reads[new.region, new.content, self.graph.chain[new.node]] = new
+
+    def _before(self, old: Entry, new: Entry) -> bool:
+        """Whether two accesses are ordered (those of one op are, for this purpose)."""
+        if old.node == new.node:
+            return old.item is new.item
+        return self.graph.before(old.node, new.node)
 
     def _write(self, cell: Cell, new: Entry, offset: int) -> None:
-        before = self.graph.before
         kept: list[Entry] = []
         for old in cell.writes:
             if old.lo < new.hi and new.lo < old.hi:
-                if old.node != new.node and not before(old.node, new.node):
+                if not self._before(old, new):
                     self._conflict(old, new)
                 elif cell.covers(new, old):
                     continue
@@ -253,7 +259,7 @@ class Sweep:
         gone: list[tuple[Region, Content, int]] = []
         for key, old in cell.reads.items():
             if old.lo < new.hi and new.lo < old.hi:
-                if old.node != new.node and not before(old.node, new.node):
+                if not self._before(old, new):
                     self._conflict(old, new)
                 elif cell.covers(new, old):
                     gone.append(key)
