@@ -7,8 +7,10 @@ meet, which Send meets which Recv, which Notify satisfies an Expect): a graph, b
     >>> graph.tasks[0].after
 
 One op is one task, except that ops which meet share theirs: the members of a collective, or a Send
-and its Recv. A Group is two tasks, before and after its messages; a Fused is its launch and then a
-task for each of its members, in the order in which a kernel works through them.
+and its Recv. So they begin when the last of them has come and end together, which is what takes
+longest of all that docs/semantics.md allows: a prediction, and nothing that an order may lean on. A
+Group is two tasks, before and after its messages; a Fused is its launch and then a task for each of
+its members, in the order in which a kernel works through them.
 """
 
 from __future__ import annotations

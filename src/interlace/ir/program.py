@@ -32,7 +32,7 @@ from interlace.ir.ops import (
     Recv,
     Send,
 )
-from interlace.ir.types import Buffer, Index, Others, Table, Team, Where, members
+from interlace.ir.types import Buffer, Index, Others, Table, Team, Where, all_members, members
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 
@@ -134,6 +134,14 @@ class Program:
         """The resolver of rank-dependent values for global `rank`."""
         tables = {table.name: table for table in self.tables}
         return Where(rank, members(self.teams, self.ranks, rank), tables)
+
+    def wheres(self) -> list[Where]:
+        """The resolvers of all ranks that run this Program."""
+        tables = {table.name: table for table in self.tables}
+        if self.rank is not None:
+            return [self.where(self.rank)]
+        every = all_members(self.teams, self.ranks)
+        return [Where(rank, found, tables) for rank, found in every.items()]
 
     def buffers(self) -> dict[str, Buffer]:
         """Every buffer by name: the parameters, and what Allocs and Calls declare."""

@@ -152,6 +152,21 @@ class Member:
 
 def members(teams: tuple[Team, ...], ranks: tuple[int, ...] | None, rank: int) -> dict[str, Member]:
     """The place of global `rank` in each team of a Program that runs on `ranks` (None: all)."""
+    ranks = _ranks(teams, ranks)
+    if rank not in ranks:
+        raise TeamError(f"rank {rank} is not among the Program's ranks {list(ranks)}")
+    return _members_at(teams, ranks, ranks.index(rank), {})
+
+
+def all_members(
+    teams: tuple[Team, ...], ranks: tuple[int, ...] | None
+) -> dict[int, dict[str, Member]]:
+    """The same for every rank; ranks of one team share its tuple of ranks."""
+    ranks, shared = _ranks(teams, ranks), dict[tuple[str, int], tuple[int, ...]]()
+    return {rank: _members_at(teams, ranks, i, shared) for i, rank in enumerate(ranks)}
+
+
+def _ranks(teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> tuple[int, ...]:
     axes = [team for team in teams if team.groups is None]
     world = math.prod(team.size for team in axes)
     if ranks is None:
@@ -162,20 +177,30 @@ def members(teams: tuple[Team, ...], ranks: tuple[int, ...] | None, rank: int) -
             f"teams {', '.join(f'{a.name}[{a.size}]' for a in axes)} span {world} ranks, but the "
             f"Program runs on {len(ranks)}: give it {world} ranks or other team sizes"
         )
-    if rank not in ranks:
-        raise TeamError(f"rank {rank} is not among the Program's ranks {list(ranks)}")
-    position = ranks.index(rank)
+    return ranks
+
+
+def _members_at(
+    teams: tuple[Team, ...],
+    ranks: tuple[int, ...],
+    position: int,
+    shared: dict[tuple[str, int], tuple[int, ...]],
+) -> dict[str, Member]:
+    """`shared` keeps the ranks of each team, by its name and the position of its first rank."""
     found: dict[str, Member] = {}
-    stride = world
+    stride = len(ranks)
     for team in teams:
         if team.groups is None:
             stride //= team.size
             index = position // stride % team.size
             first = position - index * stride
-            found[team.name] = Member(
-                index, tuple(ranks[first + i * stride] for i in range(team.size))
-            )
+            group = shared.get((team.name, first))
+            if group is None:
+                stop = first + stride * team.size
+                group = shared[team.name, first] = ranks[first:stop:stride]
+            found[team.name] = Member(index, group)
         else:
+            rank = ranks[position]
             group = next((group for group in team.groups if rank in group), None)
             if group is not None:
                 found[team.name] = Member(group.index(rank), group)

@@ -14,7 +14,8 @@ write after read, write after write), on any rank that runs the Program. Beyond 
     >>> before[7]        # the ops that op 7 must follow, as list indices
     (3, 5)
 
-Edges that a chain of others implies may be missing; `Record` and `Wait` count for nothing.
+Edges that a chain of others implies may be missing; `Record` and `Wait` count for nothing. That a
+collective or a message has ended on one rank says nothing of the others (docs/semantics.md).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ Note [Signals publish]
     is proof enough, and exact: the edges X -> N and E -> Y keep it. Of several E the nearest
     to Y is taken, one of the same site first. Where no single signal orders X and Y, all that
     meets peers between them stays where it is: on all teams, since what one team signals may order
-    accesses to another's memory; but on the buffer's own team alone where a collective of that,
-    which all of its ranks wait for, stands between them.
+    accesses to another's memory; but on the buffer's own team alone where a collective of that
+    stands between them whose end comes after the begin of all its members (none with a root).
     What callers register has no copies, and a rank's begin and end count as accesses too. There no
     pair is looked for: what publishes, on any team, stays after all earlier accesses, what admits
     before all later ones; and with three ranks or more, which may pass on what they were told, what
@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from interlace.ir import (
+    KINDS,
     Box,
     Buffer,
     Collective,
@@ -231,7 +232,7 @@ def _order(
             edges[y.op].add(expect)
             return
     between = _between(team.meetings, x.op, y.op)
-    if not any(isinstance(program.ops[index], Collective) for index in between):
+    if not any(_orders_all(program.ops[index]) for index in between):
         between = _between(meetings, x.op, y.op)
     last = x.op
     for index in between:
@@ -239,6 +240,10 @@ def _order(
         last = index
     if last != x.op:
         edges[y.op].add(last)
+
+
+def _orders_all(op: Op) -> bool:
+    return isinstance(op, Collective) and not KINDS[op.kind].rooted
 
 
 def _between(ops: Sequence[int], start: int, end: int) -> Sequence[int]:

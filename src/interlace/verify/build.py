@@ -56,6 +56,7 @@ class Builder:
         self.heights = [0] * num_chains
         self.exits: dict[int, int] = {}
         self._teams: dict[tuple[int, str], TeamKey] = {}
+        self._instances: dict[tuple[str, int], list[TeamKey]] = {}  # by name and first rank
 
     def build(self, runs: int, unroll: bool = False) -> Graph:
         """The solved graph of `runs` runs, or of one where one stands for all."""
@@ -74,13 +75,13 @@ class Builder:
 
     def _balanced(self) -> bool:
         for (team, _), members in self.queues.items():
-            if len({len(members.get(rank, ())) for rank in team[1]}) > 1:
+            if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
                 return False
         for sends, receives in self.channels.values():
             if len(sends) != len(receives):
                 return False
         for (team, name), members in self.allocs.items():
-            if len({len(members.get(rank, ())) for rank in team[1]}) > 1:
+            if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
                 return False
             for rank, taken in members.items():
                 if any(((team, name), n, rank) not in self.frees for n in range(len(taken))):
@@ -91,7 +92,12 @@ class Builder:
         """The instance of a team that a rank is in."""
         key = self._teams.get((place.rank, name))
         if key is None:
-            key = (name, place.where.member(name).ranks)
+            ranks = place.where.member(name).ranks
+            known = self._instances.setdefault((name, ranks[0]), [])
+            key = next((k for k in known if k.ranks is ranks or k.ranks == ranks), None)
+            if key is None:
+                key = TeamKey(name, ranks)
+                known.append(key)
             self._teams[place.rank, name] = key
         return key
 
@@ -129,7 +135,7 @@ class Builder:
         if others:
             graph.blocks[meeting] = others
         contributors = set(graph.preds[meeting])
-        missing = [rank for rank in team[1] if len(members.get(rank, ())) <= k]
+        missing = [rank for rank in team.ranks if len(members.get(rank, ())) <= k]
         for at in come:
             if contributors and self._has_part(at, True):
                 graph.preds[at.end].append(meeting)
@@ -166,20 +172,20 @@ class Builder:
             verb, other = ("receive", receiver) if at in sends else ("send", sender)
             graph.never.setdefault(
                 at.end,
-                f"rank {other} to {verb} message {k + 1} of team {team[0]} from rank {sender} "
+                f"rank {other} to {verb} message {k + 1} of team {team.name} from rank {sender} "
                 f"to rank {receiver}, which it never does",
             )
 
     def _missing(self, rank: int, count: int, team: TeamKey, k: int) -> str:
         if rank not in self.ranks:
-            return f"rank {rank} of team {team[0]}, and no Program of the set runs there"
+            return f"rank {rank} of team {team.name}, and no Program of the set runs there"
         return (
-            f"rank {rank} to issue collective {k + 1} of team {team[0]}, and it issues {count} in "
-            f"all runs"
+            f"rank {rank} to issue collective {k + 1} of team {team.name}, of which it issues "
+            f"{count}"
         )
 
     def _await_frees(self, slot: Slot, take: int, node: int) -> None:
-        for rank in slot[0][1]:
+        for rank in slot[0].ranks:
             free = self.frees.get((slot, take, rank))
             if free is not None:
                 self.graph.preds[node].append(free)
@@ -206,13 +212,14 @@ def _places(sources: Sequence[Source]) -> list[Place]:
     chain = 0
     seen: dict[int, Source] = {}
     for source in sources:
-        for rank in source.ranks:
+        for where in source.program.wheres():
+            rank = where.rank
             if rank in seen:
                 raise TeamError(
                     f"rank {rank} runs both {seen[rank].program.name} and {source.program.name}: "
                     f"the Programs of a set must run on different ranks"
                 )
             seen[rank] = source
-            places.append(Place(source, rank, source.program.where(rank), chain))
+            places.append(Place(source, rank, where, chain))
             chain += len(source.streams)
     return places

@@ -20,6 +20,7 @@ from interlace.verify.lower import lower
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
 from interlace.verify.registered import disagreements
+from interlace.verify.remarks import remarks
 from interlace.verify.report import Finding, Report
 from interlace.verify.sweep import MAX_REPEATS, Fault, Sweep
 
@@ -56,6 +57,7 @@ def check(
     findings += mismatches(builder, explainer, regions)
     findings += disagreements(builder, explainer, regions)
     findings += deadlocks(builder, explainer)
+    findings += remarks(builder, explainer)
     faults = _told(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)
     findings += [explainer.faults(same) for same in listed]

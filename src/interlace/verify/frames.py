@@ -149,7 +149,7 @@ class FrameBuilder:
         rank, run, builder = self.place.rank, self.frame.run, self.builder
         team = builder.team(self.place, op.team)
         if isinstance(op.peer, Others):
-            peers = [peer for peer in team[1] if peer != rank]
+            peers = [peer for peer in team.ranks if peer != rank]
         else:
             peers = [self.global_rank(op.peer, team)]
         for peer in peers:
@@ -162,9 +162,9 @@ class FrameBuilder:
 
     def global_rank(self, index: Index, team: TeamKey) -> int:
         i = self.place.where.index(index)
-        if not 0 <= i < len(team[1]):
-            raise TeamError(f"team {team[0]} has {len(team[1])} ranks, and no rank {i}")
-        return team[1][i]
+        if not 0 <= i < len(team.ranks):
+            raise TeamError(f"team {team.name} has {len(team.ranks)} ranks, and no rank {i}")
+        return team.ranks[i]
 
     def fused(self, item: Item) -> None:
         """A start on the stream, the parts beside each other, and an end on the stream.

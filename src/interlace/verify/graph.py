@@ -36,6 +36,7 @@ Note [Clocks]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,10 +44,16 @@ from interlace.ir.types import Where
 from interlace.verify.source import Item, Source
 
 Part = tuple["Frame", Item]
-MAX_SINCE = 64
+MAX_SINCE = 128
 """Chains that a clock holds apart from its base, at most."""
-TeamKey = tuple[str, tuple[int, ...]]
-"""A team: its name and the global ranks of this instance of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeamKey:
+    """A team: its name and the global ranks of this instance of it. There is one object of each."""
+
+    name: str
+    ranks: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -85,12 +92,8 @@ class Clock(NamedTuple):
     """How far each chain has come: `since` where it says so, else `base`."""
 
     base: tuple[int, ...]
+    """Many clocks have one and the same."""
     since: dict[int, int]
-
-    def at(self, chain: int) -> int:
-        """How far one chain has come."""
-        found = self.since.get(chain)
-        return self.base[chain] if found is None else found
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +117,10 @@ class Graph:
     """Node -> what it waits for that never comes."""
     frames: list[Frame] = field(default_factory=list[Frame])
     clocks: list[Clock | None] = field(default_factory=list["Clock | None"])
+    made_from: dict[int, tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict[int, tuple[tuple[int, ...], ...]]
+    )
+    """By the id of a base (which the clocks keep alive): the bases that it is nowhere behind."""
     order: list[int] = field(default_factory=list[int])
     """The nodes that can finish, in an order in which they can."""
 
@@ -166,25 +173,42 @@ class Graph:
 
     def _joined(self, before: list[int]) -> Clock:
         """The clock after several nodes: their clocks, and the nodes themselves."""
-        clocks = {id(clock): clock for other in before if (clock := self.clocks[other])}
-        base, *rest = {id(clock.base): clock.base for clock in clocks.values()}.values()
-        if rest:
-            base = tuple(map(max, base, *rest))
+        clocks = {id(clock): clock for node in before if (clock := self.clocks[node]) is not None}
+        bases = {id(clock.base): clock.base for clock in clocks.values()}
+        base = bases.popitem()[1]
+        for other in bases.values():
+            if self._includes(other, base):
+                base = other
+            elif not self._includes(base, other):
+                base = self._new_base(map(max, base, other), base, other)
         since: dict[int, int] = {}
+        for node in before:
+            chain, position = self.chain[node], self.pos[node]
+            if chain >= 0 and position > base[chain] and position > since.get(chain, 0):
+                since[chain] = position
         for clock in clocks.values():
             for chain, position in clock.since.items():
-                if position > since.get(chain, base[chain]):
+                if position > base[chain] and position > since.get(chain, 0):
                     since[chain] = position
-        for other in before:
-            chain, position = self.chain[other], self.pos[other]
-            if chain >= 0 and position > since.get(chain, base[chain]):
-                since[chain] = position
-        if len(since) <= MAX_SINCE < self.num_chains:
+        if not since or len(since) <= MAX_SINCE < self.num_chains:
             return Clock(base, since)
         full = list(base)
         for chain, position in since.items():
             full[chain] = position
-        return Clock(tuple(full), {})
+        return Clock(self._new_base(full, base), {})
+
+    def _new_base(self, positions: Iterable[int], *earlier: tuple[int, ...]) -> tuple[int, ...]:
+        base = tuple(positions)
+        if self.num_chains > MAX_SINCE:
+            self.made_from[id(base)] = earlier
+        return base
+
+    def _includes(self, base: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        """Whether a base is known to be nowhere behind another: made from it, or once removed."""
+        for one in self.made_from.get(id(base), ()):
+            if one is other or any(two is other for two in self.made_from.get(id(one), ())):
+                return True
+        return False
 
     def before(self, one: int, other: int) -> bool:
         """Whether op `one` has ended before op `other` begins, in every run of the programs."""
@@ -193,4 +217,6 @@ class Graph:
         if self.chain[other] == at:
             return self.pos[one] < self.pos[other]
         clock = self.clocks[other]
-        return clock is not None and clock.at(at) >= self.pos[one]
+        if clock is None:
+            return False
+        return clock.since.get(at, clock.base[at]) >= self.pos[one]

@@ -63,7 +63,7 @@ class _Matcher:
         for queue, members in self.builder.queues.items():
             first = {
                 rank: [issue for issue in members.get(rank, ()) if issue[0].run == 0]
-                for rank in queue[0][1]
+                for rank in queue[0].ranks
                 if rank in self.builder.ranks
             }
             counts = {len(issues) for issues in first.values()}
@@ -81,7 +81,7 @@ class _Matcher:
         most = max(first, key=lambda rank: len(first[rank]))
         count = len(first[least])
         issue = first[most][count]
-        team = queue[0][0]
+        team = queue[0].name
         message = (
             f"rank {most} issues {_times(len(first[most]), 'collective')} of team {team} in a run, "
             f"rank {least} issues {count}"
@@ -107,7 +107,7 @@ class _Matcher:
             return True
         what, one, other, said = problem
         self.report(
-            f"collective {k + 1} of team {queue[0][0]}: its members disagree on the {what}",
+            f"collective {k + 1} of team {queue[0].name}: its members disagree on the {what}",
             f"give both the same {what}, or issue the collectives of the team in one order",
             [met[one], met[other]],
             [f"has {what} {said[0]}", f"has {what} {said[1]}"],
@@ -198,7 +198,7 @@ class _Matcher:
                 ):
                     if given != wanted:
                         self.report(
-                            f"message {k + 1} of team {team[0]} from rank {sender} to rank "
+                            f"message {k + 1} of team {team.name} from rank {sender} to rank "
                             f"{receiver}: its ends disagree on the {what}",
                             f"give both the same {what}",
                             [send, receive],
@@ -208,7 +208,7 @@ class _Matcher:
             if len(sends) != len(receives):
                 more, less = (sends, receives) if len(sends) > len(receives) else (receives, sends)
                 self.report(
-                    f"team {team[0]}: rank {sender} sends {_times(len(sends), 'message')} "
+                    f"team {team.name}: rank {sender} sends {_times(len(sends), 'message')} "
                     f"to rank {receiver} in a run, which receives {len(receives)}",
                     "add the other end, or take this one out",
                     [more[len(less)]],
@@ -219,7 +219,7 @@ class _Matcher:
         for (team, name), members in self.builder.allocs.items():
             first = {
                 rank: [issue for issue in members.get(rank, ()) if issue[0].run == 0]
-                for rank in team[1]
+                for rank in team.ranks
                 if rank in self.builder.ranks
             }
             least = min(first, key=lambda rank: len(first[rank]))
@@ -230,7 +230,8 @@ class _Matcher:
                 other = next((r for r in sizes if sizes[r] != sizes[most]), None)
                 if other is not None:
                     self.report(
-                        f"slot {name} of team {team[0]}, take {k + 1}: ranks disagree on its size",
+                        f"slot {name} of team {team.name}, take {k + 1}: "
+                        "ranks disagree on its size",
                         "allocate the largest size on every rank, and use a part of it",
                         [first[most][k], first[other][k]],
                         [f"takes {sizes[most]} bytes", f"takes {sizes[other]} bytes"],
@@ -238,7 +239,7 @@ class _Matcher:
                     break
             if len(first[most]) != count:
                 self.report(
-                    f"slot {name} of team {team[0]}: rank {most} takes it "
+                    f"slot {name} of team {team.name}: rank {most} takes it "
                     f"{_times(len(first[most]), 'time')} in a run, rank {least} "
                     f"{_times(count, 'time')}",
                     f"allocate and free it on rank {least} as well",

@@ -28,10 +28,10 @@ def disagreements(builder: Builder, explainer: Explainer, regions: Regions) -> l
                 slot = builder.slot(frame.place, number)
                 told.setdefault(slot, {})[rank] = frame, version
     findings: list[Finding] = []
-    for ((team, ranks), name), has in told.items():
+    for (team, name), has in told.items():
         first, (frame, version) = next(iter(has.items()))
         wanted = _facts(frame, version, regions)
-        for rank in ranks:
+        for rank in team.ranks:
             if rank not in frames:
                 continue
             if rank not in has:
@@ -48,10 +48,10 @@ def disagreements(builder: Builder, explainer: Explainer, regions: Regions) -> l
             findings.append(
                 Finding(
                     "mismatch",
-                    f"rank {first} registers {name} with team {team}, and {said}",
+                    f"rank {first} registers {name} with team {team.name}, and {said}",
                     (explainer.ref(frame, enter, role, name),),
-                    f"register {name} with {team} on every rank of it, with the same element type, "
-                    "sizes and strides",
+                    f"register {name} with {team.name} on every rank of it, with the same element "
+                    "type, sizes and strides",
                     ranks=tuple(sorted({first, rank})),
                 )
             )

@@ -33,6 +33,8 @@ KINDS: dict[str, str] = {
     "signal": "a signal whose values do not grow in one order",
     "result": "a result that lives in memory which the next run uses again",
     "unexpected-notify": "a signal that is raised and that nobody awaits (a remark)",
+    "launch-order": "collectives of two queues that ranks launch in opposite order (a remark)",
+    "shared-name": "one name for the signals of two teams (a remark)",
 }
 """The kinds of finding and what each means."""
 

@@ -1,0 +1,53 @@
+"""What the model leaves out is told as a remark, and the schedule stays sound."""
+
+from __future__ import annotations
+
+from interlace.ir import parse
+from interlace.verify import Report, check
+
+HEAD = "(a: Team[2], b: Team[[0, 1]], x: f32[4], y: out[f32[4]], z: out[f32[4]])"
+ONE = '    main: all_reduce(x, y, reduce="sum", team=a)\n'
+TWO = '    comm: all_reduce(x, z, reduce="sum", team=b)\n'
+
+
+def remarks(report: Report) -> list[str]:
+    assert report.sound, report
+    return [finding.kind for finding in report.findings]
+
+
+def launched(first: str, second: str) -> Report:
+    """Rank 0 launches team a's and then team b's; rank 1 as given."""
+    texts = (f"def f{HEAD}:\n{ONE}{TWO}", f"def g{HEAD}:\n{first}{second}")
+    programs = [parse(text).instantiate(rank) for rank, text in enumerate(texts)]
+    return check(programs)
+
+
+def test_two_communicators_in_opposite_order() -> None:
+    assert remarks(launched(TWO, ONE)) == ["launch-order"]
+    assert "team a" in str(launched(TWO, ONE))
+
+
+def test_in_one_order_there_is_nothing_to_say() -> None:
+    assert remarks(launched(ONE, TWO)) == []
+
+
+def test_nor_where_an_event_orders_them_on_one_rank() -> None:
+    ordered = "    comm: record(e)\n    main: wait(e)\n"
+    assert remarks(launched(TWO, ordered + ONE)) == ["launch-order"]  # rank 0 leaves it open
+    texts = (
+        f"def f{HEAD}:\n{ONE}    main: record(e)\n    comm: wait(e)\n{TWO}",
+        f"def g{HEAD}:\n{TWO}{ordered}{ONE}",
+    )
+    programs = [parse(text).instantiate(rank) for rank, text in enumerate(texts)]
+    assert check(programs).kinds() == {"deadlock"}
+
+
+def test_one_name_for_signals_of_two_teams() -> None:
+    body = (
+        "    main: notify(n, to=a.others, team=a)\n    main: notify(n, to=b.others, team=b)\n"
+        "    main: expect(n, a.others, team=a)\n    main: expect(n, b.others, team=b)\n"
+        "    main: copy(x, y)\n    main: copy(x, z)\n"
+    )
+    assert remarks(check(parse(f"def f{HEAD}:\n{body}"))) == ["shared-name"]
+    other = body.replace("(n, to=b", "(m, to=b").replace("(n, b", "(m, b")
+    assert remarks(check(parse(f"def f{HEAD}:\n{other}"))) == []
