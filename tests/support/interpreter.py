@@ -7,8 +7,11 @@ after it is given back, so that an unordered access shows as NaN; nothing enable
     outputs = run_ranks(program, [[x0, w0], [x1, w1]], seed=7)     # outputs[rank][i]
     twin = run_ranks(program, inputs, in_order=True)               # one op after another
 
-A collective, or a message with its receipt, is one step of all who meet; the parts of a Fused go
-beside each other, a member at a time.
+What meets other ranks (a collective, a message, a group) is two steps of each rank, its begin and
+its end. At its begin a rank's source is taken and its destination poisoned; at its end it has what
+it gets, and its source must be as it was. With a seed that is drawn, ranks wait for no more than
+docs/semantics.md promises, else for all they meet. The parts of a Fused go beside each other, a
+member at a time.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ from tests.support.interpreter_rank import (
     Rank,
     TeamKey,
     poison,
+    poison_tensor,
     poisoned,
+    same_bytes,
 )
 from tests.support.torch_ops import collect, compute
 
 from interlace.ir import (
+    KINDS,
     Alloc,
     Box,
     Buffer,
@@ -73,8 +79,14 @@ class Slot:
 class Machine:
     """All ranks, and what they share: slots and signals."""
 
-    def __init__(self, ranks: list[Rank]) -> None:
+    def __init__(self, ranks: list[Rank], patient: bool = True) -> None:
+        """`patient`: ranks wait for all whom they meet, and not only for whom they need."""
         self.ranks = {rank.rank: rank for rank in ranks}
+        self.patient = patient
+        self.given: dict[object, torch.Tensor | None] = {}
+        """What each rank gives in each collective and message that it has begun, by run."""
+        self.intact: dict[tuple[int, int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """Of what is under way: the sources, and what they held at the begin."""
         self.slots: dict[tuple[str, TeamKey], Slot] = {}
         self.signals: dict[tuple[str, TeamKey, int, int], tuple[int, int]] = {}
         sizes: dict[tuple[str, TeamKey], int] = defaultdict(int)
@@ -94,7 +106,7 @@ class Machine:
         return buffer.storage or buffer.name, rank.team(buffer.team)
 
     def enabled(self) -> list[tuple[Rank, int, int]]:
-        """What may run now: (rank, op, member); a meeting stands at its first member."""
+        """What may run now: (rank, op, member)."""
         found: list[tuple[Rank, int, int]] = []
         for rank in self.ranks.values():
             for queue in rank.queues.values():
@@ -121,51 +133,125 @@ class Machine:
                     self.signals.get((op.signal, team, peer, me), (-1, 0)) >= due
                     for peer in rank.peers(op.team, op.peer)
                 )
-            case Collective():
-                meeting = self.meeting(rank, i)
-                first = meeting[0][0].rank == rank.rank
-                return first and all(r.run == rank.run and r.at(j) for r, j in meeting)
-            case Send() | Recv():
-                return isinstance(op, Send) and self.receiver(rank, (i, 0)) is not None
-            case Group():
-                item = op.ops[part]
-                return isinstance(item, Send) and self.receiver(rank, (i, part)) is not None
+            case Collective() | Send() | Recv() | Group():
+                return i not in rank.entered or self.may_end(rank, i)
             case _:
                 return True
 
-    def meeting(self, rank: Rank, i: int) -> list[tuple[Rank, int]]:
-        """The members of a collective, in the order of the team, and where each lists it."""
+    def may_end(self, rank: Rank, i: int) -> bool:
+        """Whether all have begun for whom an op that meets others has to wait."""
+        op = rank.ops[i]
+        if isinstance(op, Collective):
+            key = (rank.run, rank.collective_key[i])
+            return all((*key, member) in self.given for member in self.awaited(rank, op, i))
+        for part, item in enumerate(op.ops if isinstance(op, Group) else (op,)):
+            _, *pair = rank.message_key[i, part]
+            other = Send if isinstance(item, Recv) else Recv
+            if isinstance(item, Recv) or self.patient:
+                if (rank.run, other, *pair) not in self.given:
+                    return False
+        return True
+
+    def awaited(self, rank: Rank, op: Collective, i: int) -> Sequence[int]:
+        """The members whose begin a rank's end of a collective comes after."""
+        members = rank.collective_key[i][0][1]
+        if self.patient or op.root is None:
+            return members
+        root = members[rank.where.index(op.root)]
+        if KINDS[op.kind].reads == "root":
+            return [root]
+        return members if rank.rank == root else []
+
+    def enter(self, rank: Rank, i: int) -> None:
+        """The begin of an op that meets others."""
+        rank.entered.add(i)
+        op = rank.ops[i]
+        items = op.ops if isinstance(op, Group) else (op,)
+        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def take(src: View | None) -> torch.Tensor | None:
+            if src is None:
+                return None
+            source = rank.tensor(src)
+            held.append((source, source.clone()))
+            return held[-1][1].reshape(-1)
+
+        places: list[View] = []
+        for part, item in enumerate(items):
+            if isinstance(item, Collective):
+                self.check_members(rank, item, i)
+                gives = self.has_part(rank, item, KINDS[item.kind].reads)
+                key = (rank.run, rank.collective_key[i], rank.rank)
+                self.given[key] = take(item.src) if gives else None
+                if item.dst is not None and self.has_part(rank, item, KINDS[item.kind].writes):
+                    places.append(item.dst)
+                continue
+            assert isinstance(item, Send | Recv)
+            key = (rank.run, *rank.message_key[i, part])
+            self.given[key] = take(item.src) if isinstance(item, Send) else None
+            places += [item.dst] if isinstance(item, Recv) else []
+        for place in places:
+            poison_tensor(rank.tensor(place))
+        # What its own destination covers is in place: nobody else may tell.
+        self.intact[rank.rank, rank.run, i] = [pair for pair in held if same_bytes(*pair)]
+
+    def check_members(self, rank: Rank, op: Collective, i: int) -> None:
+        """All members must come, with the same collective."""
         key = rank.collective_key[i]
-        found: list[tuple[Rank, int]] = []
+        for view in (op.src, op.dst):
+            assert view is None or rank.tensor(view).is_contiguous(), f"{op} takes strided memory"
         for member in key[0][1]:
             other = self.ranks[member]
             if key not in other.collectives:
-                raise Deadlock(f"rank {member} never joins {rank.ops[i]} of rank {rank.rank}")
-            found.append((other, other.collectives[key]))
-        return found
+                raise Deadlock(f"rank {member} never joins {op} of rank {rank.rank}")
+            theirs = other.ops[other.collectives[key]]
+            assert isinstance(theirs, Collective)
+            mine, wanted = (
+                (each.kind, each.reduce, each.root, each.splits) for each in (op, theirs)
+            )
+            assert mine == wanted, f"rank {rank.rank} calls {mine} where another calls {wanted}"
 
-    def receiver(self, rank: Rank, part: Part) -> tuple[Rank, Part] | None:
-        """The Recv that meets this Send, if it stands ready."""
-        if part in rank.parts_done:
-            return None
-        key = rank.message_key[part]
-        other = self.ranks[key[1][1][key[3]]]
-        match_ = other.messages.get((Recv, *key[1:]))
-        if match_ is None or other.run != rank.run or not other.at(match_[0]):
-            return None
-        return None if match_ in other.parts_done else (other, match_)
+    def has_part(self, rank: Rank, op: Collective, who: str) -> bool:
+        """Whether `who` gives or gets something means this rank."""
+        if who == "root":
+            assert op.root is not None
+            return rank.where.index(op.root) == rank.where.member(op.team).index
+        return who == "all"
+
+    def end(self, rank: Rank, i: int) -> None:
+        """The end of an op that meets others: this rank has what it gets."""
+        for src, was in self.intact.pop((rank.rank, rank.run, i)):
+            if not same_bytes(src, was):
+                raise LifetimeFault(f"rank {rank.rank}: the source of {rank.ops[i]} was written")
+        op = rank.ops[i]
+        for part, item in enumerate(op.ops if isinstance(op, Group) else (op,)):
+            if isinstance(item, Recv):
+                sent = self.given[rank.run, Send, *rank.message_key[i, part][1:]]
+                assert sent is not None
+                dst = rank.tensor(item.dst)
+                dst.copy_(sent.reshape(dst.shape))
+            elif isinstance(item, Collective) and item.dst is not None:
+                if self.has_part(rank, item, KINDS[item.kind].writes):
+                    self.receive(rank, item, i)
+        rank.finish(i)
+
+    def receive(self, rank: Rank, op: Collective, i: int) -> None:
+        """What a collective writes on one rank."""
+        key, where = rank.collective_key[i], rank.where
+        given = [self.given.get((rank.run, key, member)) for member in key[0][1]]
+        table = None if op.splits is None else where.table(op.splits).values
+        root = where.index(op.root) if op.root is not None else 0
+        value = collect(op, given, where.member(op.team).index, root, table)
+        assert op.dst is not None
+        dst = rank.tensor(op.dst)
+        assert dst.numel() == value.numel(), f"{op}: {value.numel()} elements for {dst.shape}"
+        dst.copy_(value.reshape(dst.shape))
 
     def step(self, rank: Rank, i: int, part: int) -> None:
         """Runs one enabled op."""
         op = rank.ops[i]
-        if isinstance(op, Send | Group):
-            self.transfer(rank, (i, part))
-            return
-        if isinstance(op, Collective):
-            meeting = self.meeting(rank, i)
-            self.collective(meeting)
-            for member, j in meeting:
-                member.finish(j)
+        if isinstance(op, Collective | Send | Recv | Group):
+            (self.end if i in rank.entered else self.enter)(rank, i)
             return
         if isinstance(op, Fused):
             self.perform(rank, op.members[part], i)
@@ -236,46 +322,6 @@ class Machine:
         storage = self.slots[key].copies[other, rank.taken[view.buffer] % 2]
         return Memory(storage, buffer.offset).tensor(rank.box(view))
 
-    def transfer(self, rank: Rank, part: Part) -> None:
-        """A Send with its Recv."""
-        found = self.receiver(rank, part)
-        assert found is not None
-        other, match_ = found
-        send, recv = _item(rank, part), _item(other, match_)
-        assert isinstance(send, Send)
-        assert isinstance(recv, Recv)
-        other.tensor(recv.dst).copy_(rank.tensor(send.src))
-        for who, at in ((rank, part), (other, match_)):
-            who.parts_done.add(at)
-            op = who.ops[at[0]]
-            size = len(op.ops) if isinstance(op, Group) else 1
-            if all((at[0], k) in who.parts_done for k in range(size)):
-                who.finish(at[0])
-
-    def collective(self, meeting: list[tuple[Rank, int]]) -> None:
-        """One collective of all its members."""
-        ops: list[Collective] = []
-        srcs: list[torch.Tensor | None] = []
-        dsts: list[torch.Tensor | None] = []
-        for rank, i in meeting:
-            op = rank.ops[i]
-            assert isinstance(op, Collective)
-            mine = (op.kind, op.reduce, op.root, op.splits)
-            first = ops[0] if ops else op
-            agreed = (first.kind, first.reduce, first.root, first.splits)
-            assert mine == agreed, f"rank {rank.rank} calls {mine} where another calls {agreed}"
-            ops.append(op)
-            srcs.append(None if op.src is None else rank.tensor(op.src))
-            dsts.append(None if op.dst is None else rank.tensor(op.dst))
-        where, splits = meeting[0][0].where, ops[0].splits
-        table = None if splits is None else where.table(splits).values
-        root = where.index(ops[0].root) if ops[0].root is not None else 0
-        for src in srcs:
-            assert src is None or src.is_contiguous(), f"{ops[0]} takes a strided source"
-        for dst in dsts:
-            assert dst is None or dst.is_contiguous(), f"{ops[0]} fills a strided destination"
-        collect(ops, srcs, dsts, root, table)
-
     def stuck(self) -> Deadlock:
         """Where every rank stands."""
         lines = [
@@ -288,9 +334,7 @@ class Machine:
 
 def _item(rank: Rank, part: Part) -> Op:
     op = rank.ops[part[0]]
-    if isinstance(op, Fused):
-        return op.members[part[1]]
-    return op.ops[part[1]] if isinstance(op, Group) else op
+    return op.members[part[1]] if isinstance(op, Fused) else op
 
 
 def run_ranks(
@@ -312,8 +356,8 @@ def run_ranks(
         Rank(owner[rank], rank, inputs, in_order)
         for rank, inputs in zip(sorted(owner), inputs_per_rank, strict=True)
     ]
-    machine = Machine(ranks)
     rng = random.Random(seed) if seed is not None else None
+    machine = Machine(ranks, patient=rng is None or rng.random() < 0.5)
     while True:
         for rank in ranks:
             if rank.finished and rank.run + 1 < runs:

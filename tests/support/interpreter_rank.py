@@ -76,6 +76,20 @@ def poison(storage: torch.UntypedStorage) -> None:
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
 
 
+def poison_tensor(tensor: torch.Tensor) -> None:
+    """Overwrites every element."""
+    bad = torch.full((tensor.numel() * tensor.element_size(),), 255, dtype=torch.uint8)
+    if tensor.dtype is torch.bool:
+        bad.fill_(1)
+    tensor.copy_(bad.view(tensor.dtype).reshape(tensor.shape))
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes, NaN or not."""
+    flat = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*flat)
+
+
 class Rank:
     """One rank: its concrete Program, its memory and how far each stream has come."""
 
@@ -148,6 +162,7 @@ class Rank:
         self.run += 1
         self.issued = self.position = 0
         self.begun: set[int] = set()
+        self.entered: set[int] = set()
         self.queues: dict[str, list[int]] = {stream: [] for stream in self.program.streams()}
         self.done: set[int] = set()
         self.parts_done: set[Part] = set()
@@ -225,10 +240,7 @@ class Rank:
         op = self.ops[i]
         if self.sequence:
             at, number = self.sequence[self.position]
-            mine = [number] if at == i else []
-            return list(range(len(op.ops))) if isinstance(op, Group) and mine else mine
-        if isinstance(op, Group):
-            return list(range(len(op.ops)))
+            return [number] if at == i else []
         if not isinstance(op, Fused):
             return [0]
         found, first = list[int](), 0

@@ -162,60 +162,41 @@ def reduce_all(kind: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def collect(
-    ops: Sequence[Collective],
-    srcs: Sequence[torch.Tensor | None],
-    dsts: Sequence[torch.Tensor | None],
+    op: Collective,
+    given: Sequence[torch.Tensor | None],
+    me: int,
     root: int,
     splits: Sequence[int] | None,
-) -> None:
-    """Carries out one collective for all its members, given in the order of the team."""
-    kind, reduce = ops[0].kind, ops[0].reduce or "sum"
-    flat = [None if src is None else src.clone().reshape(-1) for src in srcs]
-    given = [part for part in flat if part is not None]
+) -> torch.Tensor:
+    """What one member of a collective gets of what all give, flat and in the order of the team.
 
-    def write(rank: int, value: torch.Tensor) -> None:
-        dst = dsts[rank]
-        assert dst is not None, f"rank {rank} of the team gives no place for {kind}"
-        assert dst.numel() == value.numel(), f"{kind}: {value.numel()} elements for {dst.shape}"
-        dst.copy_(value.reshape(dst.shape))
+    A broadcast and a scatter need no more than what the root gives.
+    """
+    reduce = op.reduce or "sum"
+    present = [part for part in given if part is not None]
 
-    def parts(whole: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
+    def parts(whole: torch.Tensor) -> list[torch.Tensor]:
         if splits is None:
-            return list(whole.reshape(len(ops), -1))
+            return list(whole.reshape(len(given), -1))
         rows = whole.reshape(sum(splits), -1) if whole.numel() else whole.reshape(sum(splits), 0)
         return [part.reshape(-1) for part in rows.split(list(splits))]
 
-    ranks = range(len(ops))
-    match kind:
-        case "barrier":
-            pass
-        case "all_gather":
-            for rank in ranks:
-                write(rank, torch.cat(given))
-        case "gather":
-            write(root, torch.cat(given))
-        case "all_reduce":
-            for rank in ranks:
-                write(rank, reduce_all(reduce, given))
-        case "reduce":
-            write(root, reduce_all(reduce, given))
+    match op.kind:
+        case "all_gather" | "gather":
+            return torch.cat(present)
+        case "all_reduce" | "reduce":
+            return reduce_all(reduce, present)
         case "reduce_scatter":
-            for rank, part in enumerate(parts(reduce_all(reduce, given), given[0])):
-                write(rank, part)
+            return parts(reduce_all(reduce, present))[me]
         case "broadcast":
-            for rank in ranks:
-                if rank != root or dsts[rank] is not None:
-                    write(rank, _present(flat[root]))
+            return _present(given[root])
         case "scatter":
-            for rank, part in enumerate(parts(_present(flat[root]), given[0])):
-                write(rank, part)
+            return parts(_present(given[root]))[me]
         case "all_to_all":
             assert splits is None, "an uneven all_to_all is not defined here"
-            pieces = [parts(part, part) for part in given]
-            for rank in ranks:
-                write(rank, torch.cat([pieces[other][rank] for other in ranks]))
+            return torch.cat([parts(part)[me] for part in present])
         case _:
-            raise AssertionError(f"no collective {kind!r}")
+            raise AssertionError(f"no collective {op.kind!r} gives anything")
 
 
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:
