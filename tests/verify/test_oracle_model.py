@@ -97,6 +97,19 @@ def test_my_end_says_nothing_of_a_peers_source() -> None:
     assert not each(f"{begin}; main: copy(x, s)", begin).race
 
 
+def test_only_the_root_uses_what_is_of_the_root() -> None:
+    """Others may be given a source or a destination as well, and do nothing with it."""
+    for collective, other in (
+        ("broadcast(b, a, root=0, team=tp)", "copy(x, b)"),
+        ("scatter(wide, a, root=0, team=tp)", "copy(x, wide[0:4])"),
+        ("gather(x, wide, root=0, team=tp)", "copy(x, wide[0:4])"),
+        ('reduce(b, a, reduce="sum", root=0, team=tp)', "copy(x, a)"),
+    ):
+        both = f"main: {collective}; comm: {other}"
+        assert not each(f"main: {collective}", both).race, collective
+        assert each(both, f"main: {collective}").race, collective
+
+
 def test_a_member_without_elements_contributes_or_needs_nothing() -> None:
     table = "rows = table(tp, 4, 0)"
     for collective, rank in (

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 
 from interlace.ir.ops import (
+    KINDS,
     RNG,
     Access,
     Alloc,
@@ -189,10 +190,17 @@ class _Rank:
                 found = self.events.get(op.event)
                 act.begin += [(found.ended,)] if found is not None else []
             case _:
-                act.touches = [touch for a in op.reads() for touch in self.touch(a, False)]
-                act.touches += [touch for a in op.writes() for touch in self.touch(a, True)]
+                reads, writes = op.reads(), op.writes()
+                if isinstance(op, Collective):  # what is given to one that does not use it
+                    reads = reads if self.takes_part(op, KINDS[op.kind].reads) else ()
+                    writes = writes if self.takes_part(op, KINDS[op.kind].writes) else ()
+                act.touches = [touch for a in reads for touch in self.touch(a, False)]
+                act.touches += [touch for a in writes for touch in self.touch(a, True)]
                 self.enlist(act, op)
         return act
+
+    def takes_part(self, op: Collective, who: str) -> bool:
+        return who == "all" or (who == "root" and self.places[op.team].index == op.root)
 
     def enlist(self, act: Act, op: Op) -> None:
         """Writes down what others, or later acts, look for."""
