@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from tests.verify.random_collectives import draw_collective, draw_in_flight, uneven
+
 from interlace.ir import (
     Alloc,
     Buffer,
@@ -33,6 +35,7 @@ from interlace.ir import (
     Record,
     Recv,
     Send,
+    Table,
     Team,
     View,
     Wait,
@@ -53,6 +56,8 @@ class Draw:
         self.teams = [Team("tp", self.size)]
         if rng.random() < 0.4:
             self.teams.append(Team("aux", self.size, (ranks[::-1],)))
+        self.rows_of_all = ROWS * self.size
+        self.tables = [uneven(team, self.rows_of_all, rng) for team in self.teams]
         self.streams = ("main", "comm", "side")[: rng.choice((1, 2, 2, 2, 3))]
         self.care = rng.choice((1.0, 1.0, 0.9, 0.7))
         self.ops: list[Op] = []
@@ -75,6 +80,7 @@ class Draw:
         steps = (
             (self.compute, 5),
             (self.collective, 3),
+            (self.in_flight, 3),
             (self.alloc, 3),
             (self.exchange, 2),
             (self.group, 1),
@@ -98,10 +104,15 @@ class Draw:
         self.part(params)
         return Program(
             teams=tuple(self.teams),
+            tables=self.used_tables(),
             params=tuple(params),
             ops=tuple(self.ops),
             results=(View("y"),),
         )
+
+    def used_tables(self) -> tuple[Table, ...]:
+        used = {op.splits for op in self.ops if isinstance(op, Collective)}
+        return tuple(table for table in self.tables if table.name in used)
 
     def part(self, params: list[Buffer]) -> None:
         """Nobody ends before its peers are done with what it registered; mostly."""
@@ -154,8 +165,11 @@ class Draw:
 
     def rows(self, buffer: Buffer) -> View:
         """A view of ROWS rows of a buffer."""
-        view = View(buffer.name)
-        if buffer.shape[0] == ROWS:
+        return self.rows_in(View(buffer.name))
+
+    def rows_in(self, view: View) -> View:
+        """ROWS rows of a view, if it has as many rows as all ranks, else the view."""
+        if self.sizes(view)[0] != ROWS * self.size:
             return view
         index = self.rng.choice((0, 1, RankIndex("tp"), RankIndex("tp", 1)))
         if self.rng.random() < 0.15:
@@ -176,7 +190,7 @@ class Draw:
 
     def sizes(self, view: View) -> tuple[int, ...]:
         buffer = next(b for b in self.live if b.name == view.buffer)
-        return view.box(buffer, Where.of(0, tuple(self.teams))).sizes
+        return view.box(buffer, Where.of(0, tuple(self.teams), tuple(self.tables))).sizes
 
     def some(self, symmetric: bool = True) -> Buffer:
         found = [b for b in self.live if symmetric or b.kind != "symmetric"]
@@ -202,7 +216,6 @@ class Draw:
                 Call(
                     fn="aten.neg.default",
                     args=(src,),
-                    outs=(View(name),),
                     fresh=(fresh,),
                     stream=stream,
                 )
@@ -225,40 +238,14 @@ class Draw:
         self.add(dataclasses.replace(op, **more))  # pyright: ignore[reportArgumentType]
 
     def collective(self) -> None:
-        team, stream = self.team(), self.stream()
-        big = [b for b in self.live if b.shape[0] == ROWS * self.size]
-        small = self.rows(self.some())
-        wide = View(self.rng.choice(big).name)
-        kind = self.rng.choice(
-            ("all_gather", "all_reduce", "reduce_scatter", "broadcast", "barrier")
-        )
-        backend = self.rng.choice((None, None, None, "gloo"))
-        if kind == "barrier":
-            op = Collective(kind=kind, team=team.name, stream=stream, backend=backend)
-        elif kind == "all_gather":
-            op = Collective(
-                kind=kind, team=team.name, src=small, dst=wide, stream=stream, backend=backend
-            )
-        elif kind == "reduce_scatter":
-            op = Collective(
-                kind=kind, team=team.name, src=wide, dst=small, reduce="sum", stream=stream,
-                backend=backend,
-            )  # fmt: skip
-        elif kind == "all_reduce":
-            op = Collective(
-                kind=kind, team=team.name, src=small, dst=small, reduce="sum", stream=stream
-            )
-        else:
-            root = self.rng.randrange(self.size)
-            op = Collective(
-                kind=kind, team=team.name, src=self.rows(self.some()), dst=small, root=root,
-                stream=stream,
-            )  # fmt: skip
-        self.add(op)
+        self.add(draw_collective(self))
+
+    def in_flight(self) -> None:
+        draw_in_flight(self, self.reachable())
 
     def exchange(self) -> None:
         """A send and a receive around the ring, on one stream (which blocks) or on two."""
-        team, k = self.team().name, self.rng.choice((1, -1))
+        team, k = self.team().name, self.rng.choice((1, -1, 1, -1, 0))
         send = Send(
             src=self.rows(self.some()), peer=RankIndex(team, k), team=team, stream=self.stream()
         )
@@ -275,7 +262,7 @@ class Draw:
             self.add(op)
 
     def group(self) -> None:
-        team, k, stream = self.team().name, self.rng.choice((1, -1)), self.stream()
+        team, k, stream = self.team().name, self.rng.choice((1, -1, 1, -1, 0)), self.stream()
         ops: list[Send | Recv] = []
         for _ in range(self.rng.choice((1, 1, 2))):
             src, dst = self.rows(self.some()), self.rows(self.some())
@@ -363,8 +350,8 @@ class Draw:
         if self.rng.random() < 0.85:
             self.live.remove(buffer)
 
-    def one_sided(self) -> None:
-        """Write, notify, expect and get; or put, notify, expect and read."""
+    def reachable(self) -> Buffer:
+        """A buffer that peers reach, and from now on do."""
         slots = [b for b in self.live if b.team is not None]
         if not slots:
             self.alloc("symmetric")
@@ -372,23 +359,26 @@ class Draw:
         buffer = self.rng.choice(slots)
         if buffer.registered:
             self.reached.add(buffer.name)
-        view, k = View(buffer.name), self.rng.choice((1, -1))
+        return buffer
+
+    def announce(self, source: str, sink: str, to: RankIndex, awaited: RankIndex) -> None:
+        """`source` tells a peer (or all) that it is here, and `sink` awaits the same of another."""
         signal = self.name("s") if self.rng.random() < 0.7 else "s"
         if signal == "s":
             self.num_signals += 1
         value = 1 if signal != "s" else self.num_signals
+        peer = Others("tp") if self.rng.random() < 0.2 else to
+        if self.rng.random() < max(self.care, 0.8):
+            for kind, other, stream in ((Notify, peer, source), (Expect, awaited, sink)):
+                op = kind(signal=signal, peer=other, team="tp", value=value, stream=stream)
+                self.ops.append(op)
+
+    def one_sided(self) -> None:
+        """Write, notify, expect and get; or put, notify, expect and read."""
+        buffer = self.reachable()
+        view, k = View(buffer.name), self.rng.choice((1, -1))
         mine, right, left = RankIndex("tp"), RankIndex("tp", k), RankIndex("tp", -k)
         source, sink = self.stream(), self.stream()
-        careful = self.rng.random() < max(self.care, 0.8)
-        to_all = self.rng.random() < 0.2
-
-        def announce(to: RankIndex, awaited: RankIndex) -> None:
-            if careful:
-                peer = Others("tp") if to_all else to
-                for kind, other, stream in ((Notify, peer, source), (Expect, awaited, sink)):
-                    op = kind(signal=signal, peer=other, team="tp", value=value, stream=stream)
-                    self.ops.append(op)
-
         cut = self.columns(view)[0].steps[-1] if self.rng.random() < 0.25 else None
 
         def part(of: View) -> View:
@@ -398,14 +388,14 @@ class Draw:
         if self.rng.random() < 0.5:
             src = self.rows(self.some(symmetric=False))
             self.add(Copy(src=src, dst=view.chunk(mine, self.size), stream=source))
-            announce(left, right)
+            self.announce(source, sink, left, right)
             src = part(view.chunk(right, self.size))
             self.add(Get(src=src, peer=right, team="tp", stream=sink))
         else:
             src, dst = self.rows(self.some()), self.rows(self.some())
             target = part(view.chunk(mine, self.size))
             self.add(Put(src=part(src), dst=target, peer=right, team="tp", stream=source))
-            announce(right, left)
+            self.announce(source, sink, right, left)
             self.add(Copy(src=view.chunk(left, self.size), dst=dst, stream=sink))
 
     def host_sync(self) -> None:

@@ -1,23 +1,28 @@
-"""What each rank of the oracle issues, op by op over all runs, and which bytes every op touches.
+"""What the machine of oracle.py is made of: the acts, their two moves, and what each move awaits.
 
-Bytes are sets of addresses, one by one, so nothing here is clever. See `oracle.py`.
+An act is an op on one rank in one run, or the begin or the end of a run there. It begins and it
+ends: two moves, and it may touch its memory between them. What a move awaits is written down here
+from docs/semantics.md alone, rule by rule, for either of the page's two extremes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import dataclasses
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 
 from interlace.ir.ops import (
     KINDS,
     RNG,
     Access,
     Alloc,
-    Call,
     Collective,
+    Expect,
     Free,
     Fused,
     Group,
     HostSync,
+    Notify,
     Op,
     Record,
     Recv,
@@ -26,307 +31,316 @@ from interlace.ir.ops import (
     views_in,
 )
 from interlace.ir.program import Program
-from interlace.ir.types import Buffer, DType, Index, Others, Where
+from interlace.ir.types import Buffer, Index, Others
 from interlace.ir.view import AsStrided, Box, View
 
-Bytes = frozenset[int]
-Life = tuple[int, int, str, int]
-"""A buffer in a run of a rank: rank, run, name, and the position of its declaration."""
-Key = tuple[str, tuple[str, tuple[int, ...]], object]
-"""A queue of collectives, a channel of messages or a slot: family, team, and which of them."""
-Lane = tuple[str, int]
-"""A stream, and 0; for a part of a Fused on that stream its number from 1."""
-End = tuple[int, int, int]
-"""One end of a message: number of the rank, position in its script, member of the group or -1."""
+Clause = tuple[int, ...]
+"""Moves, one of which has to be done first. Without any: what awaits it never goes."""
+Key = tuple[Hashable, ...]
 
 
-@dataclass(frozen=True, slots=True)
+def bytes_of(box: Box, hull: bool = False) -> int:
+    """The bytes of a box as the bits of an integer; with `hull`, also those between them."""
+    if box.numel == 0:
+        return 0
+    item = box.dtype.itemsize
+    found = (1 << item) - 1
+    for size, stride in zip(box.sizes, box.strides, strict=True):
+        have = 1
+        while have < size:  # twice as many in each round
+            more = min(have, size - have)
+            found |= found << (more * stride * item)
+            have += more
+    if hull:
+        found = (1 << found.bit_length()) - 1
+    return found << (box.offset * item)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Touch:
-    """Bytes that a move reads or writes."""
+    """One access: which bytes of which memory, and through which name."""
 
-    home: tuple[object, ...]
-    """The memory: equal for what shares bytes."""
-    owner: object
-    """The buffer in it."""
-    bytes: Bytes
+    memory: Key
+    name: Key
+    """The buffer, and for what a pool or an arena gives again, which time it was given."""
+    bytes: int
+    """Counted from the start of the memory."""
+    covers: int
+    """What is compared with accesses through the same name: as_strided is the whole buffer."""
+    hull: int
+    """What is compared with accesses through other names."""
     write: bool
-    life: Life
-    """The declaration through which this rank reaches it."""
-    exact: Bytes = frozenset()
-    """The bytes it surely touches: fewer than `bytes` for `as_strided`."""
-    whole_life: bool = False
-    """An Alloc or a Free: it stands against every use of that declaration by its rank."""
+    marks: bool = False
+    """No access, but the begin or the end of the name's life, or what the caller may do."""
 
     def conflicts(self, other: Touch) -> bool:
-        """Whether the two must be ordered."""
-        if not (self.write or other.write):
+        if self.memory != other.memory or not (self.write or other.write):
             return False
-        if self.life == other.life and (self.whole_life or other.whole_life):
-            return True
-        if self.home != other.home or self.whole_life or other.whole_life:
-            if self.home != other.home or self.home[0] != "arena":
-                return False
-        if not self.bytes or not other.bytes:
-            return False
-        if self.owner == other.owner:
-            return not self.bytes.isdisjoint(other.bytes)
-        return min(self.bytes) <= max(other.bytes) and min(other.bytes) <= max(self.bytes)
+        if self.name == other.name:
+            return self.covers & other.covers != 0
+        return self.hull & other.hull != 0
 
 
-@dataclass(slots=True)
-class Rank:
-    """One rank: what it issues, in order, over all runs."""
+@dataclasses.dataclass(eq=False, slots=True)
+class Act:
+    """An op (None: the begin or the end of a run), its touches, and what its moves await."""
 
-    rank: int
-    where: Where
-    script: list[tuple[Op | None, int]] = field(default_factory=list[tuple[Op | None, int]])
-    """(op, run); None is the return at the end of a run."""
-    lanes: dict[Lane, list[int]] = field(default_factory=dict[Lane, list[int]])
-    """Stream, or part of a Fused on it -> the positions that it holds, in order."""
-    spot: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Position -> (lane, place in the lane)."""
-    gates: list[list[int]] = field(default_factory=list[list[int]])
-    """Position -> positions that must be done before the host gets here."""
-    events: dict[int, int] = field(default_factory=dict[int, int])
-    """Position of a Wait -> of its Record."""
-    touches: dict[tuple[int, int], list[Touch]] = field(
-        default_factory=dict[tuple[int, int], list[Touch]]
-    )
-    takes: dict[Life, tuple[Key, int]] = field(default_factory=dict[Life, tuple[Key, int]])
-    inputs: set[object] = field(default_factory=set[object])
+    number: int
+    run: int
+    op: Op | None
+    touches: list[Touch] = dataclasses.field(default_factory=list[Touch])
+    empties: list[Touch] = dataclasses.field(default_factory=list[Touch])
+    """Outputs that hold nothing from here on."""
+    begin: list[Clause] = dataclasses.field(default_factory=list[Clause])
+    end: list[Clause] = dataclasses.field(default_factory=list[Clause])
+    gives: bool = True
+    """Whether a collective has anything to contribute."""
 
+    @property
+    def began(self) -> int:
+        return 2 * self.number
 
-@dataclass(slots=True)
-class Ledger:
-    """What the ranks have in common: who meets whom, and which Free ends which take."""
-
-    calls: dict[Key, dict[int, list[int]]] = field(default_factory=dict[Key, dict[int, list[int]]])
-    """Queue -> rank -> the positions of its collectives."""
-    mail: dict[Key, tuple[list[End], list[End]]] = field(
-        default_factory=dict[Key, tuple[list[End], list[End]]]
-    )
-    """Channel -> its sends and its receives."""
-    frees: dict[tuple[Key, int, int], tuple[int, int]] = field(
-        default_factory=dict[tuple[Key, int, int], tuple[int, int]]
-    )
-    """(slot, take, rank) -> number of the rank, and the position of its Free."""
+    @property
+    def ended(self) -> int:
+        return 2 * self.number + 1
 
 
 class Script:
-    """Writes what one rank issues over all runs, and which memory each op touches."""
+    """All acts of `runs` unjoined runs of a set of Programs.
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        number: int,
-        rank: Rank,
-        program: Program,
-        runs: int,
-        beside: bool = True,
-    ) -> None:
-        """`beside` runs the parts of a Fused beside each other, else one after another."""
-        self.beside = beside
-        self.ledger = ledger
-        self.rank = rank
-        self.program = program
-        self.runs = runs
-        self.number = number
-        self.buffers: dict[str, tuple[Buffer, Life]] = {}
-        self.taken: dict[Key, int] = {}
-        self.records: dict[str, int] = {}
-        self.syncs: list[int] = []
+    `strong`: a collective waits for all members, a send for its receive, and the parts of a Fused
+    are done one after another. Otherwise nothing waits for more than it has to.
+    """
 
-    def write(self) -> None:
-        rank = self.rank
-        for op in self.program.ops:
-            rank.lanes.setdefault((op.stream, 0), [])
-            for part in range(len(op.parts) if isinstance(op, Fused) and self.beside else 0):
-                rank.lanes.setdefault((op.stream, part + 1), [])
-        rank.lanes.setdefault(("main", 0), [])
-        for run in range(self.runs):
-            self.buffers, self.records = {}, {}
-            for buffer in (*self.program.params, Buffer(RNG.buffer, DType.u8, (1,), "input")):
-                self.declare(buffer, run, -1)
-            if any(buffer.registered for buffer in self.program.params):
-                self.syncs = [self.place(None, ("main", 0), run, begins=True)]
-            for op in self.program.ops:
-                if isinstance(op, Fused):
-                    self.fused(op, run)
-                else:
-                    self.place(op, (op.stream, 0), run)
-            end = self.place(None, ("main", 0), run)
-            self.syncs = [end]
+    def __init__(self, programs: Iterable[Program], runs: int, *, strong: bool) -> None:
+        self.strong = strong
+        self.acts: list[Act] = []
+        self.lists: defaultdict[Key, list[Act]] = defaultdict(list)
+        """In the order listed, over all runs: a rank's collectives of one queue, the sends and the
+        receives between two ranks, and a rank's takes of a slot."""
+        self.frees: dict[Key, Act] = {}
+        self.raised: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)
+        ranks = [
+            _Rank(self, program.instantiate(rank), rank)
+            for program in programs
+            for rank in (program.world if program.rank is None else (program.rank,))
+        ]
+        for rank in ranks:
+            for run in range(runs):
+                rank.add_run(run)
+        for rank in ranks:
+            for act in rank.acts:
+                rank.meet(act)
 
-    def fused(self, op: Fused, run: int) -> None:
-        """A start, the parts, and an end that awaits them."""
-        start = self.place(op, (op.stream, 0), run)
-        last: list[int] = []
-        for number, part in enumerate(op.parts):
-            lane = (op.stream, number + 1 if self.beside else 0)
-            placed = [self.place(member, lane, run) for member in part]
-            self.rank.gates[placed[0]].append(start)
-            last.append(placed[-1])
-        self.rank.gates[self.place(op, (op.stream, 0), run)] += last
 
-    def place(self, op: Op | None, stream: Lane, run: int, begins: bool = False) -> int:
-        rank = self.rank
-        position = len(rank.script)
-        rank.script.append((op, run))
-        lane = rank.lanes[stream]
-        rank.spot.append((list(rank.lanes).index(stream), len(lane)))
-        lane.append(position)
-        rank.gates.append(list(self.syncs) if op is not None else self.all_before(position))
-        if op is None:
-            self.callers(position, not begins)
-        else:
-            self.note(op, position, run)
-        return position
+class _Rank:
+    """Lists the acts of one rank, and then has them meet those of others."""
 
-    def all_before(self, position: int) -> list[int]:
-        lane = self.rank.spot[position][0]
-        return [p for p in range(position) if self.rank.spot[p][0] != lane]
+    def __init__(self, script: Script, program: Program, rank: int) -> None:
+        self.script, self.program, self.rank = script, program, rank
+        self.box, self.buffers = program.boxes(rank), program.buffers()
+        self.places = program.where(rank).members
+        self.acts: list[Act] = []
+        self.takes: dict[Key, int] = {}
 
-    def note(self, op: Op, position: int, run: int) -> None:
-        rank = self.rank
-        match op:
-            case HostSync():
-                self.syncs.append(position)
-            case Record():
-                self.records[op.event] = position
-            case Wait():
-                if op.event in self.records:
-                    rank.events[position] = self.records[op.event]
-            case Alloc():
-                self.declare(op.buffer, run, position)
-                if op.buffer.kind == "symmetric":
-                    self.take(op.buffer, position)
-            case Free():
-                self.free(op, position)
-            case Fused():
-                pass
-            case Group():
-                for i, member in enumerate(op.ops):
-                    self.mail(member, position, i)
-                    self.touch(member, position, i)
-            case _:
-                for buffer in op.fresh if isinstance(op, Call) else ():
-                    self.declare(buffer, run, position)
-                if isinstance(op, Collective):
-                    key: Key = ("call", team_of(rank, op.team), op.backend)
-                    mine = self.ledger.calls.setdefault(key, {}).setdefault(self.number, [])
-                    mine.append(position)
-                elif isinstance(op, Send | Recv):
-                    self.mail(op, position, -1)
-                self.touch(op, position, -1)
+    # One run of this rank by itself
 
-    def declare(self, buffer: Buffer, run: int, position: int) -> None:
-        self.buffers[buffer.name] = (buffer, (self.rank.rank, run, buffer.name, position))
-
-    def take(self, buffer: Buffer, position: int) -> None:
-        assert buffer.team is not None
-        slot: Key = ("slot", team_of(self.rank, buffer.team), buffer.storage or buffer.name)
-        life = self.buffers[buffer.name][1]
-        self.rank.takes[life] = (slot, self.taken.get(slot, 0))
-        self.taken[slot] = self.taken.get(slot, 0) + 1
-        self.rank.touches[position, -1] = [_whole(life, ("life",))]
-
-    def free(self, op: Free, position: int) -> None:
-        buffer, life = self.buffers[op.buffer]
-        if life in self.rank.takes:
-            self.ledger.frees[(*self.rank.takes[life], self.rank.rank)] = (self.number, position)
-        home, owner, base = self.home(buffer, life, None, None)
-        del owner
-        shared = {base + byte for byte in _span(buffer, self.rank.where)}
-        self.rank.touches[position, -1] = [_whole(life, home, frozenset(shared))]
-
-    def mail(self, op: Send | Recv, position: int, member: int) -> None:
-        (peer,) = peers_of(self.rank, op.team, op.peer)
-        sends = isinstance(op, Send)
-        pair = (self.rank.rank, peer) if sends else (peer, self.rank.rank)
-        key: Key = ("mail", team_of(self.rank, op.team), pair)
-        ends = self.ledger.mail.setdefault(key, ([], []))
-        ends[0 if sends else 1].append((self.number, position, member))
-
-    def touch(self, op: Op, position: int, member: int) -> None:
-        reads, writes = list(op.reads()), list(op.writes())
-        if isinstance(op, Collective) and op.root is not None:
-            here = self.rank.where.member(op.team).index
-            if self.rank.where.index(op.root) != here:
-                reads = [] if KINDS[op.kind].reads == "root" else reads
-                writes = [] if KINDS[op.kind].writes == "root" else writes
-        touches = [self.access(access, False) for access in reads]
-        touches += [self.access(access, True) for access in writes]
-        self.rank.touches[position, member] = touches
-
-    def callers(self, position: int, ends: bool) -> None:
-        """What a caller reads at the end, and may do to what is registered out of a run."""
+    def add_run(self, run: int) -> None:
+        self.run = run
         params = self.program.params
-        views = [view for arg in self.program.returned() for view in views_in(arg)]
-        views += [View(buffer.name) for buffer in params if buffer.kind == "output"]
-        found = [self.access(Access(view), False) for view in views] if ends else []
-        for buffer in params:
-            if buffer.registered:
-                whole = self.access(Access(View(buffer.name)), True)
-                found.append(replace(whole, exact=frozenset()))  # nothing that a run may read
-        self.rank.touches[position, -1] = found
+        start = self.act(None, [(self.acts[-1].ended,)] if self.acts else [])
+        start.touches = [self.caller(b) for b in params if b.registered]
+        start.empties = [self.caller(b) for b in params if b.kind == "output"]
+        lanes: dict[str, Act] = {}
+        self.host, self.events = start, dict[str, Act]()
+        for op in self.program.ops:
+            if isinstance(op, Alloc) and op.buffer.kind != "symmetric":
+                continue  # takes effect when it is issued, and no stream gets to it
+            before = lanes.get(op.stream, start)
+            lanes[op.stream] = self.add(op, [(self.host.ended,), (before.ended,)])
+            if isinstance(op, HostSync):
+                self.host = lanes[op.stream]
+        over = self.act(None, [(self.host.ended,), *((act.ended,) for act in lanes.values())])
+        results = [view for result in self.program.returned() for view in views_in(result)]
+        results += [View(b.name) for b in params if b.kind == "output"]
+        over.touches = [touch for view in results for touch in self.touch(Access(view), False)]
+        over.touches += start.touches
 
-    def access(self, access: Access, write: bool) -> Touch:
-        buffer, life = self.buffers[access.view.buffer]
-        home, owner, base = self.home(buffer, life, access.team, access.peer)
-        where = self.rank.where
-        exact = _bytes(access.view.box(buffer, where))
-        if any(isinstance(step, AsStrided) for step in access.view.steps):
-            found = _span(buffer, where)
-        else:
-            found = exact
-        if buffer.kind == "input":
-            self.rank.inputs.add(owner)
-        claimed, surely = (frozenset(base + byte for byte in part) for part in (found, exact))
-        return Touch(home, owner, claimed, write, life, surely)
+    def act(self, op: Op | None, begin: list[Clause]) -> Act:
+        act = Act(len(self.script.acts), self.run, op, begin=begin)
+        self.script.acts.append(act)
+        self.acts.append(act)
+        return act
 
-    def home(
-        self, buffer: Buffer, life: Life, team: str | None, peer: Index | None
-    ) -> tuple[tuple[object, ...], object, int]:
-        """Where a buffer lives: the memory, the buffer in it, and its first byte."""
-        rank, run = life[0], life[1]
-        if life in self.rank.takes:
-            slot, take = self.rank.takes[life]
-            if team is not None and peer is not None:
-                (rank,) = peers_of(self.rank, team, peer)
-            return ("copy", slot, rank, take % 2), (slot, rank, take), 0
-        if buffer.kind == "local" and buffer.storage is not None:
-            return ("arena", rank, buffer.storage), life, buffer.offset
+    def add(self, op: Op, begin: list[Clause]) -> Act:
+        act = self.act(op, begin)
+        match op:
+            case Group():
+                act.end += [(self.add(item, [(act.began,)]).ended,) for item in op.ops]
+            case Fused():
+                last = act.began
+                for part in op.parts:
+                    last = last if self.script.strong else act.began
+                    for member in part:
+                        last = self.add(member, [(last,)]).ended
+                    act.end.append((last,))
+            case Record():
+                self.events[op.event] = act
+            case Wait():  # without a Record, it is another finding's
+                found = self.events.get(op.event)
+                act.begin += [(found.ended,)] if found is not None else []
+            case _:
+                reads, writes = op.reads(), op.writes()
+                if isinstance(op, Collective):  # what is given to one that does not use it
+                    reads = reads if self.takes_part(op, KINDS[op.kind].reads) else ()
+                    writes = writes if self.takes_part(op, KINDS[op.kind].writes) else ()
+                act.touches = [touch for a in reads for touch in self.touch(a, False)]
+                act.touches += [touch for a in writes for touch in self.touch(a, True)]
+                self.enlist(act, op)
+        return act
+
+    def takes_part(self, op: Collective, who: str) -> bool:
+        return who == "all" or (who == "root" and self.places[op.team].index == op.root)
+
+    def enlist(self, act: Act, op: Op) -> None:
+        """Writes down what others, or later acts, look for."""
+        script = self.script
+        match op:
+            case Collective():
+                script.lists[*self.queue(op), self.rank].append(act)
+                act.gives = op.src is None or self.box(op.src).numel > 0
+            case Send() | Recv():
+                script.lists[self.channel(op)].append(act)
+            case Alloc(buffer=buffer):
+                takes = script.lists[*self.slot(buffer), self.rank]
+                self.takes[self.run, buffer.name] = len(takes)
+                takes.append(act)
+                act.touches = [self.life(buffer)]
+            case Free(buffer=name):
+                buffer = self.buffers[name]
+                act.touches = [self.life(buffer)]
+                if buffer.kind == "symmetric":
+                    number = self.takes.get((self.run, name), 0)
+                    script.frees[*self.slot(buffer), self.rank, number] = act
+                else:  # the bytes are others' only after it
+                    (whole, _) = self.touch(Access(View(name)), True)
+                    act.touches.append(dataclasses.replace(whole, marks=True))
+            case Notify():
+                for reader in self.peers(op.peer, op.team):
+                    key = (op.signal, *self.team(op.team), self.rank, reader, self.run)
+                    script.raised[key].append((op.value, act.ended))
+            case _:
+                pass
+
+    # Names of what ranks share
+
+    def team(self, name: str) -> Key:
+        return (name, self.places[name].ranks)
+
+    def peers(self, peer: Index | Others, team: str) -> list[int]:
+        ranks = self.places[team].ranks
+        if isinstance(peer, Others):
+            return [rank for rank in ranks if rank != self.rank]
+        assert isinstance(peer, int)
+        return [ranks[peer]]
+
+    def queue(self, op: Collective) -> Key:
+        return ("collectives", *self.team(op.team), op.backend)
+
+    def channel(self, op: Send | Recv, other: bool = False) -> Key:
+        """This end of the messages between two ranks, or the other end."""
+        (peer,) = self.peers(op.peer, op.team)
+        sends = isinstance(op, Send)
+        ends = (self.rank, peer) if sends else (peer, self.rank)
+        return ("messages", *self.team(op.team), op.backend, ends, sends != other)
+
+    def slot(self, buffer: Buffer) -> Key:
+        assert buffer.team is not None
+        return ("slot", *self.team(buffer.team), buffer.storage or buffer.name)
+
+    # Memory
+
+    def memory(self, buffer: Buffer, owner: int) -> tuple[Key, Key]:
+        """Where a buffer of some rank lies, and its name there."""
+        if buffer.kind == "symmetric":
+            number = self.takes.get((self.run, buffer.name), 0)
+            return (*self.slot(buffer), owner, number % 2), (buffer.name, number)
         if buffer.kind in ("input", "output"):
-            if team is not None and peer is not None:
-                (rank,) = peers_of(self.rank, team, peer)
-            return ("caller", rank, buffer.name), (rank, run, buffer.name), 0
-        return ("own", *life), life, 0
+            return ("param", owner, buffer.name), (buffer.kind,)
+        if buffer.storage is not None:
+            return ("arena", owner, buffer.storage), (buffer.name, self.run)
+        return ("own", owner, buffer.name), (self.run,)
 
+    def touch(self, access: Access, write: bool) -> list[Touch]:
+        """An access, and that it is a use of a name of this rank's."""
+        view = access.view
+        if view == RNG:
+            return [Touch(("rng", self.rank), ("input",), 1, 1, 1, write)]
+        buffer, box = self.buffers[view.buffer], self.box(view)
+        owner = self.rank
+        if access.peer is not None and access.team is not None:
+            (owner,) = self.peers(access.peer, access.team)
+        exact, hull = bytes_of(box), bytes_of(box, hull=True)
+        covers = exact
+        if exact and any(isinstance(step, AsStrided) for step in view.steps):
+            covers = hull = bytes_of(self.box(View(buffer.name)), hull=True)
+        at = buffer.offset
+        memory, name = self.memory(buffer, owner)
+        found = Touch(memory, name, exact << at, covers << at, hull << at, write)
+        return [found, dataclasses.replace(self.life(buffer), write=False)]
 
-def _whole(life: Life, home: tuple[object, ...], found: Bytes = frozenset()) -> Touch:
-    return Touch(home, life, found, True, life, whole_life=True)
+    def caller(self, buffer: Buffer) -> Touch:
+        """What the caller may do with a parameter out of a run."""
+        return dataclasses.replace(self.touch(Access(View(buffer.name)), True)[0], marks=True)
 
+    def life(self, buffer: Buffer) -> Touch:
+        """What a use and a Free of a buffer, or a use and the take of a slot, conflict in."""
+        memory = ("life", self.rank, self.run, buffer.name)
+        return Touch(memory, (buffer.kind,), 0, 1, 1, True, marks=True)
 
-def _bytes(box: Box) -> Bytes:
-    """Every byte of a box, one by one."""
-    starts = {box.offset} if box.numel else set[int]()
-    for size, stride in zip(box.sizes, box.strides, strict=True):
-        starts = {start + i * stride for start in starts for i in range(size)}
-    item = box.dtype.itemsize
-    return frozenset(start * item + i for start in starts for i in range(item))
+    # Meeting others
 
+    def meet(self, act: Act) -> None:
+        self.run = act.run
+        match act.op:
+            case Collective() as op:
+                self.meet_collective(act, op)
+            case Send() | Recv() as op:
+                place = self.script.lists[self.channel(op)].index(act)
+                if isinstance(op, Recv) or self.script.strong:
+                    act.end.append(self.began(self.channel(op, other=True), place))
+            case Alloc(buffer=buffer):
+                number = self.takes[self.run, buffer.name] - 2
+                for rank in self.places[buffer.team or ""].ranks if number >= 0 else ():
+                    free = self.script.frees.get((*self.slot(buffer), rank, number))
+                    act.begin.append((free.ended,) if free is not None else ())
+            case Expect() as op:
+                for writer in self.peers(op.peer, op.team):
+                    key = (op.signal, *self.team(op.team), writer, self.rank, self.run)
+                    raised = self.script.raised.get(key, [])
+                    act.begin.append(tuple(end for value, end in raised if value >= op.value))
+            case _:
+                pass
 
-def _span(buffer: Buffer, where: Where) -> Bytes:
-    return _bytes(View(buffer.name).box(buffer, where))
+    def began(self, key: Key, place: int) -> Clause:
+        """That the act at a place of a list has begun."""
+        acts = self.script.lists.get(key, [])
+        return (acts[place].began,) if place < len(acts) else ()
 
-
-def team_of(rank: Rank, name: str) -> tuple[str, tuple[int, ...]]:
-    return name, rank.where.member(name).ranks
-
-
-def peers_of(rank: Rank, team: str, peer: Index | Others) -> tuple[int, ...]:
-    """The global ranks that a peer of an op means."""
-    ranks = rank.where.member(team).ranks
-    if isinstance(peer, Others):
-        return tuple(other for other in ranks if other != rank.rank)
-    return (ranks[rank.where.index(peer)],)
+    def meet_collective(self, act: Act, op: Collective) -> None:
+        queue, member = self.queue(op), self.places[op.team]
+        mine = self.script.lists[*queue, self.rank]
+        place = mine.index(act)
+        if place > 0:
+            act.begin.append((mine[place - 1].ended,))
+        root = op.root
+        from_root = op.kind in ("broadcast", "scatter")
+        to_root = op.kind in ("gather", "reduce")
+        needs = (member.index == root) if to_root else not (from_root and member.index == root)
+        needs = needs and not (op.dst is not None and self.box(op.dst).numel == 0)
+        for index, rank in enumerate(member.ranks):
+            theirs = self.script.lists.get((*queue, rank), [])
+            gives = index == root or not from_root
+            gives = gives and not (place < len(theirs) and not theirs[place].gives)
+            if rank != self.rank and (self.script.strong or (needs and gives)):
+                act.end.append(self.began((*queue, rank), place))
