@@ -194,7 +194,10 @@ REDUCTIONS = ("sum", "avg", "prod", "min", "max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective(Op):
-    """All ranks of `team` take part; it starts when every one of them got here.
+    """All ranks of `team` take part, each from when its stream gets here until it has what it gets.
+
+    A rank's end comes after the begin of every rank whose contribution it needs, and says nothing
+    of what other ranks have: docs/semantics.md.
 
     `src` and `dst` are contiguous boxes split along dimension 0: into even parts, or by the table
     `splits`. A broadcast writes `dst` on every rank and reads `src` on the root alone. `dst` may be
@@ -220,7 +223,10 @@ class Collective(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send(Op):
-    """`src` to rank `peer` of `team`, matched in order with that rank's Recv: a rendezvous."""
+    """`src` to rank `peer` of `team`, matched in order with that rank's Recv.
+
+    It may be buffered, and it may wait for the Recv: nothing may lean on the one or the other.
+    """
 
     src: View
     peer: Index
@@ -233,7 +239,7 @@ class Send(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recv(Op):
-    """Into `dst` from rank `peer` of `team`."""
+    """Into `dst` from rank `peer` of `team`, after that rank's Send has begun."""
 
     dst: View
     peer: Index
@@ -246,7 +252,7 @@ class Recv(Op):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Op):
-    """Sends and receives that start together and end together, so that none blocks another."""
+    """Sends and receives that begin together, none blocking another, and end with the last."""
 
     ops: tuple[Send | Recv, ...]
 

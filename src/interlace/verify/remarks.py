@@ -34,7 +34,8 @@ def _launch_order(builder: Builder, explainer: Explainer) -> list[Finding]:
     for mine in issued.values():
         queues = list(dict.fromkeys(queue for queue, _, _ in mine))
         for pair in combinations(queues if len(queues) > 1 else (), 2):
-            both = sorted((each for each in mine if each[0] in pair), key=lambda each: each[2].begin)
+            both = [each for each in mine if each[0] in pair]
+            both.sort(key=lambda each: each[2].begin)
             other = usual.setdefault(pair, both)
             if other[0][2].frame.place.source is not both[0][2].frame.place.source:
                 found += _opposite(builder, explainer, other, both)
