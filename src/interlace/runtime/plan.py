@@ -266,6 +266,8 @@ class _Planner:
     def message(self, index: int, part: int, op: Send | Recv) -> None:
         backend = self.backend_of(op.team, op.backend)
         member = self.where.index(op.peer)
+        if backend == "gloo" and member == self.where.member(op.team).index:
+            backend = "peer"  # gloo has no connection of a rank to itself
         listed = self._sends if isinstance(op, Send) else self._recvs
         mine = listed.setdefault(op.team, [])
         box = self.box(op.src if isinstance(op, Send) else op.dst)
