@@ -136,7 +136,7 @@ class Report:
     num_ranks: int
     seconds: float = field(default=0.0, compare=False)
     num_left_out: int = 0
-    """Further faults that were found and are not listed."""
+    """Further faults that were found and are not listed; the search for races ends at 10,000."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
