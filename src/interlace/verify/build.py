@@ -145,8 +145,9 @@ class Builder:
                 graph.blocks[at.end] = [meeting]
             if missing:
                 absent = missing[0]
-                count = len(members.get(absent, ()))
-                graph.never[at.end] = self._missing(absent, count, team, k)
+                pair = (absent, at.frame.place.rank)
+                issued = [len(members.get(rank, ())) // self.num_runs for rank in pair]
+                graph.never[at.end] = self._missing(absent, team, *issued)
 
     def _has_part(self, at: Meeting, write: bool) -> bool:
         """Whether a rank gives bytes to a collective, or (`write`) gets some; a barrier is both."""
@@ -176,12 +177,12 @@ class Builder:
                 f"to rank {receiver}, which it never does",
             )
 
-    def _missing(self, rank: int, count: int, team: TeamKey, k: int) -> str:
+    def _missing(self, rank: int, team: TeamKey, count: int, most: int) -> str:
         if rank not in self.ranks:
             return f"rank {rank} of team {team.name}, and no Program of the set runs there"
         return (
-            f"rank {rank} to issue collective {k + 1} of team {team.name}, of which it issues "
-            f"{count}"
+            f"rank {rank} to issue a collective of team {team.name}: it issues {count} in a run, "
+            f"and this rank {most}"
         )
 
     def _await_frees(self, slot: Slot, take: int, node: int) -> None:
