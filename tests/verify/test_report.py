@@ -25,7 +25,7 @@ same bytes of y (the same on ranks 0, 1)
       2 | main: copy(x[0:3], y[0:3])
       3 | main: record(e)
     > 4 | comm: copy(x[2:4], y[2:4])
-  to mend it: record an event on main after line 2 and wait for it on comm before line 4"""
+  fix: after line 2 add `main: record(e1)`, before line 4 add `comm: wait(e1)`"""
 
 
 def test_a_race_in_words() -> None:

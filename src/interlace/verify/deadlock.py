@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from interlace.ir.ops import Collective, Op, Recv, Send
+from interlace.ir.ops import Collective, Op
 from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.graph import Graph, Part
@@ -48,7 +48,7 @@ def deadlocks(builder: Builder, explainer: Explainer) -> list[Finding]:
 
 def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]:
     """The ops that could start, but for something that never comes."""
-    found: dict[tuple[object, ...], tuple[str, list[OpRef], set[int]]] = {}
+    found: dict[tuple[object, ...], tuple[str, list[OpRef], set[int], Part]] = {}
     for node, reason in sorted(graph.never.items()):
         if any(before in stuck for before in graph.awaited(node)):
             continue
@@ -56,17 +56,19 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
         key = tuple((frame.place.source, item.index) for frame, item in parts[:1])
         if key not in found:
             refs = [explainer.ref(f, item, f"waits for {reason}") for f, item in parts[:4]]
-            found[key] = (reason, refs, set())
+            found[key] = (reason, refs, set(), parts[0])
         found[key][2].update(frame.place.rank for frame, _ in parts)
     return [
         Finding(
             "deadlock",
             f"an op waits forever, for {reason}",
             tuple(refs),
-            "add what it waits for on that rank, or take this op out on every rank",
-            ranks=tuple(sorted(ranks)),
+            f"add what line {refs[0].line} waits for: {reason}; or remove it on every rank",
+            "error",
+            tuple(sorted(ranks)),
+            explainer.proposals.never(part),
         )
-        for reason, refs, ranks in found.values()
+        for reason, refs, ranks, part in found.values()
     ]
 
 
@@ -217,7 +219,9 @@ def _tell(steps: list[Step], explainer: Explainer) -> Finding:
     who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
     whom = "itself" if len(ranks) == 1 else "each other"
     message = f"{who} for {whom}, in a circle"
-    return Finding("deadlock", message, tuple(refs), _fix(steps), ranks=tuple(ranks))
+    fixes = explainer.proposals.cycle([(part, other) for part, other, _ in steps])
+    words = _advice(steps, explainer)
+    return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), fixes)
 
 
 def _listed(ranks: list[int]) -> str:
@@ -263,14 +267,20 @@ def _queued(op: Op | None, before: Op | None) -> str:
     return ""
 
 
-def _fix(steps: list[Step]) -> str:
-    items = [item for step in steps for _, item in (step.part, step.other)]
-    if any(item.code is Code.ALLOC for item in items):
+def _advice(steps: list[Step], explainer: Explainer) -> str:
+    """Which op has to move, where no edit is known to open the circle."""
+    links: list[str] = []
+    for (frame, item), (other_frame, other), why in steps:
+        if why == MEETS or frame.place is not other_frame.place or item.index == other.index:
+            continue
+        line = explainer.line(frame.place.source, item.index)
+        earlier = explainer.line(other_frame.place.source, other.index)
+        links.append(f"line {line} before line {earlier} on rank {frame.place.rank}")
+    if any(item.code is Code.ALLOC for step in steps for item in (step.part[1], step.other[1])):
         return "free the buffer that held the slot before this take of it, on every rank"
-    if any(isinstance(item.op, Collective) for item in items):
-        return "issue the collectives, and what they wait for, in the same order on every rank"
-    if any(isinstance(item.op, Send | Recv) for item in items):
-        return "put the sends and receives that face each other into one group on each rank"
-    if any(item.code is Code.EXPECT for item in items):
-        return "raise the signal before the op that waits for it, or on another stream"
-    return "move one of these ops, so that the circle opens"
+    if not links:
+        return "move one of these ops, so that the circle opens"
+    return (
+        f"open the circle at one of its links ({', or '.join(dict.fromkeys(links))}); none of the "
+        "moves that were tried does it alone"
+    )
