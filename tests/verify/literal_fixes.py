@@ -1,6 +1,6 @@
 """Reads the fix of a finding as a person would, and edits the text of the Programs to the letter.
 
-It shares nothing with `interlace.verify.fixes`: a sentence goes in and the lines of a file change.
+It shares nothing with `interlace.verify.fixing`: a sentence goes in and the lines of a file change.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def literally(text: str, fix: str) -> str:
     """The text of a file with a fix applied to its lines."""
     lines = text.splitlines()
     defs = [one for one in ast.parse(text).body if isinstance(one, ast.FunctionDef)]
-    spans = {one.lineno: one.end_lineno or 0 for one in ast.walk(ast.Module(defs, [])) if isinstance(one, ast.stmt)}  # fmt: skip
+    spans = {op.lineno: op.end_lineno or op.lineno for one in defs for op in one.body}
     before: dict[int, list[str]] = {}
     after: dict[int, list[str]] = {}
     instead: dict[int, list[str]] = {}

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from tests.verify.literal_fixes import faulty, fixed, single
 
-from interlace.ir import print_set
 from interlace.verify import check
 
 
@@ -33,7 +32,7 @@ def apply_many(seed: int, events: int, signals: int) -> Counter[str]:
             else:
                 assert after.sound, shown
             met["signals"] += "notify(" in finding.fix
-            met["events"] += "record(" in finding.fix
+            met["events"] += "wait(" in finding.fix
             met["frees moved"] += "move line" in finding.fix and "free(" in str(finding)
     return met
 

@@ -17,7 +17,7 @@ from interlace.ir.program import Program
 from interlace.verify.build import Builder
 from interlace.verify.deadlock import deadlocks
 from interlace.verify.explain import Explainer
-from interlace.verify.fixes import Trials
+from interlace.verify.fixing.trials import Trials
 from interlace.verify.lower import lower
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from interlace.ir.ops import Collective, Op
+from interlace.ir.printer import print_op
 from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
+from interlace.verify.fixing.circles import cycle, never, segments
 from interlace.verify.graph import Graph, Part
 from interlace.verify.report import Finding, OpRef
 from interlace.verify.source import Code
@@ -66,7 +68,7 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
             f"add what line {refs[0].line} waits for: {reason}; or remove it on every rank",
             "error",
             tuple(sorted(ranks)),
-            explainer.proposals.never(part),
+            never(explainer.edges, part),
         )
         for reason, refs, ranks, part in found.values()
     ]
@@ -219,7 +221,7 @@ def _tell(steps: list[Step], explainer: Explainer) -> Finding:
     who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
     whom = "itself" if len(ranks) == 1 else "each other"
     message = f"{who} for {whom}, in a circle"
-    fixes = explainer.proposals.cycle([(part, other) for part, other, _ in steps])
+    fixes = cycle(explainer.edges, [(part, other) for part, other, _ in steps])
     words = _advice(steps, explainer)
     return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), fixes)
 
@@ -269,18 +271,23 @@ def _queued(op: Op | None, before: Op | None) -> str:
 
 def _advice(steps: list[Step], explainer: Explainer) -> str:
     """Which op has to move, where no edit is known to open the circle."""
-    links: list[str] = []
-    for (frame, item), (other_frame, other), why in steps:
-        if why == MEETS or frame.place is not other_frame.place or item.index == other.index:
-            continue
-        line = explainer.line(frame.place.source, item.index)
-        earlier = explainer.line(other_frame.place.source, other.index)
-        links.append(f"line {line} before line {earlier} on rank {frame.place.rank}")
-    if any(item.code is Code.ALLOC for step in steps for item in (step.part[1], step.other[1])):
+    links = [(part, other) for part, other, why in steps if why != MEETS]
+    if any(item.code is Code.ALLOC for link in links for _, item in link):
         return "free the buffer that held the slot before this take of it, on every rank"
-    if not links:
-        return "move one of these ops, so that the circle opens"
-    return (
-        f"open the circle at one of its links ({', or '.join(dict.fromkeys(links))}); none of the "
-        "moves that were tried does it alone"
-    )
+    said: list[str] = []
+    for (frame, item), (_, other) in segments(links):
+        line, first = (explainer.line(frame.place.source, one.index) for one in (item, other))
+        if item.index != other.index:
+            one, two = f"line {line}", f"line {first}"
+        elif item.op is not None and other.op is not None:
+            program = frame.place.source.program
+            texts = (print_op(op, program).partition(": ")[2] for op in (item.op, other.op))
+            one, two = (f"`{text}` of line {line}" for text in texts)
+        else:
+            continue
+        said.append(
+            f"{one}, which a peer waits for, comes only after {two}, which waits for a peer"
+        )
+    if not said:
+        return "let an op of the circle go before what it waits for"
+    return f"{'; '.join(dict.fromkeys(said))}: issue first what a peer waits for"

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from interlace.ir.ops import Fused, Get, Group, Loc, Put
 from interlace.ir.printer import print_op
 from interlace.ir.program import Program
-from interlace.verify.fixes import line_numbers
+from interlace.verify.fixing import lifetimes, races
+from interlace.verify.fixing.edges import Edges
+from interlace.verify.fixing.edits import line_numbers
 from interlace.verify.graph import Frame
 from interlace.verify.memory import Entry
-from interlace.verify.proposals import Proposals
 from interlace.verify.report import Finding, OpRef
 from interlace.verify.source import Code, Flaw, Item, Source
 from interlace.verify.sweep import Fault
@@ -30,7 +31,7 @@ class Explainer:
 
     def __init__(self, sources: Sequence[Source], missing: Missing) -> None:
         self.sources = sources
-        self.proposals = Proposals(sources)
+        self.edges = Edges(sources)
         self._missing = missing
         self._lines: dict[int, list[int]] = {}
         self._programs: list[Program] = []  # keeps the ids of `_lines` alive
@@ -84,7 +85,7 @@ class Explainer:
             extent,
             _origin(item),
             tuple(context),
-            (self.proposals.number(source), item.index),
+            (self.edges.number(source), item.index),
         )
 
     def text(self, source: Source, index: int) -> str:
@@ -102,7 +103,7 @@ class Explainer:
             part if isinstance(part, str) else str(self.line(source, part)) for part in flaw.fix
         )
         ops = [self.ref_on(source, rank, item, role, buffer) for item, role, buffer in flaw.ops]
-        fixes = self.proposals.flaw(source, flaw)
+        fixes = lifetimes.flaw(self.edges, source, flaw)
         return Finding(flaw.kind, flaw.message, tuple(ops), fix, "error", source.ranks, fixes)
 
     def access(self, entry: Entry) -> OpRef:
@@ -146,15 +147,15 @@ class Explainer:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
                 fix = f"free {name} after line {ops[1].line}, and in an order that awaits it"
-                fixes = self.proposals.free_later(source, first.item.version)
+                fixes = lifetimes.free_later(self.edges, source, first.item.version)
             case "use-before-alloc":
                 message = f"{name} is used before its slot is taken"
                 fix = f"allocate {name} before line {ops[1].line}, in an order that this op awaits"
-                fixes = self.proposals.alloc_sooner(source, first.item.version)
+                fixes = lifetimes.alloc_sooner(self.edges, source, first.item.version)
             case _:
                 message = self._race(first, second, ops)
                 fix = self._advice(first, second, ops)
-                fixes = self.proposals.race(pairs)
+                fixes = races.race(self.edges, pairs)
         return Finding(fault.kind, message, ops, fix, "error", ranks, tuple(fixes))
 
     def _race(self, first: Entry, second: Entry, ops: tuple[OpRef, OpRef]) -> str:
@@ -187,24 +188,21 @@ class Explainer:
             return f"let line {ops[0].line} write to a buffer of its own, and copy from there"
         if one is not two and first.item is second.item:
             return (
-                f"let the ranks write different bytes: line {ops[0].line} is one op that all of "
+                f"let each rank touch bytes of its own: line {ops[0].line} is one op that all of "
                 "them do at once"
             )
         begin = "the begin of the run"
         said = [
             f"{begin if op.text == BEGINS else f'line {op.line}'} on rank {op.rank}" for op in ops
         ]
-        return (
-            f"order {said[0]} before {said[1]}, or the other way round; none of the events, "
-            "signals and barriers that were tried does it alone"
-        )
+        return f"order {said[0]} before {said[1]}, or the other way round"
 
     def _unwritten(self, fault: Fault, ranks: tuple[int, ...]) -> Finding:
         op, name = self.access(fault.second), fault.second.content.name
         if fault.kind == "overwritten":
             message = f"{name} is read after its bytes were overwritten through another buffer"
             fix = f"free {name} only after line {op.line}, and give the storage away after that"
-            fixes = tuple(self.proposals.own_storage(fault.second))
+            fixes = tuple(lifetimes.own_storage(self.edges, fault.second))
             return Finding("uninitialized", message, (op,), fix, "error", ranks, fixes)
         what, late = self._missing(fault.second)
         message = f"{name} is read, and nothing wrote {what} before"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from interlace.errors import SoundnessError
 
 if TYPE_CHECKING:
-    from interlace.verify.fixes import Edit
+    from interlace.verify.fixing.edits import Edit
 
 SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
@@ -128,7 +128,7 @@ class Finding:
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """The edits that `fix` tells, for `fixes.apply`; none where it is advice in words."""
+        """The edits that `fix` tells, for `fixing.edits.apply`; none where it is advice."""
         return () if self.chosen is None else self.chosen().edits
 
     def to_json(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from difflib import SequenceMatcher
 from interlace.ir.ops import Collective
 from interlace.verify.build import Builder, Queue
 from interlace.verify.explain import Explainer
-from interlace.verify.fixes import Edit, Fix
+from interlace.verify.fixing.circles import notifies
+from interlace.verify.fixing.edits import Edit, Fix
 from interlace.verify.graph import Frame
 from interlace.verify.report import Finding
 from interlace.verify.source import Code, Item, Source
@@ -36,7 +37,7 @@ class Uneven:
     def told(self, finding: Finding) -> Finding:
         """The finding with what has to be added or removed, if that is what it is about."""
         if finding.kind == "signal" and len(finding.ops) > 1 and finding.level == "error":
-            grown = self.explainer.proposals.notifies([op.at for op in finding.ops])
+            grown = notifies(self.explainer.edges, [op.at for op in finding.ops])
             return dataclasses.replace(finding, candidates=grown)
         queue = self._queue(finding)
         if queue is None:
@@ -80,14 +81,14 @@ class Uneven:
                 for frame, item in mine if 0 < len(mine) == most else ():
                     assert isinstance(item.op, Collective)
                     new = dataclasses.replace(item.op, backend=other[1])
-                    k = self.explainer.proposals.number(frame.place.source)
+                    k = self.explainer.edges.number(frame.place.source)
                     edits.append(Edit(k, new, index=item.index))
             yield tuple(dict.fromkeys(edits))
 
     def _queue(self, finding: Finding) -> Queue | None:
         """The team and backend of the collective that a finding names."""
         spots = {op.at for op in finding.ops}
-        number = self.explainer.proposals.number
+        number = self.explainer.edges.number
         for queue, members in self.builder.queues.items():
             for mine in members.values():
                 for frame, item, _ in mine:
@@ -115,7 +116,7 @@ class Uneven:
         """What makes the sequence of one rank that of another."""
         mine, theirs = issues[rank], issues[like]
         place = next(p for p in self.builder.places if p.rank == rank)
-        k, found = self.explainer.proposals.number(place.source), list[Edit]()
+        k, found = self.explainer.edges.number(place.source), list[Edit]()
         for tag, low, high, start, stop in SequenceMatcher(
             None, sequence, wanted, autojunk=False
         ).get_opcodes():
