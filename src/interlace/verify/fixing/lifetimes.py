@@ -37,12 +37,12 @@ def free_later(edges: Edges, source: Source, number: int) -> list[Fix]:
     found: list[Fix] = []
     for stream in dict.fromkeys((own, at_last)):
         waits: list[Edit] = []
-        for event, (other, use) in zip(edges.names("e"), uses.items(), strict=False):
-            if other != stream:
-                waits += [
-                    Edit(k, Record(event=event, stream=other), anchor=use, after=True),
-                    Edit(k, Wait(event=event, stream=stream), anchor=last, after=True),
-                ]
+        others = [(other, use) for other, use in uses.items() if other != stream]
+        for event, (other, use) in zip(edges.names("e"), others, strict=False):
+            waits += [
+                Edit(k, Record(event=event, stream=other), anchor=use, after=True),
+                Edit(k, Wait(event=event, stream=stream), anchor=last, after=True),
+            ]
         op = Free(buffer=name, stream=stream)
         changed = None if index is not None and stream == own else op
         free = Edit(k, changed, index=index, anchor=last, after=True)
