@@ -178,6 +178,13 @@ def test_a_collective_that_one_rank_lacks_is_added_there() -> None:
     assert finding.fix == "before line 3 on rank 2 add `main: all_gather(x, y, team=tp)`"
     assert check(apply(programs, finding.edits).programs).sound
 
+    mesh = text_of("gradients")
+    programs = on_ranks(mesh, without(mesh, "reduce_scatter"), (1,))
+    finding = found(programs, "mismatch")
+    assert "reduce_scatter(sums, out_2" in finding.fix
+    assert " on rank 1 add " in finding.fix
+    assert check(apply(programs, finding.edits).programs).sound
+
 
 def test_swapped_collectives_are_moved() -> None:
     text = f"{GATHERS}    main: barrier(team=tp)\n"

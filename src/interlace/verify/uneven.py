@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
-from interlace.ir.ops import Collective
+from interlace.ir.ops import Collective, Op
 from interlace.verify.build import Builder, Queue
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.circles import notifies
@@ -22,7 +22,10 @@ from interlace.verify.graph import Frame
 from interlace.verify.report import Finding
 from interlace.verify.source import Code, Item, Source
 
-Sequence = tuple[tuple[object, ...], ...]
+Facts = tuple[tuple[object, ...], ...]
+"""The collectives that one rank issues, each as what ranks agree on."""
+NEIGHBOURS = 64
+"""Ops before a collective that are looked for on a rank that lacks it."""
 MAX_ISSUED = 2_000
 """Collectives of one rank that are compared at most."""
 
@@ -43,12 +46,11 @@ class Uneven:
         if queue is None:
             return finding
         others = [q for q in self.builder.queues if q[0] == queue[0] and q != queue]
-        if others:
-            return dataclasses.replace(finding, candidates=tuple(self._backends(queue, others)))
         issues = self._issues(queue)
         sequences = {rank: tuple(map(_fact, mine)) for rank, mine in issues.items()}
         if len(set(sequences.values())) < 2:
             return finding
+        backends = tuple(self._backends(queue, others))
         popular = Counter(sequences.values()).most_common()
         popular.sort(key=lambda pair: (-pair[1], len(pair[0])))
         fixes: list[Fix] = []
@@ -65,8 +67,8 @@ class Uneven:
             return finding
         return dataclasses.replace(
             finding,
-            words="; ".join(dict.fromkeys(words[:2])),
-            candidates=(*fixes, *finding.candidates),
+            words=finding.words if others else "; ".join(dict.fromkeys(words[:2])),
+            candidates=(*backends, *fixes, *finding.candidates),
         )
 
     def _backends(self, queue: Queue, others: list[Queue]) -> Iterator[Fix]:
@@ -109,8 +111,8 @@ class Uneven:
         issues: dict[int, list[tuple[Frame, Item]]],
         rank: int,
         like: int,
-        sequence: Sequence,
-        wanted: Sequence,
+        sequence: Facts,
+        wanted: Facts,
         words: list[str],
     ) -> list[Edit]:
         """What makes the sequence of one rank that of another."""
@@ -132,14 +134,17 @@ class Uneven:
                 found.append(Edit(k, index=item.index))
             for _, item in theirs[start:stop]:
                 words.append(self._say(theirs, item, like, rank))
-                if item.op is None:
-                    continue
+                behind = _behind(
+                    theirs[0][0].place.source.program.ops, item.index, place.source.program.ops
+                )
                 if low:
-                    found.append(Edit(k, item.op, anchor=mine[low - 1][1].index, after=True))
-                elif mine:
-                    found.append(Edit(k, item.op, anchor=mine[0][1].index))
+                    behind = max(behind, mine[low - 1][1].index)
+                if low < len(mine):
+                    behind = min(behind, mine[low][1].index - 1)
+                if behind < 0:
+                    found.append(Edit(k, item.op, anchor=0))
                 else:
-                    found.append(Edit(k, item.op, anchor=len(place.source.program.ops)))
+                    found.append(Edit(k, item.op, anchor=behind, after=True))
         return _moved(found, place.source)
 
     def _alike(
@@ -185,6 +190,20 @@ class Uneven:
             f"rank {rank} issues `{text}` (line {line}), which rank {other} lacks: issue it on "
             f"rank {other} too, or remove it on rank {rank}"
         )
+
+
+def _behind(ops: Sequence[Op], index: int, others: Sequence[Op]) -> int:
+    """The last op of another rank that stands for one before this; -1 where there is none."""
+    near = range(max(0, index - NEIGHBOURS), index)
+    texts, wanted = [_sort(op) for op in others], [_sort(ops[i]) for i in near]
+    blocks = SequenceMatcher(None, wanted, texts, autojunk=False).get_matching_blocks()
+    return max((block.b + block.size - 1 for block in blocks if block.size), default=-1)
+
+
+def _sort(op: Op) -> tuple[object, ...]:
+    """What an op and the same op of another rank have in common."""
+    names = (getattr(op, name, None) for name in ("kind", "fn", "event", "signal"))
+    return type(op).__name__, op.stream, *names
 
 
 def _moved(edits: list[Edit], source: Source) -> list[Edit]:

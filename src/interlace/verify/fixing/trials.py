@@ -75,7 +75,7 @@ class Trials:
         self._all_listed = report.num_left_out == 0
         findings = tuple(
             dataclasses.replace(finding, chosen=partial(self.choose, k))
-            if finding.candidates
+            if finding.level == "error"
             else finding
             for k, finding in enumerate(report.findings)
         )
@@ -89,9 +89,9 @@ class Trials:
         return self._chosen[number]
 
     def _choose(self, finding: Finding) -> Chosen:
-        if not finding.candidates:
-            return Chosen(finding.words, ())
         held, why = self._find(finding)
+        if held is None and not finding.candidates:
+            return Chosen(finding.words, ())
         if held is None:
             return Chosen(f"{finding.words}; {why}", ())
         if held not in self._held:
