@@ -40,12 +40,12 @@ def test_sound(write) -> None:
     assert run("check", write(SOUND)) == (0, "sound (2 ranks, 24 ops, _ ms)\n", "")
 
 
-def test_unsound_shows_the_counterexample_and_the_mending(write) -> None:
+def test_unsound_shows_the_counterexample_and_the_fix(write) -> None:
     code, out, _ = run("check", write(RACE))
     assert code == 1
     assert out.startswith(RACE_TEXT)
     assert '> 11 | main: call("aten.mm.out", full[tp.rank + 1], w, out=y[tp.rank + 1])' in out
-    assert "to mend it: record an event on comm after line 8 and wait for it on main" in out
+    assert "fix: before line 11 add `main: wait(e1)`" in out
 
 
 def test_deadlock_of_a_set(write) -> None:

@@ -61,7 +61,7 @@ def test_a_get_before_the_peer_has_begun_races_with_its_caller() -> None:
     assert "reads x of rank" in finding.message
     assert "nothing orders it after the begin of the run there" in finding.message
     assert "before which the caller may touch x" in finding.message
-    assert finding.fix.startswith("notify a signal to rank")
+    assert finding.fix.startswith("before line 2 add `main: notify(")
 
 
 def test_a_get_still_under_way_at_the_peers_end_races_with_its_callers_next_write() -> None:
@@ -71,7 +71,7 @@ def test_a_get_still_under_way_at_the_peers_end_races_with_its_callers_next_writ
     assert report.kinds() == {"race"}
     (finding,) = report.errors
     assert "nothing orders it before the end of the run there" in finding.message
-    assert finding.fix.endswith("before the return")
+    assert "at the end add `main: expect(" in finding.fix
     assert [op.text.split("(")[0] for op in finding.ops] == ["comm: get", "return"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tests.verify.schedules import text_of, without
@@ -25,7 +26,7 @@ same bytes of y (the same on ranks 0, 1)
       2 | main: copy(x[0:3], y[0:3])
       3 | main: record(e)
     > 4 | comm: copy(x[2:4], y[2:4])
-  to mend it: record an event on main after line 2 and wait for it on comm before line 4"""
+  fix: before line 4 add `comm: wait(e)`"""
 
 
 def test_a_race_in_words() -> None:
@@ -43,7 +44,11 @@ def test_the_edge_across_ranks_is_a_signal() -> None:
     lines = [line for line in text.splitlines() if "expect(ready" not in line]
     (finding, *_) = check(parse("\n".join(lines))).errors
     assert finding.kind == "race"
-    assert "notify a signal to rank" in finding.fix
+    assert re.fullmatch(
+        r"after line \d+ add `\w+: notify\(s1, to=tp.*\)`, "
+        r"before line \d+ add `\w+: expect\(s1, tp.*\)`",
+        finding.fix,
+    )
     assert finding.ops[0].rank != finding.ops[1].rank
 
 
@@ -78,7 +83,8 @@ def test_json_has_a_stable_shape() -> None:
     assert data["sound"] is False
     assert (data["num_ranks"], data["num_ops"]) == (4, 84)
     (finding,) = data["findings"]
-    assert set(finding) == {"kind", "level", "message", "fix", "ranks", "ops"}
+    assert set(finding) == {"kind", "level", "message", "fix", "fix_tried", "ranks", "ops"}
+    assert finding["fix_tried"] is True
     assert finding["ranks"] == [0, 1, 2, 3]
     for op in finding["ops"]:
         assert set(op) == {

@@ -1,4 +1,4 @@
-"""`interlace doctor`: what is installed, what is missing, and how to mend it.
+"""`interlace doctor`: what is installed, what is missing, and how to fix it.
 
 $ interlace doctor
 $ interlace doctor --json | jq '.checks[] | select(.state != "ok")'
@@ -39,7 +39,7 @@ def doctor(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
 ) -> None:
-    """Say what is installed on this machine, what is missing and how to mend it.
+    """Say what is installed on this machine, what is missing and how to fix it.
 
     Ends with code 1 if something is broken; what is merely absent is optional.
     """

@@ -39,8 +39,8 @@ How it is known to work
 
 Reading order: source.py and lower.py (what is checked), graph.py, build.py and frames.py (the
 order), sweep.py with memory.py and regions.py (races and lifetimes), deadlock.py, matching.py,
-remarks.py,
-explain.py and report.py (what is told), check.py; then oracle.py.
+remarks.py, explain.py, uneven.py, unwritten.py and report.py (what is told), fixing/ (how it is
+fixed), check.py; then oracle.py.
 """
 
 from interlace.verify.check import check

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from interlace.ir.program import Program
 from interlace.verify.build import Builder
 from interlace.verify.deadlock import deadlocks
 from interlace.verify.explain import Explainer
+from interlace.verify.fixing.trials import Trials
 from interlace.verify.lower import lower
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
@@ -23,6 +25,8 @@ from interlace.verify.registered import disagreements
 from interlace.verify.remarks import remarks
 from interlace.verify.report import Finding, Report
 from interlace.verify.sweep import MAX_REPEATS, Fault, Sweep
+from interlace.verify.uneven import Uneven
+from interlace.verify.unwritten import Unwritten
 
 T = TypeVar("T")
 MAX_FINDINGS = 100
@@ -52,11 +56,12 @@ def check(
     sweep = Sweep(graph, regions, lambda frame, version: builder.slot(frame.place, version))
     sweep.run()
 
-    explainer = Explainer()
+    explainer = Explainer(sources, Unwritten(builder, regions))
     findings = [explainer.flaw(source, flaw) for source in sources for flaw in source.flaws]
-    findings += mismatches(builder, explainer, regions)
+    agreed = mismatches(builder, explainer, regions)
     findings += disagreements(builder, explainer, regions)
-    findings += deadlocks(builder, explainer)
+    agreed += deadlocks(builder, explainer)
+    findings += [Uneven(builder, explainer).told(finding) for finding in agreed]
     findings += remarks(builder, explainer)
     faults = _told(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)
@@ -64,13 +69,17 @@ def check(
     left_out = len(faults) - len(listed) + max(0, len(findings) - MAX_FINDINGS)
     findings = _of_every_kind(findings, lambda finding: finding.level + finding.kind)
     findings.sort(key=_rank_of_kind)
-    return Report(
+    report = Report(
         tuple(findings),
         sum(len(place.source.items) for place in builder.places),
         len(builder.places),
         time.perf_counter() - began,
         left_out,
     )
+    if report.sound:
+        return report
+    again = partial(check, runs=runs, in_order=in_order, unroll=unroll)
+    return Trials(together, again).of(report)
 
 
 def _told(sweep: Sweep) -> list[list[Fault]]:

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from interlace.ir.ops import Collective, Op, Recv, Send
+from interlace.ir.ops import Collective, Op
+from interlace.ir.printer import print_op
 from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
+from interlace.verify.fixing.circles import cycle, never, segments
 from interlace.verify.graph import Graph, Part
 from interlace.verify.report import Finding, OpRef
 from interlace.verify.source import Code
@@ -45,7 +47,7 @@ def deadlocks(builder: Builder, explainer: Explainer) -> list[Finding]:
 
 def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]:
     """The ops that could start, but for something that never comes."""
-    found: dict[tuple[object, ...], tuple[str, list[OpRef], set[int]]] = {}
+    found: dict[tuple[object, ...], tuple[str, list[OpRef], set[int], Part]] = {}
     for node, reason in sorted(graph.never.items()):
         if any(before in stuck for before in graph.awaited(node)):
             continue
@@ -54,17 +56,20 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
         frame, item = part
         key = frame.place.source, item.index
         if key not in found:
-            found[key] = (reason, [explainer.ref(frame, item, f"waits for {reason}")], set())
+            refs = [explainer.ref(frame, item, f"waits for {reason}")]
+            found[key] = (reason, refs, set(), part)
         found[key][2].add(frame.place.rank)
     return [
         Finding(
             "deadlock",
             f"an op waits forever, for {reason}",
             tuple(refs),
-            "add what it waits for on that rank, or take this op out on every rank",
-            ranks=tuple(sorted(ranks)),
+            f"add what line {refs[0].line} waits for: {reason}; or remove it on every rank",
+            "error",
+            tuple(sorted(ranks)),
+            never(explainer.edges, part),
         )
-        for reason, refs, ranks in found.values()
+        for reason, refs, ranks, part in found.values()
     ]
 
 
@@ -218,7 +223,9 @@ def _tell(steps: list[Step], explainer: Explainer) -> Finding:
     who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
     whom = "itself" if len(ranks) == 1 else "each other"
     message = f"{who} for {whom}, in a circle"
-    return Finding("deadlock", message, tuple(refs), _fix(steps), ranks=tuple(ranks))
+    fixes = cycle(explainer.edges, [(part, other) for part, other, _ in steps])
+    words = _advice(steps, explainer)
+    return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), fixes)
 
 
 def _listed(ranks: list[int]) -> str:
@@ -271,14 +278,25 @@ def _queued(op: Op | None, before: Op | None) -> str:
     return ""
 
 
-def _fix(steps: list[Step]) -> str:
-    items = [item for step in steps for _, item in (step.part, step.other)]
-    if any(item.code is Code.ALLOC for item in items):
+def _advice(steps: list[Step], explainer: Explainer) -> str:
+    """Which op has to move, where no edit is known to open the circle."""
+    links = [(part, other) for part, other, why in steps if why != MEETS]
+    if any(item.code is Code.ALLOC for link in links for _, item in link):
         return "free the buffer that held the slot before this take of it, on every rank"
-    if any(isinstance(item.op, Collective) for item in items):
-        return "issue the collectives, and what they wait for, in the same order on every rank"
-    if any(isinstance(item.op, Send | Recv) for item in items):
-        return "put the sends and receives that face each other into one group on each rank"
-    if any(item.code is Code.EXPECT for item in items):
-        return "raise the signal before the op that waits for it, or on another stream"
-    return "move one of these ops, so that the circle opens"
+    said: list[str] = []
+    for (frame, item), (_, other) in segments(links):
+        line, first = (explainer.line(frame.place.source, one.index) for one in (item, other))
+        if item.index != other.index:
+            one, two = f"line {line}", f"line {first}"
+        elif item.op is not None and other.op is not None:
+            program = frame.place.source.program
+            texts = (print_op(op, program).partition(": ")[2] for op in (item.op, other.op))
+            one, two = (f"`{text}` of line {line}" for text in texts)
+        else:
+            continue
+        said.append(
+            f"{one}, which a peer waits for, comes only after {two}, which waits for a peer"
+        )
+    if not said:
+        return "let an op of the circle go before what it waits for"
+    return f"{'; '.join(dict.fromkeys(said))}: issue first what a peer waits for"

@@ -5,17 +5,23 @@ Lines are those of the file, for a Program that was parsed from one; else those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from interlace.ir.ops import Fused, Get, Loc, Put
-from interlace.ir.printer import print_lines, print_op
+from interlace.ir.ops import Fused, Get, Group, Loc, Put
+from interlace.ir.printer import print_op
 from interlace.ir.program import Program
+from interlace.verify.fixing import lifetimes, races
+from interlace.verify.fixing.edges import Edges
+from interlace.verify.fixing.edits import line_numbers
 from interlace.verify.graph import Frame
 from interlace.verify.memory import Entry
 from interlace.verify.report import Finding, OpRef
 from interlace.verify.source import Code, Flaw, Item, Source
 from interlace.verify.sweep import Fault
 
+Missing = Callable[[Entry], tuple[str, list[tuple[Source, int, int]]]]
+"""Says which rows a read lacks, and which ops (of which Source and rank) write them too late."""
+BEGINS = "the run begins"
 NEIGHBOURS = 2
 """Lines of the Program shown above and below an op."""
 
@@ -23,7 +29,10 @@ NEIGHBOURS = 2
 class Explainer:
     """Findings from faults; the text of each Program is made once, and only if it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, sources: Sequence[Source], missing: Missing) -> None:
+        self.sources = sources
+        self.edges = Edges(sources)
+        self._missing = missing
         self._lines: dict[int, list[int]] = {}
         self._programs: list[Program] = []  # keeps the ids of `_lines` alive
 
@@ -32,7 +41,7 @@ class Explainer:
         program = source.program
         lines = self._lines.get(id(program))
         if lines is None:
-            lines = self._lines[id(program)] = _line_numbers(program)
+            lines = self._lines[id(program)] = line_numbers(program)
             self._programs.append(program)
         return lines[max(index, 0)]  # the begin stands before the first op
 
@@ -76,12 +85,13 @@ class Explainer:
             extent,
             _origin(item),
             tuple(context),
+            (self.edges.number(source), item.index),
         )
 
     def text(self, source: Source, index: int) -> str:
         """The op as the text of its Program writes it."""
         if index < 0:
-            return "the run begins"
+            return BEGINS
         if index == len(source.program.ops):
             return "return"
         return print_op(source.program.ops[index], source.program)
@@ -93,7 +103,8 @@ class Explainer:
             part if isinstance(part, str) else str(self.line(source, part)) for part in flaw.fix
         )
         ops = [self.ref_on(source, rank, item, role, buffer) for item, role, buffer in flaw.ops]
-        return Finding(flaw.kind, flaw.message, tuple(ops), fix, ranks=source.ranks)
+        fixes = lifetimes.flaw(self.edges, source, flaw)
+        return Finding(flaw.kind, flaw.message, tuple(ops), fix, "error", source.ranks, fixes)
 
     def access(self, entry: Entry) -> OpRef:
         """An op with what it does to which bytes."""
@@ -126,21 +137,26 @@ class Explainer:
         ranks = tuple(sorted({found.second.frame.place.rank for found in faults}))
         if first is None:
             return self._unwritten(fault, ranks)
+        pairs = [(one.first, one.second) for one in faults if one.first is not None]
         if fault.kind == "race" and not first.free and _listed_after(first, second):
-            first, second = second, first
+            pairs = [(two, one) for one, two in pairs]
+            first, second = pairs[0]
         ops = (self.access(first), self.access(second))
-        name = second.content.name
+        name, source = second.content.name, first.frame.place.source
         match fault.kind:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
                 fix = f"free {name} after line {ops[1].line}, and in an order that awaits it"
+                fixes = lifetimes.free_later(self.edges, source, first.item.version)
             case "use-before-alloc":
                 message = f"{name} is used before its slot is taken"
                 fix = f"allocate {name} before line {ops[1].line}, in an order that this op awaits"
+                fixes = lifetimes.alloc_sooner(self.edges, source, first.item.version)
             case _:
                 message = self._race(first, second, ops)
-                fix = self._edge(first, second)
-        return Finding(fault.kind, message, ops, fix, ranks=ranks)
+                fix = self._advice(first, second, ops)
+                fixes = races.race(self.edges, pairs)
+        return Finding(fault.kind, message, ops, fix, "error", ranks, tuple(fixes))
 
     def _race(self, first: Entry, second: Entry, ops: tuple[OpRef, OpRef]) -> str:
         one, two = first.content.name, second.content.name
@@ -160,58 +176,40 @@ class Explainer:
             f"{ops[1].line} on rank {ops[1].rank}, which {verbs[1]} the same bytes of {what}"
         )
 
-    def _edge(self, first: Entry, second: Entry) -> str:
-        """The edge to add between two accesses."""
+    def _advice(self, first: Entry, second: Entry, ops: tuple[OpRef, OpRef]) -> str:
+        """What has to come before what, where no edit is known to bring it about."""
         one, two = first.frame.place, second.frame.place
-        before, after = self._at(first), self._at(second)
-        if one.rank != two.rank and second.item.op is None:
+        if one is two and first.item.index == second.item.index:
+            op = None if first.item.op is None else one.source.program.ops[first.item.index]
+            if isinstance(op, Fused):
+                return f"put both in one part of the fused op on line {ops[0].line}"
+            if isinstance(op, Group):
+                return f"take one of the two out of the group on line {ops[0].line}"
+            return f"let line {ops[0].line} write to a buffer of its own, and copy from there"
+        if one is not two and first.item is second.item:
             return (
-                f"notify a signal to rank {two.rank} after line {before} on rank {one.rank}, and "
-                f"expect it on rank {two.rank} before the return"
+                f"let each rank touch bytes of its own: line {ops[0].line} is one op that all of "
+                "them do at once"
             )
-        if one.rank != two.rank and first.item.op is None:
-            return (
-                f"notify a signal to rank {two.rank} on rank {one.rank}, and expect it before line "
-                f"{after} on rank {two.rank}"
-            )
-        if one.rank != two.rank:
-            return (
-                f"notify a signal to rank {two.rank} after line {before} on rank {one.rank}, and "
-                f"expect it before line {after} on rank {two.rank}"
-            )
-        streams = one.source.streams
-        from_, to = streams[first.item.stream], streams[second.item.stream]
-        if first.item.index == second.item.index:
-            if isinstance(one.source.items[first.item.index].op, Fused):
-                return f"put both in one part of the fused op on line {before}"
-            return f"take one of the two out of the group on line {before}"
-        if second.item.code is Code.FREE:
-            return (
-                f"record an event on {from_} after line {before} and wait for it on {to} before "
-                f"the free on line {after}"
-            )
-        return (
-            f"record an event on {from_} after line {before} and wait for it on {to} before line "
-            f"{after}"
-        )
-
-    def _at(self, entry: Entry) -> int:
-        return self.line(entry.frame.place.source, entry.item.index)
+        begin = "the begin of the run"
+        said = [
+            f"{begin if op.text == BEGINS else f'line {op.line}'} on rank {op.rank}" for op in ops
+        ]
+        return f"order {said[0]} before {said[1]}, or the other way round"
 
     def _unwritten(self, fault: Fault, ranks: tuple[int, ...]) -> Finding:
         op, name = self.access(fault.second), fault.second.content.name
-        writers = _writers(fault.second.frame.place.source.items, fault.second)
         if fault.kind == "overwritten":
             message = f"{name} is read after its bytes were overwritten through another buffer"
             fix = f"free {name} only after line {op.line}, and give the storage away after that"
-        else:
-            message = f"{name} is read, and nothing wrote all of these bytes before"
-            fix = f"write them before line {op.line}"
-            if writers:
-                listed = ", ".join(
-                    str(self.line(fault.second.frame.place.source, i)) for i in writers[:4]
-                )
-                fix += f" (line {listed} writes {name}: other bytes of it, or too late)"
+            fixes = tuple(lifetimes.own_storage(self.edges, fault.second))
+            return Finding("uninitialized", message, (op,), fix, "error", ranks, fixes)
+        what, late = self._missing(fault.second)
+        message = f"{name} is read, and nothing wrote {what} before"
+        fix = f"write {what} before line {op.line}"
+        if late:
+            said = [f"line {self.line(s, i)} on rank {rank}" for s, i, rank in late]
+            fix += f" (too late for that: {', '.join(said)})"
         return Finding("uninitialized", message, (op,), fix, ranks=ranks)
 
 
@@ -231,27 +229,3 @@ def _origin(item: Item) -> str:
     """Where the op comes from, unless that is a text without a name."""
     loc = Loc() if item.op is None else item.op.loc
     return "" if loc.file.startswith("<") and not loc.module else str(loc)
-
-
-def _writers(items: Iterable[Item], entry: Entry) -> list[int]:
-    name = entry.content.name
-    return [
-        item.index
-        for item in items
-        for one in (item, *item.members)
-        if any(touch.write and touch.spot.buffer.name == name for touch in one.touches)
-    ]
-
-
-def _line_numbers(program: Program) -> list[int]:
-    """For every op and the return: its line in the file, or in the printed text."""
-    if program.ops and all(op.loc.file and op.loc.line and not op.loc.module for op in program.ops):
-        lines = [op.loc.line for op in program.ops]
-        return [*lines, lines[-1] + 1]
-    found: dict[int, int] = {}
-    end = 0
-    for number, line in enumerate(print_lines(program), 1):
-        end = number
-        if line.tag[0] == "op":
-            found.setdefault(line.tag[1], number)
-    return [*(found[i] for i in range(len(program.ops))), end + (program.results is None)]

@@ -1,4 +1,4 @@
-"""What a check finds: findings, each with its ops and the way to mend it, and the Report of them.
+"""What a check finds: findings, each with its ops and its fix, and the Report of them.
 
     report = check(program)
     print(report)                  # for a terminal
@@ -11,10 +11,14 @@ from 1; the place after the last op is the return.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from interlace.errors import SoundnessError
+
+if TYPE_CHECKING:
+    from interlace.verify.fixing.edits import Edit
 
 SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
@@ -56,6 +60,8 @@ class OpRef:
     """The module and source line that the op comes from."""
     context: tuple[tuple[int, str], ...] = ()
     """The op's line and its neighbours, as (line, text)."""
+    at: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
+    """The Program's place in the set, and the op's in the Program."""
 
     @property
     def place(self) -> str:
@@ -92,18 +98,40 @@ class OpRef:
         return "\n".join([head, *lines])
 
 
+class Chosen(NamedTuple):
+    """The fix that a finding tells: in words, and as edits where it is a change of the ops."""
+
+    text: str
+    edits: tuple[Edit, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault: its kind, what happens, the ops that make it, and how to mend it."""
+    """One fault: its kind, what happens, the ops that make it, and how to fix it."""
 
     kind: str
     message: str
     ops: tuple[OpRef, ...] = ()
-    fix: str = ""
+    words: str = ""
+    """The fix where no edit of the Programs is known to be one."""
     level: str = "error"
     """`error`, or `remark` for what is odd and harmless."""
     ranks: tuple[int, ...] = ()
     """The ranks on which the same ops make the same fault."""
+    candidates: tuple[tuple[Edit, ...], ...] = field(default=(), compare=False, repr=False)
+    """Edits that may fix it, the likeliest first; nobody has tried them."""
+    chosen: Callable[[], Chosen] | None = field(default=None, compare=False, repr=False)
+    """Tries the candidates, the first time that it is called."""
+
+    @property
+    def fix(self) -> str:
+        """How to fix it: edits after which a check found it gone, or else advice in words."""
+        return self.words if self.chosen is None else self.chosen().text
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits that `fix` tells, for `fixing.edits.apply`; none where it is advice."""
+        return () if self.chosen is None else self.chosen().edits
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data."""
@@ -112,6 +140,7 @@ class Finding:
             "level": self.level,
             "message": self.message,
             "fix": self.fix,
+            "fix_tried": bool(self.edits),
             "ranks": list(self.ranks),
             "ops": [op.to_json() for op in self.ops],
         }
@@ -122,7 +151,7 @@ class Finding:
             head += f" (the same on ranks {', '.join(map(str, self.ranks))})"
         parts = [head, *map(str, self.ops)]
         if self.fix:
-            parts.append(f"  to mend it: {self.fix}")
+            parts.append(f"  fix: {self.fix}")
         return "\n".join(parts)
 
 

@@ -1,0 +1,193 @@
+"""What orders two ops: an event on one rank, a signal or a barrier between ranks.
+
+    Edges(sources).order(one, two, {(0, 1)})     # the op on rank 0 before that on rank 1
+
+An event can only lead from the op that is listed first to the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from interlace.ir.ops import Collective, Expect, Fused, Notify, Op, Record, Wait
+from interlace.ir.program import Program, spots
+from interlace.ir.types import Index, Others, RankIndex
+from interlace.verify.fixing.edits import Edit, Fix
+from interlace.verify.memory import Entry
+from interlace.verify.source import Code, Source
+
+RankPair = tuple[int, int]
+
+
+class Point(NamedTuple):
+    """An op of a Program, or its begin (-1) or its return; and the stream that it stands on."""
+
+    program: int
+    at: int
+    stream: str
+    member: int = -1
+    """Which member of a Fused, where it is one that is meant and not the whole."""
+
+
+class Edges:
+    """The places and names of one set of Programs, and what can be added to order its ops."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = sources
+        self._numbers: dict[int, int] = {}
+        self._taken: set[str] | None = None
+
+    def number(self, source: Source) -> int:
+        """The place of a Source in the set."""
+        if not self._numbers:
+            self._numbers = {id(source): k for k, source in enumerate(self.sources)}
+        return self._numbers[id(source)]
+
+    def point(self, source: Source, index: int) -> Point:
+        """An op, by its Source and index."""
+        number = self.number(source)
+        ops = source.program.ops
+        op = ops[index] if 0 <= index < len(ops) else None
+        stream = op.stream if op is not None else source.streams[0].partition(", part")[0]
+        return Point(number, index, stream)
+
+    def names(self, letter: str) -> Iterator[str]:
+        """Names that no event, signal or buffer of the set has."""
+        if self._taken is None:
+            programs = [source.program for source in self.sources]
+            self._taken = {name for program in programs for name in program.buffers()}
+            for program in programs:
+                for _, op in spots(program.ops):
+                    if isinstance(op, Record | Wait):
+                        self._taken.add(op.event)
+                    elif isinstance(op, Notify | Expect):
+                        self._taken.add(op.signal)
+        taken = self._taken
+        return (name for name in (f"{letter}{n}" for n in count(1)) if name not in taken)
+
+    def order(self, one: Point, two: Point, ranks: set[RankPair]) -> list[Fix]:
+        """One before two, on each of these pairs of ranks."""
+        cross = {(a, b) for a, b in ranks if a != b}
+        event: Fix = ()
+        if len(cross) < len(ranks):
+            if one.program != two.program or one.at >= two.at or one.stream == two.stream:
+                return []
+            event = self.event(one, two, next(self.names("e")))
+        if not cross:
+            recorded = self.recorded_between(one, two)
+            waits = [Wait(event=name, stream=two.stream) for name in recorded]
+            return [*((self.before(two, wait),) for wait in waits), event]
+        return [(*event, *signals) for signals in self.signals(one, two, cross)]
+
+    def recorded_between(self, one: Point, two: Point) -> list[str]:
+        """Events that stand behind one op already, and that a Wait before the other would see."""
+        last: dict[str, str] = {}
+        for op in self.sources[one.program].program.ops[max(one.at, 0) : two.at]:
+            for member in op.members if isinstance(op, Fused) else (op,):
+                if isinstance(member, Record):
+                    last[member.event] = op.stream
+        return [name for name, stream in last.items() if stream == one.stream][:1]
+
+    def event(self, one: Point, two: Point, name: str) -> Fix:
+        """What orders one op of a rank before another, on another stream."""
+        return (
+            self.after(one, Record(event=name, stream=one.stream)),
+            self.before(two, Wait(event=name, stream=two.stream)),
+        )
+
+    def member(self, point: Point, entry: Entry) -> Point:
+        """The member of a Fused that does the access; the op, where it is none."""
+        items = self.sources[point.program].items
+        if 0 <= point.at < len(items) and items[point.at].code is Code.FUSED:
+            members = items[point.at].members
+            which = next((k for k, one in enumerate(members) if one is entry.item), -1)
+            return point._replace(member=which)
+        return point
+
+    def inside(self, point: Point, op: Op, offset: int) -> Edit:
+        """Adds an op to a part of a Fused, beside one of its members."""
+        fused = self.sources[point.program].program.ops[point.at]
+        assert isinstance(fused, Fused)
+        assert isinstance(op, Wait | Expect | Record | Notify)
+        place, parts = point.member + offset, list(fused.parts)
+        for p, part in enumerate(parts):
+            if point.member < len(part):
+                new = dataclasses.replace(op, stream=fused.stream, site=fused.site)
+                parts[p] = (*part[:place], new, *part[place:])
+                break
+            point, place = point._replace(member=point.member - len(part)), place - len(part)
+        return Edit(point.program, dataclasses.replace(fused, parts=tuple(parts)), index=point.at)
+
+    def after(self, point: Point, op: Op) -> Edit:
+        """Adds an op right after another, or at the begin."""
+        if point.member >= 0:
+            return self.inside(point, op, 1)
+        if point.at < 0:
+            return Edit(point.program, op, anchor=0)
+        return Edit(point.program, op, anchor=point.at, after=True)
+
+    def before(self, point: Point, op: Op) -> Edit:
+        """Adds an op right before another, or at the end."""
+        if point.member >= 0:
+            return self.inside(point, op, 0)
+        return Edit(point.program, op, anchor=max(point.at, 0))
+
+    def signals(self, one: Point, two: Point, ranks: set[RankPair]) -> Iterator[Fix]:
+        """Signals from the ranks of one op to those of the other: the fewest, then to all."""
+        source, sink = self.sources[one.program].program, self.sources[two.program].program
+        for team, offsets in self.teams(source, sink, ranks):
+            size = source.team(team).size
+            ways: list[list[tuple[Index | Others, Index | Others]]] = []
+            if source.rank is not None:
+                ((a, b),) = ranks
+                member = source.where(a).member(team)
+                ways.append([(member.ranks.index(b), member.index)])
+            else:
+                ways.append([(RankIndex(team, k), RankIndex(team, -k)) for k in offsets])
+                if size > 2:
+                    ways.insert(len(offsets) < size - 1, [(Others(team), Others(team))])
+            for way in ways:
+                edits: list[Edit] = []
+                for name, (to, of) in zip(self.names("s"), way, strict=False):
+                    notify = Notify(signal=name, peer=to, team=team, stream=one.stream)
+                    expect = Expect(signal=name, peer=of, team=team, stream=two.stream)
+                    edits += [self.after(one, notify), self.before(two, expect)]
+                yield tuple(edits)
+
+    def teams(
+        self, source: Program, sink: Program, ranks: set[RankPair]
+    ) -> list[tuple[str, list[int]]]:
+        """The teams that hold each of the pairs, with how far apart these are in it."""
+        if (source.rank is None) != (sink.rank is None):
+            return []
+        shared = {team.name for team in sink.teams}
+        found: list[tuple[str, list[int]]] = []
+        for team in source.teams:
+            offsets: set[int] = set()
+            for a, b in ranks:
+                member = source.where(a).members.get(team.name)
+                if team.name not in shared or member is None or b not in member.ranks:
+                    break
+                offsets.add((member.ranks.index(b) - member.index) % len(member.ranks))
+            else:
+                near = {k if 2 * k <= team.size else k - team.size for k in offsets}
+                found.append((team.name, sorted(near, key=abs)))
+        return sorted(found, key=lambda pair: len(pair[1]))[:2]
+
+    def barrier(self, one: Point, two: Point, ranks: set[RankPair]) -> list[Fix]:
+        """A barrier between two ops of a Program that all ranks of a team run."""
+        program = self.sources[one.program].program
+        if one.program != two.program or program.rank is not None:
+            return []
+        low, high = sorted((one, two), key=lambda point: point.at)
+        found: list[Fix] = []
+        for team, _ in self.teams(program, program, {(a, b) for a, b in ranks if a != b}):
+            meet = self.before(high, Collective(kind="barrier", team=team, stream=high.stream))
+            event: Fix = ()
+            if low.stream != high.stream and low.at >= 0:
+                event = self.event(low, high, next(self.names("e")))
+            found.append((*event, meet))
+        return found

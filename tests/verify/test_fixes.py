@@ -1,0 +1,216 @@
+"""Every fix that a finding tells is one: applied to the letter, it leaves nothing of the fault."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+
+import pytest
+from benchmarks.passes import lacking_a_notify, layers
+from tests.verify.literal_fixes import faulty, fixed, single
+from tests.verify.schedules import moved, on_ranks, replaced, text_of, without
+
+from interlace.ir import Program, parse, parse_set, print_set
+from interlace.verify import Finding, Report, check
+from interlace.verify.fixing import trials
+from interlace.verify.fixing.edits import apply
+
+
+def apply_many(seed: int, events: int, signals: int) -> Counter[str]:
+    """Applies fixes of single findings until there were so many events and signals among them."""
+    rng, met = random.Random(seed), Counter[str]()
+    while met["events"] < events or met["signals"] < signals:
+        for programs in faulty(rng):
+            found = single(programs)
+            if found is None:
+                continue
+            text, finding = found
+            met[finding.kind] += 1
+            assert finding.fix
+            if not finding.edits:
+                met[f"{finding.kind} in words"] += 1
+                continue
+            shown = f"seed {seed}\n{text}\n{finding}"
+            read = fixed(text, finding.fix)
+            assert list(apply(parse_set(text), finding.edits).programs) == read, shown
+            after = check(read)
+            shown = f"{shown}\n{after}"
+            if finding.kind in ("deadlock", "mismatch"):  # what these keep from running may show
+                assert finding.kind not in after.kinds(), shown
+            else:
+                assert after.sound, shown
+            met["signals"] += "notify(" in finding.fix
+            met["events"] += "wait(" in finding.fix
+            met["moved"] += "move line" in finding.fix
+    return met
+
+
+@pytest.mark.timeout(400)
+def test_fixes_of_single_findings_hold_to_the_letter(seed: int) -> None:
+    met = apply_many(seed, 100, 60)
+    print(dict(met))
+    assert met["race in words"] <= 0.2 * met["race"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_thousand_events_and_a_thousand_signals(seed: int) -> None:
+    print(dict(apply_many(seed, 2_000, 1_000)))
+
+
+def told(report: Report) -> Counter[tuple[str, tuple[str, ...]]]:
+    """The faults by what their ops say."""
+    return Counter((one.kind, tuple(sorted(op.text for op in one.ops))) for one in report.errors)
+
+
+@pytest.mark.timeout(400)
+def test_one_fix_of_several_findings_leaves_fewer(seed: int) -> None:
+    rng, met = random.Random(seed), Counter[str]()
+    while met["fixes"] < 150:
+        for programs in faulty(rng):
+            text = print_set(programs)
+            report = check(parse_set(text, file="drawn.ilc"))
+            if len(report.errors) < 2 or {"deadlock", "mismatch"} & report.kinds():
+                continue
+            for finding in rng.sample(report.errors, 2):
+                if finding.edits:
+                    met["fixes"] += 1
+                    after = check(fixed(text, finding.fix))
+                    shown = f"seed {seed}\n{text}\n{finding}\n{after}"
+                    assert len(after.errors) < len(report.errors), shown
+                    assert after.kinds() <= report.kinds(), shown
+
+
+def found(text: str | list[Program], kind: str) -> Finding:
+    """The first finding of a kind."""
+    report = check(parse_set(text) if isinstance(text, str) else text)
+    return next(finding for finding in report.errors if finding.kind == kind)
+
+
+def test_a_free_listed_before_the_use_is_moved_behind_it() -> None:
+    freed = without(text_of("slots"), "main: free(b)")
+    last = '    main: call("aten.add.out"'
+    text = replaced(freed, last, f"    comm: free(b)\n{last}")
+    line = text.splitlines().index("    comm: free(b)") + 1
+    finding = found(text, "race")
+    assert finding.fix == (
+        f"after line {line + 1} add `main: record(e1)` then `comm: wait(e1)`, "
+        f"move line {line} after line {line + 1}"
+    )
+    assert check(fixed(text, finding.fix)).sound
+
+
+def test_rows_that_nothing_writes_are_named() -> None:
+    peer = text_of("all_gather_matmul_peer")
+    last = next(line for line in peer.splitlines()[::-1] if "out=y[" in line).strip()
+    message = found(without(peer, last), "uninitialized").message
+    assert message == "y is read, and nothing wrote rows 6 to 7 of y before"
+    columns = """
+def columns(tp: Team[1], x: f32[4, 4], y: out[f32[4, 4]]):
+    t = alloc(f32[4, 4])
+    main: copy(x[:, 0:3], t[:, 0:3])
+    main: copy(x[0:1], t[0:1])
+    main: copy(t, y)
+    main: copy(x, t)
+"""
+    finding = found(columns, "uninitialized")
+    assert finding.message == "t is read, and nothing wrote column 3 of rows 1 to 3 of t before"
+    assert finding.fix.endswith("before line 6 (too late for that: line 7 on rank 0)")
+
+
+def test_a_circle_of_ranks_with_one_order_names_the_op_to_move() -> None:
+    text = """
+def circle(tp: Team[2], x: f32[4], y: out[f32[8]]):
+    comm: expect(go, tp.rank + 1)
+    comm: all_gather(x, y, team=tp)
+    main: barrier(team=tp)
+    main: notify(go, to=tp.others)
+"""
+    finding = found(text, "deadlock")
+    roles = " ".join(op.role for op in finding.ops)
+    assert "it comes earlier on stream main" in roles
+    assert "collectives of team tp run in the order in which they are issued" in roles
+    assert re.fullmatch(r"move line \d before line \d", finding.fix)
+    assert check(fixed(text, finding.fix)).sound
+
+
+def test_where_no_move_opens_a_circle_words_say_what_waits_for_what() -> None:
+    fused = text_of("fused_layer")
+    text = replaced(
+        replaced(
+            fused,
+            'part(call("aten.mm.out", h[tp.rank + 1]',
+            'part(expect(late, tp.rank + 1), call("aten.mm.out", h[tp.rank + 1]',
+        ),
+        "sums, out=y)",
+        "sums, out=y), notify(late, to=tp.rank - 1)",
+    )
+    finding = found(text, "deadlock")
+    assert not finding.edits
+    assert "which a peer waits for, comes only after" in finding.fix
+    assert "same order" not in finding.fix
+
+
+GATHERS = """
+def gathers(tp: Team[3], x: f32[2], y: out[f32[6]], z: out[f32[6]]):
+    main: all_gather(x, y, team=tp)
+    main: all_gather(x, z, team=tp)
+"""
+
+
+@pytest.mark.parametrize("kind", ["mismatch", "deadlock"])
+def test_an_extra_collective_on_one_rank_is_named(kind: str) -> None:
+    extra = replaced(
+        GATHERS,
+        "    main: all_gather(x, y",
+        "    main: barrier(team=tp)\n    main: all_gather(x, y",
+    )
+    programs = on_ranks(GATHERS, extra, (1,))
+    finding = found(programs, kind)
+    assert finding.fix == "remove line 3 on rank 1"
+    assert check(apply(programs, finding.edits).programs).sound
+
+
+def test_a_collective_that_one_rank_lacks_is_added_there() -> None:
+    programs = on_ranks(GATHERS, without(GATHERS, "x, y, team"), (2,))
+    finding = found(programs, "mismatch")
+    assert finding.fix == "before line 3 on rank 2 add `main: all_gather(x, y, team=tp)`"
+    assert check(apply(programs, finding.edits).programs).sound
+
+    mesh = text_of("gradients")
+    programs = on_ranks(mesh, without(mesh, "reduce_scatter"), (1,))
+    finding = found(programs, "mismatch")
+    assert "reduce_scatter(sums, out_2" in finding.fix
+    assert " on rank 1 add " in finding.fix
+    assert check(apply(programs, finding.edits).programs).sound
+
+
+def test_swapped_collectives_are_moved() -> None:
+    text = f"{GATHERS}    main: barrier(team=tp)\n"
+    programs = on_ranks(text, moved(text, "main: barrier", "x, z"), (0,))
+    finding = found(programs, "mismatch")
+    assert finding.fix == "move line 5 after line 3 on rank 0"
+    assert check(apply(programs, finding.edits).programs).sound
+
+
+def test_nothing_is_tried_before_a_fix_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[object] = []
+    real = trials.apply
+    monkeypatch.setattr(trials, "apply", lambda *args: tried.append(args) or real(*args))
+    report = check(parse(without(text_of("slots"), "main: wait(copied)")))
+    assert not report.sound
+    assert report.kinds()
+    assert not tried
+    assert report.errors[0].fix
+    num_tried = len(tried)
+    assert num_tried
+    assert str(report)
+    assert len(tried) == num_tried, "what was found out once is kept"
+
+
+def test_a_large_set_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "MAX_OPS_CHECKED", 100)
+    (finding, *_) = check(lacking_a_notify(layers(20))).errors
+    assert not finding.edits
+    assert finding.fix.endswith("the Programs are too large to try edits")
