@@ -6,12 +6,14 @@ sound (8 ranks, 168 ops, 12 ms)
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
+from interlace.commands.operators import look_up
 from interlace.commands.output import UNSOUND, command, print_json, say
 
 
@@ -34,7 +36,9 @@ def check(
     from interlace.verify import check as verify
 
     programs = on_mesh(read_programs(file), world=world, mesh=parse_mesh(mesh))
+    remarks = look_up(programs)
     report = verify(programs, in_order=in_order)
+    report = dataclasses.replace(report, findings=(*report.findings, *remarks))
     if json:
         print_json(report.to_json())
     else:

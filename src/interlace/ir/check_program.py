@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from interlace.ir.call_names import FIX, WORDS, refusal
 from interlace.ir.check_context import Context
 from interlace.ir.ops import Arg, Name, views_in
 from interlace.ir.program import Region
 from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Buffer, Team
+from interlace.ir.types import Buffer, DType, Team
 
 
 def check_header(context: Context) -> None:
@@ -119,6 +120,37 @@ def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> No
         _check_alike(context, buffer, buffer.team)
 
 
+def check_operator(context: Context, fn: str) -> None:
+    """The name of what a call runs: no attribute of Python's, and nothing that touches files."""
+    why = refusal(fn)
+    if why is not None:
+        raise context.fault(why, FIX)
+
+
+def check_arguments(
+    context: Context, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+) -> None:
+    """Keywords are names of arguments, and words for values of torch's are of the table."""
+    for key, _ in kwargs:
+        if not key.isidentifier():
+            raise context.fault(
+                f"{key!r} is no name of an argument", "write it as the operator's schema does"
+            )
+    for arg in (*args, *(value for _, value in kwargs)):
+        for word in _texts_in(arg):
+            if word.startswith("@") and word not in WORDS:
+                raise context.fault(
+                    f"no value named {word!r} that an operator could take",
+                    did_you_mean(word, WORDS, "values are"),
+                )
+
+
+def _texts_in(arg: Arg) -> list[str]:
+    if isinstance(arg, str) and not isinstance(arg, DType):
+        return [arg]
+    return [text for item in arg for text in _texts_in(item)] if isinstance(arg, tuple) else []
+
+
 def _check_alike(context: Context, buffer: Buffer, team: str) -> None:
     """What peers reach has the same size on all ranks."""
     context.team(team)
@@ -174,6 +206,8 @@ def _check_region(context: Context, region: Region) -> None:
             f"region {region.name!r} has an input twice", "name each input differently"
         )
     for node in region.body:
+        check_operator(context, node.fn)
+        check_arguments(context, node.args, node.kwargs)
         for arg in (*node.args, *(value for _, value in node.kwargs)):
             for name in _names_in(arg):
                 _known_value(context, region, name, known)

@@ -33,6 +33,7 @@ KINDS: dict[str, str] = {
     "signal": "a signal whose values do not grow in one order",
     "result": "a result that lives in memory which the next run uses again",
     "unexpected-notify": "a signal that is raised and that nobody awaits (a remark)",
+    "unknown-operator": "a call of what Interlace or PyTorch does not know (a remark)",
 }
 """The kinds of finding and what each means."""
 
