@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from interlace.errors import ExecutorError, InterlaceError, ProgramError
+from interlace.frontend.rng import GET_STATE, SET_STATE
 from interlace.ir import parse
-from interlace.ir.call_names import FUNCTIONS, WORDS, refusal
+from interlace.ir.call_names import FUNCTIONS, OPERATORS, WORDS, refusal
 from interlace.kernels import KERNELS
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -115,6 +116,7 @@ def test_words_are_of_a_table(word: str) -> None:
 
 def test_the_tables_are_of_what_there_is() -> None:
     assert set(FUNCTIONS) == set(KERNELS)
+    assert set(OPERATORS) == {GET_STATE, SET_STATE}
     for word in WORDS:
         decode(word, torch.device("cpu"))
 

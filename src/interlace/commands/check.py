@@ -31,7 +31,8 @@ def check(
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
 
-    Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not.
+    Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not, with 2 if
+    it cannot be read, and with 70 for a fault of Interlace.
     """
     from interlace.verify import check as verify
 

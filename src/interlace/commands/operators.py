@@ -27,10 +27,19 @@ def look_up(programs: Sequence[Program]) -> tuple[Finding, ...]:
 
 
 def _remarks(programs: Sequence[Program]) -> list[str]:
-    from interlace.ir.call_names import FUNCTIONS, KNOWN_NAMESPACES
+    from interlace.ir.call_names import FUNCTIONS, KNOWN_NAMESPACES, OPERATORS
     from interlace.passes.aten import BATCHED, CASTS, MATMULS, POINTWISE, SAME_ORDER
 
-    known = {*FUNCTIONS, *MATMULS, *BATCHED, *POINTWISE, *POINTWISE.values(), *CASTS, *SAME_ORDER}
+    known = {
+        *FUNCTIONS,
+        *OPERATORS,
+        *MATMULS,
+        *BATCHED,
+        *POINTWISE,
+        *POINTWISE.values(),
+        *CASTS,
+        *SAME_ORDER,
+    }
     calls: dict[str, str] = {}  # the first place of each name
     for program in programs:
         for fn, place in _calls(program):
@@ -50,8 +59,6 @@ def _remarks(programs: Sequence[Program]) -> list[str]:
     except ImportError:
         return [*remarks, "whether the operators exist was not looked up: PyTorch is not here"]
     for fn, place in own.items():
-        if fn.startswith("interlace."):
-            import interlace.frontend.rng  # registers them  # noqa: F401
         try:
             resolve(fn)
         except ProgramError as error:

@@ -16,6 +16,9 @@ import re
 FUNCTIONS = ("interlace.sum_slots",)
 """Functions of ours that are no operators of the dispatcher."""
 
+OPERATORS = ("interlace.get_rng_state.default", "interlace.set_rng_state.default")
+"""Operators of ours, which the frontend registers."""
+
 WORDS = (
     *("@device", "@strided", "@contiguous_format", "@preserve_format"),
     *("@channels_last", "@channels_last_3d"),

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from interlace.ir.call_names import FIX, WORDS, refusal
-from interlace.ir.check_context import Context
+from interlace.ir.check_context import Context, span
 from interlace.ir.ops import Arg, Name, views_in
 from interlace.ir.program import Region
 from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Buffer, DType, Team
+from interlace.ir.types import (
+    MAX_BYTES,
+    MAX_DIMS,
+    Buffer,
+    DType,
+    Team,
+    contiguous_strides,
+)
 
 
 def check_header(context: Context) -> None:
@@ -90,6 +97,13 @@ def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> No
             f"{name!r} has {len(sizes)} sizes and strides {list(strides)}",
             "give one stride >= 0, in elements, for each dimension",
         )
+    for found in set(zip(*sizes, strict=True)):
+        steps = strides if strides is not None else contiguous_strides(found)
+        if len(found) > MAX_DIMS or span(found, steps, buffer.dtype) + buffer.offset > MAX_BYTES:
+            raise context.fault(
+                f"{name!r} has too many dimensions or bytes",
+                f"keep to {MAX_DIMS} dimensions, and to what 64 bits count in bytes",
+            )
     if (buffer.team is not None) != (buffer.kind == "symmetric" or buffer.registered):
         raise context.fault(
             f"{name!r} is {buffer.kind} and has {'no' if buffer.team is None else 'a'} team",
@@ -188,15 +202,16 @@ def _check_team(context: Context, team: Team) -> None:
 
 
 def _check_sites(context: Context) -> None:
-    ids = [site.id for site in context.program.sites]
-    for place, number in enumerate(ids):
-        if number in ids[:place]:
+    ids: set[int] = set()
+    for place, site in enumerate(context.program.sites):
+        if site.id in ids:
             context.tag = ("site", place)
-            raise context.fault(f"site {number} is there twice", "number each site differently")
+            raise context.fault(f"site {site.id} is there twice", "number each site differently")
+        ids.add(site.id)
     for place, remark in enumerate(context.program.remarks):
         if remark.site is not None and remark.site not in ids:
             context.tag = ("remark", place)
-            raise context.fault(f"no site {remark.site}", f"sites are {ids}")
+            raise context.fault(f"no site {remark.site}", f"sites are {sorted(ids)[:12]}")
 
 
 def _check_region(context: Context, region: Region) -> None:
