@@ -175,3 +175,57 @@ def test_a_reader_that_leaves_early_is_no_error(write) -> None:
         )
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+CALLS = """\
+def calls(x: f32[3, 4]):
+    main: call("{fn}", x, out=(y := f32[3, 4]))
+    return y
+"""
+
+
+@pytest.mark.parametrize(
+    ("fn", "told"),
+    [
+        ("aten.nothing.default", "no operator named 'aten.nothing.default'"),
+        ("aten.relu_6.default", "or 'aten.relu6.default'?"),
+        ("aten.add", "names no overload: write one of aten.add.Scalar"),
+        ("interlace.matmul", "no operator named 'interlace.matmul'"),
+        ("aten.from_file.default", "it maps a file into memory"),
+        ("operator.call", "Python's own functions are not reached"),
+        ("aten.__getattr__.__func__.__globals__.get", "is no name of an operator"),
+        ("import_module.__call__", "libraries are loaded by your own code"),
+    ],
+)
+def test_an_operator_that_is_not_there_or_may_not_be_called_is_an_error(
+    write, fn: str, told: str
+) -> None:
+    code, out, err = run("check", write(CALLS.format(fn=fn)))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ProgramError: program.ilc:2: ")
+    assert told in err
+
+
+def test_an_operator_of_others_is_a_remark(write) -> None:
+    code, out, _ = run("check", write(CALLS.format(fn="somebody.scale.default")))
+    assert code == 0
+    assert out.startswith("sound (1 ranks, 1 ops, _ ms)\n\nremark: unknown-operator: program.ilc:2")
+    assert "'somebody.scale.default' is not known to Interlace" in out
+    code, out, _ = run("check", write(CALLS.format(fn="somebody.scale.default")), "--json")
+    (remark,) = json.loads(out)["findings"]
+    assert (code, remark["kind"], remark["level"]) == (0, "unknown-operator", "remark")
+
+
+@pytest.mark.parametrize("fn", ["aten.sinh.default", "prims.sinh.default", "aten.sinh"])
+def test_operators_that_are_there(write, fn: str) -> None:
+    assert run("check", write(CALLS.format(fn=fn))) == (0, "sound (1 ranks, 1 ops, _ ms)\n", "")
+
+
+def test_operators_of_our_own_are_there(write) -> None:
+    text = """\
+def draws(x: f32[4]):
+    main: call("interlace.get_rng_state.default", "@device", out=(s := u8[5056]), rng=True)
+    main: call("interlace.set_rng_state.default", s, "@device", rng=True)
+    return x
+"""
+    assert run("check", write(text)) == (0, "sound (1 ranks, 2 ops, _ ms)\n", "")

@@ -648,7 +648,7 @@ REGION = """
         ("copy(x, y)", False),
         ('call("aten.bernoulli.p", x, 0.5, out=(k := f32[8]), rng=True)', True),
         ('call("aten.bernoulli.p", x, 0.5, out=(k := f32[8]))', True),
-        ('call("aten.normal", x, x, out=(k := f32[8]))', True),
+        ('call("aten.normal.Tensor_Tensor", x, x, out=(k := f32[8]))', True),
         ('call("interlace.matmul", x, x, out=(k := f32[8]))', True),
         ('call("mix", x, out=(k := f32[8]))', True),
         (f'fused(part({PLAIN_MATH}), part(call("aten.normal.out", x, x, out=x)))', True),

@@ -88,7 +88,7 @@ class Arbitrary:
         return self.rng.choice(TEAMS)
 
     def integer(self) -> int:
-        return self.rng.choice((0, 1, 2, 3, 4, 8, -1, -7, 10**20))
+        return self.rng.choice((0, 1, 2, 3, 4, 8, -1, -7, 2**63 - 1))
 
     def flag(self) -> bool:
         return self.rng.random() < 0.3

@@ -291,7 +291,7 @@ class _Generator(Drawer):
         body = [Node(("t0",), "aten.mul.Tensor", (Name(inputs[0]), 2.0), (("alpha", 1),))]
         if self.rng.random() < 0.5:
             body.append(Node(("t1", "t2"), "aten.aminmax.default", (Name("t0"),), (("dim", -1),)))
-            body.append(Node((), "made up op", ((Name("t1"), None),)))
+            body.append(Node((), "made_up.op", ((Name("t1"), None),)))
         outputs = self.rng.choice((("t0",), ("t0", inputs[0])))
         name = self.rng.choice((f"region_{place}", f"odd region {place}"))
         return Region(name, inputs, tuple(body), outputs)

@@ -6,12 +6,14 @@ sound (8 ranks, 168 ops, 12 ms)
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
+from interlace.commands.operators import look_up
 from interlace.commands.output import UNSOUND, command, print_json, say
 
 
@@ -29,12 +31,15 @@ def check(
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
 
-    Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not.
+    Ends with code 0 if the schedule is sound, with 1 and the counterexample if it is not, with 2 if
+    it cannot be read, and with 70 for a fault of Interlace.
     """
     from interlace.verify import check as verify
 
     programs = on_mesh(read_programs(file), world=world, mesh=parse_mesh(mesh))
+    remarks = look_up(programs)
     report = verify(programs, in_order=in_order)
+    report = dataclasses.replace(report, findings=(*report.findings, *remarks))
     if json:
         print_json(report.to_json())
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from interlace.commands.files import read_machine, read_programs
-from interlace.commands.output import command, print_json, say, table
+from interlace.commands.output import UNSOUND, command, print_json, say, table
 
 if TYPE_CHECKING:
     from interlace.cost import Machine
@@ -67,7 +67,19 @@ def explain(
             for before, program, all_ in zip(given, programs, found, strict=True)
         ]
         print_json({"schema": 1, "programs": listed, "verdict": verdict})
-        return
+    else:
+        _show(given, programs, found, machine)
+        say(str(report))
+    if not report.sound:
+        raise typer.Exit(UNSOUND)
+
+
+def _show(
+    given: Sequence[Program],
+    programs: Sequence[Program],
+    found: Sequence[Mapping[int, Sequence[Estimate]]],
+    machine: Machine,
+) -> None:
     for before, program, all_ in zip(given, programs, found, strict=True):
         if program is not before:
             say(f"{program.name} is serial; this is what lowering makes of it\n")
@@ -82,7 +94,6 @@ def explain(
             place = "" if remark.site is None else f" (site {remark.site})"
             say(f"{remark.pass_name}{place}: {remark.text}")
         say("")
-    say(str(report))
 
 
 def _serial(program: Program) -> bool:

@@ -21,14 +21,30 @@ if TYPE_CHECKING:
     from interlace.ir import Op, Program, View
 
 
+LONGEST = 1 << 28
+"""Characters of a file, a timeline among them, that a command reads."""
+
+
 def read_text(path: Path) -> str:
     """The text of a file, or of standard input for `-`."""
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ParseError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ParseError(f"{path} is not UTF-8 text, so it is no schedule: {error}") from error
+        if str(path) == "-":
+            text = sys.stdin.read(LONGEST + 1)
+        else:
+            with path.open(encoding="utf-8") as file:
+                text = file.read(LONGEST + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise ParseError(f"{path} is not UTF-8 text, so it is no schedule: {error}") from error
+        raise ParseError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+    if len(text) > LONGEST:
+        raise ParseError(f"{path} holds more than {LONGEST} characters, so it is no schedule")
+    return text
+
+
+def label(path: Path) -> str:
+    """What errors call a file."""
+    return path.name if str(path) != "-" else "<stdin>"
 
 
 def read_programs(path: Path) -> list[Program]:
@@ -36,7 +52,7 @@ def read_programs(path: Path) -> list[Program]:
     from interlace.ir import parse_set, validate
 
     text = read_text(path)
-    programs = list(parse_set(text, file=path.name if str(path) != "-" else "<stdin>"))
+    programs = list(parse_set(text, file=label(path)))
     for program in programs:
         validate(program, text)
     return programs
@@ -47,7 +63,7 @@ def write_text(path: Path, text: str) -> None:
     from interlace.trace.runs import write_whole
 
     try:
-        write_whole(path, text.encode())
+        write_whole(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise InterlaceError(f"cannot write {path}: {error.strerror or error}") from error
 
@@ -66,7 +82,8 @@ def parse_mesh(text: str | None) -> dict[str, int]:
         if not item.strip():
             continue
         name, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or not name.isidentifier() or not value.isdecimal() or int(value) < 1:
+        digits = value.isascii() and value.isdecimal() and len(value) < 10
+        if not equals or not name.isidentifier() or not digits or int(value) < 1:
             raise TeamError(f"--mesh {text}: write axes and their sizes, such as dp=2,tp=4")
         if name in sizes:
             raise TeamError(f"--mesh {text}: axis {name} stands there twice")
@@ -86,6 +103,9 @@ def on_mesh(
         return programs
     if len(programs) > 1:
         return _set_on_world(programs, world, mesh)
+    from interlace.ir.types import check_world
+
+    check_world(max(world or 0, math.prod(mesh.values())))
     program = programs[0]
     if mesh:
         program = _on_axes(program, mesh)

@@ -1,8 +1,14 @@
-"""What commands print: tables, text, JSON, and one block for an error.
+"""What commands print, and how they end: tables, text, JSON, one block for an error, an exit code.
 
 Off a terminal, and under NO_COLOR, there is no colour, no box and no line folding, so that the
-output can be compared and cut. Errors of ours (`InterlaceError`) go to stderr in one block and end
-the command with code 2.
+output can be compared and cut. What a terminal would obey is written as an escape. A command ends
+with one of these codes:
+
+    0     it did what it was asked to, and found nothing wrong
+    1     what it was asked to judge is bad: a schedule is unsound, a bar is missed, a part broken
+    2     the input or the usage is wrong; stderr says how (with --json, a report on stdout does)
+    70    a fault of Interlace, with its traceback
+    130   it was interrupted
 
     @command
     def check(file: Path) -> None: ...
@@ -11,15 +17,17 @@ the command with code 2.
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
-from interlace.errors import InterlaceError
+from interlace.errors import InterlaceError, SoundnessError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,27 +35,60 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 UNSOUND = 1
-"""Exit code of a command that found what it was asked to look for."""
 FAILED = 2
-"""Exit code of a command that could not do its work."""
+INTERNAL = 70
+INTERRUPTED = 130
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Turns our errors into one block on stderr and exit code 2; others keep their traceback."""
+    """Ends a command with the exit code that its outcome has, and says what went wrong."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a terminal may lack a character
+                stream.reconfigure(errors="backslashreplace")
         try:
             function(*args, **kwargs)
             sys.stdout.flush()
+        except (typer.Exit, typer.Abort):
+            raise
         except InterlaceError as error:
-            typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+            _tell(error, bool(kwargs.get("json")))
+            unsound = isinstance(error, SoundnessError)
+            raise typer.Exit(UNSOUND if unsound else FAILED) from None
+        except MemoryError:
+            typer.echo("error: there is too little memory for this", err=True)
             raise typer.Exit(FAILED) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader (`head`, say) has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
+        except Exception as error:
+            if kwargs.get("json"):
+                _tell(error, json=True)
+            what = "this is a fault of Interlace; please report it with what you gave and"
+            typer.echo(f"internal error: {what}\n{visible(traceback.format_exc())}", err=True)
+            raise typer.Exit(INTERNAL) from None
 
     return run
+
+
+def _tell(error: Exception, json: bool) -> None:
+    """Says what an error is: on stderr, or as JSON where a script reads stdout."""
+    if json:
+        found = {"type": type(error).__name__, "message": str(error)}
+        print_json({"schema": 1, "error": found})
+    else:
+        typer.echo(f"error: {type(error).__name__}: {visible(str(error))}", err=True)
+
+
+def visible(text: str) -> str:
+    """The text with what a terminal would obey, such as colours in a name, as escapes."""
+    from interlace.ir import spelling
+
+    return spelling.visible(text)
 
 
 def console() -> Console:
@@ -71,25 +112,26 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], title: str = "
         from interlace.trace.figures import text_table
 
         if title:
-            typer.echo(f"{title}:")
-        typer.echo(text_table(headings, rows))
+            typer.echo(f"{visible(title)}:")
+        typer.echo(text_table(headings, [tuple(map(visible, row)) for row in rows]))
         return
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    title = visible(title)
     grid = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, heading in enumerate(headings):
         last = i == len(headings) - 1
         grid.add_column(heading, overflow="fold", no_wrap=not last and len(headings) < 6)
     for row in rows:
-        grid.add_row(*map(Text, row))
+        grid.add_row(*(Text(visible(cell)) for cell in row))
     out.print(grid)
 
 
 def code(text: str) -> None:
     """The text of a Program (or a diff), coloured on a terminal that shows colours."""
-    out = console()
+    out, text = console(), visible(text)
     if not out.is_terminal or out.no_color:
         typer.echo(text)
         return
@@ -100,8 +142,8 @@ def code(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line of plain text."""
-    typer.echo(text)
+    """Lines of plain text."""
+    typer.echo(visible(text))
 
 
 def print_json(value: object) -> None:

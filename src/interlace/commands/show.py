@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from interlace.commands.files import read_machine, read_programs, read_text, write_text
+from interlace.commands.files import label, read_machine, read_programs, read_text, write_text
 from interlace.commands.output import code, command, print_json, say, table
 from interlace.errors import InputError
 
@@ -41,7 +41,7 @@ def show(
     if text.lstrip().startswith("{"):
         _timeline(Timeline.from_json(text), program, html, json)
         return
-    programs = list(parse_set(text, file=file.name))
+    programs = list(parse_set(text, file=label(file)))
     if rank is not None:
         programs = [p.instantiate(rank) for p in programs if rank in p.world] or [
             programs[0].instantiate(rank)  # raises the error that says which ranks there are

@@ -17,7 +17,7 @@ from interlace.commands.files import (
     read_programs,
     write_text,
 )
-from interlace.commands.output import command, print_json, say, table
+from interlace.commands.output import UNSOUND, command, print_json, say, table
 
 
 @command
@@ -37,12 +37,17 @@ def simulate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures for scripts.")] = False,
 ) -> None:
-    """Predict when each op runs, and how much communication is hidden."""
+    """Predict when each op runs, and how much communication is hidden.
+
+    Ends with code 1 if the schedule is unsound: then it may run otherwise, or not to its end.
+    """
     from interlace import cost
     from interlace.trace import Run, figures_json, html_page, write_perfetto
     from interlace.trace.figures import HEADINGS, figures_rows
+    from interlace.verify import check
 
     programs = on_mesh(read_programs(file), world=None, mesh=parse_mesh(mesh))
+    report = check(programs)
     machine = read_machine(calibration, device)
     timeline = cost.simulate(programs, machine)
     written: list[Path] = []
@@ -57,8 +62,13 @@ def simulate(
         written.append(write_perfetto(timeline, perfetto, program=programs))
     if json:
         rows = figures_json([timeline])
-        print_json({"schema": 1, "machine": machine.name, "figures": rows})
-        return
-    table(HEADINGS, figures_rows([timeline]), title=f"predicted for machine {machine.name!r}")
-    for path in written:
-        say(f"wrote {path}")
+        verdict = "sound" if report.sound else "unsound"
+        print_json({"schema": 1, "machine": machine.name, "verdict": verdict, "figures": rows})
+    else:
+        table(HEADINGS, figures_rows([timeline]), title=f"predicted for machine {machine.name!r}")
+        for path in written:
+            say(f"wrote {path}")
+        if not report.sound:
+            say(f"\nthe prediction is of a schedule that can go wrong\n{report}")
+    if not report.sound:
+        raise typer.Exit(UNSOUND)

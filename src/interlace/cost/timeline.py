@@ -135,7 +135,7 @@ class Timeline:
         """A timeline from what `to_json` wrote. Raises ParseError for anything else."""
         try:
             data: Any = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ParseError(f"this is no timeline: {error}") from error
         if not isinstance(data, dict):
             raise ParseError("this is no timeline: the JSON text holds no object")
@@ -148,7 +148,7 @@ class Timeline:
         try:
             rows = cast("list[list[Any]]", fields["spans"])
             spans = tuple(_span(row) for row in rows)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ParseError(f"a span of this timeline is malformed: {error}") from error
         return cls(spans, str(fields.get("name", "")), str(fields.get("source", "predicted")))
 

@@ -6,14 +6,26 @@ every team see the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from interlace.errors import InterlaceError
 from interlace.ir.box import Box
 from interlace.ir.printer import Tag, print_view
 from interlace.ir.program import Program
 from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Buffer, Dim, Index, RankIndex, Table, TableEntry, Team, Where
+from interlace.ir.types import (
+    MAX_BYTES,
+    MAX_DIMS,
+    Buffer,
+    Dim,
+    DType,
+    Index,
+    RankIndex,
+    Table,
+    TableEntry,
+    Team,
+    Where,
+)
 from interlace.ir.view import AsStrided, Chunk, Slice, View
 
 
@@ -52,8 +64,8 @@ class Context:
         program = self.program
         seen: dict[tuple[int, ...], Where] = {}
         try:
-            for rank in program.world if program.rank is None else (program.rank,):
-                where = program.where(rank)
+            ranks = program.world if program.rank is None else (program.rank,)
+            for where in program.wheres(ranks):
                 places = where.members
                 key = tuple(places[name].index if name in places else -1 for name in self.teams)
                 seen.setdefault(key, where)
@@ -83,10 +95,11 @@ class Context:
 
     def dims(self, dim: Dim) -> tuple[int, ...]:
         """What a size is on each rank."""
-        if isinstance(dim, TableEntry):
-            if dim.table not in self.tables:
-                raise self.unknown("table", dim.table, self.tables)
-            self.indices(dim.index)
+        if isinstance(dim, int):
+            return (dim,) * len(self.wheres)
+        if dim.table not in self.tables:
+            raise self.unknown("table", dim.table, self.tables)
+        self.indices(dim.index)
         try:
             return tuple(where.dim(dim) for where in self.wheres)
         except InterlaceError as error:
@@ -143,8 +156,16 @@ class Context:
                 raise self.fault(what, fix) from None
             if any(isinstance(step, AsStrided) for step in view.steps):
                 self._within(box, buffer, where, view)
+            self._spans(box, view)
             boxes.append(box)
         return tuple(boxes) if depends else tuple(boxes) * len(self.wheres)
+
+    def _spans(self, box: Box, view: View) -> None:
+        if len(box.sizes) > MAX_DIMS or span(box.sizes, box.strides, box.dtype) > MAX_BYTES:
+            raise self.fault(
+                f"{print_view(view, self.program)} has too many dimensions or elements",
+                f"keep to {MAX_DIMS} dimensions, and to what 64 bits count in bytes",
+            )
 
     def _within(self, box: Box, buffer: Buffer, where: Where, view: View) -> None:
         whole = View(buffer.name).box(buffer, where)
@@ -155,3 +176,12 @@ class Context:
                 f"which has {end} on rank {where.rank}",
                 "keep offset + sum of (size - 1) * stride below the buffer's elements",
             )
+
+
+def span(sizes: Sequence[int], strides: Sequence[int], dtype: DType) -> int:
+    """Bytes that a layout counts with: its elements or its reach, an empty size as if it were 1."""
+    count, reach = 1, 1
+    for size, stride in zip(sizes, strides, strict=True):
+        count *= max(size, 1)
+        reach += max(size - 1, 0) * stride
+    return max(count, reach) * dtype.itemsize

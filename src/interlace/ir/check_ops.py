@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from interlace.ir.box import Box
 from interlace.ir.check_context import Context
-from interlace.ir.check_program import check_buffer
+from interlace.ir.check_program import check_arguments, check_buffer, check_operator
 from interlace.ir.check_shapes import collective_mismatch, matmul_mismatch
 from interlace.ir.ops import (
     KINDS,
@@ -130,6 +130,9 @@ class OpChecker:
                 f"{op.fn!r} is no region of this program, and no operator such as aten.mm.out",
                 did_you_mean(op.fn, self.regions, "regions are"),
             )
+        if region is None:
+            check_operator(context, op.fn)
+        check_arguments(context, op.args, op.kwargs)
         if op.outs and op.fresh and not op.mutates:
             raise context.fault(
                 "a call fills views or makes its outputs, not both",

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from interlace.ir.check_context import Context
+from interlace.ir.call_names import FIX, WORDS, refusal
+from interlace.ir.check_context import Context, span
 from interlace.ir.ops import Arg, Name, views_in
 from interlace.ir.program import Region
 from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Buffer, Team
+from interlace.ir.types import (
+    MAX_BYTES,
+    MAX_DIMS,
+    Buffer,
+    DType,
+    Team,
+    contiguous_strides,
+)
 
 
 def check_header(context: Context) -> None:
@@ -89,6 +97,13 @@ def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> No
             f"{name!r} has {len(sizes)} sizes and strides {list(strides)}",
             "give one stride >= 0, in elements, for each dimension",
         )
+    for found in set(zip(*sizes, strict=True)):
+        steps = strides if strides is not None else contiguous_strides(found)
+        if len(found) > MAX_DIMS or span(found, steps, buffer.dtype) + buffer.offset > MAX_BYTES:
+            raise context.fault(
+                f"{name!r} has too many dimensions or bytes",
+                f"keep to {MAX_DIMS} dimensions, and to what 64 bits count in bytes",
+            )
     if (buffer.team is not None) != (buffer.kind == "symmetric" or buffer.registered):
         raise context.fault(
             f"{name!r} is {buffer.kind} and has {'no' if buffer.team is None else 'a'} team",
@@ -117,6 +132,37 @@ def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> No
         )
     if buffer.team is not None:
         _check_alike(context, buffer, buffer.team)
+
+
+def check_operator(context: Context, fn: str) -> None:
+    """The name of what a call runs: no attribute of Python's, and nothing that touches files."""
+    why = refusal(fn)
+    if why is not None:
+        raise context.fault(why, FIX)
+
+
+def check_arguments(
+    context: Context, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+) -> None:
+    """Keywords are names of arguments, and words for values of torch's are of the table."""
+    for key, _ in kwargs:
+        if not key.isidentifier():
+            raise context.fault(
+                f"{key!r} is no name of an argument", "write it as the operator's schema does"
+            )
+    for arg in (*args, *(value for _, value in kwargs)):
+        for word in _texts_in(arg):
+            if word.startswith("@") and word not in WORDS:
+                raise context.fault(
+                    f"no value named {word!r} that an operator could take",
+                    did_you_mean(word, WORDS, "values are"),
+                )
+
+
+def _texts_in(arg: Arg) -> list[str]:
+    if isinstance(arg, str) and not isinstance(arg, DType):
+        return [arg]
+    return [text for item in arg for text in _texts_in(item)] if isinstance(arg, tuple) else []
 
 
 def _check_alike(context: Context, buffer: Buffer, team: str) -> None:
@@ -156,15 +202,16 @@ def _check_team(context: Context, team: Team) -> None:
 
 
 def _check_sites(context: Context) -> None:
-    ids = [site.id for site in context.program.sites]
-    for place, number in enumerate(ids):
-        if number in ids[:place]:
+    ids: set[int] = set()
+    for place, site in enumerate(context.program.sites):
+        if site.id in ids:
             context.tag = ("site", place)
-            raise context.fault(f"site {number} is there twice", "number each site differently")
+            raise context.fault(f"site {site.id} is there twice", "number each site differently")
+        ids.add(site.id)
     for place, remark in enumerate(context.program.remarks):
         if remark.site is not None and remark.site not in ids:
             context.tag = ("remark", place)
-            raise context.fault(f"no site {remark.site}", f"sites are {ids}")
+            raise context.fault(f"no site {remark.site}", f"sites are {sorted(ids)[:12]}")
 
 
 def _check_region(context: Context, region: Region) -> None:
@@ -174,6 +221,8 @@ def _check_region(context: Context, region: Region) -> None:
             f"region {region.name!r} has an input twice", "name each input differently"
         )
     for node in region.body:
+        check_operator(context, node.fn)
+        check_arguments(context, node.args, node.kwargs)
         for arg in (*node.args, *(value for _, value in node.kwargs)):
             for name in _names_in(arg):
                 _known_value(context, region, name, known)

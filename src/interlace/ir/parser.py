@@ -19,10 +19,10 @@ from interlace.ir.ops import Arg, Op
 from interlace.ir.parser_ops import FORMS, OpParser
 from interlace.ir.parser_regions import decorated, is_doc, parameters, region
 from interlace.ir.parser_source import Arguments, Signature, Source
-from interlace.ir.parser_types import is_team, parse_team
+from interlace.ir.parser_types import is_team, parse_teams
 from interlace.ir.program import Program, Region, Remark, Site
 from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Buffer, Table, Team
+from interlace.ir.types import MAX_RANKS, Buffer, Table, Team
 
 _SITE = Signature(
     ("id", "kind", "module"),
@@ -67,7 +67,7 @@ def _program(source: Source, node: ast.stmt) -> Program:
             node, "expected a program", "write one as def name(tp: Team[4], x: f32[8]): ..."
         )
     name = decorated(source, node, "named")
-    teams = tuple(parse_team(source, arg) for arg in parameters(source, node) if is_team(arg))
+    teams = parse_teams(source, parameters(source, node))
     return _Body(source, name, teams).parse(node)
 
 
@@ -183,6 +183,9 @@ class _Body:
             case "ranks":
                 args = Arguments(self.source, call, word, Signature(rest=True))
                 self.ranks = tuple(map(expr.integer, args.rest))
+                if len(self.ranks) > MAX_RANKS:
+                    what = f"a world of {len(self.ranks)} ranks"
+                    raise self.source.error(node, what, f"give it {MAX_RANKS} ranks at most")
             case "rank":
                 args = Arguments(self.source, call, word, Signature(("rank",), (), ("rank",)))
                 self.rank = expr.integer(args["rank"])

@@ -43,6 +43,8 @@ class ExprParser:
             sign = -sign if isinstance(inner.op, ast.USub) else sign
             inner = inner.operand
         if isinstance(inner, ast.Constant) and type(inner.value) is int:
+            if inner.value >= 1 << 63:
+                raise self.fail(node, "an integer of more than 63 bits", "write a smaller number")
             return sign * inner.value
         raise self.fail(node, "expected an integer", "write a whole number here")
 

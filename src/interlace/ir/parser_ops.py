@@ -248,10 +248,11 @@ class OpParser(ViewParser, TypeParser):
         return Fused(parts=tuple(self.part(node, at) for node in args.rest), **at)
 
     def part(self, node: ast.expr, at: Common) -> tuple[FusedMember, ...]:
-        if not (isinstance(node, ast.Call) and ast.unparse(node.func) == "part"):
+        call = node if isinstance(node, ast.Call) else None
+        if call is None or not (isinstance(call.func, ast.Name) and call.func.id == "part"):
             raise self.fail(node, "expected a part", "write fused(part(...), part(...))")
         members: list[FusedMember] = []
-        for item in Arguments(self.source, node, "part", PART).rest:
+        for item in Arguments(self.source, call, "part", PART).rest:
             member = self.op(item, at["stream"], at)
             if not isinstance(member, FusedMember):
                 raise self.fail(

@@ -10,14 +10,16 @@ coppy(x, y)   ->  ParseError: schedule.ilc:7:11: no op is named 'coppy'
 from __future__ import annotations
 
 import ast
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.errors import ParseError
 from interlace.ir.ops import Loc
-from interlace.ir.spelling import did_you_mean, excerpt
+from interlace.ir.spelling import did_you_mean, excerpt, lines_of
+
+MAX_TEXT = 1 << 24
+"""Characters of a text: some 100,000 ops."""
 
 Node = ast.expr | ast.stmt | ast.arg | ast.keyword
 
@@ -28,7 +30,7 @@ class Source:
     def __init__(self, text: str, file: str) -> None:
         self.text = text
         self.file = file
-        self.lines = re.split(r"\r\n|\r|\n", text)  # as Python counts lines
+        self.lines = lines_of(text)
 
     def error(self, node: Node | None, what: str, fix: str) -> ParseError:
         """The error to raise for a node."""
@@ -58,7 +60,20 @@ class Source:
         return Loc(file=self.file, line=node.lineno)
 
     def tree(self) -> ast.Module:
-        """The text as Python's syntax tree."""
+        """The text as Python's syntax tree, with the limits kept that every text has."""
+        if len(self.text) > MAX_TEXT:
+            raise self.error_at(
+                1, None, 1, f"more than {MAX_TEXT} characters", "write several files"
+            )
+        tree = self._read()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, int):
+                if node.value >= 1 << 64:
+                    what = "an integer of more than 64 bits"
+                    raise self.error(node, what, "write a smaller number")
+        return tree
+
+    def _read(self) -> ast.Module:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # such as an unknown escape in a string
@@ -114,13 +129,15 @@ class Arguments:
                     f"{name}(...) takes {count} positional argument{'s' if count != 1 else ''}",
                     f"write {usage(name, signature)}",
                 )
+        seen = set(self.bound)
         for keyword in call.keywords:
             key = keyword.arg
             known = (*signature.positional, *signature.keywords)
             if key is None:
                 raise source.error(keyword, "'**' has no meaning here", "write the arguments out")
-            if key in self.bound or any(key == other for other, _ in self.others):
+            if key in seen:
                 raise source.error(keyword, f"{name}(...) has {key!r} twice", "remove one of them")
+            seen.add(key)
             if key in known:
                 self.bound[key] = keyword.value
             elif signature.any_keyword:

@@ -8,13 +8,13 @@ Team[4]     Team[[0, 1], [2, 3]]          a team: a mesh axis, or groups of glob
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from interlace.ir.parser_expr import ExprParser
 from interlace.ir.parser_source import Arguments, Signature, Source
 from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Buffer, Dim, DType, Team
+from interlace.ir.types import MAX_RANKS, Buffer, Dim, DType, Team
 
 MODIFIERS = {
     "strides": Signature(rest=True),
@@ -92,6 +92,23 @@ def is_team(arg: ast.arg) -> bool:
         node = node.func.value
     word = node.value if isinstance(node, ast.Subscript) else node
     return isinstance(word, ast.Name) and word.id == "Team"
+
+
+def parse_teams(source: Source, args: Sequence[ast.arg]) -> tuple[Team, ...]:
+    """The teams that parameters declare; together they span no more ranks than a world may have."""
+    found: list[Team] = []
+    world = 1
+    for arg in args:
+        if not is_team(arg):
+            continue
+        team = parse_team(source, arg)
+        found.append(team)
+        count = team.size if team.groups is None else sum(map(len, team.groups))
+        world *= abs(team.size) if team.groups is None else 1
+        if max(world, count) > MAX_RANKS:
+            what = f"a world of {max(world, count)} ranks"
+            raise source.error(arg, what, f"give it {MAX_RANKS} ranks at most")
+    return tuple(found)
 
 
 def parse_team(source: Source, arg: ast.arg) -> Team:

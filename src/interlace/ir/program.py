@@ -10,7 +10,7 @@ depends on the rank, and gives the concrete Program that an Executor runs and th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -32,7 +32,7 @@ from interlace.ir.ops import (
     Recv,
     Send,
 )
-from interlace.ir.types import Buffer, Index, Others, Table, Team, Where, all_members, members
+from interlace.ir.types import Buffer, Index, Layout, Others, Table, Team, Where, check_world
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 
@@ -119,6 +119,7 @@ class Program:
         size = 1
         for team in self.teams:
             size *= team.size if team.groups is None else 1
+        check_world(size)
         explicit = sorted({r for t in self.teams if t.groups for g in t.groups for r in g})
         mesh = any(team.groups is None for team in self.teams)
         return tuple(range(size)) if mesh or not explicit else tuple(explicit)
@@ -132,16 +133,14 @@ class Program:
 
     def where(self, rank: int) -> Where:
         """The resolver of rank-dependent values for global `rank`."""
-        tables = {table.name: table for table in self.tables}
-        return Where(rank, members(self.teams, self.ranks, rank), tables)
+        return next(self.wheres((rank,)))
 
-    def wheres(self) -> list[Where]:
-        """The resolvers of all ranks that run this Program."""
+    def wheres(self, ranks: Iterable[int]) -> Iterator[Where]:
+        """The resolvers for several ranks, which share what is the same for all."""
+        layout = Layout(self.teams, self.ranks)
         tables = {table.name: table for table in self.tables}
-        if self.rank is not None:
-            return [self.where(self.rank)]
-        every = all_members(self.teams, self.ranks)
-        return [Where(rank, found, tables) for rank, found in every.items()]
+        for rank in ranks:
+            yield Where(rank, layout.members(rank), tables)
 
     def buffers(self) -> dict[str, Buffer]:
         """Every buffer by name: the parameters, and what Allocs and Calls declare."""

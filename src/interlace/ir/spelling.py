@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import keyword
+import re
 from collections.abc import Iterable, Sequence
 
 from interlace.ir.ops import Scalar
@@ -24,6 +25,14 @@ RESERVED = frozenset(
     }
 )
 """Words that mean something of their own where a name may stand."""
+
+
+NEAR = 8
+"""Names whose lengths differ by more are no slips of the pen."""
+MANY, LONG = 5_000, 60
+"""Names that a hint compares, and characters of one: comparing takes its time."""
+WIDEST = 400
+"""Characters of a line that an excerpt shows."""
 
 
 def plain(name: str) -> bool:
@@ -68,16 +77,38 @@ def scalar(value: Scalar) -> str:
     return repr(value)
 
 
+def visible(text: str) -> str:
+    """The text with what a terminal would obey or hide written as escapes, all but line ends."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text as Python counts them."""
+    return re.split(r"\r\n|\r|\n", text)
+
+
 def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
     """A hint for a name that is not there: the nearest ones, or the first few that are."""
     names = sorted(set(known))
-    near = difflib.get_close_matches(name, names, n=2, cutoff=0.6)
+    close = [found for found in names if abs(len(found) - len(name)) <= NEAR][:MANY]
+    near = difflib.get_close_matches(name, close, n=2, cutoff=0.6) if len(name) <= LONG else []
     if near:
         return f"did you mean {' or '.join(repr(found) for found in near)}?"
     if not names:
         return f"there are none ({what})"
-    shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+    shown = ", ".join(visible(found) for found in names[:12]) + (", ..." if len(names) > 12 else "")
     return f"{what}: {shown}"
+
+
+def _shown(text: str) -> str:
+    """A line of a text, character by character, with a mark for what a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c == "\t" else "\ufffd" for c in text)
 
 
 def excerpt(
@@ -89,9 +120,12 @@ def excerpt(
     shown: list[str] = []
     for at in range(first, last + 1):
         mark = ">" if at == line else " "
-        text = lines[at - 1].rstrip()
-        shown.append(f"{mark} {at:>{width}} | {text}".rstrip())
+        text = _shown(lines[at - 1].rstrip())
+        start = column - 1 if at == line and column is not None else 0
+        cut = max(0, start - WIDEST // 2) if len(text) > WIDEST else 0
+        piece = text[cut : cut + WIDEST]
+        shown.append(f"{mark} {at:>{width}} | {piece}".rstrip())
         if at == line and column is not None:
-            carets = "^" * max(1, min(length, len(text) - column + 1))
-            shown.append(f"  {' ' * width} | {' ' * (column - 1)}{carets}")
+            carets = "^" * max(1, min(length, len(piece) - (start - cut)))
+            shown.append(f"  {' ' * width} | {' ' * (start - cut)}{carets}")
     return "\n".join(shown)

@@ -13,12 +13,18 @@ says which rank asks, and resolves both to integers:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from interlace.errors import ProgramError, TeamError
 
+MAX_RANKS = 1 << 16
+"""Ranks of a world: what is checked is checked for each of them."""
+MAX_DIMS = 64
+"""Dimensions of a buffer or a view, as in torch."""
+MAX_BYTES = (1 << 63) - 1
+"""Bytes that a buffer or a view may span: torch counts with 64 bits."""
 VALUE_BITS = 24
 """Bits of what a signal may be raised to: transports count runs above them, or wrap around."""
 
@@ -150,61 +156,67 @@ class Member:
     ranks: tuple[int, ...]
 
 
-def members(teams: tuple[Team, ...], ranks: tuple[int, ...] | None, rank: int) -> dict[str, Member]:
-    """The place of global `rank` in each team of a Program that runs on `ranks` (None: all)."""
-    ranks = _ranks(teams, ranks)
-    if rank not in ranks:
-        raise TeamError(f"rank {rank} is not among the Program's ranks {list(ranks)}")
-    return _members_at(teams, ranks, ranks.index(rank), {})
+class Layout:
+    """The ranks that run a Program (None: all of its teams), and the place of each in its teams.
+
+    Ranks of one instance of a team share one tuple of its ranks: large worlds have many.
+    """
+
+    def __init__(self, teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> None:
+        axes = [team for team in teams if team.groups is None]
+        world = math.prod(team.size for team in axes)
+        check_world(world)
+        if ranks is None:
+            listed = {r for team in teams if team.groups for group in team.groups for r in group}
+            ranks = tuple(range(world)) if axes or not listed else tuple(sorted(listed))
+        if axes and len(ranks) != world:
+            raise TeamError(
+                f"teams {', '.join(f'{a.name}[{a.size}]' for a in axes)} span {world} ranks, but "
+                f"the Program runs on {len(ranks)}: give it {world} ranks or other team sizes"
+            )
+        check_world(len(ranks))
+        self.ranks = ranks
+        self._teams, self._world = teams, world
+        self._positions = {rank: position for position, rank in enumerate(ranks)}
+        self._groups = {
+            team.name: {rank: group for group in reversed(team.groups) for rank in group}
+            for team in teams
+            if team.groups is not None
+        }
+        self._axes: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def members(self, rank: int) -> dict[str, Member]:
+        """The place of global `rank` in each team."""
+        position = self._positions.get(rank)
+        if position is None:
+            raise TeamError(f"rank {rank} is not among the Program's ranks {_some(self.ranks)}")
+        found: dict[str, Member] = {}
+        stride = self._world
+        for team in self._teams:
+            if team.groups is None:
+                stride //= team.size
+                index = position // stride % team.size
+                first = position - index * stride
+                ranks = self._axes.get((team.name, first))
+                if ranks is None:
+                    ranks = self.ranks[first : first + team.size * stride : stride]
+                    self._axes[team.name, first] = ranks
+                found[team.name] = Member(index, ranks)
+            else:
+                group = self._groups[team.name].get(rank)
+                if group is not None:
+                    found[team.name] = Member(group.index(rank), group)
+        return found
 
 
-def all_members(
-    teams: tuple[Team, ...], ranks: tuple[int, ...] | None
-) -> dict[int, dict[str, Member]]:
-    """The same for every rank; ranks of one team share its tuple of ranks."""
-    ranks, shared = _ranks(teams, ranks), dict[tuple[str, int], tuple[int, ...]]()
-    return {rank: _members_at(teams, ranks, i, shared) for i, rank in enumerate(ranks)}
+def check_world(size: int) -> None:
+    """Raises `TeamError` for a world of more ranks than are supported."""
+    if size > MAX_RANKS:
+        raise TeamError(f"a world of {size} ranks: {MAX_RANKS} are the most that it can have")
 
 
-def _ranks(teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> tuple[int, ...]:
-    axes = [team for team in teams if team.groups is None]
-    world = math.prod(team.size for team in axes)
-    if ranks is None:
-        explicit = {r for team in teams if team.groups for group in team.groups for r in group}
-        ranks = tuple(range(world)) if axes or not explicit else tuple(sorted(explicit))
-    if axes and len(ranks) != world:
-        raise TeamError(
-            f"teams {', '.join(f'{a.name}[{a.size}]' for a in axes)} span {world} ranks, but the "
-            f"Program runs on {len(ranks)}: give it {world} ranks or other team sizes"
-        )
-    return ranks
-
-
-def _members_at(
-    teams: tuple[Team, ...],
-    ranks: tuple[int, ...],
-    position: int,
-    shared: dict[tuple[str, int], tuple[int, ...]],
-) -> dict[str, Member]:
-    """`shared` keeps the ranks of each team, by its name and the position of its first rank."""
-    found: dict[str, Member] = {}
-    stride = len(ranks)
-    for team in teams:
-        if team.groups is None:
-            stride //= team.size
-            index = position // stride % team.size
-            first = position - index * stride
-            group = shared.get((team.name, first))
-            if group is None:
-                stop = first + stride * team.size
-                group = shared[team.name, first] = ranks[first:stop:stride]
-            found[team.name] = Member(index, group)
-        else:
-            rank = ranks[position]
-            group = next((group for group in team.groups if rank in group), None)
-            if group is not None:
-                found[team.name] = Member(group.index(rank), group)
-    return found
+def _some(ranks: Sequence[int]) -> str:
+    return f"{[*ranks[:16]]} and {len(ranks) - 16} more" if len(ranks) > 16 else f"{[*ranks]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +236,9 @@ class Where:
         ranks: tuple[int, ...] | None = None,
     ) -> Where:
         """The place of global `rank` in a Program with these teams and tables."""
-        return cls(rank, members(teams, ranks, rank), {table.name: table for table in tables})
+        return cls(
+            rank, Layout(teams, ranks).members(rank), {table.name: table for table in tables}
+        )
 
     def member(self, team: str) -> Member:
         """This rank's place in `team`."""

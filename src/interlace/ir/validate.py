@@ -19,7 +19,7 @@ from interlace.ir.check_ops import OpChecker
 from interlace.ir.check_program import check_header, check_results
 from interlace.ir.printer import print_lines
 from interlace.ir.program import Program
-from interlace.ir.spelling import excerpt
+from interlace.ir.spelling import excerpt, lines_of
 
 
 def validate(program: Program, text: str | None = None) -> Program:
@@ -44,7 +44,7 @@ def _message(program: Program, fault: Fault, text: str | None) -> str:
     family, place = fault.tag
     loc = program.ops[place].loc if family == "op" else None
     if text is not None and loc is not None and loc.line and not loc.module:
-        return f"{loc}: {fault.what}\n{excerpt(text.splitlines(), loc.line)}\n{fault.fix}"
+        return f"{loc}: {fault.what}\n{excerpt(lines_of(text), loc.line)}\n{fault.fix}"
     try:
         lines = print_lines(program)
     except (InterlaceError, TypeError, ValueError):  # it holds what no text can say

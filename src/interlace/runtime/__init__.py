@@ -5,6 +5,7 @@ engine.py      the seam: what a device's engine gets and gives
 cpu.py         the CPU engine, a thread a stream
 plan.py        what a concrete Program says before anything is allocated
 values.py      the per-run table that calls read their arguments from
+operators.py   what the names of a schedule stand for in torch, and what they may not
 calls.py       Calls bound to torch operators;  regions.py: groups of them
 host_ops.py    events, copies, collectives, messages and signals, bound for threads
 agreement.py   ranks agree on a Program before they run it

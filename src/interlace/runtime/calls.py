@@ -17,50 +17,14 @@ from typing import Any
 import torch
 
 from interlace.errors import ExecutorError, ProgramError
-from interlace.ir import Arg, Buffer, Call, DType, Region, View
+from interlace.ir import Arg, Buffer, Call, Region, View
 from interlace.kernels import KERNELS
 from interlace.runtime import regions as region_calls
+from interlace.runtime.operators import decode, resolve
 from interlace.runtime.quick_calls import QUICK, Thunk, quick_call, resized
 from interlace.runtime.values import DTYPES, Values, whole
 
 Read = Callable[[], Sequence[Any]]
-
-
-def resolve(fn: str) -> Callable[..., Any]:
-    """The function of that name: an aten (or other) overload, or a kernel of ours."""
-    kernel = KERNELS.get(fn)
-    if kernel is not None:
-        return kernel
-    space, _, rest = fn.partition(".")
-    if space == "operator":
-        return getattr(operator, rest)
-    found: Any = torch.ops
-    try:
-        for part in fn.split("."):
-            found = getattr(found, part)
-    except AttributeError as error:
-        raise ProgramError(
-            f"no operator named {fn!r}: write namespace.operator.overload, as in aten.mm.out, the "
-            f"name of a region of the Program, or one of {', '.join(sorted(KERNELS))}"
-        ) from error
-    if isinstance(found, torch._ops.OpOverloadPacket):
-        found = getattr(found, "default", found)
-    if not callable(found):
-        raise ProgramError(f"{fn!r} names a group of operators, not one: add the overload")
-    return found
-
-
-def decode(arg: Any, device: torch.device) -> Any:
-    """An argument that is no view, as torch takes it."""
-    if isinstance(arg, DType):
-        return DTYPES[arg]
-    if isinstance(arg, str) and arg.startswith("@"):
-        word = arg[1:]
-        found = device if word == "device" else getattr(torch, word, None)
-        if found is None:
-            raise ProgramError(f"no value named {arg!r} that an operator could take")
-        return found
-    return arg
 
 
 def reader(args: Sequence[Arg], values: Values, device: torch.device) -> tuple[Read, bool]:

@@ -232,9 +232,15 @@ def _lacks_compiler(error: BaseException | None) -> bool:
 
 
 def graph_module(region: Region, resolve: Resolve, decode: Decode) -> torch.fx.GraphModule:
-    """The region as a graph that Inductor takes."""
+    """The region as a graph that Inductor takes.
+
+    Its values have names of our own: FX prints a graph as Python's text and runs that, so a name
+    that a schedule gives could be code.
+    """
     graph = torch.fx.Graph()
-    values: dict[str, torch.fx.Node] = {name: graph.placeholder(name) for name in region.inputs}
+    values: dict[str, torch.fx.Node] = {
+        name: graph.placeholder(f"input_{place}") for place, name in enumerate(region.inputs)
+    }
 
     def given(arg: Any) -> Any:
         return _fill(arg, values)

@@ -14,7 +14,7 @@ import torch
 
 from interlace.errors import ProgramError
 from interlace.ir import Arg, View
-from interlace.runtime.calls import decode
+from interlace.runtime.operators import decode
 from interlace.runtime.plan import Plan
 from interlace.runtime.values import Values, derive
 

@@ -54,7 +54,7 @@ def write_page(
 ) -> Path:
     """Writes the page of several runs, such as forward and backward; see `write_html`."""
     path = Path(path)
-    write_whole(path, html_page(runs, name, facts).encode())
+    write_whole(path, html_page(runs, name, facts).encode(errors="backslashreplace"))
     return path
 
 

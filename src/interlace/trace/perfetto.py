@@ -22,6 +22,7 @@ from typing import Any
 from interlace.cost.timeline import Span, Timeline
 from interlace.errors import BackendError
 from interlace.ir import Program
+from interlace.ir.spelling import visible
 from interlace.trace.runs import Run, as_set, title, write_whole
 from interlace.trace.tracks import Arrow, OpKey, arrows, texts, tracks
 
@@ -65,18 +66,18 @@ def perfetto_trace(runs: Sequence[Run]) -> bytes:
     builder = builder_module.TraceProtoBuilder()
     track_ids, flow_ids = count(1), count(1)
     for pid, (timeline, name, details) in enumerate(_drawn(runs), start=1):
-        parent = _process(builder, proto, next(track_ids), pid, name)
+        parent = _process(builder, proto, next(track_ids), pid, visible(name))
         incoming, outgoing = _flows(timeline, details.arrows, flow_ids)
         origin = min((span.start_s for span in timeline.spans), default=0.0)
         for order, track in enumerate(tracks(timeline)):
             uuid = next(track_ids)
             descriptor = builder.add_packet().track_descriptor
             descriptor.uuid, descriptor.parent_uuid = uuid, parent
-            descriptor.name, descriptor.sibling_order_rank = track.title, order
+            descriptor.name, descriptor.sibling_order_rank = visible(track.title), order
             for span in track.spans:
                 first, last = _ns(span.start_s - origin), _ns(span.end_s - origin)
                 event = _event(builder, proto.TrackEvent.TYPE_SLICE_BEGIN, uuid, first)
-                event.name = span.name
+                event.name = visible(span.name)
                 event.categories.append(span.kind)
                 for key, value in details.of(span).items():
                     _annotate(event.debug_annotations.add(), key, value)
@@ -110,7 +111,7 @@ def _annotate(annotation: Any, key: str, value: int | str) -> None:
     if isinstance(value, int):
         annotation.int_value = value
     else:
-        annotation.string_value = value
+        annotation.string_value = visible(value)
 
 
 def _ns(seconds: float) -> int:

@@ -213,7 +213,7 @@ def _places(sources: Sequence[Source]) -> list[Place]:
     chain = 0
     seen: dict[int, Source] = {}
     for source in sources:
-        for where in source.program.wheres():
+        for where in source.program.wheres(source.ranks):
             rank = where.rank
             if rank in seen:
                 raise TeamError(

@@ -21,9 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
 from interlace.ir import Call, Fused, Program
-from interlace.runtime.calls import resolve
 from interlace.runtime.copies import once
 from interlace.runtime.cuda.homes import Give, giver
+from interlace.runtime.operators import resolve
 
 Launch = Callable[[int], None]
 """Launches a graph on a stream, the caller's current one."""
@@ -48,8 +48,7 @@ def may_draw(program: Program) -> bool:
         op.rng
         or op.fn in regions
         or not op.fn.startswith("aten.")
-        or not isinstance(fn := resolve(op.fn), torch._ops.OpOverload)
-        or torch.Tag.nondeterministic_seeded in fn.tags
+        or torch.Tag.nondeterministic_seeded in getattr(resolve(op.fn), "tags", ())
         for op in items
         if isinstance(op, Call)
     )

@@ -1,0 +1,80 @@
+"""What a Call may name: an operator of PyTorch's dispatcher, or a function of a short table.
+
+A name is data from a file, so it is looked up, never walked: `namespace.operator.overload`, where
+no part is an attribute of Python's. Whether the operator exists is for the binder to say.
+
+    >>> refusal("aten.mm.out") is None
+    True
+    >>> refusal("operator.call")
+    "'operator.call' is no operator: Python's own functions are not reached from a schedule"
+"""
+
+from __future__ import annotations
+
+import re
+
+FUNCTIONS = ("interlace.sum_slots",)
+"""Functions of ours that are no operators of the dispatcher."""
+
+OPERATORS = ("interlace.get_rng_state.default", "interlace.set_rng_state.default")
+"""Operators of ours, which the frontend registers."""
+
+WORDS = (
+    *("@device", "@strided", "@contiguous_format", "@preserve_format"),
+    *("@channels_last", "@channels_last_3d"),
+)
+"""What an argument may say of torch's values: the device of the run, a layout, memory formats."""
+
+KNOWN_NAMESPACES = ("aten", "prims", "interlace")
+"""Namespaces whose operators touch their arguments and results alone, as Interlace knows."""
+
+_NO_NAMESPACES = {
+    "operator": "Python's own functions are not reached from a schedule",
+    "prim": "TorchScript's own functions are not reached from a schedule",
+    "higher_order": "an operator that takes functions cannot stand in a schedule",
+    **dict.fromkeys(
+        ("import_module", "load_library", "loaded_libraries"),
+        "libraries are loaded by your own code, never by a schedule",
+    ),
+}
+_EFFECTS = {
+    "aten.from_file": "it maps a file into memory, and may make or change it",
+    "aten.save": "it writes a file",
+    "aten._print": "it writes to the terminal",
+}
+"""Operators of aten that reach beyond their arguments, by name without overload."""
+
+_PART = r"[A-Za-z_][A-Za-z0-9_]*"
+_NAME = re.compile(rf"({_PART})\.({_PART})(?:\.({_PART}))?")
+_SPECIAL = frozenset(
+    f"__{name}__"
+    for word in ("and", "or", "xor", "lshift", "rshift")
+    for name in (word, f"i{word}")
+)
+"""Operators of aten that are named as methods of Python are."""
+
+
+def split(fn: str) -> tuple[str, str, str] | None:
+    """Namespace, operator and overload of a name; None if it has not that form."""
+    match = _NAME.fullmatch(fn)
+    return None if match is None else (match[1], match[2], match[3] or "default")
+
+
+def refusal(fn: str) -> str | None:
+    """Why a Call may not name this; None if it may."""
+    if fn in FUNCTIONS:
+        return None
+    parts = split(fn)
+    if parts is None:
+        return f"{fn!r} is no name of an operator"
+    space, name, overload = parts
+    if space in _NO_NAMESPACES:
+        return f"{fn!r} is no operator: {_NO_NAMESPACES[space]}"
+    for part in (space, overload, *(() if name in _SPECIAL else (name,))):
+        if part.startswith("__"):
+            return f"{fn!r} is no operator: {part} is an attribute of Python's"
+    effect = _EFFECTS.get(f"{space}.{name}")
+    return None if effect is None else f"a schedule may not call {fn!r}: {effect}"
+
+
+FIX = "name an operator of PyTorch as namespace.operator.overload, such as aten.mm.out, or a region"
