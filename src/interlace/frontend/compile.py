@@ -152,7 +152,7 @@ class Compiled:
     def simulate(self, kind: str | None = None) -> Timeline:
         """The predicted timeline of all ranks; `kind` asks for `backward`."""
         bound = self._of_kind(kind)
-        return simulate(bound.program, bound.machine)
+        return simulate(bound.executor.programs, bound.machine)
 
     def profile(
         self, *args: Any, kind: str | None = None, runs: int = 3, **kwargs: Any

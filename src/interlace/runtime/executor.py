@@ -38,6 +38,7 @@ from interlace.runtime.results import reader_of
 from interlace.runtime.shares import Kept, Shared, share
 from interlace.runtime.spans import measured
 from interlace.runtime.values import Values
+from interlace.verify import Report
 
 
 class Executor:
@@ -84,6 +85,7 @@ class Executor:
         self._lock = threading.Lock()
         self._teams: dict[str, TeamComm] = {}
         self._agreement: Agreement | None = None
+        self._report: Report | None = None
         self._shared = Shared({}, {}, ())
         self._runner: Any = None
         self._context: Context | None = None
@@ -122,8 +124,8 @@ class Executor:
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
             self._agreement = agree(program, self.rank, [*self._teams.values()], limit, found, used)
-            if not self._agreement.verified:
-                verdict(program).raise_if_unsound()
+            self._report = self._agreement.report or verdict(program)
+            self._report.raise_if_unsound()
             for team in self._ordered():
                 team.setup(limit)
             try:
@@ -169,7 +171,7 @@ class Executor:
             for kind in ("input", "output")
         )
         self._results = reader_of(program.returned(), plan, values)
-        alike = self._agreement is not None and not self._agreement.verified
+        alike = self._agreement is not None and self._agreement.report is None
         self._peer_text = Flight(self.program, self.rank).text if alike else None
         tag = self._agreement.tag if self._agreement is not None else 0
         ends = self._inputs, self._outputs, self._results
@@ -333,6 +335,17 @@ class Executor:
             raise ExecutorError("there is no timeline: make the Executor with Options(trace=True)")
         spans = self._engine.spans if self._engine is not None else []
         return measured(self.program, self.rank, spans)
+
+    @property
+    def report(self) -> Report:
+        """The verifier's report: once prepared, of the Programs of all ranks together."""
+        return self._report or verdict(self.program)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What the ranks run: this Program, or each rank's own where they prepared others."""
+        agreement = self._agreement
+        return (self.program,) if agreement is None else agreement.programs(self.program, self.rank)
 
     def close(self) -> None:
         """Ends the threads and lets go of the memory."""
