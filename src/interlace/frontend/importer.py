@@ -36,7 +36,7 @@ from interlace.frontend.locs import describe, location, parameter_name
 from interlace.frontend.teams import Teams
 from interlace.frontend.types import buffer_like, scalar_word
 from interlace.frontend.views import RULES, SPLITS, extend, split_dim, strided
-from interlace.ir import Alloc, Buffer, Call, Program, Site, Team, View
+from interlace.ir import Alloc, Buffer, Call, Program, Team, View
 from interlace.runtime.inputs import may_be_lazy
 from interlace.runtime.values import whole
 
@@ -81,14 +81,6 @@ class Importer(Emitter):
             node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
         }
         """Nodes that the output holds, or a view of them: they must not share with another."""
-        self.sites: list[Site] = []
-        """Communications that no pass could know for what they are."""
-
-    def site(self, kind: str, reason: str) -> int:
-        """A new site at the node that is lowered: its number, for its ops."""
-        number = len(self.sites) + 1
-        self.sites.append(Site(id=number, kind=kind, module=self.loc.module, reason=reason))
-        return number
 
     def agreed(self, team: Team, wish: bool) -> bool:
         """Whether all ranks of a team want what this one does: each decides by its own sizes."""

@@ -32,10 +32,10 @@ class Agreement:
     """What a component of ranks prepared together."""
 
     tag: int
-    report: Report | None = None
-    """Where the ranks' Programs differ, the verifier's report of them as a set."""
+    report: Report
+    """The verifier's, of the Program; or of the Programs of all ranks as a set, if they differ."""
     texts: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Those Programs, each as text with the ranks that run it."""
+    """Programs that differ, each as text with the ranks that run it."""
     backends: tuple[tuple[str, ...], ...] = ()
     """For each of the teams, the backends of torch that one of its ranks needs: all have them."""
 
@@ -105,10 +105,11 @@ def agree(
     found: Found | None = None,
     backends: Sequence[Sequence[str]] = (),
 ) -> Agreement:
-    """Agrees with every rank that is joined to this one by teams; `rank` is the Program's.
+    """Agrees with every rank that is joined to this one by teams, and proves what they run.
 
-    `found` is what this rank registers: what is wrong with that on any rank, all of them raise.
-    `backends` has those that this rank's Program needs, for each of the teams.
+    `rank` is the Program's. `found` is what this rank registers: what is wrong with that on any
+    rank, all of them raise. `backends` has those that this rank's Program needs, for each
+    of the teams.
     """
     found = found or Found()
     plain = essence(program)
@@ -126,7 +127,7 @@ def agree(
         mine |= failure(found.problem)
     if not teams:
         judge(program.name, {0: mine}, 0, found.problem)
-        return Agreement(int(mine["hash"][:16], 16))
+        return Agreement(int(mine["hash"][:16], 16), _proof(program))
     for team in teams:
         team.num_prepared = team.board.round(f"{team.topic}/prepare", team.num_prepared)
         place = f"{team.topic}/prepare/{team.num_prepared}"
@@ -139,9 +140,10 @@ def agree(
     entries = _collect(board, teams[0].rank, mine, time_out_s)
     judge(program.name, entries, teams[0].rank, found.problem)
     _check_backends(entries)
-    report, texts = None, ()
     if len({entry["skeleton"] for entry in entries.values()}) > 1:
         report, texts = _verify_set(board, entries, teams[0].rank, text, time_out_s)
+    else:
+        report, texts = _proof(program), ()
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
     places = _places(entries.values())
@@ -151,6 +153,12 @@ def agree(
     ]
     tag = int(digest(repr((parts, places)))[:16], 16)
     return Agreement(tag, report, texts, tuple(map(tuple, needed)))
+
+
+def _proof(program: Program) -> Report:
+    report = verdict(program)
+    report.raise_if_unsound()
+    return report
 
 
 def _check_backends(entries: Mapping[int, Note]) -> None:
