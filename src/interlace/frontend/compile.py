@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from interlace.cost import Timeline, simulate
@@ -44,7 +45,7 @@ from interlace.frontend.devices import device_of
 from interlace.frontend.direct import Direct, observed
 from interlace.frontend.explain import explain
 from interlace.frontend.functional import functional_collectives
-from interlace.frontend.locs import raised_at
+from interlace.frontend.locs import raised_at, unwrapped
 from interlace.frontend.outputs import Outputs
 from interlace.frontend.state import State
 from interlace.frontend.waiting import without_waiting
@@ -241,13 +242,14 @@ class Compiled:
             return results
 
         meshes = meshes_in([*tensors, self._mesh])
-        labels = (*(name.replace(".", "_") for name in names), *_argument_names(leaves))
+        labels = (*(unwrapped(name).replace(".", "_") for name in names), *_argument_names(leaves))
         state = frozenset(range(len(names)))
         setting = Setting(self.options, meshes, labels, device_of(tensors), state)
         compilation = Compilation(setting)
         plain, wrap = without_waiting(tensors)
         with (
             compiling(),
+            fx_traceback.preserve_node_meta(),  # else inference notes no modules
             checkpoints_marked(),
             functional_collectives(),
             _own_errors(self.fn),
