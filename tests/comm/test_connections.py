@@ -234,7 +234,7 @@ def needed() -> tuple[Any, list[float]]:
     groups: Any = {"tp": dist.group.WORLD}
     with Executor(program, groups=groups).prepare() as executor:
         (y,) = executor.run([torch.ones(4)])
-        agreement: Any = executor._agreement
+        agreement: Any = executor.agreement
         return agreement.backends, y.tolist()
 
 

@@ -352,6 +352,30 @@ def test_a_dtensor_of_other_sizes_is_refused_where_nothing_is_compiled_anew(pool
     assert "is a DTensor of sizes [7, 3], and this graph was compiled for [8, 3]" in second
 
 
+def many_sizes(sizes: list[int]) -> list[float]:
+    """How far the sums of DTensors of these many rows are from those of eager, one after another.
+
+    From the second size on TorchDynamo takes the rows for a symbol, on all ranks.
+    """
+    torch.compiler.reset()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+    def fn(x: Any) -> Any:
+        return (x * 2 + x.shape[0]).sum()
+
+    call = torch.compile(fn, backend=backend, fullgraph=True)
+    far: list[float] = []
+    for rows in sizes:
+        x = distribute_tensor(torch.arange(rows * 3.0).view(rows, 3), mesh, [Shard(0)])
+        far.append(float((call(x).full_tensor() - fn(x).full_tensor()).abs()))
+    return far
+
+
+@pytest.mark.parametrize("sizes", [[64, 32, 48], [64, 32, 49, 7, 8, 7]], ids=["even", "uneven"])
+def test_a_dtensor_of_a_third_size_runs_in_the_symbolic_graph(pool: Pool, sizes: list[int]) -> None:
+    assert pool(2).run(many_sizes, sizes) == [[0.0] * len(sizes)] * 2
+
+
 def alone(rank: int) -> str:
     """One rank recompiles alone: it gets an error in bounded time that names who did not come."""
     import torch.distributed._functional_collectives as funcol

@@ -251,7 +251,7 @@ def refused_on_ranks() -> list[str]:
         net(x).sum().backward()  # it is as it was
 
     def add_up(x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
+        dist.reduce(x, dst=0)
         return x + 1
 
     with pytest.raises(UnsupportedError) as found:
@@ -263,7 +263,7 @@ def test_what_cannot_be_traced_says_what_to_do(pool: Pool) -> None:
     for before, after, effect in pool(2).run(refused_on_ranks):
         assert before == after
         assert "is sharded by fully_shard" in before
-        assert "c10d.allreduce_.default for its effect" in effect
+        assert "c10d.reduce_.default for its effect" in effect
         assert "functional collective" in effect
 
 
@@ -302,6 +302,19 @@ def test_what_depends_on_values_is_a_typed_error(fn: Any, words: str) -> None:
     torch.compiler.reset()
     x = torch.tensor([1.0, -2.0, 3.0])
     assert torch.equal(torch.compile(fn, backend=backend)(x), fn(x))  # as the error says
+
+
+def test_code_that_asks_whether_it_is_compiled() -> None:
+    """As that of Hugging Face's masks, which look at values only where they may."""
+
+    def shortened(x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling() and bool((x > 0).all()):
+            return x
+        return x.relu()
+
+    x = torch.tensor([-1.0, 2.0])
+    assert torch.equal(interlace.compile(shortened)(x), x.relu())
+    assert not torch.compiler.is_compiling()
 
 
 def uneven_weights() -> tuple[list[str], list[str], list[str]]:

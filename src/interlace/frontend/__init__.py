@@ -11,6 +11,7 @@ grouped.py        grouped matmuls of equal groups as batches of matmuls
 consent.py        ranks decide alike on what depends on their own sizes
 import_fx.py      an AOT graph as a serial Program (importer.py walks, emitter.py writes)
 normalise.py      one spelling for what torch writes in several
+functional.py     collectives that write into a tensor made functional while tracing
 collectives.py    functional collectives
 inplace.py        updates of inputs put back in place
 rng.py            random numbers that backward draws again

@@ -125,7 +125,8 @@ class Backend:
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     ) -> Callable[..., Any]:
-        sources = [_source(node) for node in gm.graph.nodes if node.op == "placeholder"]
+        places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        sources = list(map(_source, places))
         setting = Setting(
             options,
             meshes_in(example_inputs),
@@ -139,7 +140,9 @@ class Backend:
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare()
         self._artefacts.update(compilation.artefacts)
-        return wrap(with_sizes(example_inputs, setting.labels, setting.state, compiled))
+        # Example inputs are the tensors of this call; what was traced has symbols where sizes vary.
+        traced = [node.meta.get("example_value") for node in places]
+        return wrap(with_sizes(traced, setting.labels, setting.state, compiled))
 
 
 backend = Backend()

@@ -26,8 +26,9 @@ from interlace.ir import Program, Remark
 from interlace.options import Options
 from interlace.passes import add_remarks, lower
 from interlace.runtime import Executor
+from interlace.runtime.agreement import Agreement
 from interlace.runtime.machine import built_in, machine_for
-from interlace.verify import Report, check
+from interlace.verify import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,18 @@ class Bound:
 
     @property
     def report(self) -> Report:
-        """The verifier's report of the overlapped Program."""
-        return check(self.program)
+        """The verifier's report of the overlapped Program, with those of the other ranks."""
+        return self._agreement.report
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The overlapped Program that all ranks run, or each rank's own where these differ."""
+        return self._agreement.programs(self.program, self.executor.rank)
+
+    @property
+    def _agreement(self) -> Agreement:
+        assert self.executor.agreement is not None
+        return self.executor.agreement
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The graph's outputs for its arguments."""

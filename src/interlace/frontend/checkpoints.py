@@ -25,6 +25,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 CHECKPOINT_KEY = "interlace_checkpoint"
 """Where a node's checkpointed region is noted, in `meta["custom"]`."""
 
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",  # from torch 2.15 on `checkpoint` calls this
+)
+
 
 @contextlib.contextmanager
 def checkpoints_marked() -> Iterator[None]:
@@ -35,12 +40,15 @@ def checkpoints_marked() -> Iterator[None]:
         with fx_traceback.annotate({CHECKPOINT_KEY: next(numbers)}):
             yield
 
-    original = torch_checkpoint._checkpoint_without_reentrant_generator
-    torch_checkpoint._checkpoint_without_reentrant_generator = marking  # pyright: ignore
+    originals = {name: f for name in _GENERATORS if (f := getattr(torch_checkpoint, name, None))}
+    assert originals, "torch.utils.checkpoint has changed: a checkpoint would go unnoticed"
     try:
+        for name in originals:
+            setattr(torch_checkpoint, name, marking)
         yield
     finally:
-        torch_checkpoint._checkpoint_without_reentrant_generator = original
+        for name, original in originals.items():
+            setattr(torch_checkpoint, name, original)
 
 
 def mark_checkpoints(graph: fx.Graph) -> None:

@@ -170,22 +170,24 @@ def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
         return _emit(imp, "all_to_all", team, src, sizes)
     me = imp.teams.index(team.name)
     dst = imp.empty("all_to_all", imp.box(src).dtype, sizes)
+    site = imp.site("all_to_all", "its parts are uneven on some rank: they travel as messages")
+    at = {"team": team.name, "site": site, "loc": imp.loc}
     messages: list[Send | Recv] = []
     own: list[Op] = []
     for peer in range(team.size):
         taken = src.slice(0, sum(sent[:peer]), sum(sent[: peer + 1]))
         given = dst.slice(0, sum(received[:peer]), sum(received[: peer + 1]))
         if peer == me and sent[peer]:
-            own.append(Copy(src=taken, dst=given, loc=imp.loc))
+            own.append(Copy(src=taken, dst=given, site=site, loc=imp.loc))
             continue
         if sent[peer]:
-            messages.append(Send(src=taken, peer=peer, team=team.name, loc=imp.loc))
+            messages.append(Send(src=taken, peer=peer, **at))
         if received[peer]:
-            messages.append(Recv(dst=given, peer=peer, team=team.name, loc=imp.loc))
+            messages.append(Recv(dst=given, peer=peer, **at))
     for op in own:
         imp.emit(op)
     if messages:
-        imp.emit(Group(ops=tuple(messages), loc=imp.loc))
+        imp.emit(Group(ops=tuple(messages), site=site, loc=imp.loc))
     return dst
 
 

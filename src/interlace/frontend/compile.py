@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from interlace.cost import Timeline, simulate
@@ -43,7 +44,8 @@ from interlace.frontend.checkpoints import checkpoints_marked
 from interlace.frontend.devices import device_of
 from interlace.frontend.direct import Direct, observed
 from interlace.frontend.explain import explain
-from interlace.frontend.locs import raised_at
+from interlace.frontend.functional import functional_collectives
+from interlace.frontend.locs import raised_at, unwrapped
 from interlace.frontend.outputs import Outputs
 from interlace.frontend.state import State
 from interlace.frontend.waiting import without_waiting
@@ -152,7 +154,7 @@ class Compiled:
     def simulate(self, kind: str | None = None) -> Timeline:
         """The predicted timeline of all ranks; `kind` asks for `backward`."""
         bound = self._of_kind(kind)
-        return simulate(bound.program, bound.machine)
+        return simulate(bound.programs, bound.machine)
 
     def profile(
         self, *args: Any, kind: str | None = None, runs: int = 3, **kwargs: Any
@@ -240,12 +242,19 @@ class Compiled:
             return results
 
         meshes = meshes_in([*tensors, self._mesh])
-        labels = (*(name.replace(".", "_") for name in names), *_argument_names(leaves))
+        labels = (*(unwrapped(name).replace(".", "_") for name in names), *_argument_names(leaves))
         state = frozenset(range(len(names)))
         setting = Setting(self.options, meshes, labels, device_of(tensors), state)
         compilation = Compilation(setting)
         plain, wrap = without_waiting(tensors)
-        with compiling(), checkpoints_marked(), _own_errors(self.fn), _without_dynamo():
+        with (
+            compiling(),
+            fx_traceback.preserve_node_meta(),  # else inference notes no modules
+            checkpoints_marked(),
+            functional_collectives(),
+            _own_errors(self.fn),
+            _without_dynamo(),
+        ):
             compiled = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
                 plain,
@@ -269,10 +278,18 @@ class _Function(nn.Module):
 
 @contextlib.contextmanager
 def _without_dynamo() -> Iterator[None]:
-    """What torch.compile was given runs as it was written, and is traced with all else."""
+    """What torch.compile was given runs as it was written, and is traced with all else.
+
+    Code that asks `torch.compiler.is_compiling()` before it looks at values need not look.
+    """
     nested = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    before = torch.compiler._is_compiling_flag
     with torch.compiler.set_stance("force_eager"), nested:
-        yield
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager

@@ -18,7 +18,20 @@ from interlace.errors import ProgramError
 from interlace.frontend.devices import on_host
 from interlace.frontend.types import NOWHERE
 from interlace.frontend.views import adjacent, shorten
-from interlace.ir import Alloc, Box, Buffer, Call, Copy, DType, Loc, Op, Reshape, View, views_in
+from interlace.ir import (
+    Alloc,
+    Box,
+    Buffer,
+    Call,
+    Copy,
+    DType,
+    Loc,
+    Op,
+    Reshape,
+    Site,
+    View,
+    views_in,
+)
 
 TAKEN = {"rng", "main", "comm", "inf", "nan", *(str(dtype) for dtype in DType)}
 """Words that mean something else in a Program's text."""
@@ -32,6 +45,8 @@ class Emitter:
         self.buffers: dict[str, Buffer] = {}
         self.ops: list[Op] = []
         self.loc = Loc()
+        self.sites: list[Site] = []
+        """Communications that no pass could know for what they are."""
         self.host: set[str] = set()
         """Buffers that stay on the CPU in a graph on a GPU."""
         self._names: dict[str, int] = dict.fromkeys(TAKEN, 0)
@@ -70,6 +85,12 @@ class Emitter:
     def emit(self, op: Op) -> None:
         """Appends an op."""
         self.ops.append(op)
+
+    def site(self, kind: str, reason: str) -> int:
+        """A new site: its number, for its ops."""
+        number = len(self.sites) + 1
+        self.sites.append(Site(id=number, kind=kind, module=self.loc.module, reason=reason))
+        return number
 
     def call(
         self,

@@ -117,6 +117,7 @@ class Importer(Emitter):
             params=(*self.params, *self.constant_params),
             ops=tuple(self.ops),
             results=tuple(results),
+            sites=tuple(self.sites),
             ranks=ranks,
         )
         self._check_host()

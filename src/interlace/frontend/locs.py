@@ -21,9 +21,12 @@ MODULE_KEY = "interlace_module"
 """Where `interlace.compile` notes a node's module path, in `meta["custom"]`."""
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
-_LOCAL = re.compile(r"^[LG]\['\w+'\]\.?")
-_ITEM = re.compile(r"\._modules\['([^']+)'\]|\[(?:'([^']+)'|(\d+))\]")
-_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_LOCAL = re.compile(r"^[LG]\['\w+'\]")
+_MEMBER = re.compile(r"\.(?:__dict__\[')?(_(?:modules|parameters|buffers))(?:'\])?\['([^']+)'\]")
+_ITEM = re.compile(r"\[(?:'([^']+)'|(\d+))\]")
+_WRAPPER = re.compile(
+    r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)"
+)
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
 
@@ -35,7 +38,7 @@ def location(node: fx.Node) -> Loc:
         return location(noted[0]) if noted else Loc()
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     module = module_path(_innermost(stack)) if stack else ""
-    module = module or (node.meta.get("custom") or {}).get(MODULE_KEY, "")
+    module = module or unwrapped((node.meta.get("custom") or {}).get(MODULE_KEY, ""))
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     mine = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
     if not mine:
@@ -57,10 +60,18 @@ def _innermost(stack: dict[str, Any]) -> str:
 
 
 def module_path(path: str) -> str:
-    """A module path as `named_modules` spells it, from what the tracer recorded."""
-    path = _LOCAL.sub("", path)
+    """A module path as `named_modules` spells it, from what the tracer recorded.
+
+    What `checkpoint_wrapper` and others put around a module has no part in it.
+    """
+    path = _MEMBER.sub(r".\2", _LOCAL.sub("", path))
     path = _ITEM.sub(lambda found: "." + next(filter(None, found.groups())), path)
-    return path.removeprefix("self.").removeprefix("self").lstrip(".")
+    return unwrapped(path.lstrip("."))
+
+
+def unwrapped(path: str) -> str:
+    """A module's or parameter's path without the modules that torch wraps around the user's."""
+    return _WRAPPER.sub("", path).rstrip(".")
 
 
 def parameter_name(node: fx.Node, labels: Sequence[str]) -> str:
@@ -90,13 +101,12 @@ def argument(node: fx.Node) -> int | str | None:
 
 def is_state(source: str) -> bool:
     """Whether the tracer's name of an argument is that of a module's parameter or buffer."""
-    return "._parameters[" in source or "._buffers[" in source
+    return any(found[1] != "_modules" for found in _MEMBER.finditer(source))
 
 
 def label(source: str) -> str:
     """An identifier for an argument, from the tracer's name of where it comes from."""
-    path = module_path(_MEMBER.sub(lambda found: "." + found.group(1), source))
-    return re.sub(r"\W+", "_", path.replace("local_tensor", "")).strip("_")
+    return re.sub(r"\W+", "_", module_path(source).replace("local_tensor", "")).strip("_")
 
 
 def describe(node: fx.Node) -> str:

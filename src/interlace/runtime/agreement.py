@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,10 +32,21 @@ class Agreement:
     """What a component of ranks prepared together."""
 
     tag: int
-    verified: bool = False
-    """Whether agreeing included the proof, of the Programs of all ranks as a set."""
+    report: Report
+    """The verifier's, of the Program; or of the Programs of all ranks as a set, if they differ."""
+    texts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Programs that differ, each as text with the ranks that run it."""
     backends: tuple[tuple[str, ...], ...] = ()
     """For each of the teams, the backends of torch that one of its ranks needs: all have them."""
+
+    def programs(self, own: Program, rank: int) -> tuple[Program, ...]:
+        """The Programs of all ranks; `own`, which names its sites, is what `rank` runs."""
+        if not self.texts:
+            return (own,)
+        found: list[Program] = []
+        for text, ranks in self.texts:
+            found += _for_ranks(own if rank in ranks else parse(text), ranks)
+        return tuple(found)
 
 
 @lru_cache(maxsize=256)
@@ -93,10 +105,11 @@ def agree(
     found: Found | None = None,
     backends: Sequence[Sequence[str]] = (),
 ) -> Agreement:
-    """Agrees with every rank that is joined to this one by teams; `rank` is the Program's.
+    """Agrees with every rank that is joined to this one by teams, and proves what they run.
 
-    `found` is what this rank registers: what is wrong with that on any rank, all of them raise.
-    `backends` has those that this rank's Program needs, for each of the teams.
+    `rank` is the Program's. `found` is what this rank registers: what is wrong with that on any
+    rank, all of them raise. `backends` has those that this rank's Program needs, for each
+    of the teams.
     """
     found = found or Found()
     plain = essence(program)
@@ -114,7 +127,7 @@ def agree(
         mine |= failure(found.problem)
     if not teams:
         judge(program.name, {0: mine}, 0, found.problem)
-        return Agreement(int(mine["hash"][:16], 16))
+        return Agreement(int(mine["hash"][:16], 16), _proof(program))
     for team in teams:
         team.num_prepared = team.board.round(f"{team.topic}/prepare", team.num_prepared)
         place = f"{team.topic}/prepare/{team.num_prepared}"
@@ -127,9 +140,10 @@ def agree(
     entries = _collect(board, teams[0].rank, mine, time_out_s)
     judge(program.name, entries, teams[0].rank, found.problem)
     _check_backends(entries)
-    differ = len({entry["skeleton"] for entry in entries.values()}) > 1
-    if differ:
-        _verify_set(board, entries, teams[0].rank, text, time_out_s)
+    if len({entry["skeleton"] for entry in entries.values()}) > 1:
+        report, texts = _verify_set(board, entries, teams[0].rank, text, time_out_s)
+    else:
+        report, texts = _proof(program), ()
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
     places = _places(entries.values())
@@ -138,7 +152,13 @@ def agree(
         for place, *_ in mine["teams"]
     ]
     tag = int(digest(repr((parts, places)))[:16], 16)
-    return Agreement(tag, differ, tuple(map(tuple, needed)))
+    return Agreement(tag, report, texts, tuple(map(tuple, needed)))
+
+
+def _proof(program: Program) -> Report:
+    report = verdict(program)
+    report.raise_if_unsound()
+    return report
 
 
 def _check_backends(entries: Mapping[int, Note]) -> None:
@@ -208,8 +228,11 @@ def _unknown(found: Mapping[int, Note]) -> dict[int, tuple[str, str, int]]:
 
 def _verify_set(
     board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
-) -> None:
-    """Ranks that prepare different Programs: sound together, or an error for all of them."""
+) -> tuple[Report, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Ranks that prepare different Programs: sound together, or an error for all of them.
+
+    The report, and the texts of the Programs with the ranks that run each.
+    """
     place = entries[me]["teams"][0][0]
     board.post(f"text/{entries[me]['hash']}", {"text": text})
     hashes = {entry["hash"] for entry in entries.values()}
@@ -219,27 +242,32 @@ def _verify_set(
         raise AgreementError(f"{named(silent)} did not tell its Program ({place})")
     texts = {rank: notes[entry["hash"]]["text"] for rank, entry in entries.items()}
     try:
-        together = _as_set(entries, {key: parse(note["text"]) for key, note in notes.items()})
-        report = check(together)
+        ranks = {key: _ranks(entries, key) for key in sorted(notes)}
+        _refuse_twice(ranks)
+        parsed = {key: parse(note["text"]) for key, note in notes.items()}
+        report = check([p for key in ranks for p in _for_ranks(parsed[key], ranks[key])])
         report.raise_if_unsound()
     except (SoundnessError, ProgramError) as error:
         raise AgreementError(_difference(entries, texts, str(error))) from error
+    return report, tuple((notes[key]["text"], of) for key, of in ranks.items())
 
 
-def _as_set(entries: Mapping[int, Note], programs: Mapping[str, Program]) -> list[Program]:
-    """The Programs, each for the ranks that prepare it."""
-    found: list[Program] = []
-    taken: dict[int, int] = {}
-    for key, program in programs.items():
-        ranks = sorted(entry["rank"] for entry in entries.values() if entry["hash"] == key)
-        for rank in ranks:
-            taken[rank] = taken.get(rank, 0) + 1
-        whole = program.rank is None and tuple(ranks) == tuple(sorted(program.world))
-        found += [program] if whole else [program.instantiate(rank) for rank in ranks]
+def _ranks(entries: Mapping[int, Note], key: str) -> tuple[int, ...]:
+    """The Program's ranks that prepare the text with this hash."""
+    return tuple(sorted(entry["rank"] for entry in entries.values() if entry["hash"] == key))
+
+
+def _for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
+    """The Program for these of its ranks: itself where they are all that it has."""
+    whole = program.rank is None and ranks == tuple(sorted(program.world))
+    return [program] if whole else [program.instantiate(rank) for rank in ranks]
+
+
+def _refuse_twice(ranks: Mapping[str, tuple[int, ...]]) -> None:
+    taken = Counter(rank for found in ranks.values() for rank in found)
     twice = [rank for rank, count in taken.items() if count > 1]
     if twice:
         raise ProgramError(f"rank {twice[0]} of the Programs is prepared by more than one process")
-    return found
 
 
 def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str) -> str:

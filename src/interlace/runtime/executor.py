@@ -27,7 +27,7 @@ from interlace.cost import Timeline
 from interlace.errors import ExecutorError, TeamError, UnsupportedError
 from interlace.ir import Program, validate
 from interlace.options import Options
-from interlace.runtime.agreement import Agreement, agree, verdict
+from interlace.runtime.agreement import Agreement, agree
 from interlace.runtime.engine import BeforeOp, Context, Crew, Door, executor_for, runner_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
@@ -83,7 +83,7 @@ class Executor:
             )
         self._lock = threading.Lock()
         self._teams: dict[str, TeamComm] = {}
-        self._agreement: Agreement | None = None
+        self.agreement: Agreement | None = None
         self._shared = Shared({}, {}, ())
         self._runner: Any = None
         self._context: Context | None = None
@@ -121,15 +121,13 @@ class Executor:
             names = self._backend_name, self._teams
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
-            self._agreement = agree(program, self.rank, [*self._teams.values()], limit, found, used)
-            if not self._agreement.verified:
-                verdict(program).raise_if_unsound()
+            self.agreement = agree(program, self.rank, [*self._teams.values()], limit, found, used)
             for team in self._ordered():
                 team.setup(limit)
             try:
                 plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
                 facts = self._teams, self.device, self.options, found.wanted
-                self._shared = share(plan, *facts, self._agreement.backends, self._kept.shared)
+                self._shared = share(plan, *facts, self.agreement.backends, self._kept.shared)
                 self._bind()
             except BaseException:
                 self._kept.close()
@@ -169,9 +167,9 @@ class Executor:
             for kind in ("input", "output")
         )
         self._results = reader_of(program.returned(), plan, values)
-        alike = self._agreement is not None and not self._agreement.verified
+        alike = self.agreement is not None and not self.agreement.texts
         self._peer_text = Flight(self.program, self.rank).text if alike else None
-        tag = self._agreement.tag if self._agreement is not None else 0
+        tag = self.agreement.tag if self.agreement is not None else 0
         ends = self._inputs, self._outputs, self._results
         door = Door(tag, self._peer_text)
         runner = runner_for(self.device, engine, ends, door)
@@ -220,7 +218,7 @@ class Executor:
             return self._run(inputs, self._outputs.new() if out is None else out)
 
     def _run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        context, engine, agreement = self._context, self._engine, self._agreement
+        context, engine, agreement = self._context, self._engine, self.agreement
         assert context is not None
         assert engine is not None
         assert agreement is not None
