@@ -30,11 +30,11 @@ from torch.distributed import distributed_c10d as c10d
 from interlace.comm.backends import apart
 from interlace.comm.board import Board, Note, named
 from interlace.comm.connections import Connections
-from interlace.comm.control import NBYTES, Control
+from interlace.comm.control import NBYTES, RESETTING, Control
 from interlace.comm.liveness import Life, identity
 from interlace.comm.sharing import share
 from interlace.comm.slots import SlotPool
-from interlace.errors import BackendError, InterlaceError, TeamError
+from interlace.errors import AgreementError, BackendError, InterlaceError, PeerError, TeamError
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
@@ -167,25 +167,32 @@ class TeamComm:
         """The device side, if there is one."""
         return self._cuda
 
-    def reset(self, time_out_s: float) -> None:
+    def reset(self, time_out_s: float, renew: bool = True) -> None:
         """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
 
         A failed op leaves a backend's connections unusable, so each one in use is replaced by one
-        that this team makes. Memory stays where it is: Executors need not be prepared again. A
-        reset that fails leaves the team out of order.
+        that this team makes; without `renew` only where a rank tells of a failure. Memory stays
+        where it is: Executors need not be prepared again. A reset that fails leaves the team out
+        of order. Peers that wait for this rank in a run or a prepare hear of it at once.
         """
         with self.lock:
+            if self._cuda is not None:
+                self._cuda.finish(self.control.quiet, time_out_s)
+            renew = renew or self.control.failed
+            self._tell_of_reset()
             if self._cuda is not None:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            where, mine = (self.ranks, self.rank), {"run": self.control.run}
+            where, mine = (self.ranks, self.rank), {"run": self.control.run, "renew": renew}
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
             try:
                 told = self.board.exchange(topic, *where, mine, time_out_s)
-                self._connections.end(time_out_s)
+                renew = any(note["renew"] for note in told)
+                if renew:
+                    self._connections.end(time_out_s)
             except BaseException as error:
                 self.resets = before
                 self.control.fail(error)
@@ -197,10 +204,22 @@ class TeamComm:
                     self._cuda.reset()
                 self.board.exchange(f"{topic}/renewal", *where, {}, time_out_s)
                 on = None if self._cuda is None else self._cuda.device
-                self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
+                if renew:
+                    self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
             except BaseException as error:
                 self.control.fail(error)
                 raise
+
+    def _tell_of_reset(self) -> None:
+        """Ends what peers wait for this rank in: runs, and the next Program's preparation."""
+        why = (
+            f"rank {self.rank} called reset(), as after an error of its own code: every rank of "
+            "its teams calls interlace.reset()"
+        )
+        self.control.fail(PeerError(why), RESETTING)
+        number = self.board.round(f"{self.topic}/prepare", self.num_prepared)
+        with contextlib.suppress(AgreementError):
+            self.board.decide(f"{self.topic}/prepare/{number}", self.rank, why)
 
     def used_by(self, user: User) -> None:
         """From now on this is told when the team goes."""
@@ -252,8 +271,10 @@ class _Registry:
             return team
 
     def live(self) -> list[TeamComm]:
+        """The teams of groups that were not destroyed, in an order that all ranks share."""
         with self._lock:
-            return sorted(self._teams.values(), key=lambda team: team.topic)
+            teams = [team for group, team in self._teams.items() if group in c10d._world.pg_map]
+        return sorted(teams, key=lambda team: team.topic)
 
     def clear(self) -> None:
         with self._lock:
@@ -273,14 +294,14 @@ def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
 
 
 def reset_teams(time_out_s: float = 60.0) -> None:
-    """After a failure: forgets it on every team that it reached, so that runs may go on.
+    """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
 
-    Collective: every rank that heard of the failure calls it. Teams come in an order that all ranks
-    share; those without a failure (of a group that is gone, say) are left alone.
+    Collective: every rank calls it, and meets the others on each of its teams. Who waits in a run
+    for a rank that is here already hears of it at once. Where nothing failed, connections stay.
     """
     for team in _registry.live():
-        if team.is_set_up and team.control.failure() is not None:
-            team.reset(time_out_s)
+        if team.is_set_up:
+            team.reset(time_out_s, renew=False)
 
 
 def release_teams() -> None:
