@@ -20,6 +20,7 @@ import contextlib
 import socket
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,10 +32,11 @@ from interlace.comm.backends import apart
 from interlace.comm.board import Board, Note, named
 from interlace.comm.connections import Connections
 from interlace.comm.control import NBYTES, RESETTING, Control
+from interlace.comm.greeting import Party, greet
 from interlace.comm.liveness import Life, identity
 from interlace.comm.sharing import share
 from interlace.comm.slots import SlotPool
-from interlace.errors import AgreementError, BackendError, InterlaceError, PeerError, TeamError
+from interlace.errors import BackendError, InterlaceError, PeerError, TeamError
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
@@ -81,11 +83,12 @@ class TeamComm:
         """The round of the last reset: Note [All or none] in board.py."""
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
-        key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
-        generation = self.board.count(f"{key}/generation/{rank}")
-        self.topic = f"{key}/{generation}"
-        self.slots = SlotPool(self.board, f"{self.topic}/slots", self.ranks, self.me)
-        place = self.board, self.topic, self.ranks, rank, name
+        self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
+        self.party = Party(f"{self.key}/greeting", self.ranks, rank)
+        self.topic = ""
+        """Where the notes of its present processes are; `meet` finds it."""
+        self.slots = SlotPool(self.board, "", self.ranks, self.me)
+        place = self.board, self.key, self.ranks, rank, name
         self._connections = Connections(weakref.ref(group), store, *place)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
@@ -115,10 +118,16 @@ class TeamComm:
         """Whether it was neither reset nor released since then, and no rank of it has stopped."""
         return self.resets == resets and self._control is control and control.quiet()
 
+    def found(self) -> None:
+        """Its processes have met: from now on its notes have a place."""
+        self.topic = self._connections.topic = f"{self.key}/{self.party.name}"
+        self.slots.topic = f"{self.topic}/slots"
+
     def setup(self, time_out_s: float) -> None:
         """Makes the control block, once. All ranks of the team call it together."""
         if self._control is not None:
             return
+        meet([self], "set up its team", time_out_s)
         process = identity()
         note: Note = {"host": host(), "process": list(process)}
         topic = f"{self.topic}/setup/{self.num_prepared}"
@@ -142,6 +151,7 @@ class TeamComm:
         ask for it together.
         """
         on = None if self._cuda is None else self._cuda.device
+        meet([self], "set up its team", time_out_s)
         key, where = (self.backend_name(name, device), device), f"connect/{self.num_prepared}"
         return self._connections.get(*key, on, where, time_out_s)
 
@@ -210,6 +220,13 @@ class TeamComm:
                 self.control.fail(error)
                 raise
 
+    def give_up(self, why: str) -> None:
+        """Ends the next Program's preparation, where peers wait for this rank."""
+        with contextlib.suppress(InterlaceError):
+            if self.topic:
+                number = self.board.round(f"{self.topic}/prepare", self.num_prepared)
+                self.board.decide(f"{self.topic}/prepare/{number}", self.rank, why)
+
     def _tell_of_reset(self) -> None:
         """Ends what peers wait for this rank in: runs, and the next Program's preparation."""
         why = (
@@ -217,9 +234,7 @@ class TeamComm:
             "its teams calls interlace.reset()"
         )
         self.control.fail(PeerError(why), RESETTING)
-        number = self.board.round(f"{self.topic}/prepare", self.num_prepared)
-        with contextlib.suppress(AgreementError):
-            self.board.decide(f"{self.topic}/prepare/{number}", self.rank, why)
+        self.give_up(why)
 
     def used_by(self, user: User) -> None:
         """From now on this is told when the team goes."""
@@ -274,11 +289,11 @@ class _Registry:
         """The teams of groups that were not destroyed, in an order that all ranks share."""
         with self._lock:
             teams = [team for group, team in self._teams.items() if group in c10d._world.pg_map]
-        return sorted(teams, key=lambda team: team.topic)
+        return sorted(teams, key=lambda team: team.key)
 
     def clear(self) -> None:
         with self._lock:
-            teams = sorted(self._teams.values(), key=lambda team: team.topic, reverse=True)
+            teams = sorted(self._teams.values(), key=lambda team: team.key, reverse=True)
             self._teams.clear()
         with contextlib.ExitStack() as all_of_them:  # the last first; also after one that fails
             for team in teams:
@@ -291,6 +306,22 @@ _registry = _Registry()
 def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
     """The TeamComm of a process group, made at the first call; `name` is for messages."""
     return _registry.get(group, name)
+
+
+def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
+    """The processes of each team find one another, once; all their ranks call it, to do `what`."""
+    new, why = [team for team in teams if not team.topic], ""
+    try:
+        greet(teams[0].board, [team.party for team in new], what, time_out_s)
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise
+    finally:
+        for team in new:
+            if team.party.name:
+                team.found()
+        for team in teams if why else ():
+            team.give_up(why)
 
 
 def reset_teams(time_out_s: float = 60.0) -> None:

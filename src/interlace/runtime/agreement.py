@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from interlace.comm import TeamComm
 from interlace.comm.board import Board, Note, failure, named
+from interlace.comm.teams import meet
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
 from interlace.runtime.registered import Found, judge
@@ -115,6 +116,7 @@ def agree(
     if not teams:
         judge(program.name, {0: mine}, 0, found.problem)
         return Agreement(int(mine["hash"][:16], 16))
+    meet(teams, f"prepare Program {program.name!r}", time_out_s)
     for team in teams:
         team.num_prepared = team.board.round(f"{team.topic}/prepare", team.num_prepared)
         place = f"{team.topic}/prepare/{team.num_prepared}"
