@@ -69,7 +69,7 @@ class PeerError(InterlaceError):
 
 
 class SharedMemoryError(InterlaceError):
-    """There is too little shared memory for the symmetric buffers."""
+    """Shared memory for the symmetric buffers cannot be had: too little, or refused by the system."""
 
 
 class ExecutorError(InterlaceError):
