@@ -69,7 +69,7 @@ class PeerError(InterlaceError):
 
 
 class SharedMemoryError(InterlaceError):
-    """Shared memory for the symmetric buffers cannot be had: too little, or refused by the system."""
+    """There is too little shared memory for the symmetric buffers, or the system refuses it."""
 
 
 class ExecutorError(InterlaceError):

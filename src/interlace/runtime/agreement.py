@@ -117,8 +117,12 @@ def agree(
         judge(program.name, {0: mine}, 0, found.problem)
         return Agreement(int(mine["hash"][:16], 16))
     meet(teams, f"prepare Program {program.name!r}", time_out_s)
+    left: list[str] = []
     for team in teams:
-        team.num_prepared = team.board.round(f"{team.topic}/prepare", team.num_prepared)
+        before = team.num_prepared
+        team.num_prepared = team.board.round(f"{team.topic}/prepare", before)
+        rounds = range(before, team.num_prepared) if team.me == 0 else ()
+        left += [f"{team.topic}/prepare/{number}/verdict" for number in rounds]
         place = f"{team.topic}/prepare/{team.num_prepared}"
         mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
     board = teams[0].board
@@ -127,6 +131,8 @@ def agree(
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
     entries = _collect(board, teams[0].rank, mine, time_out_s)
+    left += [f"{place}/{teams[0].rank}" for place, *_ in mine["teams"]]
+    board.forget(entries, [*left, _text_of(teams[0].rank, mine)])
     judge(program.name, entries, teams[0].rank, found.problem)
     _check_backends(entries)
     differ = len({entry["skeleton"] for entry in entries.values()}) > 1
@@ -213,9 +219,9 @@ def _verify_set(
 ) -> None:
     """Ranks that prepare different Programs: sound together, or an error for all of them."""
     place = entries[me]["teams"][0][0]
-    board.post(f"text/{entries[me]['hash']}", {"text": text})
-    hashes = {entry["hash"] for entry in entries.values()}
-    notes = board.collect({key: f"text/{key}" for key in hashes}, time_out_s)
+    board.post(_text_of(me, entries[me]), {"text": text})
+    topics = {entry["hash"]: _text_of(rank, entry) for rank, entry in entries.items()}
+    notes = board.collect(topics, time_out_s)
     silent = sorted(rank for rank, entry in entries.items() if entry["hash"] not in notes)
     if silent:
         raise AgreementError(f"{named(silent)} did not tell its Program ({place})")
@@ -226,6 +232,11 @@ def _verify_set(
         report.raise_if_unsound()
     except (SoundnessError, ProgramError) as error:
         raise AgreementError(_difference(entries, texts, str(error))) from error
+
+
+def _text_of(rank: int, entry: Note) -> str:
+    """Where a rank tells its Program."""
+    return f"{entry['teams'][0][0]}/text/{rank}"
 
 
 def _as_set(entries: Mapping[int, Note], programs: Mapping[str, Program]) -> list[Program]:
