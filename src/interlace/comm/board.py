@@ -43,7 +43,7 @@ _ERRORS: dict[str, type[InterlaceError]] = {
 
 
 class Board:
-    """Notes under a prefix of a `torch.distributed` store."""
+    """Notes under a prefix of a `torch.distributed` store, seen from one rank."""
 
     def __init__(self, store: Any, prefix: str = "interlace") -> None:
         self._store = store
@@ -168,6 +168,11 @@ class Board:
         rank, why = self.first(f"{topic}/verdict", [me, why])
         if why:
             raise AgreementError(why if rank == me else f"rank {rank} gave up: {why}")
+
+    def give_up(self, topic: str, after: int, me: int, why: str) -> None:
+        """Ends the next round of a topic: this rank does not come to it."""
+        with contextlib.suppress(AgreementError):
+            self.decide(f"{topic}/{self.round(topic, after)}", me, why)
 
     @contextlib.contextmanager
     def attending(self, topics: Sequence[str], me: int) -> Iterator[None]:

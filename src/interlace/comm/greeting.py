@@ -14,14 +14,19 @@ Note [Words and echoes]
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from interlace.comm.board import Board, Note, named
-from interlace.errors import AgreementError
+from interlace.errors import AgreementError, InterlaceError
+
+if TYPE_CHECKING:
+    from interlace.comm.teams import TeamComm
 
 LONGEST_PAUSE_S = 0.02
 
@@ -80,3 +85,20 @@ def greet(board: Board, parties: Sequence[Party], what: str, time_out_s: float) 
             )
         time.sleep(pause)
         pause = min(pause * 1.5, LONGEST_PAUSE_S)
+
+
+def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
+    """The processes of each team find one another, once; all their ranks call it, to do `what`."""
+    new, why = [team for team in teams if not team.topic], ""
+    try:
+        greet(teams[0].board, [team.party for team in new], what, time_out_s)
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise
+    finally:
+        for team in new:
+            if team.party.name:
+                team.found()
+        for team in (team for team in teams if why and team.topic):
+            with contextlib.suppress(InterlaceError):
+                team.board.give_up(f"{team.topic}/prepare", team.num_prepared, team.rank, why)

@@ -20,7 +20,6 @@ import contextlib
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +31,7 @@ from interlace.comm.backends import apart
 from interlace.comm.board import Board, Note, named
 from interlace.comm.connections import Connections
 from interlace.comm.control import NBYTES, RESETTING, Control
-from interlace.comm.greeting import Party, greet
+from interlace.comm.greeting import Party, meet
 from interlace.comm.liveness import Life, identity
 from interlace.comm.sharing import share
 from interlace.comm.slots import SlotPool
@@ -220,13 +219,6 @@ class TeamComm:
                 self.control.fail(error)
                 raise
 
-    def give_up(self, why: str) -> None:
-        """Ends the next Program's preparation, where peers wait for this rank."""
-        with contextlib.suppress(InterlaceError):
-            if self.topic:
-                number = self.board.round(f"{self.topic}/prepare", self.num_prepared)
-                self.board.decide(f"{self.topic}/prepare/{number}", self.rank, why)
-
     def _tell_of_reset(self) -> None:
         """Ends what peers wait for this rank in: runs, and the next Program's preparation."""
         why = (
@@ -234,7 +226,8 @@ class TeamComm:
             "its teams calls interlace.reset()"
         )
         self.control.fail(PeerError(why), RESETTING)
-        self.give_up(why)
+        with contextlib.suppress(InterlaceError):
+            self.board.give_up(f"{self.topic}/prepare", self.num_prepared, self.rank, why)
 
     def used_by(self, user: User) -> None:
         """From now on this is told when the team goes."""
@@ -306,22 +299,6 @@ _registry = _Registry()
 def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
     """The TeamComm of a process group, made at the first call; `name` is for messages."""
     return _registry.get(group, name)
-
-
-def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
-    """The processes of each team find one another, once; all their ranks call it, to do `what`."""
-    new, why = [team for team in teams if not team.topic], ""
-    try:
-        greet(teams[0].board, [team.party for team in new], what, time_out_s)
-    except BaseException as error:
-        why = str(error) or type(error).__name__
-        raise
-    finally:
-        for team in new:
-            if team.party.name:
-                team.found()
-        for team in teams if why else ():
-            team.give_up(why)
 
 
 def reset_teams(time_out_s: float = 60.0) -> None:

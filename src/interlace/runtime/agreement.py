@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from interlace.comm import TeamComm
 from interlace.comm.board import Board, Note, failure, named
-from interlace.comm.teams import meet
+from interlace.comm.greeting import meet
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
 from interlace.runtime.registered import Found, judge
