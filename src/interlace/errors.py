@@ -69,7 +69,7 @@ class PeerError(InterlaceError):
 
 
 class SharedMemoryError(InterlaceError):
-    """There is too little shared memory for the symmetric buffers."""
+    """There is too little shared memory for the symmetric buffers, or the system refuses it."""
 
 
 class ExecutorError(InterlaceError):

@@ -45,6 +45,9 @@ class Store:
         assert expected == ""
         return self._texts.setdefault(key, text)
 
+    def delete_key(self, key: str) -> bool:
+        return self._texts.pop(key, None) is not None
+
 
 class Driver:
     """One rank's driver: allocations with numbers that are never used again, and open mappings."""
@@ -96,11 +99,11 @@ class Team:
     """Ranks with a registry each."""
 
     def __init__(self, size: int = 2) -> None:
-        board = Board(Store())
+        store = Store()
         self.drivers = [Driver() for _ in range(size)]
         self.registries: list[Registry] = []
         for me, driver in enumerate(self.drivers):
-            facts = {"topic": "t", "board": board, "ranks": tuple(range(size)), "me": me}
+            facts = {"topic": "t", "board": Board(store), "ranks": tuple(range(size)), "me": me}
             team: Any = types.SimpleNamespace(**facts, rank=me)
             fake: Any = driver
             self.registries.append(Registry(team, fake, torch.device("cpu")))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +39,7 @@ from interlace.errors import (
     AgreementError,
     BackendError,
     CommTimeoutError,
+    InterlaceError,
     PeerError,
     SharedMemoryError,
 )
@@ -67,6 +72,54 @@ def test_a_segment_that_does_not_fit_is_refused_with_figures(tmp_path: Path) -> 
     with pytest.raises(BackendError, match="--ipc=host"):
         Segment.open(str(tmp_path / "absent"), 4096)
     assert left_over(os.getpid()) == []
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_segment_keeps_no_descriptor(tmp_path: Path) -> None:
+    before = descriptors()
+    mine = [Segment.create(4096, tmp_path) for _ in range(8)]
+    theirs = [Segment.open(segment.path, 4096) for segment in mine]
+    assert descriptors() == before
+    mine[3].cells[1] = 5
+    assert theirs[3].cells[1] == 5
+
+
+REFUSED = {
+    "open": (errno.EMFILE, "ulimit -n"),
+    "statvfs": (errno.EROFS, "remount,rw"),
+    "posix_fallocate": (errno.ENOSPC, "too little shared memory"),
+    "scandir": (errno.EIO, "working tmpfs"),
+    "map": (errno.ENOMEM, "too little shared memory"),
+    "inodes": (errno.ENOSPC, "nr_inodes"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_whatever_the_system_refuses_is_one_error(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, fix = REFUSED[what]
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def no_inodes(_: object) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=1000, f_frsize=4096, f_favail=0)
+
+    with monkeypatch.context() as patch:
+        if what == "map":
+            patch.setattr(shared_memory, "_mapped", refuse)
+        elif what == "inodes":
+            patch.setattr(os, "statvfs", no_inodes)
+            patch.setattr(os, "open", refuse)
+        else:
+            patch.setattr(os, what, refuse)
+        with pytest.raises(SharedMemoryError, match=fix):
+            Segment.create(4096, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_left_when_a_process_dies() -> None:
@@ -197,6 +250,42 @@ def test_all_ranks_hear_that_one_lacks_memory(pool: Pool) -> None:
         assert error == "SharedMemoryError"
         assert ("rank 1: " in text) == (rank != 1)
         assert left == []
+
+
+def share_without_descriptors(poor: int, left: int) -> tuple[str, str, float, list[str]]:
+    """One rank may open `left` more files; its own segment takes one, and each peer's."""
+    board, me = Board(dist.distributed_c10d._get_default_store(), f"poor-{left}"), dist.get_rank()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    started, spare, kind, text = time.monotonic(), list[int](), "shared", ""
+    if me == poor:
+        limit = max(map(int, os.listdir("/proc/self/fd"))) + 9
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(os.dup(0))
+        for _ in range(left):
+            os.close(spare.pop())
+    try:
+        share(board, "x", range(3), me, 4096, {}, 20.0)
+    except InterlaceError as error:
+        kind, text = type(error).__name__, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in spare:
+            os.close(descriptor)
+    return kind, text, time.monotonic() - started, left_over(os.getpid())
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_all_ranks_hear_at_once_that_one_may_open_no_more_files(pool: Pool, left: int) -> None:
+    """A descriptor is enough, one after another; without any it is told."""
+    for rank, found in enumerate(pool(3).run(share_without_descriptors, 1, left)):
+        kind, text, seconds, names = found
+        assert kind == ("shared" if left else "SharedMemoryError"), text
+        assert left or ("rank 1: " in text) == (rank != 1)
+        assert left or "Too many open files" in text
+        assert seconds < 5
+        assert names == []
 
 
 def leave_names(folder: str) -> None:

@@ -67,13 +67,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake, Device]]:
 @pytest.mark.parametrize("fails", [True, False], ids=["before", "after"])
 def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
     """Also where it fails before anything is issued; and each Executor meets its own peers."""
-    board, errors = Board(HashStore()), list[AgreementError]()
+    store, errors = HashStore(), list[AgreementError]()
+    board, theirs = Board(store), Board(store)
     with bound("gather", "put") as one:
         team: Any = SimpleNamespace(topic="tp", ranks=(0, 1), rank=0, resets=0, board=board)
         one.runner._limit = 5
         for tag in (7, 9):
             one.runner._tag = tag
-            peer = threading.Thread(target=meet, args=(board, f"tp/{tag:x}/0/warm-up", errors))
+            peer = threading.Thread(target=meet, args=(theirs, f"tp/{tag:x}/0/warm-up", errors))
             peer.start()
             if fails:
                 with mock.patch.object(

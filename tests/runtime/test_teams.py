@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.programs import attempt, gather_matmul_get, inputs_of
+from tests.runtime.programs import attempt, gather_matmul_get, inputs_of, world_group
 from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
@@ -289,3 +290,39 @@ def test_executors_share_slots(pool: Pool, seed: int) -> None:
         assert first > 0
         assert second == 0
         assert same
+
+
+def prepare_again_and_again() -> list[tuple[int, int]]:
+    """Keys of the store, and open files, after each round of new Executors that are kept."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    rank, found, kept = dist.get_rank(), list[tuple[int, int]](), list[Executor]()
+    pairs = {name: [dist.new_group(ranks) for ranks in rows] for name, rows in PAIRS.items()}
+    stage, mesh = stages("peer")[rank // 2], parse(MESH.format("peer"))
+    whole = parse(gather_matmul_get(4))
+    groups: dict[str, Any] = {"tp": pairs["tp"][rank // 2], "pipe": pairs["pipe"][rank % 2]}
+    for number in range(5):
+        for program, of in (
+            (stage, groups),
+            (mesh, {"dp": groups["pipe"], "tp": groups["tp"]}),
+            (whole, {"tp": world_group()}),
+        ):
+            other = program.replace(name=f"{program.name}{number}")
+            kept.append(Executor(other, groups=of, options=OPTIONS).prepare())
+        dist.barrier()
+        found.append((store.num_keys(), len(os.listdir("/proc/self/fd"))))
+        dist.barrier()
+    for executor in kept:
+        executor.close()
+    return found
+
+
+PAIRS = {"tp": [[0, 1], [2, 3]], "pipe": [[0, 2], [1, 3]]}
+
+
+def test_preparing_more_leaves_no_more_keys_and_files_behind(pool: Pool) -> None:
+    for found in pool(4).run(prepare_again_and_again, replace=True):
+        (_, files), (keys, _), *_, (last_keys, last_files) = found
+        assert last_keys <= keys + 8, found
+        assert last_files <= files, found

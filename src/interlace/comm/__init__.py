@@ -11,7 +11,7 @@ workspace.py          an Executor's signals, message boxes and staging areas
 collectives.py        every kind of collective on gloo, NCCL or UCC
 peer_collectives.py   the same kinds through shared memory
 messages.py           Send, Recv and Group
-board.py, sharing.py, shared_memory.py, liveness.py, reductions.py: what these stand on
+board.py, greeting.py, sharing.py, shared_memory.py, liveness.py, reductions.py: what these stand on
 """
 
 from interlace.comm.backends import BACKENDS

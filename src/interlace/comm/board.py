@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from interlace.comm.liveness import Life
@@ -43,13 +43,15 @@ _ERRORS: dict[str, type[InterlaceError]] = {
 
 
 class Board:
-    """Notes under a prefix of a `torch.distributed` store."""
+    """Notes under a prefix of a `torch.distributed` store, seen from one rank."""
 
     def __init__(self, store: Any, prefix: str = "interlace") -> None:
         self._store = store
         self._prefix = prefix
         self.lives: Mapping[int, Life] = {}
         """The processes of ranks, as far as they are known: nobody waits for one that has ended."""
+        self._past: list[tuple[frozenset[int], list[str]]] = []
+        """Meetings in which all came, with what this rank left there: `forget` removes it."""
 
     def post(self, topic: str, note: Note) -> None:
         """Leaves a note."""
@@ -131,7 +133,19 @@ class Board:
         self.decide(topic, me, why)
         if missing:  # all had come, as a peer saw
             found = self.collect(topics, time_out_s)
+        once = me == ranks[0] and not topic.rpartition("/")[2].isdigit()  # no numbered round
+        self.forget(ranks, [topics[me], *([f"{topic}/verdict"] if once else [])])
         return [found[rank] for rank in ranks]
+
+    def forget(self, ranks: Collection[int], topics: Iterable[str]) -> None:
+        """All these ranks have come, so they have read what was left for them in meetings before:
+        that goes from the store. `topics` is what this rank leaves now, to go with a later one."""
+        here = frozenset(ranks)
+        over = [topic for there, left in self._past if there <= here for topic in left]
+        self._past = [past for past in self._past if not past[0] <= here] + [(here, [*topics])]
+        with contextlib.suppress(InterlaceError):  # a store that cannot: it stays there
+            for topic in over:
+                self._ask(lambda topic=topic: self._store.delete_key(f"{self._prefix}/{topic}"))
 
     # -- verdicts: Note [All or none] ------------------------------------------------------------
 
@@ -154,6 +168,11 @@ class Board:
         rank, why = self.first(f"{topic}/verdict", [me, why])
         if why:
             raise AgreementError(why if rank == me else f"rank {rank} gave up: {why}")
+
+    def give_up(self, topic: str, after: int, me: int, why: str) -> None:
+        """Ends the next round of a topic: this rank does not come to it."""
+        with contextlib.suppress(AgreementError):
+            self.decide(f"{topic}/{self.round(topic, after)}", me, why)
 
     @contextlib.contextmanager
     def attending(self, topics: Sequence[str], me: int) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """A team's backends of torch: the user's own where they serve, others that the team connects.
 
-    connections = Connections(group, store, board, topic, ranks, rank, "tp")
+    connections = Connections(group, store, board, key, ranks, rank, "tp")
     gloo = connections.get("gloo", "cpu", None, "connect/1", time_out_s=60)    # all ranks, together
 
 Note [Connected by all or by none]
@@ -40,14 +40,15 @@ class Connections:
         group: weakref.ref[dist.ProcessGroup],
         store: dist.Store,
         board: Board,
-        topic: str,
+        key: str,
         ranks: Sequence[int],
         rank: int,
         team: str,
     ) -> None:
-        self._group, self._store, self._board, self._topic = group, store, board, topic
+        self._group, self._store, self._board, self._key = group, store, board, key
         self._ranks, self._rank, self._team = ranks, rank, team
-        self._group_topic = topic.rpartition("/")[0]  # without the generation
+        self.topic = key
+        """Where the team's notes are."""
         self._kept: dict[Key, Any] = {}
         self.made: list[Any] = []
         """What the team connected itself."""
@@ -114,12 +115,12 @@ class Connections:
         self._board.post(self._mark(key), {})
 
     def _mark(self, key: Key) -> str:
-        return f"{self._group_topic}/{'/'.join(key)}/spent"
+        return f"{self._key}/{'/'.join(key)}/spent"
 
     def _connect(self, key: Key, on: torch.device | None, where: str, time_out_s: float) -> Any:
         """The user's backend or a new one, once all ranks have it: see the Note above."""
         name, device = key
-        topic = f"{self._topic}/{name}/{device}"
+        topic = f"{self.topic}/{name}/{device}"
         place, unspent = f"{topic}/{where}", self._board.read(self._mark(key)) is None
         first, serves = self._board.first(f"{topic}/first", [where, unspent])
         users = self.users(device) if serves and first == where else None

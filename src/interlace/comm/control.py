@@ -39,8 +39,9 @@ ERROR_TEXT = RING + RING_ENTRIES * RING_CELLS
 ERROR_BYTES = 4096
 NBYTES = ERROR_TEXT * 8 + ERROR_BYTES
 
-FAILED, DISAGREED, PASSED_ON = 1, 2, 3
-"""What the error cell holds: an error of this rank, of several, or one heard of another rank."""
+FAILED, DISAGREED, PASSED_ON, RESETTING = 1, 2, 3, 4
+"""What the error cell holds: an error of this rank, of several, or one heard of another rank; or
+that this rank is in reset(), which concerns only who waits for it in a later run."""
 
 
 class Control:
@@ -155,9 +156,9 @@ class Control:
 
     # -- errors ----------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, kind: int | None = None) -> None:
         """Tells every peer that this rank stopped, and why. The first word stays."""
-        if self._mine[ERROR]:
+        if self._mine[ERROR] not in (0, RESETTING):
             return
         ours = isinstance(error, InterlaceError)
         told = str(error) if ours else f"{type(error).__name__}: {error}"
@@ -166,7 +167,7 @@ class Control:
         self._mine[ERROR_LENGTH] = len(text)
         fence()
         kinds = {AgreementError: DISAGREED, PeerError: PASSED_ON}
-        self._mine[ERROR] = kinds.get(type(error), FAILED)
+        self._mine[ERROR] = kinds.get(type(error), FAILED) if kind is None else kind
 
     def failure(self) -> InterlaceError | None:
         """What stopped a rank of this team: its own word, the end of its process, or a word that
@@ -183,15 +184,19 @@ class Control:
                 return AgreementError(text)
             if kind == FAILED:
                 return PeerError(f"rank {self.ranks[member]} of team {self.team} stopped: {text}")
-            passed_on = PeerError(text)
+            if kind == PASSED_ON or self._needs(member):
+                passed_on = PeerError(text)
         for member, life in enumerate(self._lives):
-            # A process that ended after this run has given all that the run needs of it.
-            if self._cells[member][EXITED] < self._mine[ENTERED] and not life.alive():
+            if self._needs(member) and not life.alive():
                 return PeerError(
                     f"rank {self.ranks[member]} of team {self.team} died: its process has ended "
                     f"({self.where([member])})"
                 )
         return passed_on
+
+    def _needs(self, member: int) -> bool:
+        """Whether this rank's run may still need that member: who has ended it, has given all."""
+        return self._cells[member][EXITED] < self._mine[ENTERED]
 
     def quiet(self) -> bool:
         """Whether no rank has stopped; if one has, `failure` tells why."""

@@ -84,7 +84,8 @@ class SlotPool:
 
     def __init__(self, board: Board, topic: str, ranks: tuple[int, ...], me: int) -> None:
         self._board = board
-        self._topic = topic
+        self.topic = topic
+        """Where the team's notes are."""
         self._ranks = ranks
         self._me = me
         self.slots: dict[tuple[str, int], Slot] = {}
@@ -101,7 +102,7 @@ class SlotPool:
         All ranks call this together, under a topic that is new each time.
         """
         idle = [list(key) for key in self.slots if not self._holders.get(key)]
-        topic, told = f"{self._topic}/{topic}", {"slots": dict(wanted), "idle": idle}
+        topic, told = f"{self.topic}/{topic}", {"slots": dict(wanted), "idle": idle}
         rank = self._ranks[self._me]
         notes = self._board.exchange(f"{topic}/slots", self._ranks, rank, told, time_out_s)
         sizes: dict[str, int] = {}

@@ -30,11 +30,12 @@ from torch.distributed import distributed_c10d as c10d
 from interlace.comm.backends import apart
 from interlace.comm.board import Board, Note, named
 from interlace.comm.connections import Connections
-from interlace.comm.control import NBYTES, Control
+from interlace.comm.control import NBYTES, RESETTING, Control
+from interlace.comm.greeting import Party, meet
 from interlace.comm.liveness import Life, identity
 from interlace.comm.sharing import share
 from interlace.comm.slots import SlotPool
-from interlace.errors import BackendError, InterlaceError, TeamError
+from interlace.errors import BackendError, InterlaceError, PeerError, TeamError
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
@@ -81,11 +82,12 @@ class TeamComm:
         """The round of the last reset: Note [All or none] in board.py."""
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
-        key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
-        generation = self.board.count(f"{key}/generation/{rank}")
-        self.topic = f"{key}/{generation}"
-        self.slots = SlotPool(self.board, f"{self.topic}/slots", self.ranks, self.me)
-        place = self.board, self.topic, self.ranks, rank, name
+        self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
+        self.party = Party(f"{self.key}/greeting", self.ranks, rank)
+        self.topic = ""
+        """Where the notes of its present processes are; `meet` finds it."""
+        self.slots = SlotPool(self.board, "", self.ranks, self.me)
+        place = self.board, self.key, self.ranks, rank, name
         self._connections = Connections(weakref.ref(group), store, *place)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
@@ -115,10 +117,16 @@ class TeamComm:
         """Whether it was neither reset nor released since then, and no rank of it has stopped."""
         return self.resets == resets and self._control is control and control.quiet()
 
+    def found(self) -> None:
+        """Its processes have met: from now on its notes have a place."""
+        self.topic = self._connections.topic = f"{self.key}/{self.party.name}"
+        self.slots.topic = f"{self.topic}/slots"
+
     def setup(self, time_out_s: float) -> None:
         """Makes the control block, once. All ranks of the team call it together."""
         if self._control is not None:
             return
+        meet([self], "set up its team", time_out_s)
         process = identity()
         note: Note = {"host": host(), "process": list(process)}
         topic = f"{self.topic}/setup/{self.num_prepared}"
@@ -142,6 +150,7 @@ class TeamComm:
         ask for it together.
         """
         on = None if self._cuda is None else self._cuda.device
+        meet([self], "set up its team", time_out_s)
         key, where = (self.backend_name(name, device), device), f"connect/{self.num_prepared}"
         return self._connections.get(*key, on, where, time_out_s)
 
@@ -167,25 +176,32 @@ class TeamComm:
         """The device side, if there is one."""
         return self._cuda
 
-    def reset(self, time_out_s: float) -> None:
+    def reset(self, time_out_s: float, renew: bool = True) -> None:
         """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
 
         A failed op leaves a backend's connections unusable, so each one in use is replaced by one
-        that this team makes. Memory stays where it is: Executors need not be prepared again. A
-        reset that fails leaves the team out of order.
+        that this team makes; without `renew` only where a rank tells of a failure. Memory stays
+        where it is: Executors need not be prepared again. A reset that fails leaves the team out
+        of order. Peers that wait for this rank in a run or a prepare hear of it at once.
         """
         with self.lock:
+            if self._cuda is not None:
+                self._cuda.finish(self.control.quiet, time_out_s)
+            renew = renew or self.control.failed
+            self._tell_of_reset()
             if self._cuda is not None:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            where, mine = (self.ranks, self.rank), {"run": self.control.run}
+            where, mine = (self.ranks, self.rank), {"run": self.control.run, "renew": renew}
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
             try:
                 told = self.board.exchange(topic, *where, mine, time_out_s)
-                self._connections.end(time_out_s)
+                renew = any(note["renew"] for note in told)
+                if renew:
+                    self._connections.end(time_out_s)
             except BaseException as error:
                 self.resets = before
                 self.control.fail(error)
@@ -197,10 +213,21 @@ class TeamComm:
                     self._cuda.reset()
                 self.board.exchange(f"{topic}/renewal", *where, {}, time_out_s)
                 on = None if self._cuda is None else self._cuda.device
-                self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
+                if renew:
+                    self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
             except BaseException as error:
                 self.control.fail(error)
                 raise
+
+    def _tell_of_reset(self) -> None:
+        """Ends what peers wait for this rank in: runs, and the next Program's preparation."""
+        why = (
+            f"rank {self.rank} called reset(), as after an error of its own code: every rank of "
+            "its teams calls interlace.reset()"
+        )
+        self.control.fail(PeerError(why), RESETTING)
+        with contextlib.suppress(InterlaceError):
+            self.board.give_up(f"{self.topic}/prepare", self.num_prepared, self.rank, why)
 
     def used_by(self, user: User) -> None:
         """From now on this is told when the team goes."""
@@ -252,12 +279,14 @@ class _Registry:
             return team
 
     def live(self) -> list[TeamComm]:
+        """The teams of groups that were not destroyed, in an order that all ranks share."""
         with self._lock:
-            return sorted(self._teams.values(), key=lambda team: team.topic)
+            teams = [team for group, team in self._teams.items() if group in c10d._world.pg_map]
+        return sorted(teams, key=lambda team: team.key)
 
     def clear(self) -> None:
         with self._lock:
-            teams = sorted(self._teams.values(), key=lambda team: team.topic, reverse=True)
+            teams = sorted(self._teams.values(), key=lambda team: team.key, reverse=True)
             self._teams.clear()
         with contextlib.ExitStack() as all_of_them:  # the last first; also after one that fails
             for team in teams:
@@ -273,14 +302,14 @@ def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
 
 
 def reset_teams(time_out_s: float = 60.0) -> None:
-    """After a failure: forgets it on every team that it reached, so that runs may go on.
+    """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
 
-    Collective: every rank that heard of the failure calls it. Teams come in an order that all ranks
-    share; those without a failure (of a group that is gone, say) are left alone.
+    Collective: every rank calls it, and meets the others on each of its teams. Who waits in a run
+    for a rank that is here already hears of it at once. Where nothing failed, connections stay.
     """
     for team in _registry.live():
-        if team.is_set_up and team.control.failure() is not None:
-            team.reset(time_out_s)
+        if team.is_set_up:
+            team.reset(time_out_s, renew=False)
 
 
 def release_teams() -> None:

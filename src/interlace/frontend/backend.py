@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import ShortenTraceback
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,9 +60,14 @@ class Compilation:
         }
 
     def prepare(self) -> None:
-        """Binds the graphs that have concrete sizes, forward and backward together."""
-        for artefact in self.artefacts:
-            artefact.prepare()
+        """Binds the graphs that have concrete sizes, forward and backward together, or none."""
+        try:
+            for artefact in self.artefacts:
+                artefact.prepare()
+        except BaseException:
+            for artefact in self.artefacts:
+                artefact.close()
+            raise
 
     def _compiler(self, kind: str) -> Callable[[fx.GraphModule, Any], Artefact]:
         def compiler(gm: fx.GraphModule, example_inputs: Any) -> Artefact:
@@ -90,6 +96,23 @@ class Compilation:
         return frozenset(i for i, node in enumerate(nodes) if node.name in self._static)
 
 
+class NotCompiled(ShortenTraceback):
+    """What TorchDynamo hears of an error of ours; its caller gets the error itself.
+
+    TorchDynamo keeps what a backend returns, and nothing of a compilation that raised: so the next
+    call compiles anew, when a peer that was late may be there. It would wrap another error in one
+    of its own; of this one it asks at last, by this method, which to raise.
+    """
+
+    def __init__(self, error: InterlaceError) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+
+    def remove_dynamo_frames(self) -> Any:
+        """The error that it stands for."""
+        return self.error
+
+
 class Backend:
     """The backend's function, with the artefacts that `torch.compiler.reset()` frees."""
 
@@ -106,12 +129,12 @@ class Backend:
         options: Options | Mapping[str, Any] | None = None,
         **others: Any,
     ) -> Callable[..., Any]:
-        """Compiles one graph of TorchDynamo. An error of ours is raised when it is called."""
+        """Compiles one graph of TorchDynamo."""
         try:
             refuse(others)
             return self._compile(gm, example_inputs, options_from(options))
         except InterlaceError as error:
-            return _raising(error)
+            raise NotCompiled(error) from error
 
     def __reduce__(self) -> str:
         """There is one for the process, and copies of a compiled model share it."""
@@ -219,12 +242,3 @@ def _source(node: fx.Node) -> str:
     if source is None:
         return ""
     return source.name if isinstance(source.name, str) else source.name()
-
-
-def _raising(error: InterlaceError) -> Callable[..., Any]:
-    """A function that raises: what a backend raises itself, TorchDynamo wraps in its own error."""
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise error
-
-    return fail

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.comm import Board
+from interlace.comm.greeting import Party, greet
 from interlace.errors import AgreementError
 
 Wish = tuple[Any, bool]
@@ -62,9 +63,10 @@ def _exchange(
     time_out_s: float,
 ) -> list[list[bool]]:
     me = dist.get_rank()
-    topic = f"{topic}/{what}"
-    number = board.round(topic, 0)
-    notes = board.exchange(f"{topic}/{number}", members, me, {"wishes": told}, time_out_s)
+    party = Party(f"{topic}/{what}", members, me)
+    greet(board, [party], repr(what), time_out_s)
+    place = f"{party.topic}/{party.name}"
+    notes = board.exchange(place, members, me, {"wishes": told}, time_out_s)
     found = [note["wishes"] for note in notes]
     for rank, wishes in zip(members, found, strict=True):
         if len(wishes) != len(told):

@@ -21,6 +21,7 @@ from functools import lru_cache
 
 from interlace.comm import TeamComm
 from interlace.comm.board import Board, Note, failure, named
+from interlace.comm.greeting import meet
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
 from interlace.runtime.registered import Found, judge
@@ -128,8 +129,13 @@ def agree(
     if not teams:
         judge(program.name, {0: mine}, 0, found.problem)
         return Agreement(int(mine["hash"][:16], 16), _proof(program))
+    meet(teams, f"prepare Program {program.name!r}", time_out_s)
+    left: list[str] = []
     for team in teams:
-        team.num_prepared = team.board.round(f"{team.topic}/prepare", team.num_prepared)
+        before = team.num_prepared
+        team.num_prepared = team.board.round(f"{team.topic}/prepare", before)
+        rounds = range(before, team.num_prepared) if team.me == 0 else ()
+        left += [f"{team.topic}/prepare/{number}/verdict" for number in rounds]
         place = f"{team.topic}/prepare/{team.num_prepared}"
         mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
     board = teams[0].board
@@ -138,6 +144,8 @@ def agree(
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
     entries = _collect(board, teams[0].rank, mine, time_out_s)
+    left += [f"{place}/{teams[0].rank}" for place, *_ in mine["teams"]]
+    board.forget(entries, [*left, _text_of(teams[0].rank, mine)])
     judge(program.name, entries, teams[0].rank, found.problem)
     _check_backends(entries)
     if len({entry["skeleton"] for entry in entries.values()}) > 1:
@@ -234,9 +242,9 @@ def _verify_set(
     The report, and the texts of the Programs with the ranks that run each.
     """
     place = entries[me]["teams"][0][0]
-    board.post(f"text/{entries[me]['hash']}", {"text": text})
-    hashes = {entry["hash"] for entry in entries.values()}
-    notes = board.collect({key: f"text/{key}" for key in hashes}, time_out_s)
+    board.post(_text_of(me, entries[me]), {"text": text})
+    topics = {entry["hash"]: _text_of(rank, entry) for rank, entry in entries.items()}
+    notes = board.collect(topics, time_out_s)
     silent = sorted(rank for rank, entry in entries.items() if entry["hash"] not in notes)
     if silent:
         raise AgreementError(f"{named(silent)} did not tell its Program ({place})")
@@ -250,6 +258,11 @@ def _verify_set(
     except (SoundnessError, ProgramError) as error:
         raise AgreementError(_difference(entries, texts, str(error))) from error
     return report, tuple((notes[key]["text"], of) for key, of in ranks.items())
+
+
+def _text_of(rank: int, entry: Note) -> str:
+    """Where a rank tells its Program."""
+    return f"{entry['teams'][0][0]}/text/{rank}"
 
 
 def _ranks(entries: Mapping[int, Note], key: str) -> tuple[int, ...]:

@@ -138,7 +138,7 @@ class Executor:
     def _ordered(self) -> list[TeamComm]:
         """The teams in an order that all ranks share, whatever they are called in the Program."""
         teams = dict.fromkeys(self._teams.values())
-        return sorted(teams, key=lambda team: team.topic) if len(teams) > 1 else list(teams)
+        return sorted(teams, key=lambda team: team.key) if len(teams) > 1 else list(teams)
 
     def _backend_name(self, team: str, asked: str | None) -> str:
         if asked is None and self.options.transport != "auto":

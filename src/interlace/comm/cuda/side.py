@@ -22,6 +22,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,6 +153,14 @@ class CudaSide:
                     each.callback(space.release)
                 ended = self.heap.memory, address, self.run + RELEASED, self.size
                 each.callback(self.access.fill, *ended)
+
+    def finish(self, well: Callable[[], bool], time_out_s: float) -> None:
+        """Waits for the end of what this rank has under way, while all goes well."""
+        deadline = time.monotonic() + time_out_s
+        while self.last is not None and well() and not self.driver.done(self.last[1]):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
     def drain(self, time_out_s: float) -> None:
         """After a failure: lets go of all that this rank has under way, and waits for its end."""

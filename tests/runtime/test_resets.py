@@ -1,0 +1,127 @@
+"""`interlace.reset()` after an error of a rank's own code, which no team has heard of."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, program_of, world_group
+from tests.support.pool import Pool
+
+from interlace.comm import team_of
+from interlace.comm.teams import reset_teams
+from interlace.ir import Notify, Op, parse
+from interlace.options import Options
+from interlace.runtime import Executor
+
+TIME_OUT_S = 20.0
+
+
+def reset_alone(kind: str, first: int, seed: int) -> list[Outcome]:
+    """Rank `first` leaves a run out and resets at once; the others are in that run, or prepare."""
+    executor, me = prepared("get", time_out_s=TIME_OUT_S), dist.get_rank()
+    inputs = inputs_of(executor.program, me, seed)
+    (before,) = executor.run(inputs)
+    dist.barrier()
+    found: list[Outcome] = []
+    if me != first:
+        groups, options = {"tp": world_group()}, Options(time_out_s=TIME_OUT_S)
+        other = Executor(program_of("shift", 3), groups=groups, options=options)
+        found.append(attempt(other.prepare if kind == "prepare" else lambda: executor.run(inputs)))
+    else:
+        time.sleep(0.5)
+    found.append(attempt(lambda: reset_teams(TIME_OUT_S)))
+    found.append(attempt(lambda: torch.equal(executor.run(inputs)[0], before)))
+    executor.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["run", "prepare"])
+def test_who_resets_first_is_heard_at_once_and_met(pool: Pool, kind: str, seed: int) -> None:
+    first = seed % 3
+    for rank, (*heard, reset, after) in enumerate(pool(3).run(reset_alone, kind, first, seed)):
+        assert [len(heard), reset[0]] == [rank != first, "result"], reset
+        assert after[:2] == ("result", "True")
+        for error, text, seconds in heard:
+            assert error == ("PeerError" if kind == "run" else "AgreementError")
+            assert f"rank {first}" in text
+            assert "interlace.reset()" in text
+            assert seconds < 5
+
+
+def reset_unasked(seed: int) -> tuple[bool, bool]:
+    """A reset when nothing failed: whether the user's connections stay, and runs go on."""
+    executor, me = prepared("pipeline", time_out_s=TIME_OUT_S), dist.get_rank()
+    inputs = inputs_of(executor.program, me, seed)
+    (before,) = executor.run(inputs)
+    team = team_of(world_group(), "tp")
+    backend = team.backend("gloo", "cpu", TIME_OUT_S)
+    for _ in range(2):
+        reset_teams(TIME_OUT_S)
+    same = team.backend("gloo", "cpu", TIME_OUT_S) is backend
+    right = torch.equal(executor.run(inputs)[0], before)
+    executor.close()
+    return same, right
+
+
+def test_a_reset_when_nothing_failed_keeps_connections(pool: Pool, seed: int) -> None:
+    assert pool(2).run(reset_unasked, seed) == [(True, True)] * 2
+
+
+RING = """
+def ring(tp: Team[3], x: f32[4], y: out[f32[4]]):
+    s = alloc(f32[4], symmetric=tp)
+    main: copy(x, s)
+    main: notify(ready, to=tp.rank + 1)
+    main: expect(ready, tp.rank - 1)
+    main: get(s, y, peer=tp.rank - 1)
+    main: free(s)
+"""
+
+
+def reset_beside_a_run(slow: int, seed: int) -> list[Outcome]:
+    """Rank `slow` is late in a run: the next one waits for it, the one before resets meanwhile."""
+
+    def wait(rank: int, index: int, op: Op) -> None:
+        if armed and rank == slow and isinstance(op, Notify):
+            time.sleep(1.0)
+
+    armed, groups = False, {"tp": world_group()}
+    options = Options(time_out_s=TIME_OUT_S)
+    executor = Executor(parse(RING), groups=groups, options=options, before_op=wait).prepare()
+    inputs = [torch.ones(4)]
+    executor.run(inputs)
+    dist.barrier()
+    armed = True
+    found = [attempt(lambda: executor.run(inputs)), attempt(lambda: reset_teams(TIME_OUT_S))]
+    executor.close()
+    return found
+
+
+def test_a_run_that_needs_nothing_more_of_who_resets_goes_well(pool: Pool, seed: int) -> None:
+    slow = seed % 3
+    results = pool(3).run(reset_beside_a_run, slow, seed)
+    assert [outcome for found in results for outcome, _, _ in found] == ["result"] * 6, results
+    assert results[(slow + 1) % 3][0][2] > 0.5 > results[slow - 1][0][2]
+
+
+def reset_beside_a_group_that_is_gone(seed: int) -> list[Outcome]:
+    """A group that some ranks still refer to after its end."""
+    group: Any = dist.new_group([0, 1])
+    executor = Executor(
+        program_of("get", 2), groups={"tp": group}, options=Options(time_out_s=TIME_OUT_S)
+    ).prepare()
+    executor.close()
+    del executor
+    dist.destroy_process_group(group)
+    if dist.get_rank() == 0:
+        del group
+    return [attempt(lambda: reset_teams(2.0))]
+
+
+def test_a_group_that_is_gone_is_not_met_for(pool: Pool, seed: int) -> None:
+    for ((outcome, text, _),) in pool(2).run(reset_beside_a_group_that_is_gone, seed):
+        assert outcome == "result", text
