@@ -7,6 +7,7 @@ Each rank writes its own part and reads the others':
                different order are told so, by name, before any data moves
     progress   the op that each stream is at, and since when: who is late, in a time-out's message
     reached    how many collectives of each backend it has got to in this run
+    attends    the meeting of the team in the store that it waits in: no run goes on meanwhile
 
 `run` counts the Programs that this process ran on the team, whatever Executor ran them, so the same
 number means the same call on every rank.
@@ -14,8 +15,10 @@ number means the same call on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 
 from interlace.comm.board import named
 from interlace.comm.liveness import Life
@@ -25,7 +28,7 @@ from interlace.errors import AgreementError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS
 
 ERROR, ERROR_LENGTH = range(2)
-ENTERED, EXITED = 8, 9
+ENTERED, EXITED, ATTENDS = 8, 9, 10
 """In a cache line that peers do not read in every run, as they do the error's."""
 REACHED = 16
 MAX_BACKENDS = 8
@@ -53,7 +56,9 @@ class Control:
         me: int,
         segments: Sequence[Segment],
         lives: Sequence[Life],
+        word: Callable[[int], str] = lambda rank: "",
     ) -> None:
+        """`word` gives what a rank said before its process ended, elsewhere than here."""
         self.team = team
         self.ranks = tuple(ranks)
         self.me = me
@@ -63,6 +68,8 @@ class Control:
         self._mine = self.cells = segments[me].cells
         self._peers = [(n, life) for n, life in enumerate(lives) if n != me]
         self._op_text: Callable[[int], str] | None = None
+        self._word = word
+        self._attended = 0
         self._met: list[int] = [0] * len(self.ranks)
 
     @property
@@ -105,9 +112,40 @@ class Control:
         if self._met[peer] == run:
             return
         theirs = self._cells[peer]
-        wait.until(lambda: theirs[ENTERED] >= run, lambda: self.where([peer]))
+
+        def entered() -> bool:
+            return theirs[ENTERED] >= run or self._check_attends(peer)
+
+        wait.until(entered, lambda: self.where([peer]))
         self._compare(peer, run)
         self._met[peer] = run
+
+    @contextlib.contextmanager
+    def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
+        """This rank waits for all others in a meeting; gives what raises a failure that comes."""
+        self._attended = self._mine[ATTENDS] = zlib.crc32(meeting.encode()) + 1
+        quiet = self.quiet()
+        try:
+            yield lambda: self.check() if quiet else None
+        finally:
+            self._mine[ATTENDS] = 0
+
+    def _check_attends(self, peer: int) -> bool:
+        """Raises where a peer that is to enter this run waits in a meeting that this rank has not
+        come to: neither would go on."""
+        theirs, run = self._cells[peer], self._mine[ENTERED]
+        if not (attends := theirs[ATTENDS]) or attends == self._attended:
+            return False
+        fence()
+        if theirs[ENTERED] >= run:
+            return True
+        us, them = self.ranks[self.me], self.ranks[peer]
+        raise AgreementError(
+            f"rank {them} compiles or prepares a Program with all ranks of team {self.team}, and "
+            f"rank {us} did not come to that, for it waits for rank {them} in run {run}: rank "
+            f"{them} recompiled alone, or they took other paths through the model. Give all ranks "
+            "inputs of the same sizes at the same time, or compile with dynamic=True"
+        )
 
     def _compare(self, peer: int, run: int) -> None:
         mine, theirs = self._entry(self.me, run), self._entry(peer, run)
@@ -185,12 +223,18 @@ class Control:
                 return PeerError(f"rank {self.ranks[member]} of team {self.team} stopped: {text}")
             passed_on = PeerError(text)
         for member, life in enumerate(self._lives):
-            # A process that ended after this run has given all that the run needs of it.
-            if self._cells[member][EXITED] < self._mine[ENTERED] and not life.alive():
+            # A process that ended after this run has given all that the run needs of it. One that
+            # left word, here or in the store, ended because of another.
+            gone = self._cells[member][EXITED] < self._mine[ENTERED] and not life.alive()
+            if not gone or self._cells[member][ERROR]:
+                continue
+            rank = self.ranks[member]
+            if not (word := self._word(rank)):
                 return PeerError(
-                    f"rank {self.ranks[member]} of team {self.team} died: its process has ended "
+                    f"rank {rank} of team {self.team} died: its process has ended "
                     f"({self.where([member])})"
                 )
+            passed_on = passed_on or PeerError(f"rank {rank} stopped: {word}")
         return passed_on
 
     def quiet(self) -> bool:
@@ -267,9 +311,11 @@ class Control:
     def _stand(self, member: int) -> str:
         cells, mine = self._cells[member], self._mine[ENTERED]
         entered, now = cells[ENTERED], time.monotonic_ns()
+        stopped = "; its process is stopped" if self._lives[member].stopped() else ""
         if entered < mine:
             state = "is between runs" if cells[EXITED] == entered else "is still in it"
-            return f"has not entered run {mine}: the last it entered is {entered}, and it {state}"
+            told = f"has not entered run {mine}: the last it entered is {entered}, and it {state}"
+            return told + stopped
         known = self._op_text if entered == mine else None
         stands: list[str] = []
         for stream in range(STREAMS):
@@ -279,7 +325,14 @@ class Control:
                 text = known(op) if known else f"op {op}"
                 stands.append(f"at {text} for {since:.3g} s")
         where = " and ".join(stands) or "between two ops"
-        return f"is in run {entered}, {where}"
+        return f"is in run {entered}, {where}{stopped}"
+
+    def behind(self) -> str:
+        """Who may hold up what all ranks have begun: those that are stopped, else all others that
+        are still in this run."""
+        inside = [n for n, _ in self._peers if self._cells[n][EXITED] < self._mine[ENTERED]]
+        stopped = [n for n in inside if self._lives[n].stopped()]
+        return self.where(stopped or inside)
 
     # -- reset -----------------------------------------------------------------------------------
 

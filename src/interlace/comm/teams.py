@@ -20,6 +20,8 @@ import contextlib
 import socket
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from interlace.comm.backends import apart
+from interlace.comm.backends import apart, limit_s
 from interlace.comm.board import Board, Note, named
 from interlace.comm.connections import Connections
 from interlace.comm.control import NBYTES, Control
@@ -132,8 +134,19 @@ class TeamComm:
             )
         shared = share(self.board, topic, self.ranks, self.me, NBYTES, {}, time_out_s)
         self._lives = [Life.of(*n["process"]) for n in notes]
-        self.board.lives = dict(zip(self.ranks, self._lives, strict=True))
-        self._control = Control(self.name, self.ranks, self.me, shared.segments, self._lives)
+        self.board.lives.update(zip(self.ranks, self._lives, strict=True))
+        known = shared.segments, self._lives, self.board.word
+        self._control = Control(self.name, self.ranks, self.me, *known)
+
+    def leave_word(self, error: BaseException) -> None:
+        """Says in the store why this rank stops: Note [Who is gone] in board.py."""
+        self.board.leave_word(self.rank, error)
+
+    def attending(self, meeting: str) -> AbstractContextManager[Callable[[], None]]:
+        """While this rank waits in a meeting of the whole team: `Control.attending`."""
+        if self._control is None:
+            return contextlib.nullcontext(lambda: None)
+        return self._control.attending(meeting)
 
     def backend(self, name: str | None, device: str, time_out_s: float) -> Any:
         """The torch backend of that name for tensors on `device`, the user's own where it has one.
@@ -251,6 +264,10 @@ class _Registry:
                 team = self._teams[group] = TeamComm(group, name)
             return team
 
+    def find(self, group: dist.ProcessGroup) -> TeamComm | None:
+        with self._lock:
+            return self._teams.get(group)
+
     def live(self) -> list[TeamComm]:
         with self._lock:
             return sorted(self._teams.values(), key=lambda team: team.topic)
@@ -272,7 +289,12 @@ def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
     return _registry.get(group, name)
 
 
-def reset_teams(time_out_s: float = 60.0) -> None:
+def known_team(group: dist.ProcessGroup) -> TeamComm | None:
+    """The TeamComm of a process group, if it was made."""
+    return _registry.find(group)
+
+
+def reset_teams(time_out_s: float | None = None) -> None:
     """After a failure: forgets it on every team that it reached, so that runs may go on.
 
     Collective: every rank that heard of the failure calls it. Teams come in an order that all ranks
@@ -280,7 +302,7 @@ def reset_teams(time_out_s: float = 60.0) -> None:
     """
     for team in _registry.live():
         if team.is_set_up and team.control.failure() is not None:
-            team.reset(time_out_s)
+            team.reset(limit_s(time_out_s))
 
 
 def release_teams() -> None:

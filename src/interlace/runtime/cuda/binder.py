@@ -31,6 +31,7 @@ from typing import Any
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.cuda.space import CudaSpace
+from interlace.comm.patience import LONGER, Patience
 from interlace.errors import CommTimeoutError
 from interlace.ir import (
     Alloc,
@@ -310,16 +311,18 @@ class Binder:
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:
         """The host waits for the stream, bounded."""
-        event, driver, limit = self.event(), self.driver, self.context.options.time_out_s
+        event, driver, limit = self.event(), self.driver, self.context.time_out_s
         flight, check, confirm = self.context.flight, self.links.check, self.links.confirm
 
         def run() -> None:
             driver.record(lane.handle, event)
-            deadline = time.monotonic() + limit
+            patience = Patience(limit)
             while not driver.done(event):
                 check()
-                if time.monotonic() > deadline:
-                    raise CommTimeoutError(f"no progress in {limit:g} s: {flight.describe(index)}")
+                if patience.is_over(lambda: flight.describe(index)):
+                    raise CommTimeoutError(
+                        f"no progress in {limit:g} s: {flight.describe(index)}; {LONGER}"
+                    )
                 time.sleep(POLL_S)
             confirm()  # else what made it end may be that a peer has stopped
 
