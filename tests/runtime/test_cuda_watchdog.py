@@ -151,6 +151,9 @@ def test_a_pause_of_the_whole_job_is_no_stall(
     clock, watched = [1000.0], found.engine.watched
     now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
     monkeypatch.setattr(patience_file, "time", now)
+    runs(found, device, 1)
+    device.done_to = device.issued
+    watched.finish()
     device.done_to = runs(found, device, 1)[0] - 1  # it has begun
     watched.look()
     clock[0] += 10 * LIMIT_S

@@ -142,7 +142,8 @@ class _Binder:
             case "all_gather":
                 return self.all_gather() if self.spec.even else self.uneven_all_gather()
             case "reduce_scatter":
-                return self.reduce_scatter() if self.spec.even else self.uneven_reduce_scatter()
+                whole = self.backend.name() == "gloo" or not self.spec.even
+                return self.reduce_and_split() if whole else self.reduce_scatter()
             case "all_reduce":
                 return self.all_reduce()
             case "broadcast":
@@ -217,8 +218,9 @@ class _Binder:
 
         return self.scaled(run)
 
-    def uneven_reduce_scatter(self) -> Run:
-        """Reduces everything and keeps the own part: the even form's algorithms need even parts."""
+    def reduce_and_split(self) -> Run:
+        """Reduces everything and keeps the own part: the even form's algorithms need even parts,
+        and gloo's does the same in a `Work` whose waits no time-out ends."""
         backend, spec = self.backend, self.spec
         options = self.reduction(c10d.AllreduceOptions)
 
