@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,9 +22,9 @@ from tests.runtime.test_teams import MESH
 from tests.support.pool import Died, Pool
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.comm import patience
+from interlace.comm import messages, patience
 from interlace.comm.board import Board
-from interlace.comm.collectives import Spec, bind_collective
+from interlace.comm.collectives import Spec, as_bytes, bind_collective
 from interlace.comm.signals import Wait
 from interlace.frontend.consent import consent_of_ranks
 from interlace.ir import Op, parse
@@ -201,7 +202,7 @@ def test_who_left_a_meeting_for_another_is_not_blamed(pool: Pool) -> None:
 def come_late(seconds: float) -> tuple[float, float, Outcome, list[str]]:
     """A rank that is late by more than the warning's minute, which is made shorter here."""
     patience.WARN_AFTER_S = 0.5
-    group = dist.new_group(timeout=timedelta(seconds=33))
+    group: Any = dist.new_group(timeout=timedelta(seconds=33))
     program = program_of("get", 2)
     with Executor(program, groups={"tp": group}).prepare() as executor:
         inputs = inputs_of(program, dist.get_rank(), 1)
@@ -268,7 +269,16 @@ def pids(pool: Pool) -> list[int]:
     return [process.pid for process, _ in pool._workers]
 
 
-def in_a_while(seconds: float, act: Callable[[], object]) -> threading.Thread:
+def wake(pid: int, seconds: float) -> None:
+    """Lets a process go on that is stopped for so long."""
+    for _ in range(600):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        time.sleep(seconds if state == "T" else 0.05)
+        if state == "T":
+            return os.kill(pid, signal.SIGCONT)
+
+
+def in_a_while(seconds: float, act: Callable[[], object]) -> threading.Timer:
     thread = threading.Timer(seconds, act)
     thread.start()
     return thread
@@ -328,27 +338,36 @@ def test_a_stopped_holder_of_the_store_is_waited_for_in_bounded_time(pool: Pool)
     assert again, "it is asked again once it answers"
 
 
-def stop_within(victim: int, limit: float) -> Outcome:
-    """A rank is stopped between the rendezvous of a collective and its part of it."""
+def stop_within(kind: str, victim: int, limit: float) -> Outcome:
+    """A rank is stopped between the rendezvous of a transfer and its part of it."""
     armed = False
 
     def stop() -> None:
+        nonlocal armed
         if armed and dist.get_rank() == victim:
+            armed = False
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with before_each_transfer(stop):
-        executor = prepared("pipeline", time_out_s=limit)
-    inputs = inputs_of(executor.program, dist.get_rank(), 1)
-    executor.run(inputs)
-    armed = True
-    return attempt(lambda: executor.run(inputs))
+    def stopped(tensor: torch.Tensor) -> torch.Tensor:
+        stop()
+        return as_bytes(tensor)
+
+    with before_each_transfer(stop), mock.patch.object(messages, "as_bytes", stopped):
+        executor = prepared(kind, time_out_s=limit)
+        inputs = inputs_of(executor.program, dist.get_rank(), 1)
+        executor.run(inputs)
+        armed = True
+        return attempt(lambda: executor.run(inputs))
 
 
-def test_a_rank_that_is_stopped_in_a_collective_of_gloo_is_named(pool: Pool, seed: int) -> None:
+@pytest.mark.parametrize("kind", ["pipeline", "shift"])
+def test_a_rank_that_is_stopped_in_a_transfer_of_gloo_is_named(
+    pool: Pool, kind: str, seed: int
+) -> None:
     victim, limit = seed % 3, 1.5
     pool(3).run(step_for, 0.0, LIMIT_S, False)
-    thread = in_a_while(6.0, lambda: os.kill(pids(pool)[victim], signal.SIGCONT))
-    results = pool(3).run(stop_within, victim, limit, replace=True)
+    thread = in_a_while(0.0, lambda: wake(pids(pool)[victim], limit + 3))
+    results = pool(3).run(stop_within, kind, victim, limit, replace=True)
     thread.join()
     others = [results[rank] for rank in range(3) if rank != victim]
     assert any(error == "CommTimeoutError" for error, _, _ in others), others

@@ -51,6 +51,8 @@ _ERRORS: dict[str, type[InterlaceError]] = {
 }
 
 
+STORE_S = 300.0
+"""How long the store may take to answer where no time-out is known."""
 SLICE_S = 0.05
 LOOK_EVERY_S, PROBE_EVERY_S = 0.25, 1.0
 """How often it is asked after ranks of which nothing is known: the store, and their connections."""
@@ -61,7 +63,7 @@ WORD_S = 1.0
 class Board:
     """Notes under a prefix of a `torch.distributed` store."""
 
-    def __init__(self, store: Any, prefix: str = "interlace", limit_s: float = 300.0) -> None:
+    def __init__(self, store: Any, prefix: str = "interlace", limit_s: float = STORE_S) -> None:
         self._store = store
         self._prefix = prefix
         self.limit_s = limit_s
@@ -257,9 +259,8 @@ class Board:
         self._ask(lambda: self._store.set(key, text))
 
     def _get(self, key: str) -> Note | None:
-        if not self._ask(lambda: self._store.check([key])):
-            return None
-        return json.loads(self._ask(lambda: self._store.get(key)))
+        text = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if text is None else json.loads(text)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """The store's answer. Its process may be stopped, and no time-out of its own ends that."""

@@ -7,7 +7,7 @@ Each rank writes its own part and reads the others':
                different order are told so, by name, before any data moves
     progress   the op that each stream is at, and since when: who is late, in a time-out's message
     reached    how many collectives of each backend it has got to in this run
-    attends    the meeting of the team in the store that it waits in: no run goes on meanwhile
+    attends    the meeting in the store that it waits in: no run of the team goes on meanwhile
 
 `run` counts the Programs that this process ran on the team, whatever Executor ran them, so the same
 number means the same call on every rank.
@@ -15,10 +15,9 @@ number means the same call on every rank.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from interlace.comm.board import named
 from interlace.comm.liveness import Life
@@ -58,7 +57,7 @@ class Control:
         lives: Sequence[Life],
         word: Callable[[int], str] = lambda rank: "",
     ) -> None:
-        """`word` gives what a rank said before its process ended, elsewhere than here."""
+        """`word` gives what a rank said elsewhere before its process ended."""
         self.team = team
         self.ranks = tuple(ranks)
         self.me = me
@@ -68,8 +67,7 @@ class Control:
         self._mine = self.cells = segments[me].cells
         self._peers = [(n, life) for n, life in enumerate(lives) if n != me]
         self._op_text: Callable[[int], str] | None = None
-        self._word = word
-        self._attended = 0
+        self._word, self._attended = word, 0
         self._met: list[int] = [0] * len(self.ranks)
 
     @property
@@ -120,19 +118,14 @@ class Control:
         self._compare(peer, run)
         self._met[peer] = run
 
-    @contextlib.contextmanager
-    def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
-        """This rank waits for all others in a meeting; gives what raises a failure that comes."""
-        self._attended = self._mine[ATTENDS] = zlib.crc32(meeting.encode()) + 1
-        quiet = self.quiet()
-        try:
-            yield lambda: self.check() if quiet else None
-        finally:
-            self._mine[ATTENDS] = 0
+    def attend(self, meeting: str) -> None:
+        """From now on this rank waits in a meeting; or, if that is empty, no longer."""
+        mark = zlib.crc32(meeting.encode())
+        self._mine[ATTENDS] = mark
+        self._attended = mark or self._attended
 
     def _check_attends(self, peer: int) -> bool:
-        """Raises where a peer that is to enter this run waits in a meeting that this rank has not
-        come to: neither would go on."""
+        """Raises where the peer waits in a meeting that this rank has not come to."""
         theirs, run = self._cells[peer], self._mine[ENTERED]
         if not (attends := theirs[ATTENDS]) or attends == self._attended:
             return False
@@ -141,10 +134,9 @@ class Control:
             return True
         us, them = self.ranks[self.me], self.ranks[peer]
         raise AgreementError(
-            f"rank {them} compiles or prepares a Program with all ranks of team {self.team}, and "
-            f"rank {us} did not come to that, for it waits for rank {them} in run {run}: rank "
-            f"{them} recompiled alone, or they took other paths through the model. Give all ranks "
-            "inputs of the same sizes at the same time, or compile with dynamic=True"
+            f"rank {them} compiles or prepares a Program with team {self.team}, and rank {us} did "
+            f"not come, for it waits for rank {them} in run {run}: rank {them} recompiled alone. "
+            "Give all ranks inputs of the same sizes at the same time, or use dynamic=True"
         )
 
     def _compare(self, peer: int, run: int) -> None:
@@ -223,8 +215,8 @@ class Control:
                 return PeerError(f"rank {self.ranks[member]} of team {self.team} stopped: {text}")
             passed_on = PeerError(text)
         for member, life in enumerate(self._lives):
-            # A process that ended after this run has given all that the run needs of it. One that
-            # left word, here or in the store, ended because of another.
+            # One that ended after this run has given all that it needs; one with a word ended
+            # because of another.
             gone = self._cells[member][EXITED] < self._mine[ENTERED] and not life.alive()
             if not gone or self._cells[member][ERROR]:
                 continue
@@ -314,8 +306,8 @@ class Control:
         stopped = "; its process is stopped" if self._lives[member].stopped() else ""
         if entered < mine:
             state = "is between runs" if cells[EXITED] == entered else "is still in it"
-            told = f"has not entered run {mine}: the last it entered is {entered}, and it {state}"
-            return told + stopped
+            last = f"the last it entered is {entered}, and it {state}{stopped}"
+            return f"has not entered run {mine}: {last}"
         known = self._op_text if entered == mine else None
         stands: list[str] = []
         for stream in range(STREAMS):

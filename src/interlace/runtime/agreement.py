@@ -124,6 +124,8 @@ def agree(
     board = teams[0].board
     needs = backends or [()] * len(teams)
     mine["backends"] = {p: list(n) for (p, *_), n in zip(mine["teams"], needs, strict=True)}
+    for team in teams:
+        team.board.limit_s = time_out_s
     board.announce(teams[0].rank)
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)

@@ -83,7 +83,7 @@ class Executor:
             )
         self._lock = threading.Lock()
         self.limit_s = limit_s(self.options.time_out_s, self._groups.values())
-        """The bound of every wait: the option, or what it follows."""
+        """The bound of every wait."""
         self._teams: dict[str, TeamComm] = {}
         self._agreement: Agreement | None = None
         self._shared = Shared({}, {}, ())
@@ -109,8 +109,7 @@ class Executor:
         validate(self.program)
         members = self.program.where(self.rank).members
         for name in (team.name for team in self.program.teams if team.name in members):
-            team = self._teams[name] = team_of(self._groups[name], name)
-            team.board.limit_s = limit
+            team = self._teams[name] = team_of(self._groups[name], name, limit)
             check_size(team, len(members[name].ranks))
             twin = next((n for n, t in self._teams.items() if t is team and n != name), None)
             if twin is not None:
@@ -162,8 +161,7 @@ class Executor:
         known = self.host, shared.registered
         values = Values(program, plan.box, shared.slots, self.device, *known)
         crew = Crew(self._teams, shared.slots, shared.spaces, backends, {}, shared.graph_spaces)
-        flight = Flight(program, self.rank)
-        facts = self.options, self.device, flight, limit, self._before_op
+        facts = self.options, self.device, Flight(program, self.rank), limit, self._before_op
         context = Context(plan, values, crew, *facts)
         self._kept.end_engine()
         self._kept.engine = engine = self._engine_class(context)
@@ -261,8 +259,7 @@ class Executor:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         self._poison = (first, self._resets())
         for team in self._teams.values():
-            team.control.fail(error)
-        next(iter(self._teams.values())).leave_word(error)
+            team.fail(error)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -318,9 +315,7 @@ class Executor:
         self._check_open()
         if self._context is None:
             return
-        settle = getattr(self._engine, "settle", None)
-        if settle is not None:
-            settle()
+        getattr(self._engine, "settle", tuple)()
         for team in self._ordered():
             team.reset(self.limit_s)
         self._poison = None
