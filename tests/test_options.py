@@ -33,7 +33,6 @@ from interlace.options import Options
         ("chunks", True),
         ("cache_size", None),
         ("time_out_s", "60"),
-        ("time_out_s", None),
         ("overlap", "yes"),
         ("overlap", None),
         ("in_order", "no"),

@@ -82,8 +82,10 @@ class Options:
     calibration: str | None = None
     """Path of a calibration file; None takes what `interlace calibrate` wrote for this host, or
     else the built-in model of the device."""
-    time_out_s: float = 60.0
-    """Every wait is bounded by this many seconds."""
+    time_out_s: float | None = None
+    """Every wait for another rank is bounded by this many seconds, in time that is seen to pass:
+    not while the whole job is paused. None takes the time-out of the process group itself. A rank
+    whose process has ended is not waited for, and after a minute a warning names who is late."""
     cache_size: int = 64
     """Executors kept per compiled function before the least recently used is dropped."""
     trace: bool = False
@@ -92,7 +94,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, (types, plain, what) in _TYPES.items():
             value = getattr(self, name)
-            if value is None and name == "calibration":
+            if value is None and name in ("calibration", "time_out_s"):
                 continue
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise OptionError(f"option {name}={value!r}: give {what}")
@@ -102,7 +104,7 @@ class Options:
             if not any(isinstance(value, type(c)) and value == c for c in choices):
                 listed = ", ".join(repr(choice) for choice in choices)
                 raise OptionError(f"option {name}={value!r}: choose one of {listed}")
-        if not 0 < self.time_out_s <= LONGEST_S:
+        if self.time_out_s is not None and not 0 < self.time_out_s <= LONGEST_S:
             raise OptionError(
                 f"option time_out_s={self.time_out_s!r}: give a number of seconds > 0, "
                 f"at most {LONGEST_S:g}"

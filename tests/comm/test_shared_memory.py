@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from interlace.comm import (
     stamp,
     team_of,
 )
+from interlace.comm.backends import cut
 from interlace.comm.board import Board
 from interlace.comm.liveness import Life, identity
 from interlace.comm.shared_memory import default_folder
@@ -369,12 +371,14 @@ def break_and_mend() -> tuple[str, float]:
     team = team_of(group, "tp")
     team.setup(20.0)
     spec = Spec("all_reduce", team.size, team.me, (4,), torch.float32, "sum")
-    run = bind_collective(team.backend("gloo", "cpu", 20.0), spec, 0.5)
+    backend = team.backend("gloo", "cpu", 20.0)
+    run = bind_collective(backend, spec, 0.5)
     said = ""
     if team.me == 0:
         try:
-            run(torch.ones(4), torch.empty(4), Wait(5.0, lambda: "alone"))
-        except RuntimeError as error:
+            wait = Wait(0.5, lambda: "alone", cut=partial(cut, backend))
+            run(torch.ones(4), torch.empty(4), wait)
+        except CommTimeoutError as error:
             said = str(error)
     team.reset(20.0)
     mended = bind_collective(team.backend("gloo", "cpu", 20.0), spec, 20.0)
@@ -385,5 +389,5 @@ def break_and_mend() -> tuple[str, float]:
 
 def test_a_reset_renews_broken_connections(pool: Pool) -> None:
     results = pool(3).run(break_and_mend, replace=True)
-    assert "Timed out" in results[0][0]
+    assert "no progress in 0.5 s" in results[0][0]
     assert [total for _, total in results] == [12.0] * 3

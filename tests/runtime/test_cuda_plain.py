@@ -100,7 +100,7 @@ def test_synchronize_waits_for_runs_that_left_no_event(single: Fake, plain: Fake
 def test_the_watchdog_finds_nothing_wrong(plain: Fake) -> None:
     plain.run(given())
     plain.driver.done = lambda event: False
-    plain.engine.watched._since -= 1e6
+    plain.engine.watched._patience.waited_s += 1e6
     plain.engine.watched.look()
     assert plain.engine.failure is None
 

@@ -19,6 +19,7 @@ from tests.runtime.cuda_sites import bound, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
 from torch.distributed import HashStore
 
+from interlace.comm import patience as patience_file
 from interlace.comm.board import Board
 from interlace.comm.control import EXITED, Control
 from interlace.comm.cuda.collector import uncollected
@@ -28,6 +29,7 @@ from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda import watchdog as watchdog_file
 from interlace.runtime.cuda.marks import APART, Marks
 from interlace.runtime.cuda.stalls import stalled
+from interlace.runtime.cuda.watchdog import Watched
 from interlace.runtime.shares import Kept
 
 LIMIT_S = 20.0
@@ -135,6 +137,33 @@ def test_probes_are_used_again() -> None:
     assert len(marks.probes) <= 4
 
 
+def let_pass(seconds: float, clock: list[float], watched: Watched) -> None:
+    """Time, in which the watchdog looks."""
+    for _ in range(round(seconds / 0.5)):
+        clock[0] += 0.5
+        watched.look()
+
+
+def test_a_pause_of_the_whole_job_is_no_stall(
+    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog sees nothing of the pause, and what stalls after it is found as ever."""
+    found, device = fake
+    clock, watched = [1000.0], found.engine.watched
+    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+    monkeypatch.setattr(patience_file, "time", now)
+    runs(found, device, 1)
+    device.done_to = device.issued
+    watched.finish()
+    device.done_to = runs(found, device, 1)[0] - 1  # it has begun
+    watched.look()
+    clock[0] += 10 * LIMIT_S
+    watched.look()
+    assert watched.failure is None
+    let_pass(1.1 * LIMIT_S, clock, watched)
+    assert isinstance(watched.failure, CommTimeoutError)
+
+
 def test_runs_behind_the_callers_long_work_are_not_late(
     fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -142,14 +171,13 @@ def test_runs_behind_the_callers_long_work_are_not_late(
     found, device = fake
     clock, watched = [1000.0], found.engine.watched
     now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    monkeypatch.setattr(watchdog_file, "time", now)
+    monkeypatch.setattr(patience_file, "time", now)
     begun = device.issued + 1  # the first that they ask of the device
     runs(found, device, random.Random(seed).randrange(32, 1000))
     for place in (begun - 1, begun - 1, begun, begun):
         assert watched.failure is None
         device.done_to = place
-        clock[0] += 0.7 * LIMIT_S
-        watched.look()
+        let_pass(0.7 * LIMIT_S, clock, watched)
     assert isinstance(watched.failure, CommTimeoutError)
 
 
@@ -160,18 +188,17 @@ def test_what_a_waiting_thread_sees_of_the_end_is_progress(
     found, device = fake
     clock, watched = [1000.0], found.engine.watched
     now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
-    monkeypatch.setattr(watchdog_file, "time", now)
+    monkeypatch.setattr(patience_file, "time", now)
     runs(found, device, 1)
     watched.look()
     for _ in range(6):
-        clock[0] += 0.4 * LIMIT_S
+        let_pass(0.4 * LIMIT_S, clock, watched)
         device.done_to = device.issued
         watched.finish()
         device.done_to = runs(found, device, 1)[0] - 1  # it has begun
         watched.look()
         assert watched.failure is None
-    clock[0] += 1.1 * LIMIT_S
-    watched.look()
+    let_pass(1.1 * LIMIT_S, clock, watched)
     assert isinstance(watched.failure, CommTimeoutError)
 
 

@@ -360,9 +360,9 @@ def fake_engine(
         for buffer, theirs in (registered or {}).items()
     }
     values = Values(plan.program, plan.box, crew.slots, device, registered=held)
-    context = Context(
-        plan, values, crew, options or Options(), device, Flight(plan.program, rank), None
-    )
+    options = options or Options()
+    facts = options, device, Flight(plan.program, rank), options.time_out_s or 60.0
+    context = Context(plan, values, crew, *facts, None)
     engines: list[CudaEngine] = []
     kernels = {
         f"interlace.kernels.{kind}_matmul": types.SimpleNamespace(

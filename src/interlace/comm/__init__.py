@@ -5,6 +5,7 @@ connections.py        a team's backends of torch, connected by all of its ranks 
 backends.py           backends of torch that a team has for itself
 control.py            the block where ranks see each other's runs, progress and errors
 signals.py            counters in shared memory, and the one bounded wait
+patience.py           time-outs in time that was seen to pass, and calls that may not come back
 slots.py              the pool of symmetric slots, two copies each
 registered.py         parameters of callers that peers reach
 workspace.py          an Executor's signals, message boxes and staging areas
@@ -14,7 +15,7 @@ messages.py           Send, Recv and Group
 board.py, greeting.py, sharing.py, shared_memory.py, liveness.py, reductions.py: what these stand on
 """
 
-from interlace.comm.backends import BACKENDS
+from interlace.comm.backends import BACKENDS, limit_s
 from interlace.comm.board import Board
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
@@ -24,7 +25,7 @@ from interlace.comm.registered import Registered, share_on_host
 from interlace.comm.shared_memory import Segment
 from interlace.comm.signals import Wait, fence, stamp
 from interlace.comm.slots import Slot, SlotPool, Use
-from interlace.comm.teams import TeamComm, release_teams, team_of
+from interlace.comm.teams import TeamComm, known_team, release_teams, team_of
 from interlace.comm.workspace import Demand, Message, Workspace
 
 __all__ = [
@@ -50,6 +51,8 @@ __all__ = [
     "bind_peer_collective",
     "exchange",
     "fence",
+    "known_team",
+    "limit_s",
     "release_teams",
     "share_on_host",
     "staged_nbytes",

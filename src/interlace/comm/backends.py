@@ -8,25 +8,33 @@ Note [Whose time-out]
     same op late at the same moment. It then sleeps for a minute, in which the backend's destructor
     waits for it with Python's lock held, and at last ends the process. So its time-out is longer by
     `MARGIN_S`: it ends a process only where an abort has stood still for minutes.
+    gloo's is longer too: `Wait` bounds its ops, names who is late and cuts the connections. gloo's
+    own clock also runs while a whole job is paused (Note [Observed time] in patience.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from interlace.comm.patience import LONGER, Errand, Patience
 from interlace.errors import BackendError, TeamError
+from interlace.options import LONGEST_S
 
 BACKENDS = ("gloo", "nccl", "ucc", "peer")
 
 _CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
 MARGIN_S = 300.0
 """How much later than Interlace torch's watchdog looks at NCCL: Note [Whose time-out]."""
+CUT_TAG = (1 << 30) + 8
+"""The tag of a message that nobody sends."""
+LOOK_S = 0.05
 CLONE_S = 5.0
 """How long another connection to the store may take."""
 _MEND = {
@@ -49,17 +57,67 @@ def require_backend(name: str) -> None:
         raise BackendError(f"the backend {name!r} is not there: {_MEND[name]}")
 
 
-def connect(name: str, store: dist.Store, me: int, size: int, time_out_s: float, whose: str) -> Any:
-    """A new backend, which all its members make together; `whose` is for messages."""
+def limit_s(asked: float | None, groups: Iterable[dist.ProcessGroup] = ()) -> float:
+    """The bound of every wait: the option `time_out_s`, else the longest time-out that these
+    process groups have themselves, or the default group."""
+    if asked is not None:
+        return asked
+    found = [_own_limit_s(group) for group in groups]
+    if not found and dist.is_available() and dist.is_initialized():
+        found = [_own_limit_s(c10d._get_default_group())]
+    return max(found, default=c10d.default_pg_timeout.total_seconds())
+
+
+def _own_limit_s(group: dist.ProcessGroup) -> float:
+    limits: list[float] = []
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        limit = getattr(options, "_timeout", c10d.default_pg_timeout)
+        limits.append(min(limit.total_seconds(), LONGEST_S))
+    return max(limits, default=c10d.default_pg_timeout.total_seconds())
+
+
+def connect(
+    name: str,
+    store: dist.Store,
+    me: int,
+    size: int,
+    time_out_s: float,
+    whose: str,
+    look: Callable[[], object] = lambda: None,
+    ended: Callable[[], Collection[int]] = tuple,
+) -> Any:
+    """A new backend, which all its members make together; `whose` is for messages.
+
+    It waits for the others in the store: `look` raises where one of them has given up, and `ended`
+    tells whose processes are gone.
+    """
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
-    limit = time_out_s + MARGIN_S if name == "nccl" else time_out_s
+    limit, own = timedelta(seconds=time_out_s + MARGIN_S), _within(store, time_out_s)
+    call, patience = Errand(lambda: cls(own, me, size, timeout=limit)), Patience(time_out_s)
+    why = f"not all of its ranks came; {LONGER}"
     try:
-        return cls(_within(store, time_out_s), me, size, timeout=timedelta(seconds=limit))
-    except (RuntimeError, ValueError) as error:
+        while not call.is_back(LOOK_S):
+            look()
+            if gone := sorted(ended()):
+                why = f"the processes of ranks {gone} have ended. Start the job anew"
+            if gone or patience.is_over():
+                raise TimeoutError(why)
+        return call.result()
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise BackendError(
             f"the backend {name!r} of {whose} could not be connected within {time_out_s:g} s: "
             f"{error}"
         ) from error
+
+
+def cut(backend: Any) -> None:
+    """Ends what a gloo backend has under way, on all ranks: where an op of its own is late, as this
+    one is at once, gloo closes the backend's connections. Of others nothing."""
+    if backend.name() == "gloo" and backend.size() > 1:
+        word, peer = torch.empty(1, dtype=torch.uint8), (backend.rank() + 1) % backend.size()
+        with contextlib.suppress(RuntimeError):
+            backend.recv([word], peer, CUT_TAG).wait(timedelta(milliseconds=1))
 
 
 def _within(store: dist.Store, time_out_s: float) -> dist.Store:
@@ -78,16 +136,10 @@ def apart(store: Any) -> Any:
     Of a server that is gone it is the store itself, which says so when it is asked: to connect
     would take as long as the store's own time-out.
     """
-    made: list[Any] = []
-
-    def clone() -> None:
-        with contextlib.suppress(AttributeError, RuntimeError):  # what cannot be cloned, too
-            made.append(store.clone())
-
-    thread = threading.Thread(target=clone, name="interlace store", daemon=True)
-    thread.start()
-    thread.join(CLONE_S)
-    return made[0] if made else store
+    call = Errand(lambda: store.clone())
+    with contextlib.suppress(AttributeError, RuntimeError):  # what cannot be cloned, too
+        return call.result() if call.is_back(CLONE_S) else store
+    return store
 
 
 def end(made: list[Any], time_out_s: float, whose: str) -> None:

@@ -15,6 +15,13 @@ Note [All or none]
     that is held again and again (to prepare the next Program, to reset) has numbered rounds, and a
     round with a verdict is over: who comes late, or comes again, finds the others in the first one
     without. So ranks that tried it a different number of times need not count alike.
+
+Note [Who is gone]
+    Before its first meeting a process says in the store which one it is, and from then on nobody
+    waits for it once it has ended. Of a rank that never came that far, a closed connection of gloo
+    tells it. Who leaves because of an error leaves word of it, which holds until it announces
+    itself again: a process that ended after such a word is not the culprit, and its word is passed
+    on. The store may outlive processes, so what was said before this one began does not count.
 """
 
 from __future__ import annotations
@@ -25,10 +32,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from interlace.comm.liveness import Life
+from interlace.comm.liveness import Life, disconnected, identity, precedes, uptime
+from interlace.comm.patience import LONGER, Errand, Patience
 from interlace.errors import (
     AgreementError,
     BackendError,
+    CommTimeoutError,
     InterlaceError,
     PeerError,
     SharedMemoryError,
@@ -42,21 +51,35 @@ _ERRORS: dict[str, type[InterlaceError]] = {
 }
 
 
+STORE_S = 300.0
+"""How long the store may take to answer where no time-out is known."""
+SLICE_S = 0.05
+LOOK_EVERY_S, PROBE_EVERY_S = 0.25, 1.0
+"""How often it is asked after ranks of which nothing is known: the store, and their connections."""
+WORD_S = 1.0
+"""How long leaving word may take."""
+
+
 class Board:
     """Notes under a prefix of a `torch.distributed` store, seen from one rank."""
 
-    def __init__(self, store: Any, prefix: str = "interlace") -> None:
+    def __init__(self, store: Any, prefix: str = "interlace", limit_s: float = STORE_S) -> None:
         self._store = store
         self._prefix = prefix
-        self.lives: Mapping[int, Life] = {}
-        """The processes of ranks, as far as they are known: nobody waits for one that has ended."""
+        self.limit_s = limit_s
+        """How long the store may take to answer: a process that holds it may be stopped."""
+        self._unanswered: Errand | None = None
+        self.lives: dict[int, Life] = {}
+        """The processes of ranks, as far as they are known: Note [Who is gone]."""
+        self._gone: set[int] = set()
+        self._left_word = False
+        self._next_look = self._next_probe = 0.0
         self._past: list[tuple[frozenset[int], list[str]]] = []
         """Meetings in which all came, with what this rank left there: `forget` removes it."""
 
     def post(self, topic: str, note: Note) -> None:
         """Leaves a note."""
-        text = json.dumps(note)
-        self._ask(lambda: self._store.set(f"{self._prefix}/{topic}", text))
+        self._set(f"{self._prefix}/{topic}", note)
 
     def count(self, topic: str) -> int:
         """One more than the last time this was asked, by anybody."""
@@ -64,73 +87,135 @@ class Board:
 
     def read(self, topic: str) -> Note | None:
         """The note, if it is there."""
-        key = f"{self._prefix}/{topic}"
-        if not self._ask(lambda: self._store.check([key])):
-            return None
-        return json.loads(self._ask(lambda: self._store.get(key)))
+        return self._get(f"{self._prefix}/{topic}")
 
     def first(self, topic: str, mine: Any) -> Any:
         """Of all that ranks leave there, what was the first: this, or another's."""
         key, text = f"{self._prefix}/{topic}", json.dumps(mine)
         return json.loads(self._ask(lambda: self._store.compare_set(key, "", text)))
 
-    def ended(self) -> set[Any]:
-        """The ranks whose process has ended."""
-        return {rank for rank, life in self.lives.items() if not life.alive()}
+    # -- processes: Note [Who is gone] -----------------------------------------------------------
+
+    def announce(self, rank: int) -> None:
+        """Says which process this rank is."""
+        self._left_word = False
+        self._set(_process(rank), {"process": identity(), "at": uptime()})
+
+    def leave_word(self, rank: int, error: BaseException) -> None:
+        """Says why this rank stops, as far as the store can be told quickly."""
+        why = str(error) or type(error).__name__
+        note = {"process": identity(), "at": uptime(), "word": why}
+        self._left_word, text = True, json.dumps(note)
+        Errand(lambda: self._store.set(_process(rank), text)).is_back(WORD_S)
+
+    def word(self, rank: int) -> str:
+        """Why a rank stopped, if it left word."""
+        try:
+            note = self._get(_process(rank)) or {}
+        except InterlaceError:
+            return ""
+        return "" if precedes(note.get("at", 0.0)) else note.get("word", "")
+
+    def ended(self, ranks: Collection[Any] = ()) -> set[Any]:
+        """The ranks whose process has ended: of those that are known, and of these."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_EVERY_S
+            for rank in ranks:
+                if rank not in self.lives and (life := self._life(rank)) is not None:
+                    self.lives[rank] = life
+        if now >= self._next_probe:
+            self._next_probe = now + PROBE_EVERY_S
+            unknown = [r for r in ranks if r not in self.lives or not self.lives[r].seen]
+            self._gone |= {rank for rank in unknown if _disconnected(rank)}
+        return self._gone | {rank for rank, life in self.lives.items() if not life.alive()}
+
+    def _life(self, rank: int) -> Life | None:
+        note = self._get(_process(rank))
+        return None if note is None or precedes(note["at"]) else Life.of(*note["process"])
+
+    def farewell(self, gone: Sequence[int], what: str) -> str:
+        """What became of ranks whose processes have ended, and who is to blame."""
+        words = {rank: self.word(rank) for rank in gone}
+        culprits = [rank for rank in gone if not words[rank]]
+        if culprits:
+            return (
+                f"{named(culprits)} cannot {what} any more: the process has ended. Start the job "
+                "anew"
+            )
+        return f"rank {gone[0]} cannot {what} any more, for it stopped: {words[gone[0]]}"
+
+    # -- meetings --------------------------------------------------------------------------------
 
     def collect(
         self,
         topics: Mapping[Key, str],
         time_out_s: float,
         meetings: Sequence[str] = (),
-        ended: Callable[[], Collection[Any]] = tuple,
+        ended: Callable[[Collection[Key]], Collection[Any]] = lambda ranks: (),
+        look: Callable[[], object] = lambda: None,
     ) -> dict[Key, Note]:
         """The notes of these topics that came within the time-out, or before one of the meetings
-        had its verdict, or one that is missing was of those that have `ended`."""
-        deadline = time.monotonic() + time_out_s
+        had its verdict, or one that is missing was of those that have `ended`. What `look` raises
+        ends it too."""
+        self.limit_s = time_out_s
         found: dict[Key, Note] = {}
         pause, over = 0.0002, False
+
+        def missing() -> list[Key]:
+            return [key for key in topics if key not in found]
+
+        def late() -> str:
+            return f"{', '.join(topics[key] for key in missing())} did not come"
+
+        patience = Patience(time_out_s)
         while True:
-            last = ended()  # who ended had left its notes by then
-            for key, topic in topics.items():
-                if key not in found and (note := self.read(topic)) is not None:
+            last = ended(missing())  # who ended had left its notes by then
+            for key in missing():
+                if (note := self.read(topics[key])) is not None:
                     found[key] = note
-            over = over or any(key in last for key in topics if key not in found)
-            if over or len(found) == len(topics) or time.monotonic() > deadline:
+            over = over or any(key in last for key in missing())
+            if over or len(found) == len(topics) or patience.is_over(late):
                 return found
             over = any(self.is_over(meeting) for meeting in meetings)
             if not over:  # else once more: a note is left before its verdict
+                look()
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.02)
 
     def exchange(
-        self, topic: str, ranks: Sequence[int], me: int, note: Note, time_out_s: float
+        self,
+        topic: str,
+        ranks: Sequence[int],
+        me: int,
+        note: Note,
+        time_out_s: float,
+        look: Callable[[], object] = lambda: None,
     ) -> list[Note]:
-        """Every rank's note, in the order of `ranks`; a missing rank or a failed one raises.
+        """Every rank's note, in the order of `ranks`; a missing rank or a failed one raises, and
+        what `look` raises ends the wait.
 
         See Note [All or none]. The last word of the topic that is no number says what it is.
         """
         topics = {rank: f"{topic}/{rank}" for rank in ranks}
+        self.limit_s = time_out_s
         self.post(topics[me], note)
         with self.attending([topic], me):
-            found = self.collect(topics, time_out_s, [topic], self.ended)
-        for rank in ranks:
-            if (error := found.get(rank, {}).get("error")) is not None:
-                raise as_told(rank, error)
-        missing, why = [rank for rank in ranks if rank not in found], ""
-        if missing:
-            what = next(word for word in reversed(topic.split("/")) if not word.isdigit())
-            why = (
-                f"{named(missing)} did not come to {what!r} within {time_out_s:g} s, as rank {me} "
-                f"and its team {list(ranks)} did: see whether it failed, stalled or took another "
-                "path through the model"
-            )
-            if gone := sorted(self.ended() & {*missing}):
+            found = self.collect(topics, time_out_s, [topic], self.ended, look)
+            for rank in ranks:
+                if (error := found.get(rank, {}).get("error")) is not None:
+                    raise as_told(rank, error)
+            missing, why = [rank for rank in ranks if rank not in found], ""
+            if missing:
+                what = next(word for word in reversed(topic.split("/")) if not word.isdigit())
                 why = (
-                    f"{named(gone)} cannot come to {what!r} any more: the process has ended. Start "
-                    "the job anew"
+                    f"{named(missing)} did not come to {what!r} within {time_out_s:g} s, as rank "
+                    f"{me} and its team {list(ranks)} did: see whether it failed, stalled or took "
+                    f"another path through the model; {LONGER}"
                 )
-        self.decide(topic, me, why)
+                if gone := sorted(self.ended(missing) & {*missing}):
+                    why = self.farewell(gone, f"come to {what!r}")
+            self.decide(topic, me, why)
         if missing:  # all had come, as a peer saw
             found = self.collect(topics, time_out_s)
         once = me == ranks[0] and not topic.rpartition("/")[2].isdigit()  # no numbered round
@@ -183,16 +268,53 @@ class Board:
             for topic in topics:
                 with contextlib.suppress(InterlaceError):
                     self.decide(topic, me, str(error) or type(error).__name__)
+            self.leave_word(me, error)
             raise
+        if self._left_word:  # it went on
+            self.announce(me)
+
+    def _set(self, key: str, note: Note) -> None:
+        text = json.dumps(note)
+        self._ask(lambda: self._store.set(key, text))
+
+    def _get(self, key: str) -> Note | None:
+        text = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if text is None else json.loads(text)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
+        """The store's answer. Its process may be stopped, and no time-out of its own ends that."""
+        before, patience = self._unanswered, Patience(self.limit_s)
+        if before is not None and not before.is_back(SLICE_S):
+            raise self._silent()
+        call, self._unanswered = Errand(question), None
+        while not call.is_back(SLICE_S):
+            if patience.is_over():
+                self._unanswered = call
+                raise self._silent()
         try:
-            return question()
+            return call.result()
         except RuntimeError as error:
             raise PeerError(
                 f"the store of torch.distributed does not answer ({error}): the process that "
                 "holds it (rank 0, or the launcher) is gone"
             ) from error
+
+    def _silent(self) -> CommTimeoutError:
+        return CommTimeoutError(
+            f"the store of torch.distributed has not answered for {self.limit_s:g} s: the process "
+            "that holds it (rank 0, or the launcher) is stopped, or its host is overloaded; "
+            f"{LONGER}"
+        )
+
+
+def _process(rank: int) -> str:
+    """Where a rank says which process it is: one place in a store, whatever the prefix."""
+    return f"interlace/process/{rank}"
+
+
+def _disconnected(rank: int) -> bool:
+    call = Errand(lambda: disconnected(rank))  # gloo connects only now, where it is told to
+    return call.is_back(SLICE_S) and call.result()
 
 
 def failure(error: InterlaceError) -> Note:

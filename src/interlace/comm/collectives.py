@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+from interlace.comm.backends import MARGIN_S
 from interlace.comm.reductions import check_reduction
 from interlace.comm.signals import Wait
 from interlace.errors import UnsupportedError
@@ -91,7 +92,8 @@ def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
             )
     if spec.kind != "barrier" and sum(spec.parts) == 0:
         return _nothing
-    return _Binder(backend, spec, timedelta(seconds=time_out_s)).bind()
+    margin = MARGIN_S if backend.name() == "gloo" else 0.0  # Note [Whose time-out] in backends.py
+    return _Binder(backend, spec, timedelta(seconds=time_out_s + margin)).bind()
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +142,8 @@ class _Binder:
             case "all_gather":
                 return self.all_gather() if self.spec.even else self.uneven_all_gather()
             case "reduce_scatter":
-                return self.reduce_scatter() if self.spec.even else self.uneven_reduce_scatter()
+                whole = self.backend.name() == "gloo" or not self.spec.even
+                return self.reduce_and_split() if whole else self.reduce_scatter()
             case "all_reduce":
                 return self.all_reduce()
             case "broadcast":
@@ -215,8 +218,9 @@ class _Binder:
 
         return self.scaled(run)
 
-    def uneven_reduce_scatter(self) -> Run:
-        """Reduces everything and keeps the own part: the even form's algorithms need even parts."""
+    def reduce_and_split(self) -> Run:
+        """Reduces everything and keeps the own part: the even form's algorithms need even parts,
+        and gloo's does the same in a `Work` whose waits no time-out ends."""
         backend, spec = self.backend, self.spec
         options = self.reduction(c10d.AllreduceOptions)
 

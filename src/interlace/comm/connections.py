@@ -138,7 +138,9 @@ class Connections:
                 if backend is None:
                     store = c10d.PrefixStore(f"interlace/{place}/backend", self._store)
                     me, size = self._ranks.index(self._rank), len(self._ranks)
-                    backend = connect(name, store, me, size, time_out_s, self.whose)
+                    ended = lambda: self._board.ended(self._ranks) & {*self._ranks}  # noqa: E731
+                    known = self.whose, look, ended
+                    backend = connect(name, store, me, size, time_out_s, *known)
                     self.made.append(backend)
                 if name == "nccl":
                     from interlace.comm.cuda.connecting import join  # which needs the CUDA driver

@@ -7,6 +7,7 @@ Each rank writes its own part and reads the others':
                different order are told so, by name, before any data moves
     progress   the op that each stream is at, and since when: who is late, in a time-out's message
     reached    how many collectives of each backend it has got to in this run
+    attends    the meeting in the store that it waits in: no run of the team goes on meanwhile
 
 `run` counts the Programs that this process ran on the team, whatever Executor ran them, so the same
 number means the same call on every rank.
@@ -15,6 +16,7 @@ number means the same call on every rank.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
 from interlace.comm.board import named
@@ -25,7 +27,7 @@ from interlace.errors import AgreementError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS
 
 ERROR, ERROR_LENGTH = range(2)
-ENTERED, EXITED = 8, 9
+ENTERED, EXITED, ATTENDS = 8, 9, 10
 """In a cache line that peers do not read in every run, as they do the error's."""
 REACHED = 16
 MAX_BACKENDS = 8
@@ -54,7 +56,9 @@ class Control:
         me: int,
         segments: Sequence[Segment],
         lives: Sequence[Life],
+        word: Callable[[int], str] = lambda rank: "",
     ) -> None:
+        """`word` gives what a rank said elsewhere before its process ended."""
         self.team = team
         self.ranks = tuple(ranks)
         self.me = me
@@ -64,6 +68,7 @@ class Control:
         self._mine = self.cells = segments[me].cells
         self._peers = [(n, life) for n, life in enumerate(lives) if n != me]
         self._op_text: Callable[[int], str] | None = None
+        self._word, self._attended = word, 0
         self._met: list[int] = [0] * len(self.ranks)
 
     @property
@@ -106,9 +111,34 @@ class Control:
         if self._met[peer] == run:
             return
         theirs = self._cells[peer]
-        wait.until(lambda: theirs[ENTERED] >= run, lambda: self.where([peer]))
+
+        def entered() -> bool:
+            return theirs[ENTERED] >= run or self._check_attends(peer)
+
+        wait.until(entered, lambda: self.where([peer]))
         self._compare(peer, run)
         self._met[peer] = run
+
+    def attend(self, meeting: str) -> None:
+        """From now on this rank waits in a meeting; or, if that is empty, no longer."""
+        mark = zlib.crc32(meeting.encode())
+        self._mine[ATTENDS] = mark
+        self._attended = mark or self._attended
+
+    def _check_attends(self, peer: int) -> bool:
+        """Raises where the peer waits in a meeting that this rank has not come to."""
+        theirs, run = self._cells[peer], self._mine[ENTERED]
+        if not (attends := theirs[ATTENDS]) or attends == self._attended:
+            return False
+        fence()
+        if theirs[ENTERED] >= run:
+            return True
+        us, them = self.ranks[self.me], self.ranks[peer]
+        raise AgreementError(
+            f"rank {them} compiles or prepares a Program with team {self.team}, and rank {us} did "
+            f"not come, for it waits for rank {them} in run {run}: rank {them} recompiled alone. "
+            "Give all ranks inputs of the same sizes at the same time, or use dynamic=True"
+        )
 
     def _compare(self, peer: int, run: int) -> None:
         mine, theirs = self._entry(self.me, run), self._entry(peer, run)
@@ -187,11 +217,17 @@ class Control:
             if kind == PASSED_ON or self._needs(member):
                 passed_on = PeerError(text)
         for member, life in enumerate(self._lives):
-            if self._needs(member) and not life.alive():
+            # One that ended after this run has given all that it needs; one with a word ended
+            # because of another.
+            if not self._needs(member) or life.alive() or self._cells[member][ERROR]:
+                continue
+            rank = self.ranks[member]
+            if not (word := self._word(rank)):
                 return PeerError(
-                    f"rank {self.ranks[member]} of team {self.team} died: its process has ended "
+                    f"rank {rank} of team {self.team} died: its process has ended "
                     f"({self.where([member])})"
                 )
+            passed_on = passed_on or PeerError(f"rank {rank} stopped: {word}")
         return passed_on
 
     def _needs(self, member: int) -> bool:
@@ -272,9 +308,11 @@ class Control:
     def _stand(self, member: int) -> str:
         cells, mine = self._cells[member], self._mine[ENTERED]
         entered, now = cells[ENTERED], time.monotonic_ns()
+        stopped = "; its process is stopped" if self._lives[member].stopped() else ""
         if entered < mine:
             state = "is between runs" if cells[EXITED] == entered else "is still in it"
-            return f"has not entered run {mine}: the last it entered is {entered}, and it {state}"
+            last = f"the last it entered is {entered}, and it {state}{stopped}"
+            return f"has not entered run {mine}: {last}"
         known = self._op_text if entered == mine else None
         stands: list[str] = []
         for stream in range(STREAMS):
@@ -284,7 +322,14 @@ class Control:
                 text = known(op) if known else f"op {op}"
                 stands.append(f"at {text} for {since:.3g} s")
         where = " and ".join(stands) or "between two ops"
-        return f"is in run {entered}, {where}"
+        return f"is in run {entered}, {where}{stopped}"
+
+    def behind(self) -> str:
+        """Who may hold up what all ranks have begun: those that are stopped, else all others that
+        are still in this run."""
+        inside = [n for n, _ in self._peers if self._cells[n][EXITED] < self._mine[ENTERED]]
+        stopped = [n for n in inside if self._lives[n].stopped()]
+        return self.where(stopped or inside)
 
     # -- reset -----------------------------------------------------------------------------------
 

@@ -18,11 +18,12 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from interlace.comm.board import Board, Note, named
+from interlace.comm.patience import LONGER, Patience
 from interlace.errors import AgreementError, InterlaceError
 
 if TYPE_CHECKING:
@@ -60,31 +61,48 @@ class Party:
             self.name = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()[:16]
 
 
-def greet(board: Board, parties: Sequence[Party], what: str, time_out_s: float) -> None:
-    """Finds the names of these parties; all their ranks call it, to do `what` (for messages)."""
-    deadline, pause = time.monotonic() + time_out_s, 0.0002
-    while True:
-        ended = board.ended()  # who ended had told its word by then
-        for party in parties:
-            if not party.name:
-                party.look(board)
-        missing = {rank for party in parties if not party.name for rank in party.missing}
-        if not missing:
-            return
-        if gone := sorted(ended & missing):
-            raise AgreementError(
-                f"{named(gone)} cannot come to {what} any more: the process has ended. Start the "
-                "job anew"
-            )
-        if time.monotonic() > deadline:
-            come = {rank for party in parties for rank in party.ranks} - missing
-            raise AgreementError(
-                f"{named(sorted(missing))} did not come to {what} within {time_out_s:g} s, as "
-                f"{named(sorted(come))} did: see whether it failed, stalled, did not recompile as "
-                "the others did, or took another path through the model"
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, LONGEST_PAUSE_S)
+def greet(
+    board: Board,
+    parties: Sequence[Party],
+    what: str,
+    time_out_s: float,
+    look: Callable[[], object] = lambda: None,
+) -> None:
+    """Finds the names of these parties; all their ranks call it, to do `what` (for messages).
+
+    What `look` raises ends the wait.
+    """
+    if not parties:
+        return
+    board.limit_s = time_out_s
+    board.announce(parties[0].me)
+    patience, pause = Patience(time_out_s), 0.0002
+    missing = {rank for party in parties for rank in party.ranks} - {parties[0].me}
+
+    def late() -> str:
+        return f"{named(sorted(missing))} did not come to {what}"
+
+    with board.attending((), parties[0].me):
+        while True:
+            ended = board.ended(missing)  # who ended had told its word by then
+            for party in parties:
+                if not party.name:
+                    party.look(board)
+            missing = {rank for party in parties if not party.name for rank in party.missing}
+            if not missing:
+                return
+            if gone := sorted(ended & missing):
+                raise AgreementError(board.farewell(gone, f"come to {what}"))
+            if patience.is_over(late):
+                come = {rank for party in parties for rank in party.ranks} - missing
+                raise AgreementError(
+                    f"{late()} within {time_out_s:g} s, as {named(sorted(come))} did: see whether "
+                    "it failed, stalled, did not recompile as the others did, or took another path "
+                    f"through the model; {LONGER}"
+                )
+            look()
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE_S)
 
 
 def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:

@@ -5,6 +5,9 @@ becomes readable when the process ends, even before its parent has collected it.
 
     >>> Life.of(*identity()).alive()
     True
+
+Where ranks are joined by gloo, a connection that is closed tells the same of a rank of which
+nothing else is known: `disconnected(1)`.
 """
 
 from __future__ import annotations
@@ -13,13 +16,30 @@ import os
 import select
 import time
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 PROBE_EVERY_S = 0.05
+PROBE_TAG = (1 << 30) + 7
+"""The tag of messages that nobody takes: neither users' nor those of `messages.py`."""
+CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def identity() -> tuple[int, int]:
-    """This process: its id, and when it started (0 where that is unknown), since ids are reused."""
-    return os.getpid(), _started(os.getpid())
+def identity() -> tuple[int, int, str]:
+    """This process: its id, when it started (0 where that is unknown), since ids are reused, and
+    the place in which ids mean something."""
+    return os.getpid(), _started(os.getpid()), place()
+
+
+def place() -> str:
+    """This boot of this host and this pid namespace; empty where either is unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    return f"{boot}/{namespace()}" if namespace() else ""
 
 
 def namespace() -> int:
@@ -41,31 +61,82 @@ def exists(pid: int) -> bool:
     return True
 
 
+def uptime() -> float:
+    """Seconds since this host started, as the start of a process is counted."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def precedes(at: float) -> bool:
+    """Whether that moment, by `uptime`, lies before the start of this process."""
+    return at < _started(os.getpid()) / os.sysconf("SC_CLK_TCK")
+
+
 def _started(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc tells of a process, from its state on."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def disconnected(rank: int) -> bool:
+    """Whether the connection of the default group's gloo backend, if it has one, says that the
+    process of that rank has ended.
+
+    It is asked by a message that is never taken: gloo raises at once where it cannot be sent.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or rank == dist.get_rank():
+        return False
+    try:
+        group = dist.distributed_c10d._get_default_group()
+        backend: Any = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return False
+    if backend.name() != "gloo" or rank >= backend.size():
+        return False
+    try:
+        backend.send([torch.empty(1, dtype=torch.uint8)], rank, PROBE_TAG)
+    except RuntimeError as error:
+        return any(words in str(error) for words in CLOSED)
+    return False
 
 
 class Life:
     """Watches one process of this host. Where it cannot be seen, it counts as alive."""
 
-    def __init__(self, descriptor: int | None) -> None:
+    def __init__(self, descriptor: int | None, pid: int = 0, ended: bool = False) -> None:
         self._descriptor = descriptor
+        self._pid = pid
         self._next_probe = 0.0
-        self._ended = False
+        self._ended = ended
 
     @classmethod
-    def of(cls, pid: int, started: int) -> Life:
+    def of(cls, pid: int, started: int, where: str = "") -> Life:
         """The process of that identity."""
-        if not started or _started(pid) != started or not hasattr(os, "pidfd_open"):
-            return cls(None)  # another pid namespace, or no /proc: only time-outs will tell
+        here = bool(where) and where == place()
+        if not started or (where and not here) or not hasattr(os, "pidfd_open"):
+            return cls(None)  # another host or pid namespace, or no /proc: only time-outs will tell
         try:
-            return cls(os.pidfd_open(pid))
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return cls(None, ended=here)
         except OSError:
             return cls(None)
+        if _started(pid) == started:
+            return cls(descriptor, pid)
+        os.close(descriptor)
+        return cls(None, ended=here)
+
+    @property
+    def seen(self) -> bool:
+        """Whether the end of the process can be told."""
+        return self._descriptor is not None or self._ended
 
     def alive(self) -> bool:
         """Whether the process still runs; asks the system at most every `PROBE_EVERY_S`."""
@@ -77,6 +148,11 @@ class Life:
         poll.register(self._descriptor, select.POLLIN)
         self._ended = bool(poll.poll(0))
         return not self._ended
+
+    def stopped(self) -> bool:
+        """Whether the process is there and is stopped, by a signal or a debugger."""
+        fields = _stat(self._pid) if self._descriptor is not None and self.alive() else []
+        return fields[:1] in (["T"], ["t"])
 
     def __del__(self) -> None:
         self.close()

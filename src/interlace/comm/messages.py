@@ -117,8 +117,15 @@ class _Meeting:
     def end(self, wait: Wait) -> None:
         """Waits for the transfer."""
         work, self._work = self._work, None
-        if work is not None:
+        if work is None:
+            return
+        begun = time.monotonic()
+        try:
             work.wait(timedelta(seconds=wait.time_out_s))
+        except RuntimeError as error:
+            if time.monotonic() - begun < wait.time_out_s:
+                raise
+            raise wait.late(self.team.control.where([self.peer])) from error
 
 
 class Outgoing(_Meeting):

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from interlace.comm.patience import LONGER, Patience
 from interlace.errors import CommTimeoutError
 from interlace.ir import VALUE_BITS
 
@@ -35,6 +36,8 @@ SPINS = 50
 LONGEST_SLEEP_S = 0.001
 CHECK_EVERY_S = 0.005
 SLICE_S = 0.05
+SETTLED_S = 0.5
+"""How long a transfer that is given up may take to end by itself."""
 
 
 def stamp(run: int, value: int) -> int:
@@ -74,6 +77,10 @@ class Wait:
     """Raises when waiting has become pointless: a peer failed, or another stream of this rank."""
     log: Callable[[], str] = _no_detail
     """What every stream was doing, for the end of a time-out's message."""
+    behind: Callable[[], str] = _no_detail
+    """Who may hold up a transfer that all have begun."""
+    cut: Callable[[], None] = _nothing
+    """Ends a transfer that this rank waits for no longer."""
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], str] = _no_detail) -> None:
         """Returns when `ready()`; raises `CommTimeoutError`, or what `check` raises.
@@ -84,12 +91,12 @@ class Wait:
         for _ in range(SPINS):
             if ready():
                 return fence()
-        started = now = time.monotonic()
-        next_check, pause = started + CHECK_EVERY_S, 10e-6
+        now, patience = time.monotonic(), Patience(self.time_out_s)
+        next_check, pause = now + CHECK_EVERY_S, 10e-6
         while not ready():
             if now >= next_check:
                 self.check()
-                if now - started > self.time_out_s:
+                if patience.is_over(lambda: _lines(self.describe(), missing())):
                     raise self.late(missing())
                 next_check = now + CHECK_EVERY_S
             time.sleep(pause)
@@ -97,9 +104,9 @@ class Wait:
             now = time.monotonic()
         return fence()
 
-    def finish(self, work: Any, missing: Callable[[], str] = _no_detail) -> None:
+    def finish(self, work: Any) -> None:
         """Waits for a torch `Work`, in slices, so that a peer's failure ends the wait early."""
-        started = time.monotonic()
+        patience = Patience(self.time_out_s)
         while True:
             try:
                 work.wait(timedelta(seconds=min(SLICE_S, self.time_out_s)))
@@ -108,12 +115,27 @@ class Wait:
                 if work.is_completed():  # its own error, or done just as our slice ended
                     work.wait(timedelta(seconds=SLICE_S))
                     return
-            self.check()
-            if time.monotonic() - started > self.time_out_s:
-                raise self.late(missing())
+            try:
+                self.check()
+                if patience.is_over(lambda: _lines(self.describe(), self.behind())):
+                    raise self.late(self.behind())
+            except BaseException:
+                self._leave(work)
+                raise
+
+    def _leave(self, work: Any) -> None:
+        """Ends a transfer, unless it ends by itself: others may have all that it needs."""
+        patience = Patience(SETTLED_S)
+        while not (work.is_completed() or patience.is_over()):
+            time.sleep(LONGEST_SLEEP_S)
+        if not work.is_completed():
+            self.cut()
 
     def late(self, missing: str = "") -> CommTimeoutError:
         """The time-out's error, with what is missing and the flight log."""
-        parts = [f"no progress in {self.time_out_s:g} s: {self.describe()}"]
-        parts += [part for part in (missing, self.log()) if part]
-        return CommTimeoutError("\n".join(parts))
+        first = f"no progress in {self.time_out_s:g} s: {self.describe()}"
+        return CommTimeoutError(_lines(first, missing, self.log(), LONGER))
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)

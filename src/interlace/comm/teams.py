@@ -20,6 +20,7 @@ import contextlib
 import socket
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from interlace.comm.backends import apart
-from interlace.comm.board import Board, Note, named
+from interlace.comm.backends import apart, limit_s
+from interlace.comm.board import STORE_S, Board, Note, named
 from interlace.comm.connections import Connections
 from interlace.comm.control import NBYTES, RESETTING, Control
 from interlace.comm.greeting import Party, meet
@@ -60,7 +61,7 @@ class User(Protocol):
 class TeamComm:
     """A team's process group, with what its ranks share. Get it from `team_of`."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, limit_s: float) -> None:
         try:
             self.ranks = tuple(dist.get_process_group_ranks(group))
             store, rank = apart(c10d._get_default_store()), dist.get_rank()
@@ -75,7 +76,7 @@ class TeamComm:
         self.me = self.ranks.index(rank)
         self.rank = rank
         self.lock = threading.RLock()
-        self.board = Board(store)
+        self.board = Board(store, limit_s=limit_s)
         self._control: Control | None = None
         self._lives: list[Life] = []
         self.resets = 0
@@ -140,8 +141,29 @@ class TeamComm:
             )
         shared = share(self.board, topic, self.ranks, self.me, NBYTES, {}, time_out_s)
         self._lives = [Life.of(*n["process"]) for n in notes]
-        self.board.lives = dict(zip(self.ranks, self._lives, strict=True))
-        self._control = Control(self.name, self.ranks, self.me, shared.segments, self._lives)
+        self.board.lives.update(zip(self.ranks, self._lives, strict=True))
+        known = shared.segments, self._lives, self.board.word
+        self._control = Control(self.name, self.ranks, self.me, *known)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the team why this rank stops, and other teams' ranks, in the store, if it ends."""
+        self.control.fail(error)
+        self.board.leave_word(self.rank, error)
+
+    @contextlib.contextmanager
+    def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
+        """While this rank waits for all others in a meeting, which peers that wait for it in a run
+        are to know; gives what raises a failure that comes meanwhile."""
+        control = self._control
+        if control is None:
+            yield lambda: None
+            return
+        check = control.check if control.quiet() else lambda: None
+        try:
+            control.attend(meeting)
+            yield check
+        finally:
+            control.attend("")
 
     def backend(self, name: str | None, device: str, time_out_s: float) -> Any:
         """The torch backend of that name for tensors on `device`, the user's own where it has one.
@@ -271,12 +293,16 @@ class _Registry:
             weakref.WeakKeyDictionary()
         )
 
-    def get(self, group: dist.ProcessGroup, name: str) -> TeamComm:
+    def get(self, group: dist.ProcessGroup, name: str, limit_s: float) -> TeamComm:
         with self._lock:
             team = self._teams.get(group)
             if team is None:
-                team = self._teams[group] = TeamComm(group, name)
+                team = self._teams[group] = TeamComm(group, name, limit_s)
             return team
+
+    def find(self, group: dist.ProcessGroup) -> TeamComm | None:
+        with self._lock:
+            return self._teams.get(group)
 
     def live(self) -> list[TeamComm]:
         """The teams of groups that were not destroyed, in an order that all ranks share."""
@@ -296,12 +322,18 @@ class _Registry:
 _registry = _Registry()
 
 
-def team_of(group: dist.ProcessGroup, name: str) -> TeamComm:
-    """The TeamComm of a process group, made at the first call; `name` is for messages."""
-    return _registry.get(group, name)
+def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> TeamComm:
+    """The TeamComm of a process group, made at the first call; `name` is for messages, `limit_s`
+    bounds what it asks the store."""
+    return _registry.get(group, name, limit_s)
 
 
-def reset_teams(time_out_s: float = 60.0) -> None:
+def known_team(group: dist.ProcessGroup) -> TeamComm | None:
+    """The TeamComm of a process group, if it was made."""
+    return _registry.find(group)
+
+
+def reset_teams(time_out_s: float | None = None) -> None:
     """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
 
     Collective: every rank calls it, and meets the others on each of its teams. Who waits in a run
@@ -309,7 +341,7 @@ def reset_teams(time_out_s: float = 60.0) -> None:
     """
     for team in _registry.live():
         if team.is_set_up:
-            team.reset(time_out_s, renew=False)
+            team.reset(limit_s(time_out_s), renew=False)
 
 
 def release_teams() -> None:

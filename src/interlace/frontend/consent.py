@@ -4,7 +4,7 @@ With uneven shards the ranks' matmuls take different times, so near a threshold 
 gather again in backward and another not. They tell each other through the store, in bounded time,
 and do what all want:
 
-    consent = consent_of_ranks(["layers.0.mlp", "layers.1.mlp"], time_out_s=60)
+    consent = consent_of_ranks(["layers.0.mlp", "layers.1.mlp"], time_out_s=None)
     wanted = consent([(group, True), (group, False)])
 
 A rank that compiles alone waits for the others and then says who did not come.
@@ -12,13 +12,14 @@ A rank that compiles alone waits for the others and then says who did not come.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from interlace.comm import Board
+from interlace.comm import Board, known_team, limit_s
 from interlace.comm.greeting import Party, greet
 from interlace.errors import AgreementError
 
@@ -28,7 +29,7 @@ Consent = Callable[[Sequence[Wish]], list[bool]]
 
 
 def consent_of_ranks(
-    places: Sequence[str], time_out_s: float, what: str = "what backward gathers again"
+    places: Sequence[str], time_out_s: float | None, what: str = "what backward gathers again"
 ) -> Consent | None:
     """How the ranks of this process' groups agree about a graph; None where there are none.
 
@@ -37,16 +38,20 @@ def consent_of_ranks(
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    board = Board(dist.distributed_c10d._get_default_store(), "interlace/consent")
+    store = dist.distributed_c10d._get_default_store()
     digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
 
     def consent(wishes: Sequence[Wish]) -> list[bool]:
-        ranks = [_ranks(group) for group, _ in wishes]
+        groups = [_group(group) for group, _ in wishes]
+        limit = limit_s(time_out_s, groups)
+        board = Board(store, "interlace/consent", limit)
+        ranks = [tuple(dist.get_process_group_ranks(group)) for group in groups]
         agreed = [wish for _, wish in wishes]
         for members in sorted(set(ranks)):  # in an order that all ranks share
             mine = [i for i, own in enumerate(ranks) if own == members]
             told = [agreed[i] for i in mine]
-            found = _exchange(board, f"{members}/{digest}", what, members, told, time_out_s)
+            used = [groups[i] for i in mine]
+            found = _exchange(board, f"{members}/{digest}", what, members, told, limit, used)
             for place, i in enumerate(mine):
                 agreed[i] = all(wish[place] for wish in found)
         return agreed
@@ -61,12 +66,17 @@ def _exchange(
     members: tuple[int, ...],
     told: list[bool],
     time_out_s: float,
+    groups: Iterable[dist.ProcessGroup],
 ) -> list[list[bool]]:
     me = dist.get_rank()
     party = Party(f"{topic}/{what}", members, me)
-    greet(board, [party], repr(what), time_out_s)
-    place = f"{party.topic}/{party.name}"
-    notes = board.exchange(place, members, me, {"wishes": told}, time_out_s)
+    with contextlib.ExitStack() as meetings:
+        teams = filter(None, map(known_team, dict.fromkeys(groups)))
+        looks = [meetings.enter_context(team.attending(party.topic)) for team in teams]
+        look = lambda: [look() for look in looks]  # noqa: E731
+        greet(board, [party], repr(what), time_out_s, look)
+        place, note = f"{party.topic}/{party.name}", {"wishes": told}
+        notes = board.exchange(place, members, me, note, time_out_s, look)
     found = [note["wishes"] for note in notes]
     for rank, wishes in zip(members, found, strict=True):
         if len(wishes) != len(told):
@@ -77,7 +87,7 @@ def _exchange(
     return found
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
+def _group(group: Any) -> dist.ProcessGroup:
     if isinstance(group, str):
-        group = dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
-    return tuple(dist.get_process_group_ranks(group))
+        return dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
+    return group

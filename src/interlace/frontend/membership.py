@@ -4,18 +4,19 @@ Each rank writes the groups that it is in, and reads those of the ranks that the
 until the circle closes. Nothing but the store is used, so a rank that does not come costs a
 bounded wait and an error that names it, not a hang.
 
-    groups = learn_groups([(2, ((0, 1),), False), (2, ((0, 2),), False)], rank=0, time_out_s=60)
+    groups = learn_groups([(2, ((0, 1),), False), (2, ((0, 2),), False)], rank=0, time_out_s=None)
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
+from interlace.comm import Board, limit_s
+from interlace.comm.patience import LONGER, Patience
 from interlace.errors import AgreementError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -25,65 +26,65 @@ Mine = tuple[tuple[int, ...], ...]
 POLL_S = 0.01
 
 
-class Store(Protocol):
-    """What is needed of a torch.distributed store."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-
-
 def learn_groups(
     teams: Sequence[tuple[int, Groups, bool]],
     rank: int,
-    time_out_s: float,
-    store: Store | None = None,
+    time_out_s: float | None,
+    store: Any = None,
 ) -> list[Groups]:
     """Every group of each team (size, groups, complete) that is connected to `rank`."""
     if store is None:
-        store = dist.distributed_c10d._get_default_store()  # pyright: ignore
-    assert store is not None
+        store = dist.distributed_c10d._get_default_store()
+    board = Board(store, "interlace/teams", limit_s(time_out_s))
+    board.announce(rank)
     sizes = "-".join(str(size) for size, _, _ in teams)
     mine: Mine = tuple(next(g for g in groups if rank in g) for _, groups, _ in teams)
-    _publish(store, f"interlace/teams/{sizes}/{rank}", mine)
-    deadline = time.monotonic() + time_out_s
+    _publish(board, f"{sizes}/{rank}", mine)
     known: dict[int, Mine] = {rank: mine}
+    patience = Patience(board.limit_s)
     while missing := {r for groups in known.values() for g in groups for r in g} - set(known):
         for other in sorted(missing):
-            key = f"interlace/teams/{sizes}/{other}"
-            known[other] = _read(store, key, other, known, deadline, time_out_s)
+            known[other] = _read(board, f"{sizes}/{other}", other, known, patience)
     return [tuple(sorted({groups[i] for groups in known.values()})) for i in range(len(teams))]
 
 
-def _publish(store: Store, key: str, mine: Mine) -> None:
+def _publish(board: Board, topic: str, mine: Mine) -> None:
     """Adds to what this rank has published: it may use several sets of groups of these sizes."""
-    published = _parse(store.get(key)) if store.check([key]) else []
+    published = _published(board, topic)
     if mine not in published:
-        store.set(key, json.dumps([*published, mine]))
+        board.post(topic, {"groups": [*published, mine]})
 
 
-def _parse(text: bytes) -> list[Mine]:
-    return [tuple(tuple(group) for group in mine) for mine in json.loads(text)]
+def _published(board: Board, topic: str) -> list[Mine]:
+    note = board.read(topic) or {"groups": []}
+    return [tuple(tuple(group) for group in mine) for mine in note["groups"]]
 
 
-def _read(
-    store: Store, key: str, other: int, known: dict[int, Mine], deadline: float, time_out_s: float
-) -> Mine:
+def _read(board: Board, topic: str, other: int, known: dict[int, Mine], patience: Patience) -> Mine:
     """What `other` published that agrees with what is known; waits for it."""
     while True:
-        if store.check([key]):
-            for theirs in reversed(_parse(store.get(key))):
-                if all(
-                    groups[i] == theirs[i]
-                    for groups in known.values()
-                    for i in range(len(theirs))
-                    if other in groups[i] or not set(groups[i]).isdisjoint(theirs[i])
-                ):
-                    return theirs
-        if time.monotonic() > deadline:
+        gone = other in board.ended([other])
+        for theirs in reversed(_published(board, topic)):
+            if all(
+                groups[i] == theirs[i]
+                for groups in known.values()
+                for i in range(len(theirs))
+                if other in groups[i] or not set(groups[i]).isdisjoint(theirs[i])
+            ):
+                return theirs
+        if gone:
+            raise AgreementError(board.farewell([other], "say in which process groups it runs"))
+        if patience.is_over(lambda: _late(other, known)):
             raise AgreementError(
-                f"rank {other} did not say within {time_out_s:g} s in which process groups it "
-                f"runs this graph, which connects ranks {sorted(known)} with it: compile and run "
-                "the same model on every rank of its process groups"
+                f"rank {other} did not say within {patience.time_out_s:g} s in which process "
+                f"groups it runs this graph, which connects ranks {sorted(known)} with it: compile "
+                f"and run the same model on every rank of its process groups; {LONGER}"
             )
         time.sleep(POLL_S)
+
+
+def _late(other: int, known: Collection[int]) -> str:
+    return (
+        f"rank {other} has not said in which process groups it runs a graph that connects ranks "
+        f"{sorted(known)} with it"
+    )

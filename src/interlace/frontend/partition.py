@@ -53,8 +53,8 @@ class Partition:
     regather: bool | str = "auto"
     """True, False, or `auto`: where the gather is hidden by the matmuls it feeds, by `machine`."""
     machine: Machine | None = None
-    time_out_s: float = 60.0
-    """How long ranks wait for one another to decide alike."""
+    time_out_s: float | None = None
+    """How long ranks wait for one another to decide alike; None: as long as process groups do."""
 
     def __call__(
         self, joint: fx.GraphModule, joint_inputs: Any, **given: Any

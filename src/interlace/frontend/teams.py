@@ -53,7 +53,7 @@ class Teams:
         self._used: dict[str, Known] = {}
 
     @classmethod
-    def of_torch(cls, meshes: Iterable[DeviceMesh] = (), time_out_s: float = 60.0) -> Teams:
+    def of_torch(cls, meshes: Iterable[DeviceMesh] = (), time_out_s: float | None = None) -> Teams:
         """The teams of torch.distributed in this process; `meshes` name them."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls(0, _no_groups)

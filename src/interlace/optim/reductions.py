@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.comm.patience import Patience
 from interlace.cost import Timeline
 from interlace.errors import CommTimeoutError, ExecutorError
 from interlace.ir import Program
@@ -30,6 +30,7 @@ from interlace.options import Options
 from interlace.runtime import Executor
 
 NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
+SLICE_S = 0.05
 REDUCES = {"mean": "avg", "sum": "sum"}
 
 
@@ -102,7 +103,7 @@ class Reductions:
     def wait(self) -> None:
         """Returns when all are over; on CUDA at once, and the current stream comes after them."""
         if self._worker is not None:
-            self._worker.wait(self._options.time_out_s)
+            self._worker.wait(self._executors[0].limit_s)
         else:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -115,7 +116,7 @@ class Reductions:
     def reset(self) -> None:
         """After a failure, every rank: nothing is under way any more."""
         if self._worker is not None:
-            self._worker.clear(self._options.time_out_s)
+            self._worker.clear(self._executors[0].limit_s)
         self._executors[0].reset()  # which resets the team of all
 
     def timelines(self) -> list[Timeline]:
@@ -182,9 +183,10 @@ class Worker:
     def _idle(self, time_out_s: float) -> None:
         """Waits; each run bounds itself, so that one that does not is a fault of its own."""
         while self._asked or self._busy:
-            before, deadline = len(self._asked), time.monotonic() + 2 * time_out_s
+            before, patience = len(self._asked), Patience(2 * time_out_s)
             while len(self._asked) == before and (self._asked or self._busy):
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                self._changed.wait(SLICE_S)
+                if patience.is_over():
                     raise CommTimeoutError(
                         f"a reduction did not end within {2 * time_out_s:g} s, "
                         f"with {before} behind it"

@@ -12,16 +12,18 @@ A rank that does not come is named, which also tells a recompilation on one rank
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from interlace.comm import TeamComm
 from interlace.comm.board import Board, Note, failure, named
 from interlace.comm.greeting import meet
+from interlace.comm.patience import LONGER
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
 from interlace.runtime.registered import Found, judge
@@ -141,9 +143,17 @@ def agree(
     board = teams[0].board
     needs = backends or [()] * len(teams)
     mine["backends"] = {p: list(n) for (p, *_), n in zip(mine["teams"], needs, strict=True)}
+    for team in teams:
+        team.board.limit_s = time_out_s
+    board.announce(teams[0].rank)
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
-    entries = _collect(board, teams[0].rank, mine, time_out_s)
+    with contextlib.ExitStack() as meetings:
+        places = [place for place, *_ in mine["teams"]]
+        looks = [meetings.enter_context(t.attending(p)) for t, p in zip(teams, places, strict=True)]
+        entries = _collect(
+            board, teams[0].rank, mine, time_out_s, lambda: [look() for look in looks]
+        )
     left += [f"{place}/{teams[0].rank}" for place, *_ in mine["teams"]]
     board.forget(entries, [*left, _text_of(teams[0].rank, mine)])
     judge(program.name, entries, teams[0].rank, found.problem)
@@ -187,7 +197,13 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(names) or "peer"
 
 
-def _collect(board: Board, me: int, mine: Note, time_out_s: float) -> dict[int, Note]:
+def _collect(
+    board: Board,
+    me: int,
+    mine: Note,
+    time_out_s: float,
+    look: Callable[[], object] = lambda: None,
+) -> dict[int, Note]:
     """The entries of all ranks that teams join to this one, by global rank.
 
     All of these ranks get them, or none: Note [All or none] in board.py. Here that takes the
@@ -196,9 +212,8 @@ def _collect(board: Board, me: int, mine: Note, time_out_s: float) -> dict[int, 
     own, found = _places([mine]), {me: mine}
     with board.attending(own, me):
         while wanted := _unknown(found):
-            came = board.collect(
-                {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}, time_out_s, own
-            )
+            topics = {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}
+            came = board.collect(topics, time_out_s, own, board.ended, look)
             missing = [rank for rank in wanted if rank not in came]
             if missing:
                 _, team, number = wanted[missing[0]]
@@ -206,8 +221,10 @@ def _collect(board: Board, me: int, mine: Note, time_out_s: float) -> dict[int, 
                     f"{named(missing)} did not come to prepare Program {mine['name']!r} (number "
                     f"{number} of team {team}) within {time_out_s:g} s, as {named(sorted(found))} "
                     "did: see whether it failed, stalled, did not recompile as the others did, or "
-                    "took another path through the model"
+                    f"took another path through the model; {LONGER}"
                 )
+                if gone := sorted(board.ended(missing) & {*missing}):
+                    why = board.farewell(gone, f"come to prepare Program {mine['name']!r}")
                 # One that is over ended the wait. If its verdict raises nothing, all are there by
                 # now, and the other teams' may not be given up.
                 for place in [p for p in own if board.is_over(p)] or own:

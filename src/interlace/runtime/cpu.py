@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from interlace.comm.control import DONE, STREAMS
+from interlace.comm.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
 from interlace.ir import Call, Collective, Fused, Group, Op, Recv, Send, in_order
 from interlace.runtime.calls import Thunk, bind_call
@@ -61,7 +62,7 @@ class CpuEngine:
         self._teams = context.crew.teams
         self._before_op = context.before_op
         self._trace = context.options.trace
-        self._time_out_s = context.options.time_out_s
+        self._time_out_s = context.time_out_s
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._workers: dict[str, _Worker] = {}
@@ -151,13 +152,13 @@ class CpuEngine:
 
     def _join(self, workers: Sequence[_Worker], time_out_s: float) -> None:
         """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
-        deadline: float | None = None
+        patience: Patience | None = None
         for worker in workers:
             while not self._ended(worker):
                 if self._failure is None:
                     continue
-                deadline = deadline or time.monotonic() + time_out_s
-                if time.monotonic() > deadline:
+                patience = patience or Patience(time_out_s)
+                if patience.is_over():
                     worker.lost = True
                     raise ExecutorError(
                         f"stream {worker.name} of rank {self.rank} does not stop: it is in "

@@ -56,12 +56,14 @@ class Context:
     options: Options
     device: torch.device
     flight: Flight
+    time_out_s: float
+    """The option, or what it follows."""
     before_op: BeforeOp | None = None
 
     def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> Wait:
         """How op `index` waits (or, if it is a Fused, one of its members)."""
         return Wait(
-            self.options.time_out_s,
+            self.time_out_s,
             lambda: self.flight.describe(index, member),
             check,
             self.flight.tail,

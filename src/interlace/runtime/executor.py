@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm import TeamComm, team_of
+from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.teams import check_size
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, TeamError, UnsupportedError
@@ -82,6 +82,8 @@ class Executor:
                 f"{self.device.type!r}: leave the option out there"
             )
         self._lock = threading.Lock()
+        self.limit_s = limit_s(self.options.time_out_s, self._groups.values())
+        """The bound of every wait."""
         self._teams: dict[str, TeamComm] = {}
         self.agreement: Agreement | None = None
         self._shared = Shared({}, {}, ())
@@ -103,11 +105,11 @@ class Executor:
         if self._context is not None:
             return self
         self._check_open()
-        limit = self.options.time_out_s
+        limit = self.limit_s
         validate(self.program)
         members = self.program.where(self.rank).members
         for name in (team.name for team in self.program.teams if team.name in members):
-            team = self._teams[name] = team_of(self._groups[name], name)
+            team = self._teams[name] = team_of(self._groups[name], name, limit)
             check_size(team, len(members[name].ranks))
             twin = next((n for n, t in self._teams.items() if t is team and n != name), None)
             if twin is not None:
@@ -126,7 +128,7 @@ class Executor:
                 team.setup(limit)
             try:
                 plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
-                facts = self._teams, self.device, self.options, found.wanted
+                facts = self._teams, self.device, self.options.graph, limit, found.wanted
                 self._shared = share(plan, *facts, self.agreement.backends, self._kept.shared)
                 self._bind()
             except BaseException:
@@ -152,13 +154,13 @@ class Executor:
     def _bind(self) -> None:
         """Binds every op to the memory and the backends that are there. Needs no other rank."""
         plan, program = self._plan, self._plan.program
-        shared, limit = self._shared, self.options.time_out_s
+        shared, limit = self._shared, self.limit_s
         backends = shared.backends(self._teams, self.device, limit)
         known = self.host, shared.registered
         values = Values(program, plan.box, shared.slots, self.device, *known)
         crew = Crew(self._teams, shared.slots, shared.spaces, backends, {}, shared.graph_spaces)
-        flight = Flight(program, self.rank)
-        context = Context(*(plan, values, crew, self.options, self.device, flight, self._before_op))
+        facts = self.options, self.device, Flight(program, self.rank), limit, self._before_op
+        context = Context(plan, values, crew, *facts)
         self._kept.end_engine()
         self._kept.engine = engine = self._engine_class(context)
         of_kind = lambda kind: [b for b in program.params if b.kind == kind]  # noqa: E731
@@ -255,7 +257,7 @@ class Executor:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         self._poison = (first, self._resets())
         for team in self._teams.values():
-            team.control.fail(error)
+            team.fail(error)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -263,9 +265,9 @@ class Executor:
         taken: list[Any] = []
         try:
             for lock in (self._lock, *(team.lock for team in self._ordered())):
-                if not lock.acquire(timeout=self.options.time_out_s):
+                if not lock.acquire(timeout=self.limit_s):
                     raise ExecutorError(
-                        f"{self.program.name} waited {self.options.time_out_s:g} s for another "
+                        f"{self.program.name} waited {self.limit_s:g} s for another "
                         "thread's run on the same teams: call Executors from one thread"
                     )
                 taken.append(lock)
@@ -311,11 +313,9 @@ class Executor:
         self._check_open()
         if self._context is None:
             return
-        settle = getattr(self._engine, "settle", None)
-        if settle is not None:
-            settle()
+        getattr(self._engine, "settle", tuple)()
         for team in self._ordered():
-            team.reset(self.options.time_out_s)
+            team.reset(self.limit_s)
         self._poison = None
 
     def synchronize(self) -> None:

@@ -11,8 +11,9 @@ team's collectives. `check` raises where a wait has become pointless.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from interlace.comm import (
     BACKENDS,
@@ -25,7 +26,9 @@ from interlace.comm import (
     bind_peer_collective,
     exchange,
 )
+from interlace.comm.backends import cut
 from interlace.comm.messages import Part
+from interlace.comm.patience import Patience
 from interlace.ir import (
     Alloc,
     Collective,
@@ -85,10 +88,14 @@ class StreamOrder:
         reached, run = self._reached, self.run
         if reached.get(point) == run:
             return
+        patience, begun = Patience(wait.time_out_s + GRACE_S), 0.0
         with self._changed:
             while reached.get(point) != run:
                 wait.check()
-                if time.perf_counter() - self._flight.last_begun > wait.time_out_s + GRACE_S:
+                if self._flight.last_begun != begun:
+                    begun = self._flight.last_begun
+                    patience.restart()
+                if patience.is_over():
                     raise wait.late()
                 self._changed.wait(SLICE_S)
 
@@ -198,6 +205,7 @@ class HostBinder:
             run = bind_peer_collective(self.crew.spaces[op.team], spec, turn.number)
         else:
             backend = self.crew.backends[op.team, turn.backend]
+            wait = replace(wait, behind=control.behind, cut=partial(cut, backend))
             run = bind_collective(backend, spec, wait.time_out_s)
         before = (op.team, turn.backend, turn.number - 1) if turn.number > 1 else None
         mine = (op.team, turn.backend, turn.number)

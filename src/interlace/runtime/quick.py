@@ -51,7 +51,7 @@ class Quick:
         self._engine, self._steps = engine, steps
         self._inputs, self._outputs, self._results = inputs, outputs, results
         self._runs = [step.run for step in steps]
-        self._limit = context.options.time_out_s
+        self._limit = context.time_out_s
         self._name, self._end = context.plan.program.name, context.values.end
         self._start = context.values.starter((*inputs.names, *outputs.names))
         self._lock = threading.Lock()

@@ -15,7 +15,6 @@ import torch
 
 from interlace.comm import Registered, TeamComm, Workspace, share_on_host
 from interlace.comm.backends import BACKENDS
-from interlace.options import Options
 from interlace.runtime.plan import Plan
 from interlace.runtime.registered import Wanted, written
 
@@ -45,7 +44,8 @@ def share(
     plan: Plan,
     teams: Mapping[str, TeamComm],
     device: torch.device,
-    options: Options,
+    graph: bool,
+    time_out_s: float,
     callers: Wanted,
     backends: Sequence[Sequence[str]],
     kept: contextlib.ExitStack,
@@ -58,12 +58,12 @@ def share(
     """
     needed = [(team, name) for team, each in zip(teams, backends, strict=True) for name in each]
     wanted = tuple(sorted(needed, key=lambda key: (BACKENDS.index(key[1]), key[0])))
-    limit = options.time_out_s
+    limit = time_out_s
     if device.type == "cuda":
         from interlace.runtime.cuda import sharing  # which needs the CUDA driver
 
         with torch.cuda.device(device):
-            found = sharing.share(plan, teams, device, options.graph, limit, kept)
+            found = sharing.share(plan, teams, device, graph, limit, kept)
             registered = sharing.register(plan, teams, device, callers, limit, kept)
             shared = Shared(found.slots, found.spaces, wanted, found.graph_spaces, registered)
             shared.backends(teams, device, limit)

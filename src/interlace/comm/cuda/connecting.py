@@ -14,7 +14,6 @@ Note [Connecting]
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -25,6 +24,7 @@ from interlace.comm.collectives import Spec
 from interlace.comm.cuda.aborts import abort
 from interlace.comm.cuda.collectives import bind_on_stream
 from interlace.comm.cuda.driver import relax_captures
+from interlace.comm.patience import LONGER, Patience
 from interlace.errors import BackendError
 
 LOOK_S = 0.05
@@ -59,11 +59,11 @@ def join(
             failed.append(error)
 
     thread = threading.Thread(target=act, name="interlace connect", daemon=True)
-    deadline = time.monotonic() + time_out_s
+    patience = Patience(time_out_s)
     thread.start()
     gone: list[int] = []
     try:
-        while thread.is_alive() and not gone and time.monotonic() < deadline:
+        while thread.is_alive() and not gone and not patience.is_over():
             gone = sorted(ended())
             look()
             thread.join(LOOK_S)
@@ -80,7 +80,7 @@ def join(
         thread.join(LAST_S)
         why = (
             f"not all of its ranks came within {time_out_s:g} s: see whether one failed, stalled "
-            "or took another path through the model"
+            f"or took another path through the model; {LONGER}"
         )
     else:
         why = str(failed[0])

@@ -35,6 +35,7 @@ from interlace.comm.cuda.memory import share_memory
 from interlace.comm.cuda.registry import Registry
 from interlace.comm.cuda.slots import CudaSlotPool
 from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
+from interlace.comm.patience import Patience
 from interlace.errors import BackendError, CommTimeoutError
 
 REST_S = 10.0
@@ -164,9 +165,9 @@ class CudaSide:
 
     def drain(self, time_out_s: float) -> None:
         """After a failure: lets go of all that this rank has under way, and waits for its end."""
-        deadline, why = time.monotonic() + time_out_s, ""
+        patience, why = Patience(time_out_s), ""
         while self.last is not None and not self.driver.done(self.last[1]):
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 raise CommTimeoutError(
                     f"the device of rank {self.team.rank} is not done {time_out_s:g} s after a "
                     f"failure: end this process{why}"

@@ -22,7 +22,6 @@ Note [When slots are taken]
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from typing import Any
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.cuda.space import CudaSpace
-from interlace.errors import CommTimeoutError
 from interlace.ir import (
     Alloc,
     Box,
@@ -62,8 +60,6 @@ from interlace.runtime.cuda.transfers import collective, messages
 from interlace.runtime.cuda.waiting import holds
 from interlace.runtime.cuda.words import Words
 from interlace.runtime.engine import Context
-
-POLL_S = 0.0002
 
 
 @dataclass(slots=True)
@@ -310,17 +306,12 @@ class Binder:
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:
         """The host waits for the stream, bounded."""
-        event, driver, limit = self.event(), self.driver, self.context.options.time_out_s
-        flight, check, confirm = self.context.flight, self.links.check, self.links.confirm
+        event, driver, confirm = self.event(), self.driver, self.links.confirm
+        wait = self.context.wait(index, self.links.check)
 
         def run() -> None:
             driver.record(lane.handle, event)
-            deadline = time.monotonic() + limit
-            while not driver.done(event):
-                check()
-                if time.monotonic() > deadline:
-                    raise CommTimeoutError(f"no progress in {limit:g} s: {flight.describe(index)}")
-                time.sleep(POLL_S)
+            wait.until(lambda: driver.done(event))
             confirm()  # else what made it end may be that a peer has stopped
 
         return run

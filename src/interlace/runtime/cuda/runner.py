@@ -73,7 +73,7 @@ class Runner:
         locks = [team.lock for team in ordered]
         self._lock: Any = locks[0] if len(locks) == 1 else Together(locks) if locks else RLock()
         self._shared = " on the same teams" if ordered else ""
-        self._limit = context.options.time_out_s
+        self._limit = context.time_out_s
         self._name, self._tag = context.plan.program.name, tag
         self._text = context.flight.text
         self._start = self._values.starter((*inputs.names, *outputs.names))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def stalled(engine: CudaEngine, context: Context, ended: int) -> str:
     """Which ranks the run after `ended` waits for, and where they are."""
-    limit, teams = context.options.time_out_s, context.crew.teams
+    limit, teams = context.time_out_s, context.crew.teams
     try:
         lines = _awaited(engine, context, engine.entered - ended - 1)
         unread = ""
@@ -37,7 +37,7 @@ def stalled(engine: CudaEngine, context: Context, ended: int) -> str:
 
 def _awaited(engine: CudaEngine, context: Context, behind: int) -> list[str]:
     """The signals that are missing of a run with `behind` others behind it, and from whom."""
-    limit, teams = context.options.time_out_s, context.crew.teams
+    limit, teams = context.time_out_s, context.crew.teams
     lines: list[str] = []
     missing: dict[str, set[int]] = {}
     for index, op in enumerate(context.plan.program.ops):

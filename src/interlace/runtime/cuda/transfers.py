@@ -36,7 +36,7 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
             return lane.within(issue)
         return _after_the_last(binder, lane, op.team, issue)
     backend = binder.crew.backends[op.team, turn.backend]
-    issue = bind_on_stream(backend, spec, binder.context.options.time_out_s)
+    issue = bind_on_stream(backend, spec, binder.context.time_out_s)
     check = binder.links.check
 
     def run() -> None:

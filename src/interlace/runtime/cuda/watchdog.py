@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from interlace.comm.cuda.aborts import abort, all_ended
 from interlace.comm.cuda.collector import uncollected
 from interlace.comm.cuda.driver import relax_captures
+from interlace.comm.patience import LONGER, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
 from interlace.runtime.cuda.stalls import stalled
 from interlace.runtime.engine import Context
@@ -46,7 +47,7 @@ class Watched:
         self._context = context
         self._ended = self._seen = 0
         """The last run that is known to have ended, and what of that the watchdog has seen."""
-        self._since = time.monotonic()
+        self._patience = Patience(context.time_out_s)
         self._lock, self._counting = threading.RLock(), threading.Lock()
         self.failure: BaseException | None = None
         self.issuing = False
@@ -103,7 +104,7 @@ class Watched:
 
     def look(self) -> None:
         """One look: notes progress, finds failures, lets go what is stuck."""
-        engine, now = self._engine(), time.monotonic()
+        engine = self._engine()
         if engine is None or not self._teams:
             return
         if self.past:
@@ -120,21 +121,26 @@ class Watched:
         before, ended = self._seen, self._progress(engine)
         self._seen, under_way = ended, engine.issued - ended
         if under_way == 0 and not idle:
-            self._since = max(self._since, engine.since)  # the host is at it, or is kept from it
+            if engine.since > self._patience.since:  # the host is at it, or is kept from it
+                self._patience.restart()
         elif (
             idle
             or ended != before
             or (under_way < engine.marks.num and not engine.marks.begun(ended + 1))
         ):
-            self._since = now
+            self._patience.restart()
         for team in self._teams:
             found = team.control.failure() or (None if idle else team.control.disagreement())
             if found is not None:
                 self.fail(found)
                 return
-        if not idle and now - self._since > self._context.options.time_out_s:
-            with uncollected():
-                self.fail(CommTimeoutError(stalled(engine, self._context, self._ended)))
+        if not idle and self._patience.is_over(self._stalled):
+            self.fail(CommTimeoutError(f"{self._stalled()}\n{LONGER}"))
+
+    def _stalled(self) -> str:
+        engine = self._engine()
+        with uncollected():
+            return "" if engine is None else stalled(engine, self._context, self._ended)
 
     def fail(self, error: BaseException) -> None:
         """Keeps the error, tells the peers, and ends what waits for them.

@@ -1,0 +1,91 @@
+"""How long a wait has lasted, and calls that may not come back.
+
+    patience = Patience(time_out_s)
+    while not there():
+        if patience.is_over(lambda: "rank 1 has not come"):
+            raise CommTimeoutError(...)
+
+    call = Errand(lambda: store.check([key]))     # in a thread of its own
+    if call.is_back(within_s=1.0):
+        found = call.result()
+
+Note [Observed time]
+    A whole job can be paused: a suspended virtual machine, a scheduler, a debugger. No rank is late
+    then, so a wait counts only time that it saw pass: of what lies between two looks at the clock
+    at most `LONGEST_STEP_S`, and never more than a quarter of the time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+LONGEST_STEP_S = 1.0
+WARN_AFTER_S = 60.0
+LONGER = "if it is only late, give the option time_out_s more seconds"
+"""The end of a time-out's message."""
+
+
+class Patience:
+    """A bound in observed time; after a minute of waiting it warns, once, of what is missing."""
+
+    def __init__(self, time_out_s: float) -> None:
+        self.time_out_s = time_out_s
+        self._warned = False
+        self._longest = min(LONGEST_STEP_S, time_out_s / 4)
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts from now: there was progress."""
+        self.waited_s, self.since = 0.0, time.monotonic()
+        self._last = self.since
+
+    def is_over(self, missing: Callable[[], str] | None = None) -> bool:
+        """Whether the time-out has passed; to be asked several times a second."""
+        now = time.monotonic()
+        self.waited_s += min(now - self._last, self._longest)
+        self._last = now
+        if self.waited_s > self.time_out_s:
+            return True
+        if missing is not None and self.waited_s > WARN_AFTER_S and not self._warned:
+            self._warned = True
+            with contextlib.suppress(RuntimeWarning):  # where warnings are errors
+                warnings.warn(
+                    f"waiting for {self.waited_s:.0f} s, of {self.time_out_s:g} at most (option "
+                    f"time_out_s): {missing()}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return False
+
+
+class Errand:
+    """A call in a thread of its own, which is left behind where the call does not return."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self._found: list[Any] = []
+        self._error: list[Exception] = []
+
+        def run() -> None:
+            try:
+                self._found.append(act())
+            except Exception as error:
+                self._error.append(error)
+
+        self._thread = threading.Thread(target=run, name="interlace errand", daemon=True)
+        self._thread.start()
+
+    def is_back(self, within_s: float) -> bool:
+        """Whether the call has returned or raised; waits that long for it."""
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        """What the call that is back returned; raises what it raised."""
+        if self._error:
+            raise self._error[0]
+        return self._found[0]

@@ -1,0 +1,378 @@
+"""Who is waited for, for how long, and who is blamed: processes that end, stop or come late."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.runtime.programs import Outcome, attempt, inputs_of, prepared, program_of, world_group
+from tests.runtime.test_teams import MESH
+from tests.support.pool import Died, Pool
+from torch.distributed.device_mesh import init_device_mesh
+
+from interlace.comm import messages, patience
+from interlace.comm.board import Board
+from interlace.comm.collectives import Spec, as_bytes, bind_collective
+from interlace.comm.signals import Wait
+from interlace.frontend.consent import consent_of_ranks
+from interlace.ir import Op, parse
+from interlace.options import Options
+from interlace.runtime import Executor, host_ops
+
+LIMIT_S = 20.0
+"""Longer than any of these waits may take."""
+AT_ONCE_S = 6.0
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def agree_without(victim: int, what: str) -> Outcome:
+    """The first meeting of all, which one rank never comes to: it has used nothing of ours."""
+    dist.barrier()
+    if dist.get_rank() == victim:
+        die()
+    if what == "consent":
+        consent = consent_of_ranks(["mlp"], LIMIT_S)
+        assert consent is not None
+        return attempt(lambda: consent([(world_group(), True)]))
+    program = program_of("get", dist.get_world_size())
+    executor = Executor(program, groups={"tp": world_group()}, options=Options(time_out_s=LIMIT_S))
+    return attempt(executor.prepare)
+
+
+@pytest.mark.parametrize("what", ["consent", "prepare"])
+def test_nobody_waits_for_a_rank_that_died_before_the_first_meeting(
+    pool: Pool, what: str, seed: int
+) -> None:
+    victim = seed % 3
+    results = pool(3).run(agree_without, victim, what, may_die={victim})
+    for rank in {0, 1, 2} - {victim}:
+        error, text, seconds = results[rank]
+        assert error == "AgreementError"
+        assert f"rank {victim} cannot come to" in text
+        assert seconds < AT_ONCE_S
+
+
+def die_after_consent(victim: int) -> Outcome:
+    """Its process is known from the meeting before; its gloo connections say nothing."""
+    consent = consent_of_ranks(["mlp"], LIMIT_S)
+    assert consent is not None
+    consent([(world_group(), True)])
+    if dist.get_rank() == victim:
+        die()
+    board = Board(dist.distributed_c10d._get_default_store(), "after", LIMIT_S)
+    board._next_probe = float("inf")
+    return attempt(lambda: board.exchange("t/1", range(3), dist.get_rank(), {}, LIMIT_S))
+
+
+def test_a_process_that_met_once_is_watched_in_all_meetings(pool: Pool, seed: int) -> None:
+    victim = seed % 3
+    results = pool(3).run(die_after_consent, victim, may_die={victim})
+    for rank in {0, 1, 2} - {victim}:
+        assert f"rank {victim} cannot come to 't' any more" in results[rank][1]
+        assert results[rank][2] < AT_ONCE_S
+
+
+def consent_alone() -> Outcome:
+    executor = prepared("get", time_out_s=LIMIT_S)
+    inputs = inputs_of(executor.program, dist.get_rank(), 1)
+    executor.run(inputs)
+    if dist.get_rank():
+        return attempt(lambda: executor.run(inputs))
+    consent = consent_of_ranks(["mlp"], LIMIT_S)
+    assert consent is not None
+    return attempt(lambda: consent([(world_group(), True)]))
+
+
+def test_a_rank_that_compiles_alone_is_told_when_another_waits_for_it_in_a_run(pool: Pool) -> None:
+    for error, text, seconds in pool(2).run(consent_alone, replace=True):
+        assert error == "AgreementError"
+        assert "rank 0 recompiled alone" in text
+        assert seconds < AT_ONCE_S
+
+
+# -- who is blamed ---------------------------------------------------------------------------------
+
+
+ONE = """
+def one({0}: Team[{1}], x: f32[4], y: out[f32[4]]):
+    main: all_reduce(x, y, reduce="sum", team={0})
+"""
+
+
+def leave_in_turn(dead: int, leaves: int) -> Outcome:
+    """One rank dies, another hears of it and ends its process; the third looks only then."""
+    me, last, armed = dist.get_rank(), 3 - dead - leaves, False
+
+    def slow(rank: int, index: int, op: Op) -> None:
+        if armed and me == last:
+            time.sleep(1.5)
+
+    program, x = parse(ONE.format("tp", 3)), torch.ones(4)
+    options, groups = Options(time_out_s=LIMIT_S), {"tp": world_group()}
+    executor = Executor(program, groups=groups, options=options, before_op=slow).prepare()
+    executor.run([x])
+    armed = True
+    if me == dead:
+        die()
+    found = attempt(lambda: executor.run([x]))
+    if me == leaves:
+        os._exit(7)
+    return found
+
+
+def test_a_survivor_that_heard_the_truth_and_left_is_not_blamed(pool: Pool) -> None:
+    for dead, leaves in ((2, 1), (2, 0)):
+        results = pool(3).run(leave_in_turn, dead, leaves, may_die={dead, leaves})
+        assert results[leaves] == Died(7)
+        error, text, _ = results[3 - dead - leaves]
+        assert error == "PeerError"
+        assert f"rank {dead} of team tp died" in text
+        assert f"rank {leaves} of team tp died" not in text
+
+
+def leave_a_mesh() -> Outcome:
+    """Rank 3 dies. Rank 2 hears of it in the team of both and leaves; rank 0, which waits for rank
+    2 in another team, shares none with rank 3."""
+    mesh, me = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    program = parse(MESH.format("gloo"))
+    groups = {name: mesh.get_group(name) for name in ("dp", "tp")}
+    x, options = torch.ones(4), Options(time_out_s=LIMIT_S)
+    with Executor(program, groups=groups, options=options).prepare() as both:
+        both.run(inputs_of(program, me, 1))
+    executors = {
+        name: Executor(
+            parse(ONE.format(name, 2)), groups={name: groups[name]}, options=options
+        ).prepare()
+        for name in ("dp", "tp")
+    }
+    if me == 3:
+        die()
+    if me == 2:
+        attempt(lambda: executors["tp"].run([x]))
+        os._exit(7)
+    return attempt(lambda: executors["dp"].run([x])) if me == 0 else ("", "", 0.0)
+
+
+def test_what_a_survivor_heard_in_another_team_is_passed_on(pool: Pool) -> None:
+    error, text, _ = pool(4).run(leave_a_mesh, may_die={2, 3})[0]
+    assert error == "PeerError"
+    assert "rank 2 stopped: rank 3 of team tp died" in text
+
+
+def leave_a_meeting() -> Outcome:
+    """The same in meetings: rank 1 leaves one with rank 2, and rank 0 waits for it in another."""
+    me, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    board = Board(store, "leaving", LIMIT_S)
+    board.announce(me)
+    dist.barrier()
+    if me == 2:
+        die()
+    pair = (1, 2) if me else (0, 1)
+    found = attempt(lambda: board.exchange(f"{pair}/1", pair, me, {}, LIMIT_S))
+    if me:
+        os._exit(7)
+    return found
+
+
+def test_who_left_a_meeting_for_another_is_not_blamed(pool: Pool) -> None:
+    error, text, seconds = pool(3).run(leave_a_meeting, may_die={1, 2})[0]
+    assert error == "AgreementError"
+    assert "rank 1 cannot come to '(0, 1)' any more, for it stopped: rank 2 cannot" in text
+    assert seconds < AT_ONCE_S
+
+
+# -- for how long ----------------------------------------------------------------------------------
+
+
+def come_late(seconds: float) -> tuple[float, float, Outcome, list[str]]:
+    """A rank that is late by more than the warning's minute, which is made shorter here."""
+    patience.WARN_AFTER_S = 0.5
+    group: Any = dist.new_group(timeout=timedelta(seconds=33))
+    program = program_of("get", 2)
+    with Executor(program, groups={"tp": group}).prepare() as executor:
+        inputs = inputs_of(program, dist.get_rank(), 1)
+        executor.run(inputs)
+        time.sleep(seconds * dist.get_rank())
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = attempt(lambda: len(executor.run(inputs)))
+    default = Executor(program, groups={"tp": world_group()}).limit_s
+    patience.WARN_AFTER_S = 60.0
+    return executor.limit_s, default, found, [str(warning.message) for warning in told]
+
+
+def test_the_time_out_follows_the_groups_and_a_warning_names_who_is_late(pool: Pool) -> None:
+    for rank, (limit, default, found, told) in enumerate(pool(2).run(come_late, 1.5)):
+        assert (limit, default) == (33.0, 60.0), "the groups' own time-outs"
+        assert found[:2] == ("result", "1")
+        if rank == 0:
+            (text,) = told
+            assert "rank 1 has not entered run 2" in text
+            assert "33 at most (option time_out_s)" in text
+
+
+@contextlib.contextmanager
+def before_each_transfer(act: Callable[[], None]) -> Iterator[None]:
+    """Does something between the rendezvous of a collective on gloo and this rank's part of it."""
+
+    def bound(backend: Any, spec: Spec, time_out_s: float) -> Any:
+        run = bind_collective(backend, spec, time_out_s)
+
+        def held(src: Any, dst: Any, wait: Wait) -> None:
+            act()
+            run(src, dst, wait)
+
+        return held
+
+    with mock.patch.object(host_ops, "bind_collective", bound):
+        yield
+
+
+def step_for(seconds: float, limit: float, within: bool) -> Outcome:
+    """Steps of a Program on gloo, in which rank 0 waits for most of the time: for rank 1 to enter a
+    run, or `within` a collective."""
+    nap = 0.3 * dist.get_rank()
+    with before_each_transfer(lambda: time.sleep(nap if within else 0)):
+        executor = prepared("pipeline", time_out_s=limit)
+    inputs = inputs_of(executor.program, dist.get_rank(), 1)
+    end = time.monotonic() + seconds
+
+    def go() -> str:
+        going = True
+        while going:
+            time.sleep(0 if within else nap)
+            executor.run(inputs)
+            stop = torch.tensor([float(time.monotonic() >= end)])
+            dist.all_reduce(stop)
+            going = not stop.item()
+        return "done"
+
+    return attempt(go)
+
+
+def pids(pool: Pool) -> list[int]:
+    return [process.pid for process, _ in pool._workers]
+
+
+def wake(pid: int, seconds: float) -> None:
+    """Lets a process go on that is stopped for so long."""
+    for _ in range(600):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        time.sleep(seconds if state == "T" else 0.05)
+        if state == "T":
+            return os.kill(pid, signal.SIGCONT)
+
+
+def in_a_while(seconds: float, act: Callable[[], object]) -> threading.Timer:
+    thread = threading.Timer(seconds, act)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_pause_of_the_whole_job_is_no_time_out(pool: Pool, within: bool) -> None:
+    limit, held_s = 1.5, 3.0
+    pool(2).run(step_for, 0.0, LIMIT_S, False)  # the processes are there
+
+    def pause() -> None:
+        for sign in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids(pool):
+                os.kill(pid, sign)
+            time.sleep(held_s if sign == signal.SIGSTOP else 0)
+
+    thread = in_a_while(1.5, pause)
+    results = pool(2).run(step_for, held_s + 2.5, limit, within, replace=True)
+    thread.join()
+    assert [found[:2] for found in results] == [("result", "done")] * 2
+
+
+def ask_a_stopped_store() -> tuple[float, str, bool]:
+    """Rank 0 holds a store and is stopped for some seconds; rank 1 asks meanwhile, and after."""
+    told: Any = [None]
+    if dist.get_rank() == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        told = [(store.port, os.getpid())]
+    dist.broadcast_object_list(told)
+    port, pid = told[0]
+    if dist.get_rank() == 0:
+        dist.barrier()
+        return 0.0, "", True
+    board = Board(dist.TCPStore("127.0.0.1", port, is_master=False), limit_s=1.0)
+    assert board.read("nothing") is None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        begun = time.monotonic()
+        waking = in_a_while(5.0, lambda: os.kill(pid, signal.SIGCONT))
+        _, first, _ = attempt(lambda: board.exchange("t/1", (0, 1), 1, {}, 1.0))
+        seconds = time.monotonic() - begun
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        waking.cancel()
+    time.sleep(0.5)
+    board.post("t/2", {})
+    again = board.read("t/2") == {}
+    dist.barrier()
+    return seconds, first, again
+
+
+def test_a_stopped_holder_of_the_store_is_waited_for_in_bounded_time(pool: Pool) -> None:
+    seconds, told, again = pool(2).run(ask_a_stopped_store, replace=True)[1]
+    assert "the store of torch.distributed has not answered for 1 s" in told
+    assert "time_out_s" in told
+    assert seconds < 3.5
+    assert again, "it is asked again once it answers"
+
+
+def stop_within(kind: str, victim: int, limit: float) -> Outcome:
+    """A rank is stopped between the rendezvous of a transfer and its part of it."""
+    armed = False
+
+    def stop() -> None:
+        nonlocal armed
+        if armed and dist.get_rank() == victim:
+            armed = False
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def stopped(tensor: torch.Tensor) -> torch.Tensor:
+        stop()
+        return as_bytes(tensor)
+
+    with before_each_transfer(stop), mock.patch.object(messages, "as_bytes", stopped):
+        executor = prepared(kind, time_out_s=limit)
+        inputs = inputs_of(executor.program, dist.get_rank(), 1)
+        executor.run(inputs)
+        armed = True
+        return attempt(lambda: executor.run(inputs))
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "shift"])
+def test_a_rank_that_is_stopped_in_a_transfer_of_gloo_is_named(
+    pool: Pool, kind: str, seed: int
+) -> None:
+    victim, limit = seed % 3, 1.5
+    pool(3).run(step_for, 0.0, LIMIT_S, False)
+    thread = in_a_while(0.0, lambda: wake(pids(pool)[victim], limit + 3))
+    results = pool(3).run(stop_within, kind, victim, limit, replace=True)
+    thread.join()
+    others = [results[rank] for rank in range(3) if rank != victim]
+    assert any(error == "CommTimeoutError" for error, _, _ in others), others
+    for error, text, seconds in others:
+        assert error in ("CommTimeoutError", "PeerError")
+        assert f"waiting for rank {victim}:" in text
+        assert "its process is stopped" in text
+        assert seconds < limit + 2
