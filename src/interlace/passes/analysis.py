@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from interlace.ir import Chunk, Collective, Program, RankIndex, Slice, View, map_views
+from interlace.ir import Chunk, Collective, Program, RankIndex, Slice, Step
 from interlace.ir.types import TableEntry
 from interlace.passes.blocks import Blocks
 from interlace.passes.dependencies import Before, dependencies
@@ -41,13 +41,19 @@ def without_moves(before: Before, sites: Iterable[GatherSite | ScatterSite]) -> 
     return tuple(edges)
 
 
-def analyse(program: Program, done: Iterable[int] = ()) -> tuple[Found, ...]:
-    """What every collective is; those of the sites `done` are left out, and their ops untouched."""
+def analyse(
+    program: Program, done: Iterable[int] = (), before: Before | None = None
+) -> tuple[Found, ...]:
+    """What every collective is; those of the sites `done` are left out, and their ops untouched.
+
+    `before` has the Program's dependencies, where they are known.
+    """
     ranks = representatives(program)
-    found = _analyse(program, ranks[0], frozenset(done))
+    before, done = before or dependencies(program), frozenset(done)
+    found = _analyse(program, ranks[0], done, before)
     if _depends_on_rank(program):
         for rank in ranks[1:]:
-            other = _analyse(program, rank, frozenset(done))
+            other = _analyse(program, rank, done, before)
             found = tuple(
                 mine
                 if mine == theirs
@@ -63,10 +69,12 @@ def _kind(program: Program, found: Found) -> str:
     return op.kind
 
 
-def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, ...]:
+def _analyse(
+    program: Program, rank: int, done: frozenset[int], before: Before
+) -> tuple[Found, ...]:
     values = Values(program, rank)
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
-    blocks = Blocks(dependencies(program))
+    blocks = Blocks(before)
     found: list[Found] = []
     for i, op in enumerate(program.ops):
         if not isinstance(op, Collective) or op.site in done:
@@ -96,18 +104,14 @@ def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, 
 
 def _depends_on_rank(program: Program) -> bool:
     """Whether a size, or a view of an op, differs between ranks."""
-    found = any(isinstance(dim, TableEntry) for b in program.buffers().values() for dim in b.shape)
+    sizes = (dim for buffer in program.buffers().values() for dim in buffer.shape)
+    accesses = (a for op in program.ops for a in (*op.reads(), *op.writes()))
+    steps = (step for access in accesses for step in access.view.steps)
+    return any(isinstance(size, TableEntry) for size in sizes) or any(map(_differs, steps))
 
-    def look(view: View) -> View:
-        nonlocal found
-        for step in view.steps:
-            if isinstance(step, Chunk):
-                found = found or isinstance(step.index, RankIndex)
-            elif isinstance(step, Slice):
-                found = found or isinstance(step.start, TableEntry)
-                found = found or isinstance(step.stop, TableEntry)
-        return view
 
-    for op in program.ops:
-        map_views(op, look)
-    return found
+def _differs(step: Step) -> bool:
+    if isinstance(step, Chunk):
+        return isinstance(step.index, RankIndex)
+    ends = (step.start, step.stop) if isinstance(step, Slice) else ()
+    return any(isinstance(end, TableEntry) for end in ends)

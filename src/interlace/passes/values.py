@@ -11,9 +11,11 @@ A buffer is a value where one op makes all of it; views and data movement (cat, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
 from interlace.passes.aten import SAME_ORDER
+from interlace.passes.emitter import Names
 from interlace.passes.rows import Contents, Refused, concatenated, padded, seen, stored
 
 
@@ -35,6 +37,11 @@ class Values:
             for name in dict.fromkeys(access.view.buffer for access in op.reads()):
                 self.users.setdefault(name, []).append(i)
         self.returned = {v.buffer for arg in program.returned() for v in views_in(arg)}
+
+    @cached_property
+    def names(self) -> Names:
+        """The names that the Program takes; what is tried out adds to a copy."""
+        return Names(self.program)
 
     def box(self, view: View) -> Box:
         """The box of a view on this rank."""
