@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from interlace.ir import Chunk, Collective, Program, RankIndex, Slice, Step
-from interlace.ir.types import TableEntry
+from interlace.ir import Collective, Program
 from interlace.passes.blocks import Blocks
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.overlaps import representatives
@@ -50,16 +49,16 @@ def analyse(
     """
     ranks = representatives(program)
     before, done = before or dependencies(program), frozenset(done)
-    found = _analyse(program, ranks[0], done, before)
-    if _depends_on_rank(program):
-        for rank in ranks[1:]:
-            other = _analyse(program, rank, done, before)
-            found = tuple(
-                mine
-                if mine == theirs
-                else Found(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
-                for mine, theirs in zip(found, other, strict=True)
-            )
+    values = Values(program, ranks[0])
+    found = _analyse(values, done, before)
+    for rank in ranks[1:] if values.ranked else ():  # else no other rank sees anything else
+        other = _analyse(Values(program, rank), done, before)
+        found = tuple(
+            mine
+            if mine == theirs
+            else Found(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
+            for mine, theirs in zip(found, other, strict=True)
+        )
     return found
 
 
@@ -69,10 +68,8 @@ def _kind(program: Program, found: Found) -> str:
     return op.kind
 
 
-def _analyse(
-    program: Program, rank: int, done: frozenset[int], before: Before
-) -> tuple[Found, ...]:
-    values = Values(program, rank)
+def _analyse(values: Values, done: frozenset[int], before: Before) -> tuple[Found, ...]:
+    program = values.program
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
     blocks = Blocks(before)
     found: list[Found] = []
@@ -80,7 +77,7 @@ def _analyse(
         if not isinstance(op, Collective) or op.site in done:
             continue
         try:
-            if values.program.team(op.team).size < 2:
+            if program.team(op.team).size < 2:
                 raise Refused(f"team {op.team} has one rank")
             site = recognise(values, i, op, taken)
             later: set[int] = set()  # matmuls that need what others of the site make
@@ -100,18 +97,3 @@ def _analyse(
             taken.update(site.ops)
             found.append(Found(i, site_kind(op.kind, site), site))
     return tuple(found)
-
-
-def _depends_on_rank(program: Program) -> bool:
-    """Whether a size, or a view of an op, differs between ranks."""
-    sizes = (dim for buffer in program.buffers().values() for dim in buffer.shape)
-    accesses = (a for op in program.ops for a in (*op.reads(), *op.writes()))
-    steps = (step for access in accesses for step in access.view.steps)
-    return any(isinstance(size, TableEntry) for size in sizes) or any(map(_differs, steps))
-
-
-def _differs(step: Step) -> bool:
-    if isinstance(step, Chunk):
-        return isinstance(step.index, RankIndex)
-    ends = (step.start, step.stop) if isinstance(step, Slice) else ()
-    return any(isinstance(end, TableEntry) for end in ends)

@@ -106,7 +106,7 @@ class Overlaps:
 
     def _extent(self, view: View) -> Extent:
         buffer = self.buffers[view.buffer]
-        fixed = not any(map(_rank_dependent, view.steps)) and not any(
+        fixed = not any(map(rank_dependent, view.steps)) and not any(
             isinstance(dim, TableEntry) for dim in buffer.shape
         )
         wheres = self._wheres[:1] if fixed else self._wheres
@@ -140,14 +140,15 @@ def compared_box(view: View, buffer: Buffer, where: Where) -> Box | None:
     if box.numel:
         return box
     whole = View(view.buffer).box(buffer, where)
-    return whole if whole.numel and not any(map(_rank_dependent, view.steps)) else None
+    return whole if whole.numel and not any(map(rank_dependent, view.steps)) else None
 
 
 def _stretch(boxes: tuple[Box | None, ...], count: int) -> tuple[Box | None, ...]:
     return boxes * count if len(boxes) == 1 else boxes
 
 
-def _rank_dependent(step: object) -> bool:
+def rank_dependent(step: Step) -> bool:
+    """Whether a step may lead elsewhere on another rank."""
     match step:
         case Chunk(index, parts, _):
             return not isinstance(index, int) or isinstance(parts, str)

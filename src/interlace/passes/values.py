@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
+from interlace.ir.types import TableEntry
 from interlace.passes.aten import SAME_ORDER
 from interlace.passes.emitter import Names
+from interlace.passes.overlaps import rank_dependent
 from interlace.passes.rows import Contents, Refused, concatenated, padded, seen, stored
 
 
@@ -26,6 +28,13 @@ class Values:
         self.program = program
         self.buffers: dict[str, Buffer] = program.buffers()
         self._box = program.boxes(rank)
+        self._uneven = {
+            name
+            for name, buffer in self.buffers.items()
+            if any(isinstance(dim, TableEntry) for dim in buffer.shape)
+        }
+        self.ranked = False
+        """Whether a box was asked for that may be another one on another rank."""
         self.makers: dict[str, list[int]] = {}
         self.users: dict[str, list[int]] = {}
         self.allocs: dict[str, int] = {}
@@ -45,6 +54,8 @@ class Values:
 
     def box(self, view: View) -> Box:
         """The box of a view on this rank."""
+        if not self.ranked:
+            self.ranked = view.buffer in self._uneven or any(map(rank_dependent, view.steps))
         return self._box(view)
 
     def maker(self, name: str) -> tuple[int, Op] | None:
