@@ -117,6 +117,31 @@ def test_programs_that_differ_in_scalars_alone_agree(pool: Pool) -> None:
     assert pool(2).run(run_own_scalar) == [[2.0] * 4, [3.0] * 4]
 
 
+SLICES = """
+def sliced(tp: Team[2], x: f32[2, 4], v: f32[2, 2]):
+    y = empty(f32[2, 2])
+    main: call("aten.clone.default", x[:, {0}:{1}], out=(mine := f32[2, 2]))
+    main: all_reduce(mine, y, team=tp, reduce="sum"){2}
+    return y
+"""
+WRITES = """
+    main: copy(v, x[:, 0:2])"""
+
+
+def run_own_slice(more: str) -> tuple[list[float], bool]:
+    first = 2 * dist.get_rank()
+    with executor(parse(SLICES.format(first, first + 2, more))).prepare() as own:
+        assert own._agreement is not None
+        result = own.run([torch.arange(8.0).view(2, 4), torch.zeros(2, 2)])[0]
+        return result.flatten().tolist(), own._agreement.verified
+
+
+def test_programs_that_read_other_parts_of_an_input_agree(pool: Pool) -> None:
+    """Each rank slices what came in whole: that cannot race, unless the input is written too."""
+    assert pool(2).run(run_own_slice, "") == [([2.0, 4.0, 10.0, 12.0], False)] * 2
+    assert pool(2).run(run_own_slice, WRITES) == [([2.0, 4.0, 10.0, 12.0], True)] * 2
+
+
 def instantiated_alone() -> list[float]:
     program = parse(SCALARS.format(1.0)).instantiate(dist.get_rank())
     with executor(program).prepare() as own:

@@ -11,7 +11,6 @@ its stream and its order semantics, so a new kind of compute needs nothing from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from interlace.ir.types import Buffer, DType, Index, Others
@@ -71,13 +70,13 @@ class Op:
         return ()
 
 
-def views_in(arg: Arg) -> Iterator[View]:
+def views_in(arg: Arg) -> tuple[View, ...]:
     """The views in an argument, however deep."""
     if isinstance(arg, View):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from views_in(item)
+        return (arg,)
+    if isinstance(arg, tuple):
+        return tuple([view for item in arg for view in views_in(item)])
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +99,16 @@ class Call(Op):
 
     def views(self) -> tuple[View, ...]:
         """The views among the arguments, in order."""
-        found = [view for arg in self.args for view in views_in(arg)]
-        found += [view for _, arg in self.kwargs for view in views_in(arg)]
-        return tuple(found)
+        found = views_in(self.args)
+        return found + views_in(tuple([arg for _, arg in self.kwargs])) if self.kwargs else found
 
     def reads(self) -> tuple[Access, ...]:
-        found = tuple(Access(view) for view in self.views())
+        found = tuple(map(Access, self.views()))
         return (*found, Access(RNG)) if self.rng else found
 
     def writes(self) -> tuple[Access, ...]:
-        made = (View(buffer.name) for buffer in self.fresh)
-        found = tuple(Access(view) for view in dict.fromkeys((*self.outs, *made)))
+        made = (*self.outs, *[View(buffer.name) for buffer in self.fresh])
+        found = tuple(map(Access, made if len(made) < 2 else dict.fromkeys(made)))
         return (*found, Access(RNG)) if self.rng else found
 
 

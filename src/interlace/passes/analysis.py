@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from interlace.ir import Chunk, Collective, Program, RankIndex, Slice, View, map_views
-from interlace.ir.types import TableEntry
+from interlace.ir import Collective, Program
 from interlace.passes.blocks import Blocks
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.overlaps import representatives
@@ -41,19 +40,25 @@ def without_moves(before: Before, sites: Iterable[GatherSite | ScatterSite]) -> 
     return tuple(edges)
 
 
-def analyse(program: Program, done: Iterable[int] = ()) -> tuple[Found, ...]:
-    """What every collective is; those of the sites `done` are left out, and their ops untouched."""
+def analyse(
+    program: Program, done: Iterable[int] = (), before: Before | None = None
+) -> tuple[Found, ...]:
+    """What every collective is; those of the sites `done` are left out, and their ops untouched.
+
+    `before` has the Program's dependencies, where they are known.
+    """
     ranks = representatives(program)
-    found = _analyse(program, ranks[0], frozenset(done))
-    if _depends_on_rank(program):
-        for rank in ranks[1:]:
-            other = _analyse(program, rank, frozenset(done))
-            found = tuple(
-                mine
-                if mine == theirs
-                else Found(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
-                for mine, theirs in zip(found, other, strict=True)
-            )
+    before, done = before or dependencies(program), frozenset(done)
+    values = Values(program, ranks[0])
+    found = _analyse(values, done, before)
+    for rank in ranks[1:] if values.ranked else ():  # else no other rank sees anything else
+        other = _analyse(Values(program, rank), done, before)
+        found = tuple(
+            mine
+            if mine == theirs
+            else Found(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
+            for mine, theirs in zip(found, other, strict=True)
+        )
     return found
 
 
@@ -63,16 +68,16 @@ def _kind(program: Program, found: Found) -> str:
     return op.kind
 
 
-def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, ...]:
-    values = Values(program, rank)
+def _analyse(values: Values, done: frozenset[int], before: Before) -> tuple[Found, ...]:
+    program = values.program
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
-    blocks = Blocks(dependencies(program))
+    blocks = Blocks(before)
     found: list[Found] = []
     for i, op in enumerate(program.ops):
         if not isinstance(op, Collective) or op.site in done:
             continue
         try:
-            if values.program.team(op.team).size < 2:
+            if program.team(op.team).size < 2:
                 raise Refused(f"team {op.team} has one rank")
             site = recognise(values, i, op, taken)
             later: set[int] = set()  # matmuls that need what others of the site make
@@ -92,22 +97,3 @@ def _analyse(program: Program, rank: int, done: frozenset[int]) -> tuple[Found, 
             taken.update(site.ops)
             found.append(Found(i, site_kind(op.kind, site), site))
     return tuple(found)
-
-
-def _depends_on_rank(program: Program) -> bool:
-    """Whether a size, or a view of an op, differs between ranks."""
-    found = any(isinstance(dim, TableEntry) for b in program.buffers().values() for dim in b.shape)
-
-    def look(view: View) -> View:
-        nonlocal found
-        for step in view.steps:
-            if isinstance(step, Chunk):
-                found = found or isinstance(step.index, RankIndex)
-            elif isinstance(step, Slice):
-                found = found or isinstance(step.start, TableEntry)
-                found = found or isinstance(step.stop, TableEntry)
-        return view
-
-    for op in program.ops:
-        map_views(op, look)
-    return found

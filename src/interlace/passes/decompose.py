@@ -26,7 +26,6 @@ from interlace.passes.base import add_remarks
 from interlace.passes.blocks import order
 from interlace.passes.choose import Choice, Chooser
 from interlace.passes.dependencies import Before, dependencies
-from interlace.passes.emitter import Names
 from interlace.passes.overlaps import representatives
 from interlace.passes.pieces import kernel_parts
 from interlace.passes.recognise import GatherSite, ScatterSite
@@ -64,8 +63,9 @@ class Decompose:
             raise PassError(f"decompose: no sites {missing}; known are {sorted(known)}")
         serial = {op.site for op in program.ops if isinstance(op, Collective)}
         done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
+        before = dependencies(program)
         values = Values(program, representatives(program)[0])
-        names = Names(program)
+        names = values.names.copy()
         choose = Chooser(self.machine, self.protocol, self.chunks)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
@@ -73,7 +73,7 @@ class Decompose:
         written: dict[int, list[Op]] = {}
         overlapped: list[GatherSite | ScatterSite] = []
         anchors: dict[int, int] = {}
-        for found in analyse(program, done):
+        for found in analyse(program, done, before):
             number = program.ops[found.collective].site
             if number is None or (self.sites is not None and number not in self.sites):
                 continue
@@ -100,8 +100,7 @@ class Decompose:
                 written[found.collective] = write(
                     values, names, found.site, choice.row, choice.chunks, number
                 )
-        before = without_moves(dependencies(program), overlapped)
-        ops = _rebuilt(program, before, blocks, anchors, written)
+        ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
         sites = tuple(changed.get(site.id, site) for site in program.sites)
         made = program.replace(ops=ops, sites=sites, tables=tuple(names.tables))
         return add_remarks(made, remarks)

@@ -9,6 +9,7 @@ that differs between ranks is an entry of a per-rank table. Where all ranks agre
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import TypedDict
@@ -54,6 +55,12 @@ class Names:
         self.taken = {buffer.name for buffer in program.buffers().values()}
         self.taken |= {item.name for item in (*program.tables, *program.teams, *program.regions)}
         self.taken |= {op.signal for op in program.ops if isinstance(op, Notify | Expect)}
+
+    def copy(self) -> Names:
+        """The same names, to which others may be added apart from these."""
+        made = copy.copy(self)
+        made.tables, made.taken = list(self.tables), set(self.taken)
+        return made
 
     def new(self, wanted: str) -> str:
         """A name that nothing has yet: `wanted`, or that with a number."""

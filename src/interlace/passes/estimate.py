@@ -29,9 +29,9 @@ from interlace.cost.site_times import correction, doubt, host_at_most, measured
 from interlace.ir import Call, Op, Program, Site
 from interlace.passes.alone import isolated
 from interlace.passes.cone import result_of
-from interlace.passes.emitter import Names
+from interlace.passes.dependencies import dependencies
 from interlace.passes.fuse import Fuse
-from interlace.passes.insert_sync import InsertSync
+from interlace.passes.insert_sync import with_events
 from interlace.passes.pieces import collective_of
 from interlace.passes.recognise import GatherSite, ScatterSite, site_kind
 from interlace.passes.schedule import Schedule
@@ -98,7 +98,7 @@ class Estimator:
         row: Strategy | None,
         chunks: int,
     ) -> tuple[float, float]:
-        names, op = Names(values.program), collective_of(values, site)
+        names, op = values.names.copy(), collective_of(values, site)
         if row is None or row.cut == "whole":
             backend = op.backend if row is None else "peer"
             serial = [values.program.ops[i] for i in site.ops]
@@ -122,7 +122,9 @@ def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
     A machine that does not tell what issuing costs is taken from idle. Turns cost what issuing
     them does, and gain nothing: the ranks of the simulation are in step, and never meet.
     """
-    timed = Fuse().run(TakeTurns().run(InsertSync().run(Schedule().run(program))))
+    played, before = Schedule().played(program)
+    ordered = with_events(played, before or dependencies(played, listed=False))
+    timed = Fuse().run(TakeTurns().run(ordered))
     if not machine.issue:
         return simulate(timed, machine).makespan_s, 0.0
     device = simulate(timed, machine.replayed).makespan_s

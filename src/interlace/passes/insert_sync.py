@@ -35,18 +35,23 @@ class InsertSync:
     def run(self, program: Program) -> Program:
         """The same ops in the same order on the same streams, with events between them."""
         program = strip_events(program)
-        order = clocks(program.ops, dependencies(program, listed=False))
-        events = {source: 0 for wait in order.waits for source in wait}
-        for number, source in enumerate(sorted(events), 1):
-            events[source] = number
-        ops: list[Op] = []
-        for index, op in enumerate(program.ops):
-            for source in order.waits[index]:
-                ops.append(Wait(stream=op.stream, event=f"e{events[source]}", site=op.site))
-            ops.append(op)
-            if index in events:
-                ops.append(Record(stream=op.stream, event=f"e{events[index]}", site=op.site))
-        return program.replace(ops=tuple(ops))
+        return with_events(program, dependencies(program, listed=False))
+
+
+def with_events(program: Program, before: Before) -> Program:
+    """A Program without events, with those that order what its ops must follow on their streams."""
+    order = clocks(program.ops, before)
+    events = {source: 0 for wait in order.waits for source in wait}
+    for number, source in enumerate(sorted(events), 1):
+        events[source] = number
+    ops: list[Op] = []
+    for index, op in enumerate(program.ops):
+        for source in order.waits[index]:
+            ops.append(Wait(stream=op.stream, event=f"e{events[source]}", site=op.site))
+        ops.append(op)
+        if index in events:
+            ops.append(Record(stream=op.stream, event=f"e{events[index]}", site=op.site))
+    return program.replace(ops=tuple(ops))
 
 
 def strip_events(program: Program) -> Program:

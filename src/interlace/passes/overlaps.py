@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interlace.ir import AsStrided, Box, Buffer, Chunk, DType, Program, Slice, View
+from interlace.ir import AsStrided, Box, Buffer, Chunk, DType, Program, Slice, Step, View
 from interlace.ir.types import TableEntry, Where
 
 RNG_BUFFER = Buffer("rng", DType.u8, (1,))
@@ -54,7 +54,9 @@ class Overlaps:
         self.buffers = {"rng": RNG_BUFFER, **program.buffers()}
         self.extents: list[Extent] = []
         self._wheres = [program.where(rank) for rank in representatives(program)]
-        self._numbers: dict[object, int] = {}
+        self._shapes: dict[object, int] = {}
+        self._alike: dict[str, int] = {}
+        self._numbers: dict[tuple[int, tuple[Step, ...]], int] = {}
         self._answers: dict[tuple[int, int], bool] = {}
 
     def size(self, buffer: Buffer) -> int:
@@ -64,8 +66,12 @@ class Overlaps:
 
     def number(self, view: View) -> int:
         """The view's number, which equal views of buffers of one shape share."""
-        buffer = self.buffers[view.buffer]
-        key = (buffer.shape, buffer.strides, buffer.dtype, view.steps)
+        shape = self._alike.get(view.buffer)
+        if shape is None:
+            buffer = self.buffers[view.buffer]
+            like = (buffer.shape, buffer.strides, buffer.dtype)
+            shape = self._alike[view.buffer] = self._shapes.setdefault(like, len(self._shapes))
+        key = (shape, view.steps)
         found = self._numbers.get(key)
         if found is None:
             found = self._numbers[key] = len(self.extents)
@@ -100,7 +106,7 @@ class Overlaps:
 
     def _extent(self, view: View) -> Extent:
         buffer = self.buffers[view.buffer]
-        fixed = not any(map(_rank_dependent, view.steps)) and not any(
+        fixed = not any(map(rank_dependent, view.steps)) and not any(
             isinstance(dim, TableEntry) for dim in buffer.shape
         )
         wheres = self._wheres[:1] if fixed else self._wheres
@@ -128,20 +134,21 @@ def compared_box(view: View, buffer: Buffer, where: Where) -> Box | None:
     What `as_strided` made counts as the whole buffer. So does an empty box, unless a table made it
     empty: where ranks were traced apart it may hold something on others, and all must agree.
     """
-    whole = View(view.buffer).box(buffer, where)
     if any(isinstance(step, AsStrided) for step in view.steps):
-        return whole
+        return View(view.buffer).box(buffer, where)
     box = view.box(buffer, where)
     if box.numel:
         return box
-    return whole if whole.numel and not any(map(_rank_dependent, view.steps)) else None
+    whole = View(view.buffer).box(buffer, where)
+    return whole if whole.numel and not any(map(rank_dependent, view.steps)) else None
 
 
 def _stretch(boxes: tuple[Box | None, ...], count: int) -> tuple[Box | None, ...]:
     return boxes * count if len(boxes) == 1 else boxes
 
 
-def _rank_dependent(step: object) -> bool:
+def rank_dependent(step: Step) -> bool:
+    """Whether a step may lead elsewhere on another rank."""
     match step:
         case Chunk(index, parts, _):
             return not isinstance(index, int) or isinstance(parts, str)

@@ -34,7 +34,6 @@ from interlace.ir import (
 from interlace.passes.aten import CASTS, POINTWISE, ROW_REDUCTIONS
 from interlace.passes.base import add_remarks
 from interlace.passes.cone import operands, result_of
-from interlace.passes.emitter import Names
 from interlace.passes.find_sites import FindSites
 from interlace.passes.overlaps import representatives
 from interlace.passes.recognise import uses_of
@@ -209,7 +208,7 @@ def _before_gather(
     call: Call,
 ) -> Program:
     """The computation on the shard, then the gather; its uses see the gathered result."""
-    program, names = values.program, Names(values.program)
+    program, names = values.program, values.names.copy()
     (result,) = call.fresh
     full = values.buffers[name]
     rank_sizes = values.box(src).sizes
@@ -246,7 +245,7 @@ def _behind_gather(
     values: Values, i: int, j: int, op: Collective, src: View, name: str, operand: View, call: Call
 ) -> Program:
     """The gather of the operand, then the computation on all of it."""
-    program, names = values.program, Names(values.program)
+    program, names = values.program, values.names.copy()
     full = values.buffers[name]
     narrow = Buffer(
         names.new(f"{name}_{values.box(operand).dtype}"),

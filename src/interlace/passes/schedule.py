@@ -85,9 +85,13 @@ class Schedule:
                 f"schedule: streams={self.streams}, window={self.window}; give 1 or 2 streams and "
                 "a window of 1 or more"
             )
+        return self.played(program)[0]
+
+    def played(self, program: Program) -> tuple[Program, Before | None]:
+        """What `run` gives, with what its ops must follow on their streams where that is known."""
         program = strip_events(program)
         if self.streams == 1:
-            return program.replace(ops=tuple(_on(op, "main") for op in program.ops))
+            return program.replace(ops=tuple(_on(op, "main") for op in program.ops)), None
         ops = _Player(program, self.window).play()
         return _on_main(program.replace(ops=tuple(map(_without_slot, ops))))
 
@@ -307,16 +311,18 @@ class _Player:
         return ranks
 
 
-def _on_main(program: Program) -> Program:
+def _on_main(program: Program) -> tuple[Program, Before | None]:
     """Collectives that leave nothing to run under them go to `main`, and need no event.
 
     That is so where all that `main` has done before comes before them, and all that it does after
     them must await them; and no other collective may be under way.
     """
-    ops = list(program.ops)
-    order = clocks(ops, dependencies(program, listed=False))
-    if not {"main", "comm"} <= set(order.streams):
-        return program
+    if not any(isinstance(op, Collective) and op.stream == "comm" for op in program.ops):
+        return program, None
+    ops, before = list(program.ops), dependencies(program, listed=False)
+    order = clocks(ops, before)
+    if "main" not in order.streams:
+        return program, before
     main, comm = order.streams.index("main"), order.streams.index("comm")
     following = [len(ops)] * len(ops)  # the next op of main
     for index in range(len(ops) - 2, -1, -1):
@@ -333,7 +339,7 @@ def _on_main(program: Program) -> Program:
                 ops[index] = _on(op, "main")
             else:
                 issued = order.position[index]
-    return program.replace(ops=tuple(ops))
+    return program.replace(ops=tuple(ops)), before
 
 
 def _without_slot(op: Op) -> Op:

@@ -11,9 +11,13 @@ A buffer is a value where one op makes all of it; views and data movement (cat, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
+from interlace.ir.types import TableEntry
 from interlace.passes.aten import SAME_ORDER
+from interlace.passes.emitter import Names
+from interlace.passes.overlaps import rank_dependent
 from interlace.passes.rows import Contents, Refused, concatenated, padded, seen, stored
 
 
@@ -24,6 +28,13 @@ class Values:
         self.program = program
         self.buffers: dict[str, Buffer] = program.buffers()
         self._box = program.boxes(rank)
+        self._uneven = {
+            name
+            for name, buffer in self.buffers.items()
+            if any(isinstance(dim, TableEntry) for dim in buffer.shape)
+        }
+        self.ranked = False
+        """Whether a box was asked for that may be another one on another rank."""
         self.makers: dict[str, list[int]] = {}
         self.users: dict[str, list[int]] = {}
         self.allocs: dict[str, int] = {}
@@ -36,8 +47,15 @@ class Values:
                 self.users.setdefault(name, []).append(i)
         self.returned = {v.buffer for arg in program.returned() for v in views_in(arg)}
 
+    @cached_property
+    def names(self) -> Names:
+        """The names that the Program takes; what is tried out adds to a copy."""
+        return Names(self.program)
+
     def box(self, view: View) -> Box:
         """The box of a view on this rank."""
+        if not self.ranked:
+            self.ranked = view.buffer in self._uneven or any(map(rank_dependent, view.steps))
         return self._box(view)
 
     def maker(self, name: str) -> tuple[int, Op] | None:

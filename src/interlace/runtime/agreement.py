@@ -2,7 +2,8 @@
 
 Each rank posts what it prepares and reads what the others do: its team mates, their team mates, and
 so on. Equal hashes agree. So do equal skeletons: Programs that differ only in scalars of Calls (a
-vocabulary's offset on each rank, say). Others are verified as a set, as a pipeline's stages are.
+vocabulary's offset on each rank, say), or in the part that Calls read of an input that nothing
+writes. Others are verified as a set, as a pipeline's stages are.
 
     agreement = agree(program, rank, teams, time_out_s=60)
     agreement.tag                # 64 bits that name what all of these ranks prepared together
@@ -70,12 +71,17 @@ def essence(program: Program) -> Program:
 
 
 def skeleton(program: Program) -> Program:
-    """A Program without the scalars of its Calls."""
+    """A Program without the scalars of its Calls, and without what no access can race for: which
+    part a Call reads of an input that nothing writes."""
+    written = {access.view.buffer for op in program.ops for access in op.writes()}
+    inputs = {b.name for b in program.params if b.kind == "input" and b.team is None} - written
 
     def bare(arg: Arg) -> Arg:
         if isinstance(arg, tuple):
             return tuple(map(bare, arg))
-        return arg if isinstance(arg, View | Name) else None
+        if isinstance(arg, View):
+            return View(arg.buffer) if arg.buffer in inputs else arg
+        return arg if isinstance(arg, Name) else None
 
     def strip(op: Op) -> Op:
         if not isinstance(op, Call):
