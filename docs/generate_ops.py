@@ -16,6 +16,7 @@ from pathlib import Path
 
 import interlace.ir as ir
 from interlace.ir.printer import print_op
+from interlace.verify.in_place import BACKENDS, COLLECTIVES
 
 PAGE = Path(__file__).with_name("ops.md")
 
@@ -74,6 +75,23 @@ and the trace know an op by these and by its place in the order. How an op order
 [semantics.md](semantics.md), how it is written in [text.md](text.md).
 """
 
+IN_PLACE = """## In place
+
+An op reads and writes in no order that a schedule may count on. So what it writes shares no bytes
+with what else it reads or writes, but in these forms (`interlace check` refuses the rest):
+
+- a `copy` of a view to just the same view;
+- a call of a pointwise operator (`interlace.ir.pointwise`), or of a region of such alone, that
+  writes just the view of an operand: the same bytes, element type, sizes and strides;
+- an argument that a call with `mutates` writes: it stands in `out=` as the view that is passed,
+  and what else is passed shares no bytes with it (but as above, for a pointwise operator);
+- a collective in the form that stands here, on a backend that stands here. Where none is named,
+  it may run on any, so all must.
+
+Matmuls, reductions, index operators, all-to-alls, puts, gets and messages to oneself never work in
+place. Two members of a `fused` or a `group` are not one op: they race.
+"""
+
 
 def page() -> str:
     """The text of docs/ops.md."""
@@ -88,6 +106,8 @@ def page() -> str:
         + ".\n"
     )
     parts.append(kinds())
+    parts.append(IN_PLACE)
+    parts.append(in_place())
     parts.append("## Steps of a view\n")
     steps = (
         ir.Chunk,
@@ -153,6 +173,26 @@ def kinds() -> str:
                 "yes" if kind.rooted else "no",
             )
             for name, kind in ir.KINDS.items()
+        ),
+    )
+
+
+def in_place() -> str:
+    """The table of collectives in place."""
+    forms = {
+        "same": "`dst` is `src`",
+        "gather": "`src` is this rank's own part of `dst`",
+        "scatter": "`dst` is this rank's own part of `src`",
+    }
+    return table(
+        ("kind", "form in place", "backends"),
+        (
+            (
+                f"`{kind}`",
+                forms[form if form == "same" else ir.KINDS[kind].scales],
+                "all" if backends == BACKENDS else ", ".join(f"`{name}`" for name in backends),
+            )
+            for kind, (form, backends) in COLLECTIVES.items()
         ),
     )
 

@@ -5,6 +5,7 @@ The values are small integers, so that sums are exact in every element type and 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -26,6 +27,7 @@ from interlace.comm import (
 from interlace.comm.collectives import Run, nothing
 from interlace.errors import UnsupportedError
 from interlace.ir import KINDS
+from interlace.verify.in_place import COLLECTIVES
 
 TIME_OUT_S = 20.0
 COLUMNS = 3
@@ -156,6 +158,63 @@ def test_kind_moves_and_reduces_as_it_says(
     assert counts[0] >= 8
 
 
+def in_place(kind: str, backend: str, seed: int, topic: str) -> int:
+    """Runs every variant of a kind in its form in place, and compares; how many there were."""
+    team, wait = meet()
+    specs = [
+        dataclasses.replace(
+            spec, parts=tuple(part * (k % 2 * seed % 5000 + 1) for part in spec.parts)
+        )
+        for k, spec in enumerate(specs_of(kind, team.size, team.me))
+    ]
+    runs = bind(team, backend, specs, topic)
+    team.control.enter(1, "in place")
+    for number, (spec, run) in enumerate(zip(specs, runs, strict=True)):
+        team.control.reach(0, number + 1, wait)
+        given = [
+            values(seed + number, rank, numel_given(spec, rank), spec.dtype)
+            for rank in range(team.size)
+        ]
+        wanted = expected(spec, given)
+        reads = KINDS[kind].reads == "all" or spec.me == spec.root
+        src = dst = given[spec.me].clone()
+        own = slice(sum(spec.parts[: spec.me]), sum(spec.parts[: spec.me + 1]))
+        if COLLECTIVES[kind][0] == "own":
+            if KINDS[kind].scales == "gather" and wanted is not None:
+                dst = torch.full_like(wanted, 77)
+                dst[own] = src
+                src = dst[own]
+            elif KINDS[kind].scales == "scatter":
+                dst = src[own] if reads else src.new_empty(spec.parts[spec.me])
+        run(src if reads else None, dst if wanted is not None else None, wait)
+        if wanted is not None:
+            assert torch.equal(dst, wanted.to(spec.dtype)), (spec, dst, wanted)
+        if KINDS[kind].scales == "scatter":
+            kept, was = src.clone(), given[spec.me].clone()
+            kept[own] = was[own] = 0
+            assert torch.equal(kept, was), f"{spec} changed its source"
+    team.control.leave()
+    return len(specs)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        (kind, backend)
+        for kind, (_, backends) in COLLECTIVES.items()
+        for backend in backends
+        if backend in ("gloo", "peer")
+    ],
+)
+def test_kind_works_in_place_where_the_verifier_allows_it(
+    pool: Pool, kind: str, backend: str, world: int, seed: int
+) -> None:
+    counts = pool(world).run(in_place, kind, backend, seed, f"{kind}-in-place-{seed}")
+    assert counts == [counts[0]] * world
+    assert counts[0] >= 8
+
+
 def refuse(dtype: torch.dtype, reduce: str, backend: str) -> str:
     team, _ = meet()
     spec = Spec("all_reduce", team.size, team.me, (4,), dtype, reduce)
@@ -224,3 +283,21 @@ def test_what_gloo_does_not_reduce_another_transport_does() -> None:
     spec = Spec("all_reduce", 2, 0, (4,), torch.bool, "max")
     with pytest.raises(UnsupportedError, match=r"torch\.bool.*transport='peer'"):
         bind_collective(Gloo(), spec, 1.0)
+
+
+def test_ucc_reads_from_a_copy_of_what_it_writes() -> None:
+    class Ucc:
+        def name(self) -> str:
+            return "ucc"
+
+        def _allgather_base(self, dst: torch.Tensor, src: torch.Tensor, options: object) -> Ucc:
+            self.apart = src.untyped_storage().data_ptr() != dst.untyped_storage().data_ptr()
+            return self
+
+        def wait(self, time_out: object) -> None:
+            pass
+
+    backend, whole = Ucc(), torch.zeros(8)
+    run = bind_collective(backend, Spec("all_gather", 2, 0, (4, 4), torch.float32), 1.0)
+    run(whole[:4], whole, Wait(1.0, lambda: "the op under test"))
+    assert backend.apart

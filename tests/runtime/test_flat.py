@@ -266,6 +266,6 @@ def nested() -> list[Outcome]:
 
 
 def test_a_run_within_a_run_of_its_own_is_refused(pool: Pool) -> None:
-    for ((error, text, _),) in pool(2).run(nested):
+    for ((error, text, _),) in pool(2).run(nested, replace=True):
         assert error in ("ExecutorError", "PeerError")
         assert "was called in a run of its own" in text

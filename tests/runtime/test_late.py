@@ -130,8 +130,7 @@ BAD_OP = """
 def bad(tp: Team[2], x: f32[4], y: out[f32[4]]):
     slot = alloc(f32[4], symmetric=tp)
     main: copy(x, slot)
-    main: copy(slot, y)
-    main: call("{}", y, out=y)
+    main: call("{}", slot, out=y)
     main: free(slot)
 """
 

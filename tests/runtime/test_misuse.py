@@ -131,9 +131,9 @@ WRITES = """
 def run_own_slice(more: str) -> tuple[list[float], bool]:
     first = 2 * dist.get_rank()
     with executor(parse(SLICES.format(first, first + 2, more))).prepare() as own:
-        assert own._agreement is not None
+        assert own.agreement is not None
         result = own.run([torch.arange(8.0).view(2, 4), torch.zeros(2, 2)])[0]
-        return result.flatten().tolist(), own._agreement.verified
+        return result.flatten().tolist(), own.agreement.verified
 
 
 def test_programs_that_read_other_parts_of_an_input_agree(pool: Pool) -> None:

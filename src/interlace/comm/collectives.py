@@ -93,7 +93,21 @@ def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
     if spec.kind != "barrier" and sum(spec.parts) == 0:
         return _nothing
     margin = MARGIN_S if backend.name() == "gloo" else 0.0  # Note [Whose time-out] in backends.py
-    return _Binder(backend, spec, timedelta(seconds=time_out_s + margin)).bind()
+    run = _Binder(backend, spec, timedelta(seconds=time_out_s + margin)).bind()
+    return _apart(run) if backend.name() == "ucc" else run
+
+
+def _apart(run: Run) -> Run:
+    """From a copy of what shares memory with the destination: UCC works in place only where it is
+    told so, and torch does not tell it."""
+
+    def copied(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+        if src is not None and dst is not None:
+            if src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr():
+                src = src.clone()
+        run(src, dst, wait)
+
+    return copied
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

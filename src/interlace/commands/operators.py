@@ -28,7 +28,8 @@ def look_up(programs: Sequence[Program]) -> tuple[Finding, ...]:
 
 def _remarks(programs: Sequence[Program]) -> list[str]:
     from interlace.ir.call_names import FUNCTIONS, KNOWN_NAMESPACES, OPERATORS
-    from interlace.passes.aten import BATCHED, CASTS, MATMULS, POINTWISE, SAME_ORDER
+    from interlace.ir.pointwise import POINTWISE
+    from interlace.passes.aten import BATCHED, CASTS, MATMULS, SAME_ORDER
 
     known = {
         *FUNCTIONS,

@@ -198,9 +198,8 @@ class Collective(Op):
     of what other ranks have: docs/semantics.md.
 
     `src` and `dst` are contiguous boxes split along dimension 0: into even parts, or by the table
-    `splits`. A broadcast writes `dst` on every rank and reads `src` on the root alone. `dst` may be
-    `src` for all_reduce. What a kind does not read (`src`) or write (`dst`) on this rank may be
-    None.
+    `splits`. A broadcast writes `dst` on every rank and reads `src` on the root alone. Some kinds
+    work in place. What a kind does not read (`src`) or write (`dst`) on this rank may be None.
     """
 
     kind: str

@@ -1,10 +1,11 @@
-"""What the passes know of aten operators, as tables: matmuls, pointwise operators, data movement.
+"""What the passes know of aten operators, as tables: matmuls, data movement, reductions of rows.
 
 A row-wise operator can be cut along its rows: row i of the result needs row i of its operands. Each
 entry names the overload that writes into given memory, so that chunks land in their place.
+Pointwise operators are such too: `ir/pointwise.py`.
 
-    >>> MATMULS["aten.addmm.default"].lhs, POINTWISE["aten.gelu.default"]
-    (1, 'aten.gelu.out')
+    >>> MATMULS["aten.addmm.default"].lhs
+    1
 """
 
 from __future__ import annotations
@@ -58,30 +59,6 @@ def by_data(fn: str) -> str:
     """What to add to the refusal of an operator whose rows are decided by data."""
     return next((why for name, why in BY_DATA.items() if fn.startswith(name)), "")
 
-
-_UNARY = (
-    *("abs", "ceil", "cos", "erf", "exp", "expm1", "floor", "gelu", "hardswish", "leaky_relu"),
-    *("log", "log1p", "log2", "mish", "neg", "reciprocal", "relu", "round", "rsqrt", "sigmoid"),
-    *("sign", "silu", "sin", "sqrt", "square", "tan", "tanh", "trunc"),
-)
-_BACKWARD = (
-    *("gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward"),
-    *("threshold_backward", "leaky_relu_backward"),
-)
-
-POINTWISE = {
-    **{f"aten.{name}.default": f"aten.{name}.out" for name in _UNARY},
-    **{f"aten.{name}.default": f"aten.{name}.grad_input" for name in _BACKWARD},
-    **{f"aten.{name}.Tensor": f"aten.{name}.out" for name in ("add", "sub", "mul", "div")},
-    **{f"aten.{name}.Scalar": f"aten.{name}.Scalar_out" for name in ("add", "sub", "mul", "div")},
-    "aten.clamp.default": "aten.clamp.out",
-    "aten.maximum.default": "aten.maximum.out",
-    "aten.minimum.default": "aten.minimum.out",
-    "aten.pow.Tensor_Scalar": "aten.pow.Tensor_Scalar_out",
-    "aten.pow.Tensor_Tensor": "aten.pow.Tensor_Tensor_out",
-    "aten.where.self": "aten.where.self_out",
-}
-"""Element by element, with broadcasting: the overload that writes into given memory."""
 
 CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 """Element by element into another element type: a Copy does it."""

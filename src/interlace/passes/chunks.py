@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
-from interlace.passes.aten import CASTS, POINTWISE, Matmul, matmul_of
+from interlace.ir.pointwise import POINTWISE
+from interlace.passes.aten import CASTS, Matmul, matmul_of
 from interlace.passes.cone import Cone, lhs_of, operand_kind, result_of
 from interlace.passes.emitter import Emitter
 from interlace.passes.layout import Layout

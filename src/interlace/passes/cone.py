@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from interlace.errors import ProgramError
 from interlace.ir import Arg, Call, Op, View
-from interlace.passes.aten import CASTS, POINTWISE, by_data, matmul_of
+from interlace.ir.pointwise import POINTWISE
+from interlace.passes.aten import CASTS, by_data, matmul_of
 from interlace.passes.rows import Refused
 from interlace.passes.values import Values
 

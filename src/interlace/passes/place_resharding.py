@@ -31,7 +31,8 @@ from interlace.ir import (
     View,
     map_views,
 )
-from interlace.passes.aten import CASTS, POINTWISE, ROW_REDUCTIONS
+from interlace.ir.pointwise import POINTWISE
+from interlace.passes.aten import CASTS, ROW_REDUCTIONS
 from interlace.passes.base import add_remarks
 from interlace.passes.cone import operands, result_of
 from interlace.passes.find_sites import FindSites

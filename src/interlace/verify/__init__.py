@@ -16,6 +16,7 @@ What is guaranteed
       same run, through the buffer that it is read through (inputs are written);
     - nothing is used before its Alloc or after its Free; every slot comes back in the run that
       took it; no result lives in memory that the next run uses again;
+    - source and destination of an op share bytes in a form that the op allows, or not at all;
     - members of a collective agree on kind, reduction, root, splits, element type and shape, the
       two ends of a message on size and element type, and the ranks on the takes of each slot.
 
@@ -38,9 +39,9 @@ How it is known to work
     has patience for.
 
 Reading order: source.py and lower.py (what is checked), graph.py, build.py and frames.py (the
-order), sweep.py with memory.py and regions.py (races and lifetimes), deadlock.py, matching.py,
-remarks.py, explain.py, uneven.py, unwritten.py and report.py (what is told), fixing/ (how it is
-fixed), check.py; then oracle.py.
+order), sweep.py with memory.py and regions.py (races and lifetimes), in_place.py (one op alone),
+deadlock.py, matching.py, remarks.py, explain.py, uneven.py, unwritten.py and report.py (what is
+told), fixing/ (how it is fixed), check.py; then oracle.py.
 """
 
 from interlace.verify.check import check

@@ -18,6 +18,7 @@ from interlace.verify.build import Builder
 from interlace.verify.deadlock import deadlocks
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.trials import Trials
+from interlace.verify.in_place import in_place
 from interlace.verify.lower import lower
 from interlace.verify.matching import mismatches
 from interlace.verify.regions import Regions
@@ -60,6 +61,7 @@ def check(
     findings = [explainer.flaw(source, flaw) for source in sources for flaw in source.flaws]
     agreed = mismatches(builder, explainer, regions)
     findings += disagreements(builder, explainer, regions)
+    findings += in_place(builder, explainer, regions)
     agreed += deadlocks(builder, explainer)
     findings += [Uneven(builder, explainer).told(finding) for finding in agreed]
     findings += remarks(builder, explainer)
