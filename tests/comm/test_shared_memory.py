@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -206,6 +207,13 @@ def test_a_process_is_alive_until_it_ends() -> None:
     child.wait()
     life.close()
     assert Life.of(child.pid, started).alive(), "what cannot be seen counts as alive"
+
+
+def test_a_process_whose_entry_cannot_be_read_counts_as_alive() -> None:
+    """So it is where this process may open no more files."""
+    me = identity()
+    with mock.patch("interlace.comm.liveness._stat", return_value=[]):
+        assert Life.of(*me).alive()
 
 
 def ping_pong(rounds: int, seed: int) -> bool:

@@ -323,6 +323,6 @@ PAIRS = {"tp": [[0, 1], [2, 3]], "pipe": [[0, 2], [1, 3]]}
 
 def test_preparing_more_leaves_no_more_keys_and_files_behind(pool: Pool) -> None:
     for found in pool(4).run(prepare_again_and_again, replace=True):
-        (_, files), (keys, _), *_, (last_keys, last_files) = found
+        _, (keys, files), *_, (last_keys, last_files) = found  # what is made once, the first makes
         assert last_keys <= keys + 8, found
         assert last_files <= files, found

@@ -148,10 +148,6 @@ REFUSED = {
     "a scatter by NCCL": (
         'main: scatter(x, x[tp.rank], root=0, team=tp, backend="nccl")', (0, 3), 'backend="peer"',
     ),
-    "a message to oneself": (
-        "main: group(send(x.slice(0, 0, 4), peer=tp.rank), recv(x.slice(0, 2, 6), peer=tp.rank))",
-        (0, 5), "copy",
-    ),
     "a put to oneself": (
         "s = alloc(f32[6, 6], symmetric=tp)\n main: copy(x, s)\n"
         "main: put(s[0:2], s[0:2], peer=tp.rank + 3)\n main: free(s)", (0, 5), "copy",
@@ -179,6 +175,13 @@ def test_a_form_that_is_wrong_is_refused(body: str, ends: tuple[int, ...], fix: 
     assert finding.ranks == wanted, report
     assert fix in finding.fix, report
     assert "share" in finding.message or "twice" in finding.message
+
+
+def test_a_message_to_oneself_is_two_ops_that_race() -> None:
+    rows = "x.slice(0, 0, 4)", "x.slice(0, 2, 6)"
+    group = "main: group(send({}, peer=tp.rank), recv({}, peer=tp.rank))"
+    assert checked(group.format(*rows)).kinds() == {"race"}
+    assert checked(group.format("x.slice(0, 0, 3)", "x.slice(0, 3, 6)")).sound
 
 
 @pytest.mark.parametrize(("fn", "right"), [("aten.add.Tensor", True), ("aten.mm.default", False)])

@@ -128,10 +128,11 @@ class Life:
             return cls(None, ended=here)
         except OSError:
             return cls(None)
-        if _started(pid) == started:
+        now = _started(pid)
+        if now == started:
             return cls(descriptor, pid)
-        os.close(descriptor)
-        return cls(None, ended=here)
+        os.close(descriptor)  # another has its id, it has gone, or /proc cannot be read
+        return cls(None, ended=here and (now > 0 or not exists(pid)))
 
     @property
     def seen(self) -> bool:

@@ -30,6 +30,10 @@ from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_p
 from interlace.runtime.registered import Found, judge
 from interlace.verify import Report, check
 
+LATER_S = 0.5
+"""How much later than this rank another may have begun: one that waits for a rank of another team
+then gives up first, and its verdict names that rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -219,7 +223,7 @@ def _collect(
     with board.attending(own, me):
         while wanted := _unknown(found):
             topics = {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}
-            came = board.collect(topics, time_out_s, own, board.ended, look)
+            came = board.collect(topics, time_out_s + LATER_S, own, board.ended, look)
             missing = [rank for rank in wanted if rank not in came]
             if missing:
                 _, team, number = wanted[missing[0]]
