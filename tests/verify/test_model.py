@@ -274,6 +274,21 @@ RULES: list[tuple[str, str, set[str]]] = [
     ("a use that does not await a slot which a deadlock keeps from being taken",
      "main: expect(n, tp.rank + 1)\n s = alloc(f32[4], symmetric=tp)\n side: copy(x, s)\n"
      "main: free(s)\n main: copy(x, y)", {"deadlock", "race"}),
+    ("a message without elements orders nothing",
+     "main: copy(x[0:1], y[0:1])\n s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
+     "main: group(send(x[0:0], peer=tp.rank + 1), recv(y[0:0], peer=tp.rank - 1))\n"
+     "main: get(s, peer=tp.rank + 1, dst=y)\n main: barrier(team=tp)\n main: free(s)", {"race"}),
+    ("though one with an element does",
+     "main: copy(x[0:1], y[0:1])\n s = alloc(f32[4], symmetric=tp)\n main: copy(x, s)\n"
+     "main: group(send(x[0:1], peer=tp.rank + 1), recv(y[0:1], peer=tp.rank - 1))\n"
+     "main: get(s, peer=tp.rank + 1, dst=y)\n main: barrier(team=tp)\n main: free(s)", set()),
+    ("but its ends wait for each other where a library has them meet",
+     "main: copy(x, y)\n main: recv(y[0:0], peer=tp.rank + 1)\n"
+     "main: send(x[0:0], peer=tp.rank + 1)", {"deadlock"}),
+    ("notifies of which one never runs are in no order",
+     "main: copy(x, y)\n main: expect(n, tp.rank + 1, value=1)\n"
+     "main: notify(n, to=tp.rank + 1, value=1)\n side: notify(n, to=tp.rank + 1, value=2)",
+     {"deadlock", "signal"}),
     ("signals count within a run", "main: copy(x, y)\n main: notify(n, to=tp.others, value=1)\n"
      "main: expect(n, tp.others, value=2)", {"deadlock"}),
 ]  # fmt: skip

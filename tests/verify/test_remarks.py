@@ -6,6 +6,7 @@ from interlace.ir import parse
 from interlace.verify import Report, check
 
 HEAD = "(a: Team[2], b: Team[[0, 1]], x: f32[4], y: out[f32[4]], z: out[f32[4]])"
+INPUTS = "(a: Team[2], x: f32[4], y: f32[4], z: f32[4])"
 ONE = '    main: all_reduce(x, y, reduce="sum", team=a)\n'
 TWO = '    comm: all_reduce(x, z, reduce="sum", team=b)\n'
 
@@ -24,7 +25,7 @@ def launched(first: str, second: str) -> Report:
 
 def test_two_communicators_in_opposite_order() -> None:
     assert remarks(launched(TWO, ONE)) == ["launch-order"]
-    assert "team a" in str(launched(TWO, ONE))
+    assert "team=a" in str(launched(TWO, ONE))
 
 
 def test_in_one_order_there_is_nothing_to_say() -> None:
@@ -40,6 +41,42 @@ def test_nor_where_an_event_orders_them_on_one_rank() -> None:
     )
     programs = [parse(text).instantiate(rank) for rank, text in enumerate(texts)]
     assert check(programs).kinds() == {"deadlock"}
+
+
+def test_it_is_said_where_streams_order_them_on_one_rank_alone() -> None:
+    ordered = f"    comm: record(e)\n    main: wait(e)\n{ONE}"
+    for first, second in ((TWO + ordered, ONE + TWO), (ONE + TWO, TWO + ordered)):
+        texts = f"def f{HEAD}:\n{first}", f"def g{HEAD}:\n{second}"
+        programs = [parse(text).instantiate(rank) for rank, text in enumerate(texts)]
+        assert remarks(check(programs)) == ["launch-order"]
+
+
+def messages(send: str, recv: str, more: str = "") -> Report:
+    return check(parse(f"def f{INPUTS}:\n    {send}\n    {recv}\n{more}"))
+
+
+def test_messages_that_nccl_runs_one_after_another() -> None:
+    send, recv = "send(x, peer=a.rank + 1{})", "recv(y, peer=a.rank - 1{})"
+    split = "main: " + send, "comm: " + recv
+    assert remarks(messages(*(each.format("") for each in split))) == ["launch-order"]
+    assert remarks(messages(*(each.format(', backend="gloo"') for each in split))) == []
+    group = f"main: group({send.format('')}, {recv.format('')})"
+    assert remarks(messages(group, "main: copy(x, z)")) == []
+
+
+def test_a_message_and_a_collective_of_one_team() -> None:
+    texts = (
+        f"def f{INPUTS}:\n    main: send(x, peer=1, team=a)\n{TWO.replace('team=b', 'team=a')}",
+        f"def g{INPUTS}:\n{TWO.replace('team=b', 'team=a')}    main: recv(y, peer=0, team=a)\n",
+    )
+    programs = [parse(text).instantiate(rank) for rank, text in enumerate(texts)]
+    assert remarks(check(programs)) == ["launch-order"]
+    first = parse(texts[0]).instantiate(0)
+    after = "    main: record(e)\n    comm: wait(e)\n"
+    twin = (
+        f"def h{INPUTS}:\n    main: recv(y, peer=0, team=a)\n{after}{texts[0].splitlines()[-1]}\n"
+    )
+    assert remarks(check([first, parse(twin).instantiate(1)])) == []
 
 
 def test_one_name_for_signals_of_two_teams() -> None:

@@ -232,7 +232,7 @@ def _order(
             edges[y.op].add(expect)
             return
     between = _between(team.meetings, x.op, y.op)
-    if not any(_orders_all(program.ops[index]) for index in between):
+    if not any(_orders_all(program, program.ops[index]) for index in between):
         between = _between(meetings, x.op, y.op)
     last = x.op
     for index in between:
@@ -242,8 +242,12 @@ def _order(
         edges[y.op].add(last)
 
 
-def _orders_all(op: Op) -> bool:
-    return isinstance(op, Collective) and not KINDS[op.kind].rooted
+def _orders_all(program: Program, op: Op) -> bool:
+    """Whether each member's end of this op comes after the begin of all."""
+    if not isinstance(op, Collective) or KINDS[op.kind].rooted:
+        return False
+    splits = next((t.values for t in program.tables if t.name == op.splits), ())
+    return 0 not in splits
 
 
 def _between(ops: Sequence[int], start: int, end: int) -> Sequence[int]:

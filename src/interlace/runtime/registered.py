@@ -18,16 +18,13 @@ from dataclasses import dataclass, field
 import torch
 
 from interlace.comm.board import Note, as_told
-from interlace.errors import ExecutorError, InterlaceError, UnsupportedError
-from interlace.ir import Buffer, Collective, Group, Program, Recv, Send
+from interlace.errors import ExecutorError, InterlaceError
+from interlace.ir import Buffer, Program
 from interlace.runtime.inputs import Given
 from interlace.runtime.values import nbytes
 
 Wanted = dict[str, dict[str, tuple[torch.Tensor, int]]]
 """By team and name: the tensor, and its bytes from the first element to the end of the last."""
-MEET = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")
-"""Collectives that no rank leaves before all have come, on every backend."""
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -112,15 +109,6 @@ def _check(
             raise ExecutorError(
                 f"{program.name} has no registered parameter {name!r}: it has {names or 'none'}; "
                 f"declare one as {name}: f32[8, 4].registered(tp)"
-            )
-    for op in program.ops if device.type == "cuda" and buffers else ():
-        apart = isinstance(op, Send | Recv | Group)
-        if apart or (isinstance(op, Collective) and op.kind not in MEET):
-            what = op.kind if isinstance(op, Collective) else "message"
-            raise UnsupportedError(
-                f"{program.name} has registered parameters and a {what}: on NCCL a rank can leave "
-                "it before the others come, so it does not order who may touch the caller's "
-                "memory. Do it in a Program of its own, or with one of " + ", ".join(MEET)
             )
     for name in names:
         _check_memory(program, name, given[name], device, name in written(program))

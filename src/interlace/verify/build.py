@@ -150,9 +150,10 @@ class Builder:
                 graph.never[at.end] = self._missing(absent, team, *issued)
 
     def _has_part(self, at: Meeting, write: bool) -> bool:
-        """Whether a rank gives bytes to a collective, or (`write`) gets some; a barrier is both."""
-        assert isinstance(at.item.op, Collective)
-        if KINDS[at.item.op.kind].reads == "none":
+        """Whether a rank gives bytes to what it meets others in, or (`write`) gets some; a barrier
+        is both."""
+        op = at.item.op
+        if isinstance(op, Collective) and KINDS[op.kind].reads == "none":
             return True
         where = at.frame.place.where
         for touch in at.item.touches:
@@ -166,7 +167,10 @@ class Builder:
         """The messages of a channel: the k-th Send with the k-th Recv."""
         graph, (team, sender, receiver) = self.graph, channel
         for send, receive in zip(sends, receives, strict=False):
-            graph.preds[receive.end].append(send.begin)
+            if self._has_part(send, False):
+                graph.preds[receive.end].append(send.begin)
+            else:
+                graph.blocks.setdefault(receive.end, []).append(send.begin)
             graph.blocks.setdefault(send.end, []).append(receive.begin)
         met = min(len(sends), len(receives))
         for k, at in enumerate((*sends[met:], *receives[met:]), met):

@@ -75,8 +75,7 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
 
 def _cycles(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]:
     found: dict[frozenset[tuple[object, int]], tuple[bool, Finding]] = {}
-    for knot in _knots(graph, stuck):
-        steps = _shortest_cycle(graph, knot)
+    for steps in circles(graph, stuck):
         key = frozenset((part[0].place.source, part[1].index) for part, *_ in steps)
         spans_runs = len({part[0].run for part, _, _ in steps}) > 1
         if key not in found:
@@ -84,6 +83,12 @@ def _cycles(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding
         if len(found) >= MAX_CYCLES:
             break
     return [finding for _, finding in sorted(found.values(), key=lambda pair: pair[0])]
+
+
+def circles(graph: Graph, stuck: set[int]) -> Iterator[list[Step]]:
+    """A shortest cycle of each knot of what cannot finish."""
+    for knot in _knots(graph, stuck):
+        yield _shortest_cycle(graph, knot)
 
 
 def _knots(graph: Graph, stuck: set[int]) -> list[list[int]]:

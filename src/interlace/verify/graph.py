@@ -139,6 +139,13 @@ class Graph:
 
     def solve(self) -> None:
         """Fills `order` and `clocks`; what cannot finish is left out of them."""
+        self.order, self.clocks = self.sequence(), [None] * len(self.preds)
+        start = Clock((0,) * self.num_chains, {})
+        for node in self.order:
+            self.clocks[node] = self._clock(node, start)
+
+    def sequence(self) -> list[int]:
+        """The nodes that can finish, in an order in which they can."""
         count = len(self.preds)
         followers: list[list[int]] = [[] for _ in range(count)]
         waiting = [0] * count
@@ -147,16 +154,13 @@ class Graph:
             waiting[node] = len(before) + (node in self.never)
             for other in before:
                 followers[other].append(node)
-        self.clocks = [None] * count
-        start = Clock((0,) * self.num_chains, {})
         order = [node for node in range(count) if not waiting[node]]
         for node in order:  # grows while it is walked
-            self.clocks[node] = self._clock(node, start)
             for other in followers[node]:
                 waiting[other] -= 1
                 if not waiting[other]:
                     order.append(other)
-        self.order = order
+        return order
 
     def _clock(self, node: int, start: Clock) -> Clock:
         before, chain = self.preds[node], self.chain

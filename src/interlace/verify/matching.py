@@ -291,11 +291,16 @@ class _Matcher:
                 )
 
     def ordered(self, one: int, other: int) -> bool:
-        """Whether one comes before the other; nothing is said of ops that never run."""
+        """Whether one comes before the other, if they come at all."""
         graph = self.builder.graph
-        if graph.clocks[one] is None or graph.clocks[other] is None:
-            return True
-        return graph.before(one, other)
+        if graph.clocks[other] is not None:
+            return graph.before(one, other)
+        seen, left = {other}, [other]
+        for node in left:  # grows while it is walked
+            new = {*graph.preds[node]} - seen
+            seen |= new
+            left += new
+        return one in seen
 
 
 def _is_root(issue: Issue) -> bool:

@@ -307,7 +307,7 @@ class _Rank:
                 self.meet_collective(act, op)
             case Send() | Recv() as op:
                 place = self.script.lists[self.channel(op)].index(act)
-                if isinstance(op, Recv) or self.script.strong:
+                if self.script.strong or (isinstance(op, Recv) and self.box(op.dst).numel > 0):
                     act.end.append(self.began(self.channel(op, other=True), place))
             case Alloc(buffer=buffer):
                 number = self.takes[self.run, buffer.name] - 2

@@ -2,18 +2,22 @@
 
     findings += remarks(builder, explainer)
 
-Two communicators whose collectives two ranks launch in opposite order (on a GPU, each kernel may
-hold what the other needs), and one name for the signals of two teams (which other libraries would
-take for one signal). docs/semantics.md, "What it does not show", has the reasons.
+Collectives and messages that two ranks launch in opposite order (NCCL runs those of a team in the
+order in which they are launched, and of two teams each kernel may hold what the other needs), and
+one name for the signals of two teams (which other libraries would take for one signal).
+docs/semantics.md, "What it does not show", has the reasons.
 """
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
 
-from interlace.verify.build import Builder, Queue, Signal
+from interlace.ir.ops import Recv, Send
+from interlace.verify.build import Builder, Signal
+from interlace.verify.deadlock import circles
 from interlace.verify.explain import Explainer
-from interlace.verify.graph import Meeting
 from interlace.verify.report import Finding
 
 
@@ -23,60 +27,45 @@ def remarks(builder: Builder, explainer: Explainer) -> list[Finding]:
 
 
 def _launch_order(builder: Builder, explainer: Explainer) -> list[Finding]:
-    """Pairs of queues whose collectives two ranks issue in opposite order."""
-    issued: dict[int, list[tuple[Queue, int, Meeting]]] = {}
-    for queue, members in builder.queues.items():
-        for rank, mine in members.items():
-            first = [(queue, k, at) for k, at in enumerate(mine) if at.frame.run == 0]
-            issued.setdefault(rank, []).extend(first)
-    usual: dict[tuple[Queue, Queue], list[tuple[Queue, int, Meeting]]] = {}
-    found: list[Finding] = []
-    for mine in issued.values():
-        queues = list(dict.fromkeys(queue for queue, _, _ in mine))
-        for pair in combinations(queues if len(queues) > 1 else (), 2):
-            both = [each for each in mine if each[0] in pair]
-            both.sort(key=lambda each: each[2].begin)
-            other = usual.setdefault(pair, both)
-            if other[0][2].frame.place.source is not both[0][2].frame.place.source:
-                found += _opposite(builder, explainer, other, both)
-    return found
-
-
-def _opposite(
-    builder: Builder,
-    explainer: Explainer,
-    one: list[tuple[Queue, int, Meeting]],
-    two: list[tuple[Queue, int, Meeting]],
-) -> list[Finding]:
-    """A remark on the first place where two ranks' lists part, if streams leave the order open."""
-    for (queue, k, mine), (queue_2, k_2, theirs) in zip(one, two, strict=False):
-        if (queue, k) == (queue_2, k_2):
-            continue
-        later = next((at for *key, at in one if key == [queue_2, k_2]), None)
-        before = builder.graph.before
-        if later is None or before(mine.end, later.end) or before(later.end, mine.end):
-            return []
-        ranks = mine.frame.place.rank, theirs.frame.place.rank
+    """Whether ranks would wait for each other if each ran its collectives and messages one after
+    another, in the order of its list, as NCCL does those of a team and may do those of all."""
+    graph, spans = builder.graph, defaultdict[int, dict[int, int]](dict)
+    queues = {queue: members for queue, members in builder.queues.items() if _by_nccl(queue[1])}
+    ends = [at for both in builder.channels.values() for end in both for at in end]
+    ends = [at for at in ends if isinstance(op := at.item.op, Send | Recv) and _by_nccl(op.backend)]
+    if (len(queues) < 2 and not ends) or len(graph.order) < len(graph.preds):
+        return []
+    ends += [at for members in queues.values() for mine in members.values() for at in mine]
+    for at in ends:
+        spans[at.frame.place.rank][at.begin] = at.end
+    blocks = dict(graph.blocks)
+    for mine in spans.values():
+        for (_, end), (begin, _) in pairwise(sorted(mine.items())):
+            blocks[begin] = [*blocks.get(begin, ()), end]
+    serial = replace(graph, blocks=blocks)
+    stuck = {*range(len(graph.preds))} - {*serial.sequence()}
+    for steps in circles(serial, stuck):
+        launched = [step for step in steps if step.part[0].place is step.other[0].place]
+        ranks = sorted({step.part[0].place.rank for step in launched})
+        ops = [explainer.ref(*step.other, "is launched first") for step in launched]
         return [
             Finding(
                 "launch-order",
-                f"rank {ranks[0]} launches a collective of {_named(queue)} before one of "
-                f"{_named(queue_2)}, rank {ranks[1]} the other way round, on streams that may run "
-                "at once: on a GPU the two may wait for each other's multiprocessors",
-                (
-                    explainer.ref(mine.frame, mine.item, "is launched first"),
-                    explainer.ref(theirs.frame, theirs.item, "is launched first"),
-                ),
-                "launch them in one order on all ranks, or order the two with an event",
+                "collectives and messages on streams that may run at once wait for each other if "
+                "each rank runs its own one after another, as they are listed: NCCL does so with "
+                "those of one team, and those of two teams may need the same multiprocessors",
+                tuple(ops),
+                "launch them in one order on all ranks, put messages that belong together into one "
+                'group, or name the backend that runs them (backend="peer")',
                 "remark",
-                ranks,
+                tuple(ranks),
             )
         ]
     return []
 
 
-def _named(queue: Queue) -> str:
-    return f"team {queue[0].name}" + (f" by {queue[1]}" if queue[1] else "")
+def _by_nccl(backend: str | None) -> bool:
+    return backend in (None, "nccl")
 
 
 def _shared_names(builder: Builder, explainer: Explainer) -> list[Finding]:

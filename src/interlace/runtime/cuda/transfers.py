@@ -6,8 +6,8 @@ issue = messages(binder, lane, index, (send, recv))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
 from interlace.errors import UnsupportedError
@@ -71,29 +71,23 @@ def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv])
     backends = {
         (op.team, binder.plan.letters[index, number].backend) for number, op in enumerate(ops)
     }
-    by_backend: list[Thunk] = [binder.links.check]  # Note [Aborts] in aborts.py
-    for team, name in sorted(backends):
-        if name == "peer":
-            raise UnsupportedError(
-                "messages go by NCCL on CUDA: leave the backend of sends and receipts open, or "
-                "use one-sided copies (strategy peer)"
-            )
-        mine = [
-            (number, op)
-            for number, op in enumerate(ops)
-            if (op.team, binder.plan.letters[index, number].backend) == (team, name)
-        ]
-        parts = [
-            ("send" if isinstance(op, Send) else "recv", binder.plan.members(team, op.peer)[0])
-            for _, op in mine
-        ]
-        places = [binder.values.own(op.src if isinstance(op, Send) else op.dst) for _, op in mine]
-        issue = bind_messages(binder.crew.backends[team, name], parts, binder.context.device)
-        by_backend.append(_moved(issue, binder.values.items, places))
-    return lane.within(in_turn(by_backend))
-
-
-def _moved(
-    issue: Callable[[Sequence[Any]], None], items: Sequence[Any], places: Sequence[int]
-) -> Thunk:
-    return lambda: issue([items[place] for place in places])
+    if len(backends) > 1:
+        raise UnsupportedError(
+            f"a group on CUDA has messages of teams {sorted(team for team, _ in backends)}: NCCL "
+            "starts those of one team together, and those of another after them. Give each team a "
+            "group of its own, on a stream of its own where one may have to wait for the other"
+        )
+    ((team, name),) = backends
+    if name == "peer":
+        raise UnsupportedError(
+            "messages go by NCCL on CUDA: leave the backend of sends and receipts open, or "
+            "use one-sided copies (strategy peer)"
+        )
+    parts = [
+        ("send" if isinstance(op, Send) else "recv", binder.plan.members(team, op.peer)[0])
+        for op in ops
+    ]
+    issue = bind_messages(binder.crew.backends[team, name], parts, binder.context.device)
+    check, items = binder.links.check, binder.values.items  # Note [Aborts] in aborts.py
+    places = [binder.values.own(op.src if isinstance(op, Send) else op.dst) for op in ops]
+    return lane.within(in_turn([check, lambda: issue([items[place] for place in places])]))
