@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,8 +25,14 @@ from interlace.comm.backends import end
 from interlace.comm.cuda import connecting
 from interlace.comm.cuda.aborts import abort, all_ended
 from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
-from interlace.errors import BackendError, CommTimeoutError, PeerError, TeamError
-from interlace.ir import Collective, Send
+from interlace.errors import (
+    BackendError,
+    CommTimeoutError,
+    PeerError,
+    TeamError,
+    UnsupportedError,
+)
+from interlace.ir import Collective, Send, View
 from interlace.runtime.cuda import transfers as transfers_file
 from interlace.runtime.cuda import watchdog as watchdog_file
 from interlace.runtime.cuda.transfers import collective, messages
@@ -284,6 +291,15 @@ def test_errors_of_nccl_have_a_type(what: str) -> None:
         call = lambda: moves([x])  # noqa: E731
     with pytest.raises(BackendError, match=f"NCCL could not issue {what}: internal error"):
         call()
+
+
+def test_a_group_has_messages_of_one_team() -> None:
+    """NCCL would start a second team's after the first's have met, and those may wait for them."""
+    letters = {(0, number): SimpleNamespace(backend="nccl") for number in range(2)}
+    binder: Any = SimpleNamespace(plan=SimpleNamespace(letters=letters))
+    ops = [Send(src=View("x"), peer=1, team=team) for team in ("a", "b")]
+    with pytest.raises(UnsupportedError, match=r"messages of teams \['a', 'b'\]"):
+        messages(binder, mock.Mock(), 0, ops)
 
 
 def test_a_group_that_fails_amid_it_is_closed() -> None:

@@ -14,7 +14,7 @@ from tests.support.pool import Pool, RankFailure
 from tests.support.registered import REGISTERED, ROWS, TEXTS, K, N, drawn
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.errors import ExecutorError, InterlaceError, UnsupportedError
+from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -205,16 +205,6 @@ def test_what_has_no_memory_of_its_own_is_refused(kind: str) -> None:
     told = {"dtensor": r"\.to_local\(\)", "inference": "inference mode", "number": "is a int"}
     with pytest.raises(ExecutorError, match=told[kind]):
         raise problem or AssertionError
-
-
-@pytest.mark.parametrize("kind", ["broadcast", "all_gather"])
-def test_on_nccl_only_what_all_ranks_meet_in_orders_registered_memory(kind: str) -> None:
-    op = "broadcast(y, y, root=0, team=tp)" if kind == "broadcast" else "all_gather(x, y, team=tp)"
-    text = f"def f(tp: Team[2], x: f32[4].registered(tp), y: out[f32[8]]):\n    main: {op}"
-    given = {"x": torch.empty(4)}
-    problem = collect(parse(text), 0, given, torch.device("cuda")).problem
-    assert isinstance(problem, UnsupportedError) == (kind == "broadcast")
-    assert collect(parse(text), 0, given, torch.device("cpu")).problem is None
 
 
 def moved() -> list[str]:

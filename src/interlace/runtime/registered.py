@@ -26,6 +26,7 @@ from interlace.runtime.values import nbytes
 Wanted = dict[str, dict[str, tuple[torch.Tensor, int]]]
 """By team and name: the tensor, and its bytes from the first element to the end of the last."""
 
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What a rank registers."""
