@@ -215,8 +215,7 @@ class Explainer:
 
 def _listed_after(first: Entry, second: Entry) -> bool:
     """Whether the fix reads better the other way round."""
-    one, two = first.frame.place, second.frame.place
-    if one.source is two.source and one.rank == two.rank:
+    if first.frame.place.source is second.frame.place.source:
         return first.item.index > second.item.index
     if second.free or second.item.op is None:
         return False
