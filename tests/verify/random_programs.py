@@ -243,15 +243,19 @@ class Draw:
     def in_flight(self) -> None:
         draw_in_flight(self, self.reachable())
 
+    def message(self) -> tuple[View, View]:
+        """What is sent and where it goes; now and then without a row."""
+        src, dst = self.rows(self.some()), self.rows(self.some())
+        if self.rng.random() < 0.15:
+            return src.slice(0, 0, 0), dst.slice(0, 0, 0)
+        return src, dst
+
     def exchange(self) -> None:
         """A send and a receive around the ring, on one stream (which blocks) or on two."""
         team, k = self.team().name, self.rng.choice((1, -1, 1, -1, 0))
-        send = Send(
-            src=self.rows(self.some()), peer=RankIndex(team, k), team=team, stream=self.stream()
-        )
-        receive = Recv(
-            dst=self.rows(self.some()), peer=RankIndex(team, -k), team=team, stream=self.stream()
-        )
+        src, dst = self.message()
+        send = Send(src=src, peer=RankIndex(team, k), team=team, stream=self.stream())
+        receive = Recv(dst=dst, peer=RankIndex(team, -k), team=team, stream=self.stream())
         if len(self.streams) == 1:
             self.add(Group(ops=(send, dataclasses.replace(receive, stream=send.stream))))
             return
@@ -265,7 +269,7 @@ class Draw:
         team, k, stream = self.team().name, self.rng.choice((1, -1, 1, -1, 0)), self.stream()
         ops: list[Send | Recv] = []
         for _ in range(self.rng.choice((1, 1, 2))):
-            src, dst = self.rows(self.some()), self.rows(self.some())
+            src, dst = self.message()
             ops.append(Send(src=src, peer=RankIndex(team, k), team=team, stream=stream))
             ops.append(Recv(dst=dst, peer=RankIndex(team, -k), team=team, stream=stream))
         self.rng.shuffle(ops)
