@@ -40,6 +40,8 @@ def apply_many(seed: int, events: int, signals: int) -> Counter[str]:
                 assert finding.kind not in after.kinds(), shown
             else:
                 assert after.sound, shown
+                if "deadlock" not in check(parse_set(text), in_order=True).kinds():
+                    assert "deadlock" not in check(read, in_order=True).kinds(), shown
             met["signals"] += "notify(" in finding.fix
             met["events"] += "wait(" in finding.fix
             met["moved"] += "move line" in finding.fix
@@ -57,6 +59,21 @@ def test_fixes_of_single_findings_hold_to_the_letter(seed: int) -> None:
 @pytest.mark.timeout(3600)
 def test_two_thousand_events_and_a_thousand_signals(seed: int) -> None:
     print(dict(apply_many(seed, 2_000, 1_000)))
+
+
+def test_a_fix_between_ranks_keeps_the_order_of_the_list() -> None:
+    """Whoever reads what a peer then overwrites reads first, though the ranks differ."""
+    text = (
+        "def f(tp: Team[2], x: f32[4], y: f32[4], z: out[f32[4]]):\n"
+        "    s = alloc(f32[4], symmetric=tp)\n    main: copy(x, s)\n    main: barrier(team=tp)\n"
+        "    main: get(s, peer=tp.rank + 1, dst=z)\n    main: copy(y, s)\n    main: free(s)\n"
+    )
+    finding = found([parse(text)], "race")
+    (program,) = apply([parse(text)], finding.edits).programs
+    assert check(program).sound
+    ops = [type(op).__name__ for op in program.ops]
+    assert ops.index("Get") < ops.index("Notify") < ops.index("Expect"), finding.fix
+    assert check(program, in_order=True).sound
 
 
 def told(report: Report) -> Counter[tuple[str, tuple[str, ...]]]:
@@ -214,3 +231,13 @@ def test_a_large_set_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
     (finding, *_) = check(lacking_a_notify(layers(20))).errors
     assert not finding.edits
     assert finding.fix.endswith("the Programs are too large to try edits")
+
+
+def test_a_slot_that_is_returned_and_never_freed_is_told() -> None:
+    text = (
+        "def f(tp: Team[2], x: f32[4]):\n    a = alloc(f32[4], symmetric=tp)\n"
+        "    main: copy(x, a)\n    return a\n"
+    )
+    report = check(parse(text))
+    assert {"leak", "result"} <= report.kinds()
+    assert "the next run overwrites" in str(report)

@@ -301,6 +301,14 @@ def test_columns_of_what_is_registered_are_compared_by_their_bytes_in_every_run(
     assert kinds(body, head) == {"race", "uninitialized"}
 
 
+@pytest.mark.parametrize(("column", "found"), [(3, set[str]()), (5, {"race"})])
+def test_many_rows_whose_strides_do_not_divide_each_other(column: int, found: set[str]) -> None:
+    """Every tenth element from 0, and every fifteenth from 3: none in common, of 105,000 rows."""
+    head = "x: f32[70000, 15], y: f32[105000], z: f32[70000]"
+    body = f"main: copy(y, x.view(105000, 10).select(1, 0))\nside: copy(x.select(1, {column}), z)"
+    assert kinds(body, head) == found
+
+
 def test_a_fault_among_hundreds_that_a_race_hides() -> None:
     send = ", ".join(f"send(t[{i}:{i + 1}], peer=tp.rank + 1)" for i in range(300))
     recv = ", ".join(f"recv(q[{i}:{i + 1}], peer=tp.rank + 1)" for i in range(300))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 from interlace.ir.types import DType
 
@@ -58,55 +59,93 @@ class Box:
         return first, first + (reach + 1) * self.dtype.itemsize
 
     def overlaps(self, other: Box) -> bool:
-        """Whether the two boxes of one buffer share a byte (exact up to `MAX_RUNS` runs)."""
-        if self == other:
-            return self.numel > 0
+        """Whether the two boxes of one buffer share a byte. Never misses one, and exact unless that
+        takes more than `MAX_STEPS` steps."""
         (start, stop), (other_start, other_stop) = self.hull, other.hull
         if start >= other_stop or other_start >= stop or start == stop or other_start == other_stop:
             return False
-        mine, theirs = byte_runs(self), byte_runs(other)
-        if mine is None or theirs is None:
+        if self == other:
             return True
-        i = j = 0
-        while i < len(mine) and j < len(theirs):
-            if mine[i][0] < theirs[j][1] and theirs[j][0] < mine[i][1]:
-                return True
-            if mine[i][1] <= theirs[j][1]:
-                i += 1
-            else:
-                j += 1
-        return False
+        # Byte start + sum(s * i) begins a run of one, other_start + sum(t * j) a run of the other.
+        # With j counted from the end, their distance is a sum of positive terms less a constant.
+        length, mine = _runs(self)
+        other_length, theirs = _runs(other)
+        apart = other_start - start + sum(step * (size - 1) for step, size in theirs)
+        most: dict[int, int] = {}
+        for step, size in (*mine, *theirs):
+            most[step] = most.get(step, 0) + size - 1
+        return _reach(most, apart - length + 1, apart + other_length - 1)
+
+
+MAX_STEPS = 1 << 17
+
+
+def _reach(most: dict[int, int], low: int, high: int) -> bool:
+    """Whether some sum of steps, each taken at most so often, lies in [low, high]."""
+    steps = sorted(most, reverse=True)
+    rest, divisor = [0], [0]  # of the steps from each place on: the largest sum, what divides all
+    for step in reversed(steps):
+        rest.insert(0, rest[0] + step * most[step])
+        divisor.insert(0, gcd(divisor[0], step))
+    left, seen, budget = [(0, low, high)], set[tuple[int, int]](), MAX_STEPS
+    while left:
+        place, low, high = left.pop()
+        if high < 0 or low > rest[place] or (place, low) in seen:
+            continue
+        if low <= 0 or rest[place] <= high:
+            return True
+        if high // divisor[place] * divisor[place] < low:
+            continue
+        seen.add((place, low))
+        step = steps[place]
+        first = max(0, -((rest[place + 1] - low) // step))
+        last = min(most[step], high // step)
+        budget -= last - first + 1
+        if budget < 0:
+            return True
+        left += [(place + 1, low - n * step, high - n * step) for n in range(first, last + 1)]
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _runs(box: Box) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """The runs of bytes that a box is: how long each is, and the (stride, size) of their starts."""
+    item = box.dtype.itemsize
+    dims = sorted(
+        (stride * item, size)
+        for size, stride in zip(box.sizes, box.strides, strict=True)
+        if size != 1
+    )
+    length, inner = item, 0
+    for stride, size in dims:
+        if stride > length:  # the next run begins past the end of this one
+            break
+        length, inner = max(length, stride * (size - 1) + length), inner + 1
+    return length, tuple(dims[inner:])
 
 
 MAX_RUNS = 1 << 16
-"""Boxes of more separate byte runs than this are compared by their hulls (never a miss)."""
+"""Separate byte runs that are counted one by one, at most."""
 
 
 @lru_cache(maxsize=4096)
 def byte_runs(box: Box) -> tuple[tuple[int, int], ...] | None:
     """The maximal byte runs of a box, sorted and merged; None if there are more than `MAX_RUNS`."""
-    dims = sorted(
-        (stride, size) for size, stride in zip(box.sizes, box.strides, strict=True) if size != 1
-    )
     if box.numel == 0:
         return ()
-    length = 1
-    while dims and dims[0][0] <= length:  # stride 0 (expanded), or adjacent to the run so far
-        stride, size = dims.pop(0)
-        length = max(length, stride * (size - 1) + length)
+    length, dims = _runs(box)
     count = 1
     for _, size in dims:
         count *= size
     if count > MAX_RUNS:
         return None
-    starts = [box.offset]
+    starts = [box.hull[0]]
     for stride, size in reversed(dims):
         starts = [start + i * stride for start in starts for i in range(size)]
-    item = box.dtype.itemsize
     runs: list[tuple[int, int]] = []
     for start in sorted(starts):
-        if runs and start * item <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(runs[-1][1], (start + length) * item))
+        if runs and start <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], start + length))
         else:
-            runs.append((start * item, (start + length) * item))
+            runs.append((start, start + length))
     return tuple(runs)

@@ -1,13 +1,13 @@
-"""Exact questions about strided boxes: do two share a byte, do several cover one.
+"""Whether several strided boxes cover one.
 
 A box of a large matrix is thousands of byte runs, so runs are not what we count. All boxes in a
 question are written in one mixed radix, whose places are the strides that occur (in bytes): a box
-is then a short list of *bricks*, one interval for each place, and overlap and cover are comparisons
-and subtractions of intervals.
+is then a short list of *bricks*, one interval for each place, and cover is subtraction of
+intervals.
 
-    >>> column = Box(0, (8192, 2048), (8192, 1), DType.f32)
-    >>> share_bytes(column, Box(2048, (8192, 2048), (8192, 1), DType.f32))
-    False
+    >>> halves = [Box(k * 2048, (8192, 2048), (4096, 1), DType.f32) for k in (0, 1)]
+    >>> covered(Box(0, (8192, 4096), (4096, 1), DType.f32), halves)
+    True
 
 Where strides do not divide each other the byte runs of `Box` answer instead.
 """
@@ -22,16 +22,6 @@ from interlace.ir.view import Box, byte_runs
 Interval = tuple[int, int]
 Brick = tuple[Interval, ...]
 """For each place of the radix, from the smallest: the digits from `start` up to `stop`."""
-
-
-def share_bytes(one: Box, other: Box) -> bool:
-    """Whether two boxes of a buffer share a byte. Never misses one."""
-    radix = _radix((one, other))
-    if radix is not None:
-        mine, theirs = _bricks(one, radix), _bricks(other, radix)
-        if mine is not None and theirs is not None:
-            return any(_meet(a, b) for a in mine for b in theirs)
-    return one.overlaps(other)
 
 
 def covered(target: Box, parts: Sequence[Box]) -> bool:

@@ -158,6 +158,7 @@ def _cycle_through(
     cost = {start: 0}
     queue = deque([start])
     done: set[int] = set()
+    spent = 0
     best: tuple[int, list[Step]] | None = None
     while queue:
         node = queue.popleft()
@@ -165,6 +166,7 @@ def _cycle_through(
             continue
         done.add(node)
         for other, step in _links(graph, node, inside):
+            spent += 1
             reached = cost[node] + (step.why != STREAM)
             if other == start:
                 if reached < limit:
@@ -180,7 +182,7 @@ def _cycle_through(
                     queue.appendleft(other)
                 else:
                     queue.append(other)
-    return best, len(done)
+    return best, spent
 
 
 def _links(graph: Graph, node: int, inside: set[int]) -> Iterator[tuple[int, Step]]:

@@ -25,7 +25,6 @@ from interlace.ir.pointwise import is_pointwise
 from interlace.ir.printer import print_view
 from interlace.ir.types import DType, Index
 from interlace.verify.build import Builder
-from interlace.verify.bytesets import share_bytes
 from interlace.verify.explain import Explainer
 from interlace.verify.graph import Place
 from interlace.verify.regions import Regions
@@ -268,8 +267,8 @@ class Bytes(NamedTuple):
         if self.base + lo >= other.base + high or other.base + low >= self.base + hi:
             return False
         if self.base == other.base:
-            return share_bytes(self.box, other.box)
-        return share_bytes(self.shifted(), other.shifted())
+            return self.box.overlaps(other.box)
+        return self.shifted().overlaps(other.shifted())
 
     def shifted(self) -> Box:
         """The box as bytes of the storage."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from interlace.ir.types import Buffer, Dim, RankIndex, Table, TableEntry, Where
 from interlace.ir.view import AsStrided, Box, Chunk, Slice, View
-from interlace.verify.bytesets import covered, share_bytes
+from interlace.verify.bytesets import covered
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +110,7 @@ class Regions:
             return one.lo < one.hi
         found = self._overlaps.get((one, other))
         if found is None:
-            found = share_bytes(one.box, other.box)
+            found = one.box.overlaps(other.box)
             self._overlaps[one, other] = self._overlaps[other, one] = found
         return found
 

@@ -111,7 +111,7 @@ def never(edges: Edges, part: Part) -> tuple[Fix, ...]:
             for number, version in enumerate(one.versions)
             if version.symmetric and version.free < 0 <= version.alloc
         ]
-        found = [tuple(edit for fixes in leaks for edit in fixes[n]) for n in (0, -1)]
+        found = [tuple(edit for fixes in leaks if fixes for edit in fixes[n]) for n in (0, -1)]
     else:
         found = []
     return tuple(fix for fix in found if fix)

@@ -63,6 +63,7 @@ class Trials:
         self._unchecked = MAX_OPS_CHECKED
         self._cost = 1
         self._all_listed = True
+        self._in_order: bool | None = None
         self._chosen: list[Chosen] = []
         self._held: list[Outcome] = []
 
@@ -120,7 +121,7 @@ class Trials:
                 outcome = self._try(fix, key)
                 if outcome is None:
                     continue
-                if self._is_clean(outcome, key):
+                if self._is_clean(outcome, key) and self._keeps_order(outcome):
                     if finding.kind not in WEIGHED or not outcome.num_errors:
                         return outcome, ""
                     if clean is None or outcome.num_errors < clean.num_errors:
@@ -154,6 +155,16 @@ class Trials:
         )
         count = len(report.errors) + report.num_left_out
         return Outcome(fix, frozenset(keys), count, left, edited.origins)
+
+    def _keeps_order(self, outcome: Outcome) -> bool:
+        """Whether the Programs still run one op after another, as they are listed, if they did."""
+        if self._in_order is None:
+            self._in_order = self._runs_in_order(self.programs)
+        return not self._in_order or self._runs_in_order(apply(self.programs, outcome.fix).programs)
+
+    def _runs_in_order(self, programs: Sequence[Program]) -> bool:
+        self._unchecked -= self._cost
+        return "deadlock" not in self.again(programs, in_order=True).kinds()
 
     def _is_clean(self, outcome: Outcome, key: Key) -> bool:
         """Whether the finding is gone, and nothing is wrong that was not wrong before."""
