@@ -10,7 +10,6 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from interlace.ir.ops import Collective
 from interlace.ir.view import Box, byte_runs
 from interlace.verify.build import Builder, Slot
 from interlace.verify.graph import Frame, Place
@@ -37,6 +36,7 @@ class Unwritten:
     def __init__(self, builder: Builder, regions: Regions) -> None:
         self.builder = builder
         self.regions = regions
+        self._known: dict[Copy, list[tuple[Frame, Item, Item, Touch]]] | None = None
 
     def __call__(self, entry: Entry) -> tuple[str, list[tuple[Source, int, int]]]:
         """The rows in words, and the ops that write some of them, but not before the read."""
@@ -83,24 +83,19 @@ class Unwritten:
 
     def _writes(self, copy: Copy) -> Iterator[tuple[Box, int, Place, Item]]:
         """The writes of these bytes: each with when it is done and who does it."""
-        frames = self.builder.graph.frames
-        for frame in frames if isinstance(copy.owner, int) else (copy.owner,):
-            place = frame.place
-            for item in place.source.items:
-                for one in (item, *item.members):
-                    for touch in one.touches:
-                        if touch.write and _takes_part(touch, one, place):
-                            if self._copy(frame, touch) == copy:
-                                box = self.regions.at(touch.spot, place.where).exact
-                                spot = one.place if one.place >= 0 else one.index
-                                yield box, frame.nodes[spot], place, item
-
-
-def _takes_part(touch: Touch, item: Item, place: Place) -> bool:
-    op, where = item.op, place.where
-    if not touch.root_only or not isinstance(op, Collective) or op.root is None:
-        return True
-    return where.index(op.root) == where.member(op.team).index
+        if self._known is None:
+            self._known = {}
+            for frame in self.builder.graph.frames:
+                for item in frame.place.source.items:
+                    for one in (item, *item.members):
+                        for touch in one.touches:
+                            if touch.write and one.does(touch, frame.place.where):
+                                writes = self._known.setdefault(self._copy(frame, touch), [])
+                                writes.append((frame, item, one, touch))
+        for frame, item, one, touch in self._known.get(copy, ()):
+            box = self.regions.at(touch.spot, frame.place.where).exact
+            spot = one.place if one.place >= 0 else one.index
+            yield box, frame.nodes[spot], frame.place, item
 
 
 def _without(runs: Sequence[Run], holes: Sequence[Run]) -> list[Run]:
