@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,17 @@ def test_a_gpu_that_is_not_there() -> None:
     assert done.stderr.startswith("error: BackendError: --device cuda: torch sees 0 GPUs here")
     with pytest.raises(BackendError, match="torch sees no GPU here"), joined("cuda", timedelta(1)):
         pass
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = command("demo", "--out", str(tmp_path / "file" / "demo"))
+    assert done.returncode == 2
+    assert "cannot write in" in done.stderr
+    assert "Not a directory" in done.stderr
+    assert done.stdout == "", "no step was shown"
 
 
 def test_an_unknown_device() -> None:

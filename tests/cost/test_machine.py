@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(CalibrationError, match="is not JSON"):
         Machine.load(path)
+    path.write_text("[" * 200_000)
+    with pytest.raises(CalibrationError, match="is not JSON: maximum recursion depth"):
+        Machine.load(path)
+    os.mkfifo(tmp_path / "pipe")  # nobody ever writes to it
+    for name in ("pipe", ""):
+        with pytest.raises(CalibrationError, match="is no file"):
+            Machine.load(tmp_path / name)
     path.write_text("[]")
     with pytest.raises(CalibrationError, match="should be a JSON object"):
         Machine.load(path)

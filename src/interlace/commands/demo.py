@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interlace.commands.files import read_machine
+from interlace.commands.files import make_folder, read_machine
 from interlace.commands.output import command, print_json, say, table
 from interlace.errors import BackendError, OptionError, TeamError
 
@@ -74,6 +74,8 @@ def demo(
     started = "WORLD_SIZE" in os.environ  # by torchrun: this process is one of the ranks already
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else world
     device, world = _place(device, ranks)
+    if os.environ.get("RANK", "0") == "0" or not started:
+        make_folder(out)
     lesson = Lesson.on(device, layers=layers, in_order=in_order, **given)
     if started:
         report = _rank_of_torchrun(lesson, out, time_out)

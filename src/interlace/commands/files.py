@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +67,18 @@ def write_text(path: Path, text: str) -> None:
         write_whole(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise InterlaceError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder for what is written at the end of long work, and sees that it can be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InterlaceError(
+            f"cannot write in {folder} ({error.strerror or error}): name another folder"
+        ) from error
 
 
 def read_machine(calibration: Path | None, device: str = "cpu") -> Machine:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import stat
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -49,10 +50,12 @@ def load(
 ) -> Machine:
     """Reads a calibration file; see `Machine.load`."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe may never have a writer
+            raise CalibrationError(f"calibration file {path} is no file: name one that was saved")
         data: object = json.loads(Path(path).read_text())
     except OSError as error:
         raise CalibrationError(f"cannot read calibration file {path}: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CalibrationError(f"calibration file {path} is not JSON: {error}") from error
     top = _table(data, f"calibration file {path}")
     if top.get("schema") != SCHEMA:
