@@ -5,10 +5,15 @@ python -m tests.runtime.test_held_back 10000         # as many runs as one has p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import random
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,11 +35,12 @@ from interlace.ir import (
     Program,
     Recv,
     Send,
+    Team,
     parse,
 )
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.verify import check
+from interlace.verify import Report, check
 
 RUNS = 10
 """Of each Program, in a row."""
@@ -43,7 +49,7 @@ RUNS = 10
 SIGNALLED = """
 def signalled(tp: Team[2], x: f32[{n}], y: out[f32[{n}]]):
     a = alloc(f32[{n}])
-    comm: all_reduce(x, a, reduce="sum", team=tp)
+    comm: {op}
     comm: notify(done, to=tp.others)
     {}
     main: expect(done, tp.rank + 1)
@@ -58,26 +64,28 @@ def fetched(tp: Team[2], x: f32[{n}], y: out[f32[{n}]]):
     main: get(full[tp.rank].view({n}), peer=tp.rank + 1, dst=y)
     main: free(full)
 """
-MESSAGE = """
-def message(tp: Team[2], x: f32[{n}], y: out[f32[{n}]]):
-    a = alloc(f32[{n}])
-    comm: group(send(x, peer=tp.rank + 1), recv(a, peer=tp.rank + 1))
-    comm: notify(done, to=tp.others)
+REGISTERED = """
+def registered(tp: Team[2], x: f32[{n}], full: out[f32[2, {n}].registered(tp)], y: out[f32[{n}]]):
+    main: all_gather(x.view(1, {n}), full, team=tp)
     {}
-    main: expect(done, tp.rank + 1)
-    {}
-    main: copy(a, y)
+    main: get(full[tp.rank].view({n}), peer=tp.rank + 1, dst=y)
+    main: barrier(team=tp)
 """
-EVENT = ("comm: record(e)", "main: wait(e)")
-CASES = [
-    pytest.param(SIGNALLED, ("", ""), EVENT, id="a peer's collective ended, mine may not have"),
-    pytest.param(MESSAGE, ("", ""), EVENT, id="a peer's message ended, mine may not have"),
-    pytest.param(FETCHED, ("",), ("main: barrier(team=tp)",), id="mine ended, a peer's may not"),
-]
+EVENT, BARRIER = ("comm: record(e)", "main: wait(e)"), ("main: barrier(team=tp)",)
+OPS = {
+    "all_reduce": 'all_reduce(x, a, reduce="sum", team=tp)',
+    "all_gather": "all_gather(x[0:{h}], a, team=tp)",
+    "all_to_all": "all_to_all(x, a, team=tp)",
+    "broadcast": "broadcast(x, a, root=0, team=tp)",
+    "message": "group(send(x, peer=tp.rank + 1), recv(a, peer=tp.rank + 1))",
+}
+FORMS = {kind: (SIGNALLED.replace("{op}", op), ("", ""), EVENT) for kind, op in OPS.items()}
+FORMS |= {"fetched": (FETCHED, ("",), BARRIER), "registered": (REGISTERED, ("",), BARRIER)}
+CASES = [pytest.param(*form, id=name) for name, form in FORMS.items()]
 
 
 def written(text: str, lines: Sequence[str], n: int = 1024) -> Program:
-    return parse(text.replace("{n}", str(n)).format(*lines).strip())
+    return parse(text.replace("{n}", str(n)).replace("{h}", str(n // 2)).format(*lines).strip())
 
 
 def given(program: Program, rank: int, seed: int) -> list[torch.Tensor]:
@@ -87,17 +95,50 @@ def given(program: Program, rank: int, seed: int) -> list[torch.Tensor]:
             for shape in shapes]  # fmt: skip
 
 
-def wrong_runs(program: Program, backend: str, seed: int, runs: int) -> int:
-    """How many of the runs gave this rank something else than the interpreter gives."""
+@functools.cache
+def _group(ranks: tuple[int, ...]) -> Any:
+    return dist.new_group(ranks)
+
+
+def groups_of(program: Program) -> dict[str, Any]:
+    """A group of each team that this rank is in; all ranks call it for all Programs."""
+    found: dict[str, Any] = {}
+    for team in program.teams:
+        for ranks in team.groups or (tuple(range(team.size)),):
+            group = world_group() if team.name == "tp" and not team.groups else _group(ranks)
+            if dist.get_rank() in ranks:
+                found[team.name] = group
+    return found
+
+
+def wrong_runs(
+    program: Program, backend: str, seed: int, runs: int, groups: dict[str, Any] | None = None,
+    proved: bool = True,
+) -> int:  # fmt: skip
+    """How many of the runs gave this rank something else than the interpreter gives.
+
+    What is not `proved` is run although it is unsound.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     wrong = 0
     options = Options(transport=backend, time_out_s=20.0)
-    groups = {team.name: world_group() for team in program.teams}
-    with held_back(seed * 8 + rank), Executor(program, groups=groups, options=options) as executor:
-        executor.prepare()
+    groups = groups or {team.name: world_group() for team in program.teams}
+    params = program.instantiate(rank).params
+    registered = {b.name: torch.empty(b.shape) for b in params if b.registered}  # pyright: ignore[reportArgumentType, reportCallIssue]
+    inputs_here = [b.name for b in params if b.kind == "input"]
+    with contextlib.ExitStack() as stack:
+        if not proved:
+            stack.enter_context(mock.patch.object(Report, "raise_if_unsound"))
+        stack.enter_context(held_back(seed * 8 + rank))
+        executor = Executor(program, groups=groups, options=options, registered=registered)
+        stack.enter_context(executor).prepare()
         for turn in range(runs):
             inputs = [given(program, each, seed + turn) for each in range(world)]
-            found = executor.run([x.clone() for x in inputs[rank]])
+            mine = [
+                registered[name].copy_(x) if name in registered else x.clone()
+                for name, x in zip(inputs_here, inputs[rank], strict=True)
+            ]
+            found = [x.clone() for x in executor.run(mine)]
             wanted = run_ranks(program, inputs)[rank]
             wrong += not all(map(torch.equal, found, wanted))
     return wrong
@@ -108,9 +149,12 @@ def wrong_runs(program: Program, backend: str, seed: int, runs: int) -> int:
 def test_what_the_verifier_wants_between_the_two_is_needed(
     pool: Pool, text: str, without: Sequence[str], with_: Sequence[str], backend: str, seed: int
 ) -> None:
-    assert check(written(text, without)).kinds() == {"race"}
-    assert check(written(text, with_)).sound
-    assert pool(2).run(wrong_runs, written(text, with_), backend, seed, 40) == [0, 0]
+    """Refused, and wrong when it is run all the same; mended, accepted and never wrong."""
+    lacking, mended = written(text, without), written(text, with_)
+    assert check(lacking).kinds() == {"race"}
+    assert sum(pool(2).run(wrong_runs, lacking, backend, seed, 40, None, False)) > 0
+    assert check(mended).sound
+    assert pool(2).run(wrong_runs, mended, backend, seed, 40) == [0, 0]
 
 
 @pytest.mark.parametrize(("text", "without", "with_"), CASES)
@@ -122,9 +166,9 @@ def test_a_run_without_it_goes_wrong_here(
     inputs = [given(program, rank, 0) for rank in (0, 1)]
     for lines, lacking in ((without, True), (with_, False)):
         found = [
-            result.isnan().any().item()
+            result[-1][:2].isnan().any().item()
             for seed in range(60)
-            for (result,) in run_ranks(written(text, lines, n=4), inputs, seed=seed)
+            for result in run_ranks(written(text, lines, n=4), inputs, seed=seed)
         ]
         assert any(found) == lacking
 
@@ -132,16 +176,25 @@ def test_a_run_without_it_goes_wrong_here(
 def accepted(rng: random.Random, world: int) -> Program:
     """A random Program that the verifier accepts and in which ranks meet, in f32 and exact."""
     while True:
-        draw = Draw(rng)
-        if draw.size != world:
-            continue
-        program = _exact(draw.program(rng.randint(2, 6)))
+        mesh = world == 4 and rng.random() < 0.5
+        draw = Draw(rng, 2 if mesh else world)
+        program = _on_processes(_exact(draw.program(rng.randint(2, 6))), mesh)
         meet = any(isinstance(op, Collective | Send | Recv | Group) for op in program.ops)
-        plain = not any(buffer.registered for buffer in program.params)
         drawn = any(isinstance(op, Call) and op.rng for op in program.ops)
-        if meet and plain and not drawn and len(program.teams) == 1 and check(program).sound:
-            if _runs(program, world):
-                return program
+        if meet and not drawn and check(program).sound and _runs(program, world):
+            return program
+
+
+def _on_processes(program: Program, mesh: bool) -> Program:
+    """With teams that have process groups: `tp` and `aux` are the same ranks in one order, or the
+    rows and the columns of a mesh of two by two."""
+    pairs = {"tp": ((0, 1), (2, 3)), "aux": ((0, 2), (1, 3))}
+    teams = tuple(
+        Team(team.name, team.size, pairs[team.name]) if mesh
+        else Team(team.name, team.size, (tuple(range(team.size)),) if team.groups else None)
+        for team in program.teams
+    )  # fmt: skip
+    return program.replace(teams=teams)
 
 
 def _runs(program: Program, world: int) -> bool:
@@ -183,30 +236,48 @@ def _exact(program: Program) -> Program:
     )
 
 
-def many(seed: int, programs: int) -> list[str]:
-    """The Programs, as text, of which a run was wrong on this rank; half by gloo, half by peer."""
-    rng, wrong = random.Random(seed), list[str]()
+def many(seed: int, programs: int) -> tuple[list[str], Counter[str]]:
+    """The Programs, as text, of which a run was wrong on this rank; half by gloo, half by peer.
+    And how many runs there were of which sort."""
+    world = dist.get_world_size()
+    _group.cache_clear()  # those of before may have been of another world
+    rng, wrong, met = random.Random(seed), list[str](), Counter[str]()
     for _ in range(programs):
-        program = accepted(rng, dist.get_world_size())
+        program = accepted(rng, world)
         backend = rng.choice(("gloo", "peer"))
-        if count := wrong_runs(program, backend, rng.getrandbits(20), RUNS):
+        met.update(dict.fromkeys(_sorts(program, world, backend), RUNS))
+        if count := wrong_runs(program, backend, rng.getrandbits(20), RUNS, groups_of(program)):
             wrong.append(f"{backend}: {count} of {RUNS} wrong\n{program}")
-    return wrong
+    return wrong, met
 
 
-@pytest.mark.parametrize("world", [2, 3])
+def _sorts(program: Program, world: int, backend: str) -> set[str]:
+    found = {backend, f"{world} ranks"} | {
+        op.kind for op in program.ops if isinstance(op, Collective)
+    }
+    if any(isinstance(op, Send | Recv | Group) for op in program.ops):
+        found.add("messages")
+    if any(buffer.registered for buffer in program.params):
+        found.add("registered")
+    if len(program.teams) > 1:
+        found.add("two teams")
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_programs_that_are_accepted(pool: Pool, world: int, seed: int) -> None:
-    assert pool(world).run(many, seed, 15) == [[]] * world
+    assert [wrong for wrong, _ in pool(world).run(many, seed, 10)] == [[]] * world
 
 
 if __name__ == "__main__":
-    runs, start = 0, random.SystemRandom().getrandbits(32)
+    runs, start, sorts = 0, random.SystemRandom().getrandbits(32), Counter[str]()
     print("seed", start, flush=True)
     shared, parts = Pool(), random.Random(start)
     while runs < int(sys.argv[1]):
-        size = parts.choice((2, 3))
-        for found in shared(size).run(many, parts.getrandbits(32), 50, time_out_s=600):
-            assert not found, "\n".join(found)
+        size = parts.choice((2, 3, 4))
+        found = shared(size).run(many, parts.getrandbits(32), 50, time_out_s=600)
+        assert not any(wrong for wrong, _ in found), "\n".join(found[0][0])
+        sorts += found[0][1]
         runs += 50 * RUNS
     shared.close()
-    print(runs, "runs, 0 wrong")
+    print(runs, "runs, 0 wrong:", dict(sorts))

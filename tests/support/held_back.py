@@ -1,12 +1,13 @@
-"""Collectives and messages on the CPU, of which each rank gets its part late.
+"""Collectives and messages on the CPU, of which each rank does its part late.
 
     with held_back(seed):
         executor = Executor(program, groups=groups).prepare()
         executor.run(inputs)
 
-gloo and shared memory give a rank its part about when its peers get theirs. Here what a rank gets
-comes into a place of its own, and goes on to its destination after a random time, in which its
-peers have long gone on: docs/semantics.md promises no more.
+gloo and shared memory give a rank its part about when its peers get theirs. Here a rank begins and
+reads its source after a random time, and what it gets comes into a place of its own, and goes on to
+its destination after another, in which its peers have long gone on: docs/semantics.md promises no
+more.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def held_back(seed: int) -> Iterator[None]:
         def bound(place: Any, spec: Spec, last: Any) -> Run:
             run, kind = bind(place, spec, last), KINDS[spec.kind]
             gets = kind.writes == "all" or (kind.writes == "root" and spec.me == spec.root)
-            return _late_run(run, pause) if gets else run
+            return _late_run(run, pause, gets)
 
         return bound
 
@@ -52,6 +53,7 @@ def held_back(seed: int) -> Iterator[None]:
             torch.empty(tensor.shape, dtype=tensor.dtype) if comes else tensor
             for tensor, comes in zip(tensors, incoming, strict=True)
         ]
+        pause()
         whole(parts, places, wait)
         pause()
         for tensor, place in zip(tensors, places, strict=True):
@@ -66,9 +68,12 @@ def held_back(seed: int) -> Iterator[None]:
         yield
 
 
-def _late_run(run: Run, pause: Callable[[], None]) -> Run:
+def _late_run(run: Run, pause: Callable[[], None], gets: bool) -> Run:
     def late(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-        assert dst is not None
+        pause()
+        if dst is None or not gets:
+            run(src, dst, wait)
+            return
         into = torch.empty(dst.shape, dtype=dst.dtype)
         run(src, into, wait)
         pause()

@@ -147,7 +147,8 @@ class Machine:
         for part, item in enumerate(op.ops if isinstance(op, Group) else (op,)):
             _, *pair = rank.message_key[i, part]
             other = Send if isinstance(item, Recv) else Recv
-            if isinstance(item, Recv) or self.patient:
+            empty = isinstance(item, Recv) and rank.tensor(item.dst).numel() == 0
+            if self.patient or (isinstance(item, Recv) and not empty):
                 if (rank.run, other, *pair) not in self.given:
                     return False
         return True
@@ -226,10 +227,11 @@ class Machine:
         op = rank.ops[i]
         for part, item in enumerate(op.ops if isinstance(op, Group) else (op,)):
             if isinstance(item, Recv):
-                sent = self.given[rank.run, Send, *rank.message_key[i, part][1:]]
-                assert sent is not None
                 dst = rank.tensor(item.dst)
-                dst.copy_(sent.reshape(dst.shape))
+                if dst.numel():
+                    sent = self.given[rank.run, Send, *rank.message_key[i, part][1:]]
+                    assert sent is not None
+                    dst.copy_(sent.reshape(dst.shape))
             elif isinstance(item, Collective) and item.dst is not None:
                 if self.has_part(rank, item, KINDS[item.kind].writes):
                     self.receive(rank, item, i)

@@ -48,9 +48,9 @@ ROWS = 2
 class Draw:
     """Draws one SPMD Program."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, size: int | None = None) -> None:
         self.rng = rng
-        self.size = rng.choice((2, 2, 2, 3))
+        self.size = size or rng.choice((2, 2, 2, 3))
         self.width = rng.choice((2, 2, 3, 4))
         ranks = tuple(range(self.size))
         self.teams = [Team("tp", self.size)]
