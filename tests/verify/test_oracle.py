@@ -21,27 +21,36 @@ from interlace.verify.oracle import Verdict, explore
 MAX_STATES = 4_000
 
 
+def shown(programs: list[Program], runs: int, report: Report) -> str:
+    """What an assertion that failed prints; to write a report takes longer than to make one."""
+    return f"{runs} runs of\n{print_set(programs)}\n{report}"
+
+
 def check_in_all_ways(programs: list[Program], runs: int, report: Report) -> None:
     """Unrolled, walked in other orders and one after another, the checker says the same."""
     kinds = report.kinds()
-    shown = f"{runs} runs of\n{print_set(programs)}\n{report}"
     unrolled = check(programs, runs=runs, unroll=True).kinds()
     # After a deadlock, a later run may read what a stuck rank never wrote: a consequence, no cause.
     later = {"uninitialized"} if "deadlock" in kinds else set[str]()
-    assert kinds <= unrolled <= kinds | later, f"unrolled: {set(unrolled)}\n{shown}"
+    assert kinds <= unrolled <= kinds | later, (
+        f"unrolled: {set(unrolled)}\n{shown(programs, runs, report)}"
+    )
     for seed, unroll, found in ((0, False, kinds), (1, True, unrolled)):
         with shuffled(seed):
             other = check(programs, runs=runs, unroll=unroll)
-        assert other.kinds() == found, f"in another order, {seed}: {other}\n{shown}"
+        assert other.kinds() == found, (
+            f"in another order, {seed}: {other}\n{shown(programs, runs, report)}"
+        )
     in_order = check(programs, runs=runs, in_order=True)
     if report.sound:  # one after another, ranks may only wait for what a peer lists later
-        assert in_order.kinds() <= {"deadlock", "uninitialized"}, f"{in_order}\n{shown}"
+        assert in_order.kinds() <= {"deadlock", "uninitialized"}, (
+            f"{in_order}\n{shown(programs, runs, report)}"
+        )
 
 
 def compare(programs: list[Program], runs: int, report: Report) -> Verdict | None:
     """Explores; None where the oracle cannot say (too large, or not well-formed)."""
-    kinds = report.kinds()
-    if kinds & {"double-free", "bad-free"} or any(
+    if report.kinds() & {"double-free", "bad-free"} or any(
         finding.kind == "use-before-alloc" and "before it is allocated" in finding.message
         for finding in report.findings
     ):
@@ -49,27 +58,35 @@ def compare(programs: list[Program], runs: int, report: Report) -> Verdict | Non
     verdict = explore(programs, runs=runs, limit=MAX_STATES)
     if not verdict.complete:
         return None
-    shown = f"{verdict}\n{runs} runs of\n{print_set(programs)}\n{report}"
-    if "signal" in kinds:  # values that do not grow mean nothing that could be compared
-        assert verdict.deadlock <= ("deadlock" in kinds), shown
-        return verdict
-    assert verdict.deadlock == ("deadlock" in kinds), shown
+    try:
+        agree(verdict, report)
+    except AssertionError as error:
+        raise AssertionError(f"{verdict}\n{shown(programs, runs, report)}") from error
+    return verdict
+
+
+def agree(verdict: Verdict, report: Report) -> None:
+    """Asserts that the oracle and the checker found the same sorts of fault."""
+    kinds = report.kinds()
     lifetime = kinds & {"use-after-free", "use-before-alloc"}
+    if "signal" in kinds:  # values that do not grow mean nothing that could be compared
+        assert verdict.deadlock <= ("deadlock" in kinds)
+        return
+    assert verdict.deadlock == ("deadlock" in kinds)
     if kinds & {"deadlock", "mismatch"}:
         # The oracle goes on past what only a library that waits for all would get stuck at, and
         # what ranks that disagree do is not defined: more may race there than the checker tells.
         # And what stands beside an Alloc that a deadlock keeps from coming races in no state.
         race = verdict.race or verdict.use_before_alloc
-        assert race or "race" not in kinds or lifetime, shown
-        return verdict
+        assert race or "race" not in kinds or lifetime
+        return
     if not lifetime:
-        assert verdict.race == ("race" in kinds), shown
+        assert verdict.race == ("race" in kinds)
     if not verdict.race:
-        assert verdict.use_after_free == ("use-after-free" in kinds), shown
-        assert verdict.use_before_alloc == bool(kinds & {"use-before-alloc", "race"}), shown
+        assert verdict.use_after_free == ("use-after-free" in kinds)
+        assert verdict.use_before_alloc == bool(kinds & {"use-before-alloc", "race"})
         if not lifetime:
-            assert verdict.uninitialized == ("uninitialized" in kinds), shown
-    return verdict
+            assert verdict.uninitialized == ("uninitialized" in kinds)
 
 
 def explore_many(seed: int, count: int, num_steps: int, every: int = 1) -> Counter[str]:

@@ -359,6 +359,16 @@ def test_bytes_are_compared_exactly_but_between_buffers(
     assert spmd(*lines, f"main: {first}", f"comm: {second}").race == race
 
 
+@pytest.mark.parametrize("line", ["copy(a[{}], y[{}])", "copy(y[{}], a[{}])"])
+@pytest.mark.parametrize("stream", ["main", "side"])
+def test_a_view_without_elements_touches_nothing(stream: str, line: str) -> None:
+    """Not even what is freed, or read and written beside it."""
+    lines = ("a = alloc(f32[4])", "main: copy(x, a)", "main: copy(a, y)", "main: free(a)")
+    for part, touches in (("0:0", False), ("0:1", True)):
+        verdict = spmd(*lines, f"{stream}: {line.replace('{}', part)}")
+        assert (verdict.race or verdict.use_after_free) == touches
+
+
 def test_what_nothing_has_written() -> None:
     alloc, write, read = "a = alloc(f32[4])", "main: copy(x, a)", "main: copy(a, y)"
     assert not spmd(alloc, write, read).uninitialized

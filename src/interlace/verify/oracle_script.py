@@ -277,6 +277,8 @@ class _Rank:
         if view == RNG:
             return [Touch(("rng", self.rank), ("input",), 1, 1, 1, write)]
         buffer, box = self.buffers[view.buffer], self.box(view)
+        if box.numel == 0:
+            return []
         owner = self.rank
         if access.peer is not None and access.team is not None:
             (owner,) = self.peers(access.peer, access.team)
