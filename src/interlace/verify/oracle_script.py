@@ -208,7 +208,10 @@ class _Rank:
         match op:
             case Collective():
                 script.lists[*self.queue(op), self.rank].append(act)
+                member = self.places[op.team]
+                from_root = op.kind in ("broadcast", "scatter")
                 act.gives = op.src is None or self.box(op.src).numel > 0
+                act.gives = act.gives and (not from_root or member.index == op.root)
             case Send() | Recv():
                 script.lists[self.channel(op)].append(act)
             case Alloc(buffer=buffer):
@@ -343,6 +346,6 @@ class _Rank:
         for index, rank in enumerate(member.ranks):
             theirs = self.script.lists.get((*queue, rank), [])
             gives = index == root or not from_root
-            gives = gives and not (place < len(theirs) and not theirs[place].gives)
+            gives = theirs[place].gives if place < len(theirs) else gives
             if rank != self.rank and (self.script.strong or (needs and gives)):
                 act.end.append(self.began((*queue, rank), place))
