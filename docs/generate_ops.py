@@ -81,7 +81,7 @@ An op reads and writes in no order that a schedule may count on. So what it writ
 with what else it reads or writes, but in these forms (`interlace check` refuses the rest):
 
 - a `copy` of a view to just the same view;
-- a call of a pointwise operator (`interlace.ir.pointwise`), or of a region of such alone, that
+- a call of a pointwise operator (`interlace.ir.operators`), or of a region of such alone, that
   writes just the view of an operand: the same bytes, element type, sizes and strides;
 - an argument that a call with `mutates` writes: it stands in `out=` as the view that is passed,
   and what else is passed shares no bytes with it (but as above, for a pointwise operator);

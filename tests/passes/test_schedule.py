@@ -7,9 +7,10 @@ import pytest
 from interlace.cost import Link, Machine, default_machine, simulate
 from interlace.errors import PassError
 from interlace.ir import Alloc, Call, Collective, Expect, Notify, Op, Program, parse, validate
+from interlace.ir.operators import is_heavy
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.plan_memory import PlanMemory
-from interlace.passes.schedule import Schedule, is_heavy
+from interlace.passes.schedule import Schedule
 from interlace.verify import check
 
 SLOW = default_machine("cpu").replace(

@@ -27,20 +27,11 @@ def look_up(programs: Sequence[Program]) -> tuple[Finding, ...]:
 
 
 def _remarks(programs: Sequence[Program]) -> list[str]:
-    from interlace.ir.call_names import FUNCTIONS, KNOWN_NAMESPACES, OPERATORS
-    from interlace.ir.pointwise import POINTWISE
-    from interlace.passes.aten import BATCHED, CASTS, MATMULS, SAME_ORDER
+    from interlace.ir.call_names import FUNCTIONS, KNOWN_NAMESPACES
+    from interlace.ir.call_names import OPERATORS as OURS
+    from interlace.ir.operators import OPERATORS, POINTWISE
 
-    known = {
-        *FUNCTIONS,
-        *OPERATORS,
-        *MATMULS,
-        *BATCHED,
-        *POINTWISE,
-        *POINTWISE.values(),
-        *CASTS,
-        *SAME_ORDER,
-    }
+    known = {*FUNCTIONS, *OURS, *OPERATORS, *POINTWISE.values()}
     calls: dict[str, str] = {}  # the first place of each name
     for program in programs:
         for fn, place in _calls(program):

@@ -37,14 +37,9 @@ from interlace.ir import (
     View,
     Wait,
 )
+from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention
 
 Boxes = Callable[[View], Box]
-
-_MATMULS = {
-    **dict.fromkeys(("mm", "bmm", "matmul", "linear", "_scaled_mm", "_grouped_mm"), 0),
-    **dict.fromkeys(("addmm", "baddbmm"), 1),
-}
-"""Operators that multiply matrices, and where their first matrix stands among the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +167,6 @@ def call_bytes(op: Call, box: Boxes) -> int:
     return sum(box(view).nbytes for view in dict.fromkeys((*op.views(), *outs)))
 
 
-def _base(op: Call) -> str:
-    """The operator's name without its namespace and overload."""
-    parts = op.fn.split(".")
-    return parts[1] if len(parts) > 1 else op.fn
-
-
 @dataclass(frozen=True, slots=True)
 class MatmulShape:
     """A batch of matmuls, rows x inner by inner x columns."""
@@ -191,10 +180,11 @@ class MatmulShape:
 
 def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
     """The sizes of a call that multiplies matrices; None for another call."""
-    base = _base(op)
-    if base not in _MATMULS:
+    base = base_of(op.fn)
+    matmul = MATMUL_NAMES.get(base)
+    if matmul is None:
         return None
-    matrices = [box(arg) for arg in op.args[_MATMULS[base] :] if isinstance(arg, View)][:2]
+    matrices = [box(arg) for arg in op.args[matmul.lhs :] if isinstance(arg, View)][:2]
     if len(matrices) < 2 or any(len(b.sizes) < 2 or b.numel == 0 for b in matrices):
         return None
     a, b = matrices
@@ -214,10 +204,9 @@ def _matmul_cost(shape: MatmulShape, machine: Machine, by_bytes: float) -> Cost:
 
 
 def _attention(op: Call, box: Boxes, machine: Machine) -> tuple[float, DType | None]:
-    base = _base(op)
     matrices = [box(arg) for arg in op.args if isinstance(arg, View)][:2]
-    if "attention" not in base or any(len(b.sizes) < 2 for b in matrices) or len(matrices) < 2:
+    if not is_attention(op.fn) or any(len(b.sizes) < 2 for b in matrices) or len(matrices) < 2:
         return 0.0, None
     query, key = matrices
-    flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base else 1)
+    flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base_of(op.fn) else 1)
     return flops / machine.flops(query.dtype), query.dtype

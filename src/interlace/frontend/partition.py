@@ -30,6 +30,7 @@ from interlace.frontend.graphs import aliases
 from interlace.frontend.grouped import equal_groups
 from interlace.frontend.locs import location
 from interlace.frontend.types import dtype_of
+from interlace.ir.operators import matmul_of
 
 GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
 MOVEMENT = {
@@ -39,8 +40,6 @@ MOVEMENT = {
     *("aten.split.Tensor", "aten.slice.Tensor", "aten.transpose.int", "aten.squeeze.dim"),
 }
 """What may stand between a gather and the matmul that it feeds."""
-MATMULS = {"aten.mm.default": 0, "aten.addmm.default": 1, "aten.bmm.default": 0}
-"""Matmuls, and where their first matrix stands among the arguments."""
 
 GATHER_REGION = 1 << 30
 """An `ac_graph_id` after every region of the user's: what feeds a gather out of one is saved."""
@@ -91,7 +90,7 @@ class Partition:
         return [node for node, _ in marked]
 
     def _wanted(self, gather: fx.Node, moved: list[fx.Node]) -> bool:
-        matmuls = [user for node in moved for user in node.users if str(user.target) in MATMULS]
+        matmuls = [user for node in moved for user in node.users if matmul_of(str(user.target))]
         if self.regather != "auto" or not matmuls:
             return self.regather is True
         if self.machine is None:
@@ -204,8 +203,10 @@ def _gather_seconds(gather: fx.Node, machine: Machine) -> float:
 
 
 def _matmul_seconds(node: fx.Node, machine: Machine) -> float:
-    first = node.args[MATMULS[str(node.target)]]
+    matmul = matmul_of(str(node.target))
+    assert matmul is not None
+    first = node.args[matmul.lhs]
     assert isinstance(first, fx.Node)
     value: torch.Tensor = node.meta["val"]
     flops = 2 * math.prod(map(_hint, value.shape)) * _hint(first.meta["val"].shape[-1])
-    return flops / machine.flops(dtype_of(value.dtype))
+    return flops / machine.flops(dtype_of(first.meta["val"].dtype))

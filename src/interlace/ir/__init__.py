@@ -8,7 +8,7 @@
     printer.py   Program to text (printer_ops.py, layout.py)
     parser.py    text to Program, its inverse (parser_*.py; spelling.py holds what both share)
     validate.py  structural rules, with the offending line (check_*.py; call_names.py: operators)
-    pointwise.py operators that compute each element for itself
+    operators.py what an aten operator is: one table for all rooms
     in_order.py  the order of a Program that runs one op after another
     builder.py   Programs written by hand in Python (builder_*.py, handle.py)
 

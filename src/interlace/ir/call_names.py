@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 
+from interlace.ir.operators import effect
+
 FUNCTIONS = ("interlace.sum_slots",)
 """Functions of ours that are no operators of the dispatcher."""
 
@@ -37,12 +39,6 @@ _NO_NAMESPACES = {
         "libraries are loaded by your own code, never by a schedule",
     ),
 }
-_EFFECTS = {
-    "aten.from_file": "it maps a file into memory, and may make or change it",
-    "aten.save": "it writes a file",
-    "aten._print": "it writes to the terminal",
-}
-"""Operators of aten that reach beyond their arguments, by name without overload."""
 
 _PART = r"[A-Za-z_][A-Za-z0-9_]*"
 _NAME = re.compile(rf"({_PART})\.({_PART})(?:\.({_PART}))?")
@@ -73,8 +69,8 @@ def refusal(fn: str) -> str | None:
     for part in (space, overload, *(() if name in _SPECIAL else (name,))):
         if part.startswith("__"):
             return f"{fn!r} is no operator: {part} is an attribute of Python's"
-    effect = _EFFECTS.get(f"{space}.{name}")
-    return None if effect is None else f"a schedule may not call {fn!r}: {effect}"
+    why = effect(f"{space}.{name}")
+    return f"a schedule may not call {fn!r}: {why}" if why else None
 
 
 FIX = "name an operator of PyTorch as namespace.operator.overload, such as aten.mm.out, or a region"

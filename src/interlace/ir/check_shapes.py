@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from interlace.ir.box import Box
+from interlace.ir.operators import matmul_of
 from interlace.ir.ops import KINDS, Call
 from interlace.ir.view import View
 
@@ -45,15 +46,15 @@ def collective_mismatch(
 
 def matmul_mismatch(op: Call, boxes: Callable[[View], tuple[Box, ...]]) -> str | None:
     """Why the views of a matmul do not fit together; None if they do, or if it is no matmul."""
-    first = _FIRST_FACTOR.get(op.fn)
-    if first is None or len(op.args) < first + 2:
+    matmul = matmul_of(op.fn)
+    if matmul is None or matmul.scaled or len(op.args) < matmul.lhs + 2:
         return None
-    a, b = op.args[first], op.args[first + 1]
+    a, b = op.args[matmul.lhs : matmul.lhs + 2]
     outs = (*op.outs, *(View(buffer.name) for buffer in op.fresh))
     if not (isinstance(a, View) and isinstance(b, View)) or len(outs) != 1:
         return None
     for left, right, out in zip(boxes(a), boxes(b), boxes(outs[0]), strict=True):
-        rank = 3 if "bmm" in op.fn else 2
+        rank = 3 if matmul.batched else 2
         if not len(left.sizes) == len(right.sizes) == len(out.sizes) == rank:
             return f"{op.fn} takes views of {rank} dimensions: {_sizes(left, right, out)}"
         (m, k), (k2, n) = left.sizes[-2:], right.sizes[-2:]
@@ -63,14 +64,6 @@ def matmul_mismatch(op: Call, boxes: Callable[[View], tuple[Box, ...]]) -> str |
         if not left.dtype == right.dtype == out.dtype:
             return f"{op.fn} of {left.dtype} and {right.dtype} into {out.dtype}"
     return None
-
-
-_FIRST_FACTOR = {
-    f"aten.{name}.{overload}": place
-    for name, place in (("mm", 0), ("bmm", 0), ("addmm", 1), ("baddbmm", 1))
-    for overload in ("default", "out")
-}
-"""Matmuls, and which argument is the first factor."""
 
 
 def _sizes(left: Box, right: Box, out: Box) -> str:

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
-from interlace.ir.pointwise import POINTWISE
-from interlace.passes.aten import CASTS, Matmul, matmul_of
+from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
 from interlace.passes.cone import Cone, lhs_of, operand_kind, result_of
 from interlace.passes.emitter import Emitter
 from interlace.passes.layout import Layout
@@ -147,7 +146,7 @@ class Compute:
             args[spec.lhs] = left
             for i, place in cut_args.items():
                 args[i] = row(place.rows)
-            changed = {"fn": spec.out, "args": tuple(args), "outs": (right,), "fresh": ()}
+            changed = {"fn": spec.into, "args": tuple(args), "outs": (right,), "fresh": ()}
             self.emitter.emit(dataclasses.replace(op, **changed))
 
         if pick.stacks == 1:
@@ -161,7 +160,7 @@ class Compute:
         else:
             self._packed(op, lhs, out, pick, width, call)
 
-    def _batched(self, op: Call, spec: Matmul, left: View, right: View, pick: Pick) -> None:
+    def _batched(self, op: Call, spec: Operator, left: View, right: View, pick: Pick) -> None:
         """The same of several stacks, each times a matrix of its own: all of them in one call."""
 
         def stacked(view: View, width: int) -> View:
@@ -177,7 +176,7 @@ class Compute:
         result = result_of(op)
         assert result is not None
         out = stacked(right, self.values.box(result).sizes[-1])
-        changed = {"fn": spec.out, "args": tuple(args), "outs": (out,), "fresh": ()}
+        changed = {"fn": spec.into, "args": tuple(args), "outs": (out,), "fresh": ()}
         self.emitter.emit(dataclasses.replace(op, **changed))
 
     def _packed(
@@ -262,7 +261,7 @@ class Compute:
                 case _:
                     return arg if len(here.sizes) <= 1 else arg.view(here.numel)
 
-        if op.fn in CASTS:
+        if is_kind(op.fn, "cast"):
             src = cut(op.args[0])
             assert isinstance(src, View)
             self.emitter.emit(Copy(src=src, dst=out.rows, loc=op.loc))

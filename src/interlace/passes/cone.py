@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from interlace.errors import ProgramError
 from interlace.ir import Arg, Call, Op, View
-from interlace.ir.pointwise import POINTWISE
-from interlace.passes.aten import CASTS, by_data, matmul_of
+from interlace.ir.operators import by_data, is_kind, matmul_of
 from interlace.passes.rows import Refused
 from interlace.passes.values import Values
 
@@ -127,7 +126,7 @@ def _matmul_shape(values: Values, op: Op) -> _Shape | None:
 def _is_rowwise(values: Values, op: Op, shape: _Shape) -> bool:
     """Whether a pointwise call or a cast can be cut into chunks of such rows."""
     out = result_of(op)
-    if not isinstance(op, Call) or out is None or op.fn not in {*POINTWISE, *CASTS}:
+    if not isinstance(op, Call) or out is None or not is_kind(op.fn, "pointwise", "cast"):
         return False
     if not values.whole(out):
         return False
@@ -205,7 +204,7 @@ def _find_rows(
     shape = _matmul_shape(values, op)
     if shape is not None:
         return shape if batched or not shape.stacks else None
-    if isinstance(op, Call) and op.fn in {*POINTWISE, *CASTS} and result_of(op) is not None:
+    if isinstance(op, Call) and is_kind(op.fn, "pointwise", "cast") and result_of(op) is not None:
         for view in _inner(values, op):
             shape = _find_rows(values, view.buffer, taken, seen, batched)
             if shape is not None and _is_rowwise(values, op, shape):

@@ -45,7 +45,7 @@ from interlace.ir import (
     View,
     views_in,
 )
-from interlace.passes.schedule import is_heavy
+from interlace.ir.operators import is_heavy
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 from interlace.ir import Box, Call, DType, View
-from interlace.passes.aten import MATMULS
+from interlace.ir.operators import matmul_of
 from interlace.passes.cone import lhs_of, result_of
 from interlace.passes.recognise import GatherSite, ScatterSite
 from interlace.passes.values import Values
 
-FUSABLE = ("aten.mm.out", "aten.addmm.out")
-"""Operators, by the overload that fills given memory."""
 DTYPES = (DType.bf16, DType.f16)
 MULTIPLE = 8
 """Elements: rows of the operands begin at multiples of 16 bytes."""
@@ -37,9 +35,9 @@ def unfit(values: Values, site: GatherSite | ScatterSite) -> str:
 
 def _unfit(values: Values, index: int) -> str:
     op = values.program.ops[index]
-    spec = MATMULS.get(op.fn) if isinstance(op, Call) else None
+    spec = matmul_of(op.fn) if isinstance(op, Call) else None
     result = result_of(op)
-    if not isinstance(op, Call) or spec is None or spec.out not in FUSABLE or result is None:
+    if not isinstance(op, Call) or spec is None or not spec.fusable or result is None:
         return "the kernel does mm and addmm only"
     if op.kwargs:
         return f"{op.fn} has arguments that the kernel does not take"

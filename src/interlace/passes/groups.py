@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from interlace.ir import Call, Copy, Expect, Get, Op, Program
-from interlace.passes.fusable import FUSABLE
+from interlace.ir.operators import matmul_of
 
 SUM = "interlace.sum_slots"
 FUSED = "fused"
@@ -26,7 +26,7 @@ def groups(program: Program) -> list[tuple[int, ...]]:
     kinds = {site.id: site.kind for site in program.sites if site.strategy == FUSED}
     found: dict[object, list[int]] = {}
     for index, op in enumerate(program.ops if kinds else ()):
-        if isinstance(op, Call) and op.site in kinds and op.fn in FUSABLE:
+        if isinstance(op, Call) and op.site in kinds and _fills_fusable(op):
             gathers = kinds[op.site] == "all_gather_matmul"
             found.setdefault((op.site, op.outs[0].buffer if gathers else ""), []).append(index)
     return [tuple(members) for members in found.values() if len(members) > 1]
@@ -46,7 +46,7 @@ def arrivals(program: Program) -> list[int]:
             found += awaited.pop(op.site, [])
             (slots,) = op.views()
             sums.setdefault(slots.buffer, []).append(index)
-        elif isinstance(op, Call) and op.fn in FUSABLE and op.site in sites:
+        elif isinstance(op, Call) and op.site in sites and _fills_fusable(op):
             made[op.outs[0].buffer] += 1
         elif isinstance(op, Get | Copy) and op.site in back:
             found += [*awaited.pop(op.site, []), index]
@@ -59,3 +59,9 @@ def arrivals(program: Program) -> list[int]:
 def used_by(ops: Iterable[Op]) -> set[str]:
     """The buffers that ops read or write, a peer's copies included."""
     return {access.view.buffer for op in ops for access in (*op.reads(), *op.writes())}
+
+
+def _fills_fusable(op: Call) -> bool:
+    """Whether a call is a matmul that the kernels compute, into given memory."""
+    matmul = matmul_of(op.fn)
+    return matmul is not None and matmul.fusable and op.fn == matmul.into

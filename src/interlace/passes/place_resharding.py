@@ -31,8 +31,7 @@ from interlace.ir import (
     View,
     map_views,
 )
-from interlace.ir.pointwise import POINTWISE
-from interlace.passes.aten import CASTS, ROW_REDUCTIONS
+from interlace.ir.operators import is_kind
 from interlace.passes.base import add_remarks
 from interlace.passes.cone import operands, result_of
 from interlace.passes.find_sites import FindSites
@@ -105,7 +104,7 @@ class PlaceResharding:
             operand, result = _operand(call), result_of(call)
             if operand is None or result is None or not isinstance(call, Call):
                 continue
-            rowwise = call.fn in ROW_REDUCTIONS
+            rowwise = is_kind(call.fn, "reduction")
             if rowwise and not (operand == View(name) and _over_last(values, call)):
                 continue
             before, after = values.buffers[name].dtype, values.buffers[result.buffer].dtype
@@ -141,7 +140,7 @@ class PlaceResharding:
         moves = [values.program.ops[m] for n in related - {name} for m in values.makers[n]]
         if any(not isinstance(op, Call) for op in moves):
             return "copies stand between"
-        if call.fn not in CASTS and any(
+        if not is_kind(call.fn, "cast") and any(
             isinstance(op, Call) and op.fn == "aten.constant_pad_nd.default" for op in moves
         ):
             return "padding stands between"
@@ -160,7 +159,7 @@ class PlaceResharding:
             return None
         j, call = made
         operand = _operand(call)
-        if operand is None or not isinstance(call, Call) or call.fn in ROW_REDUCTIONS:
+        if operand is None or not isinstance(call, Call) or is_kind(call.fn, "reduction"):
             return None
         if not call.fresh:
             return None
@@ -177,7 +176,7 @@ class PlaceResharding:
 
 def _operand(op: Op) -> View | None:
     """The only tensor that a computation by elements or by rows takes."""
-    if not isinstance(op, Call) or op.fn not in {*POINTWISE, *CASTS, *ROW_REDUCTIONS}:
+    if not isinstance(op, Call) or not is_kind(op.fn, "pointwise", "cast", "reduction"):
         return None
     views = [arg for arg in operands(op) if isinstance(arg, View)]
     return views[0] if len(views) == 1 and result_of(op) is not None else None
@@ -220,7 +219,7 @@ def _before_gather(
     else:
         raise Refused("the shards are uneven parts of a buffer")
     keeps = len(result.shape) == len(full.shape)
-    if call.fn in ROW_REDUCTIONS:
+    if is_kind(call.fn, "reduction"):
         shape = (*shape[:-1], 1) if keeps else shape[:-1]
         full = dataclasses.replace(full, shape=result.shape)
     shard = Buffer(names.new(f"{name}_shard"), result.dtype, shape, "fresh")
@@ -295,11 +294,11 @@ def _check_reduction(values: Values, op: Collective) -> None:
     size = values.box(op.src).dtype.itemsize
     for j in values.users.get(op.dst.buffer, ()):
         call, out = values.program.ops[j], result_of(values.program.ops[j])
-        if isinstance(call, Call) and call.fn in CASTS and out is not None:
+        if isinstance(call, Call) and is_kind(call.fn, "cast") and out is not None:
             if values.buffers[out.buffer].dtype.itemsize < size:
                 raise Refused(f"the {op.kind} stays before {call.fn}: {_ROUNDING}")
     made = values.maker(op.src.buffer)
-    if made and isinstance(made[1], Call) and made[1].fn in CASTS:
+    if made and isinstance(made[1], Call) and is_kind(made[1].fn, "cast"):
         operand = _operand(made[1])
         if operand is not None and values.box(operand).dtype.itemsize < size:
             raise Refused(f"the {op.kind} stays after {made[1].fn}: {_ROUNDING}")

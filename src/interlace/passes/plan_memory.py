@@ -26,6 +26,7 @@ from typing import ClassVar
 
 from interlace.errors import PassError
 from interlace.ir import Alloc, Buffer, Call, Free, Notify, Op, Program, Remark, View, views_in
+from interlace.ir.operators import matmul_of
 from interlace.passes.base import add_remarks
 from interlace.passes.dependencies import dependencies, symmetric_buffers
 from interlace.passes.groups import groups, used_by
@@ -35,8 +36,6 @@ from interlace.passes.overlaps import Overlaps
 ARENA = "arena"
 ALIGNMENT = 256
 """Bytes; enough for any vector load, and for what a matrix multiplication likes best."""
-OUT_VARIANTS = {f"aten.{name}.default": f"aten.{name}.out" for name in ("mm", "addmm", "bmm")}
-"""Calls that can write into storage they are given, with the same arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,20 @@ def _localise(program: Program) -> Program:
             kind = "fresh" if op.buffer.name in escaping else "local"
             buffer = dataclasses.replace(op.buffer, kind=kind, storage=None, offset=0)
             op = dataclasses.replace(op, buffer=buffer)
-        elif isinstance(op, Call) and op.fn in OUT_VARIANTS and len(op.fresh) == 1:
+        elif isinstance(op, Call) and (into := _into(op.fn)) and len(op.fresh) == 1:
             (buffer,) = op.fresh
             if buffer.name not in escaping and buffer.strides is None:
                 ops.append(Alloc(buffer=dataclasses.replace(buffer, kind="local")))
-                fn, outs = OUT_VARIANTS[op.fn], (View(buffer.name),)
-                op = dataclasses.replace(op, fn=fn, outs=outs, fresh=())
+                outs = (View(buffer.name),)
+                op = dataclasses.replace(op, fn=into, outs=outs, fresh=())
         ops.append(op)
     return program.replace(ops=tuple(ops))
+
+
+def _into(fn: str) -> str:
+    """The overload of a matmul that writes into given memory, with the same arithmetic."""
+    matmul = matmul_of(fn)
+    return matmul.into if matmul is not None and not matmul.scaled and fn != matmul.into else ""
 
 
 def _uses(program: Program) -> list[set[str]]:

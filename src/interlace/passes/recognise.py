@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.ir import Call, Collective, Op, View
-from interlace.passes.aten import MATMULS, by_data, matmul_of
+from interlace.ir.operators import by_data, matmul_of
 from interlace.passes.cone import Cone, cone_of, lhs_of, result_of
 from interlace.passes.layout import Layout, balanced_sizes, gather_layout, scatter_layout
 from interlace.passes.rows import Refused, Run
@@ -190,9 +190,9 @@ def _rows_of(
     shards: Sequence[int],
     kind: str,
 ) -> tuple[Layout, int]:
-    known, what = (matmul_of, "received") if kind == EXCHANGE else (MATMULS.get, "gathered")
-    matmul = known(call.fn) if isinstance(call, Call) else None
-    if not isinstance(call, Call) or matmul is None:
+    what = "received" if kind == EXCHANGE else "gathered"
+    matmul = matmul_of(call.fn) if isinstance(call, Call) else None
+    if not isinstance(call, Call) or matmul is None or (matmul.batched and kind != EXCHANGE):
         taker = call.fn if isinstance(call, Call) else type(call).__name__.lower()
         raise Refused(f"{taker}, not a matmul{by_data(taker)}, takes the {what} tensor")
     lhs = call.args[matmul.lhs]

@@ -48,24 +48,15 @@ from interlace.ir import (
     Recv,
     Send,
 )
+from interlace.ir.operators import is_heavy
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
 from interlace.passes.groups import arrivals, groups, used_by
 from interlace.passes.insert_sync import clocks, strip_events
-
-HEAVY = frozenset("mm addmm bmm baddbmm matmul linear convolution _scaled_mm _grouped_mm".split())
-"""Calls that weigh as much as a communication, by the operator's name (and all attention)."""
 
 WHOLE, LIGHT = 96, 8
 LANES = {"compute": "main", "comm": "comm", "arrival": "arrivals"}
 """The stream of what takes a place on a lane, by its role."""
 FAR = 1 << 40
-
-
-def is_heavy(fn: str) -> bool:
-    """Whether a call of `fn` counts as heavy: a matmul, a convolution, an attention."""
-    parts = fn.split(".")
-    base = parts[1] if len(parts) > 1 else fn
-    return base in HEAVY or "attention" in base
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
+from interlace.ir.operators import is_kind
 from interlace.ir.types import TableEntry
-from interlace.passes.aten import SAME_ORDER
 from interlace.passes.emitter import Names
 from interlace.passes.overlaps import rank_dependent
 from interlace.passes.rows import Contents, Refused, concatenated, padded, seen, stored
@@ -82,13 +82,9 @@ class Values:
                 return (src,)
             case Call(fn="aten.cat.default", args=(tuple() as parts, *_), fresh=(_,)):
                 return tuple(v for v in parts if isinstance(v, View))
-            case Call(fn="aten.constant_pad_nd.default", args=args, fresh=(_,)):
-                zeros = len(args) < 3 or args[2] == 0
-                return _first_view(args) if zeros else None
-            case Call(fn="aten.slice.Tensor" | "aten.narrow.default", args=args, fresh=(_,)):
-                return _first_view(args)
-            case Call(fn=fn, args=args, fresh=(_,)) if fn in SAME_ORDER:
-                return _first_view(args)
+            case Call(fn=fn, args=args, fresh=(_,)) if is_kind(fn, "movement"):
+                filled = fn == "aten.constant_pad_nd.default" and len(args) > 2 and args[2] != 0
+                return None if filled else _first_view(args)
             case _:
                 return None
 

@@ -8,7 +8,7 @@ has written another. So its operands share bytes in one of these forms, or not a
     same   what is written is just what is read: the same bytes, element type, sizes and strides
     own    of a collective: what this rank gives or gets is its own part of the whole, at its place
 
-A Copy, a pointwise operator (ir/pointwise.py) and an argument that a Call declares as written
+A Copy, a pointwise operator (ir/operators.py) and an argument that a Call declares as written
 (`mutates`) may have the first form; `COLLECTIVES` says which form each kind may have, and on which
 backend. Nothing is written twice. What members of a Fused or a Group do to one another is a race,
 which the sweep finds.
@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from interlace.ir.box import Box
+from interlace.ir.operators import is_pointwise
 from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy
-from interlace.ir.pointwise import is_pointwise
 from interlace.ir.printer import print_view
 from interlace.ir.types import DType, Index
 from interlace.verify.build import Builder

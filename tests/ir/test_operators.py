@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.ir.pointwise import POINTWISE, is_pointwise
+from interlace.ir.operators import POINTWISE, is_pointwise
 from interlace.runtime.calls import resolve
 
 SHAPE = (37, 131)
