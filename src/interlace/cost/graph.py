@@ -16,7 +16,6 @@ its members, in the order in which a kernel works through them.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,29 +25,25 @@ from interlace.cost.machine import Machine
 from interlace.cost.op_times import Cost, op_cost, op_kind, op_name
 from interlace.errors import ProgramError, SoundnessError
 from interlace.ir import (
-    Alloc,
-    Collective,
     Expect,
-    Free,
     Fused,
     Group,
-    HostSync,
-    Index,
-    Notify,
+    Meetings,
     Op,
-    Others,
     Program,
     Put,
-    Record,
-    Recv,
-    Send,
+    Spot,
     Wait,
+    Where,
+    bindings,
 )
+from interlace.ir.order import Channel, MessageEnd, Queue
 
-TeamKey = tuple[str, tuple[int, ...]]
 Ports = tuple[str, ...]
 Spanned = tuple[Op, int, int]
 """An op, its first task and its last."""
+Arrival = tuple[tuple[int, ...], float]
+"""The tasks that hold an op's stream up, and when the host has issued it."""
 
 
 @dataclass(slots=True)
@@ -142,11 +137,8 @@ class _Builder:
         self.ranks: list[int] = []
         self.tasks: list[Task] = []
         self.entries: list[Entry] = []
-        self.meetings: dict[object, list[int]] = {}  # the entries that share a task
-        self.raised: dict[object, list[tuple[int, int]]] = defaultdict(list)  # (value, task)
-        self.awaited: list[tuple[object, int, int, str]] = []  # (signal, value, task, who)
-        self.freed: dict[object, list[int]] = defaultdict(list)
-        self.takes: list[tuple[tuple[object, int], int, int]] = []  # (a slot's take, members, task)
+        self.meetings = Meetings[int]()  # of tasks
+        self.shared: dict[tuple[Queue | Channel, int], int] = {}  # what several ops come to
         self.transports: set[str] = set()
 
     def task(
@@ -165,98 +157,65 @@ class _Builder:
     def add(self, program: Program, rank: int) -> None:
         """One rank's ops, with the order that its own list gives."""
         self.ranks.append(rank)
-        where, box, buffers = program.where(rank), program.boxes(rank), program.buffers()
+        where, box = program.where(rank), program.boxes(rank)
         sizes = {name: len(member.ranks) for name, member in where.members.items()}
-        counts: dict[object, int] = defaultdict(int)
+        bound, last_of = bindings(program.ops), dict[Spot, int]()
         streams: dict[str, int] = {}
-        recorded: dict[str, int] = {}
-        queues: dict[object, int] = {}
-        slots: dict[str, tuple[object, int]] = {}
+        queued: dict[Queue, int] = {}
         issued, host = 0.0, -1
-
-        def team(name: str) -> TeamKey:
-            return name, where.member(name).ranks
-
-        def peers(name: str, peer: Index | Others) -> list[int]:
-            ranks = where.member(name).ranks
-            if isinstance(peer, Others):
-                return [r for r in ranks if r != rank]
-            return [ranks[where.index(peer)]]
-
-        def order(index: int, op: Op, first: int, last: int) -> None:
-            """What an op, from its first task to its last, has others wait for, or waits for."""
-            match op:
-                case Record():
-                    recorded[op.event] = last
-                case Wait():
-                    if op.event not in recorded:
-                        raise SoundnessError(f"rank {rank}, op {index}: wait for {op.event!r}, "
-                                             "which is not recorded before it")  # fmt: skip
-                    self.edge(recorded[op.event], first)
-                case Notify():
-                    for peer in peers(op.team, op.peer):
-                        name = (op.signal, team(op.team), rank, peer)
-                        self.raised[name].append((op.value, last))
-                case Expect():
-                    for peer in peers(op.team, op.peer):
-                        name = (op.signal, team(op.team), peer, rank)
-                        self.awaited.append((name, op.value, first, f"rank {rank}, op {index}"))
-                case Alloc(buffer=buffer) if buffer.kind == "symmetric" and buffer.team:
-                    pool = (buffer.storage or buffer.name, team(buffer.team))
-                    self.takes.append(((pool, counts[pool]), sizes[buffer.team], first))
-                    slots[buffer.name] = (pool, counts[pool])
-                    counts[pool] += 1
-                case Free() if op.buffer in slots and op.buffer in buffers:
-                    self.freed[slots[op.buffer]].append(last)
-                case _:
-                    pass
-
         for index, op in enumerate(program.ops):
             issued += issue_seconds(op, self.machine, sizes)
             after = tuple(t for t in (streams.get(op.stream), host) if t is not None and t >= 0)
-            cost = op_cost(op, box, self.machine, sizes)
-            members = op.ops if isinstance(op, Group) else (op,)
-            messages = [item for item in members if isinstance(item, Send | Recv)]
-            key: object = None
-            if isinstance(op, Collective):
-                queue = (team(op.team), op.backend)
-                key = ("collective", queue, counts[queue])
-                counts[queue] += 1
+            arrival = after, issued
+            cost, ordering = op_cost(op, box, self.machine, sizes), op.ordering()
             first = last = -1
-            if key is None and not isinstance(op, Send | Recv):
+            if ordering.meets is not None:
+                queue, _ = key = self.meetings.collective(where, ordering.meets, 0)
+                last = self.meet(key, queue[0].ranks, cost, -1, arrival, -1)
+                if queue in queued and queued[queue] != last:
+                    self.edge(queued[queue], last)
+                queued[queue] = last
+            elif ordering.messages and not isinstance(op, Group):
+                (end,) = ordering.messages
+                last = self.message(where, end, cost, -1, arrival, -1)
+            else:
                 ports = ("out",) if isinstance(op, Put) else ("in",)
                 first = last = self.task((rank,), cost, issued, ports)
                 for other in after:
                     self.edge(other, first)
             if isinstance(op, Group):
                 last = self.task((rank,), Cost())
-            for item in messages:
-                (peer,) = peers(item.team, item.peer)
-                pair = (rank, peer) if isinstance(item, Send) else (peer, rank)
-                side = (type(item), team(item.team), pair)
-                message = ("message", team(item.team), pair, counts[side])
-                counts[side] += 1
-                spent = op_cost(item, box, self.machine, sizes)
-                task = self.meet(message, pair, spent, first, (after, issued), last)
-                if first == -1:
-                    key, last = message, task
-            if isinstance(op, Collective):
-                assert key is not None
-                last = self.meet(key, team(op.team)[1], cost, -1, (after, issued), -1)
-                queue = (team(op.team), op.backend)
-                if queue in queues and queues[queue] != last:
-                    self.edge(queues[queue], last)
-                queues[queue] = last
+                for end, item in zip(ordering.messages, op.ops, strict=True):
+                    spent = op_cost(item, box, self.machine, sizes)
+                    self.message(where, end, spent, first, arrival, last)
             parts: list[Spanned] = [(op, first, last)]
             if isinstance(op, Fused):
                 last = self.fused(rank, op, fused_costs(op, box, self.machine), last, parts)
             self.entries.append(
                 Entry(rank, index, op, first if first >= 0 else last, last, after, issued)
             )
-            for item, begin, end in parts:
-                order(index, item, begin, end)
-                host = end if isinstance(item, HostSync) else host
+            members = parts[1:] if isinstance(op, Fused) else parts
+            for number, (item, begin, end) in enumerate(members):
+                spot, means = (index, number), item.ordering()
+                last_of[spot] = end
+                if means.waits is not None:
+                    if spot not in bound:
+                        raise SoundnessError(f"rank {rank}, op {index}: wait for {means.waits!r}, "
+                                             "which is not recorded before it")  # fmt: skip
+                    self.edge(last_of[bound[spot]], begin)
+                waits = means.expects or means.takes
+                if not (means.meets or means.messages):
+                    self.meetings.add(where, means, begin if waits else end)
+                host = end if means.holds_host else host
             streams[op.stream] = last
+
+    def message(
+        self, where: Where, end: MessageEnd, cost: Cost, first: int, arrival: Arrival, last: int
+    ) -> int:
+        """The task of a message, which its two ends share."""
+        key = self.meetings.message(where, end, 0)
+        (_, sender, receiver), _ = key
+        return self.meet(key, (sender, receiver), cost, first, arrival, last)
 
     def fused(
         self, rank: int, op: Fused, costs: Sequence[Part], start: int, parts: list[Spanned]
@@ -301,24 +260,21 @@ class _Builder:
 
     def meet(
         self,
-        key: object,
+        key: tuple[Queue | Channel, int],
         ranks: tuple[int, ...],
         cost: Cost,
         first: int,
-        arrival: tuple[tuple[int, ...], float],
+        arrival: Arrival,
         last: int,
     ) -> int:
         """The task that ops on several ranks share; this rank comes to it as `arrival` says."""
-        if key in self.meetings:
-            (task, *_) = self.meetings[key]
-            self.meetings[key].append(task)
-            known = self.tasks[task]
-            if cost.work_s > known.cost.work_s:
-                known.cost = cost
-        else:
-            ports = ("out", "in") if isinstance(key, tuple) and key[0] == "message" else ()
+        task = self.shared.get(key)
+        if task is None:
+            ports = ("out", "in") if len(key[0]) == 3 else ()
             task = self.task(tuple(dict.fromkeys(ranks)), cost, ports=ports)
-            self.meetings[key] = [task]
+            self.shared[key] = task
+        elif cost.work_s > self.tasks[task].cost.work_s:
+            self.tasks[task].cost = cost
         if first >= 0:
             self.edge(first, task)
             self.edge(task, last)
@@ -330,22 +286,22 @@ class _Builder:
         return task
 
     def finish(self) -> Graph:
-        """The graph, with the order between ranks."""
-        for key, members in self.meetings.items():
-            ranks = self.tasks[members[0]].ranks
-            expected = 2 if isinstance(key, tuple) and key[0] == "message" else len(ranks)
-            if len(members) < expected:  # somebody never comes: wait for ever
-                self.tasks[members[0]].missing += 1
-        for name, value, task, _ in self.awaited:
-            enough = [other for raised, other in self.raised[name] if raised >= value]
-            if enough:
-                self.edge(enough[0], task)
-            else:
-                self.tasks[task].missing += 1
-        for (pool, take), members, task in self.takes:
-            if take >= 2:
-                freed = self.freed[pool, take - 2]
-                for other in freed:
-                    self.edge(other, task)
-                self.tasks[task].missing += members - len(freed)
+        """The graph, with the order between ranks; what never comes is waited for for ever."""
+        tasks, met = self.tasks, self.meetings
+        for queue, k, come in met.collectives():
+            tasks[self.shared[queue, k]].missing += len(come) < len(queue[0].ranks)
+        for message in met.deliveries():
+            lacks = message.send is None or message.recv is None
+            tasks[self.shared[message.channel, message.number]].missing += lacks
+        for level in met.levels():
+            self.waits(level.notify, level.expect)
+        for take in met.takes():
+            for free in take.frees.values():
+                self.waits(free, take.at)
         return Graph(self.tasks, self.entries, tuple(self.ranks), frozenset(self.transports))
+
+    def waits(self, source: int | None, task: int) -> None:
+        if source is None:
+            self.tasks[task].missing += 1
+        else:
+            self.edge(source, task)

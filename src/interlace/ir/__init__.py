@@ -9,7 +9,7 @@
     parser.py    text to Program, its inverse (parser_*.py; spelling.py holds what both share)
     validate.py  structural rules, with the offending line (check_*.py; call_names.py: operators)
     operators.py what an aten operator is: one table for all rooms
-    in_order.py  the order of a Program that runs one op after another
+    order.py     what orders ops, in a list and between ranks; the order of one op after another
     builder.py   Programs written by hand in Python (builder_*.py, handle.py)
 
 Nothing here imports torch.
@@ -18,7 +18,6 @@ Nothing here imports torch.
 from interlace.ir.box import Box
 from interlace.ir.builder import Builder
 from interlace.ir.handle import Handle
-from interlace.ir.in_order import bindings, in_order
 from interlace.ir.ops import (
     KINDS,
     REDUCTIONS,
@@ -41,13 +40,16 @@ from interlace.ir.ops import (
     Name,
     Notify,
     Op,
+    Ordering,
     Put,
     Record,
     Recv,
     Send,
+    SignalLevel,
     Wait,
     views_in,
 )
+from interlace.ir.order import Meetings, TeamKey, bindings, in_order
 from interlace.ir.parser import parse, parse_set
 from interlace.ir.printer import print_lines, print_op, print_program, print_set, print_view
 from interlace.ir.program import (
@@ -121,11 +123,13 @@ __all__ = [
     "HostSync",
     "Index",
     "Loc",
+    "Meetings",
     "Member",
     "Name",
     "Node",
     "Notify",
     "Op",
+    "Ordering",
     "Others",
     "Permute",
     "Program",
@@ -138,6 +142,7 @@ __all__ = [
     "Reshape",
     "Select",
     "Send",
+    "SignalLevel",
     "Site",
     "Slice",
     "Spot",
@@ -145,6 +150,7 @@ __all__ = [
     "Table",
     "TableEntry",
     "Team",
+    "TeamKey",
     "View",
     "Wait",
     "Where",

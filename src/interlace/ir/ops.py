@@ -1,8 +1,9 @@
 """The ops: one frozen dataclass for each effect, with what it reads and what it writes.
 
 `reads()` and `writes()` give `Access`es; an access with a `peer` touches that rank's copy of a
-symmetric buffer. The verifier, the memory planner, the simulator and the trace know an op by these,
-its stream and its order semantics, so a new kind of compute needs nothing from them.
+symmetric buffer. `ordering()` says what the op waits for, raises, meets and takes. The verifier,
+the memory planner, the simulator and the trace know an op by these and its stream, so a new op
+needs nothing from them.
 
     >>> op = Get(src=View("full").chunk(RankIndex("tp", 1), 4), peer=RankIndex("tp", 1), team="tp")
     >>> [access.peer for access in op.reads()], [access.peer for access in op.writes()]
@@ -53,6 +54,54 @@ class Access:
     team: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SignalLevel:
+    """That `signal` between this rank and `peer` of `team` stands at `value` or above."""
+
+    signal: str
+    team: str
+    peer: Index | Others
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageEnd:
+    """One end of a message between this rank and `peer` of `team`."""
+
+    team: str
+    peer: Index
+    sends: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ordering:
+    """What an op means for the order of others: docs/semantics.md says what follows from it."""
+
+    records: str | None = None
+    """An event that stands at this op from here on."""
+    waits: str | None = None
+    """An event: what recorded it last comes before this op."""
+    raises: SignalLevel | None = None
+    expects: SignalLevel | None = None
+    meets: tuple[str, str | None] | None = None
+    """Team and backend of a collective: the k-th of each rank belong together."""
+    messages: tuple[MessageEnd, ...] = ()
+    """They begin and end together."""
+    takes: Buffer | None = None
+    frees: str | None = None
+    holds_host: bool = False
+    """Whether nothing is issued before this op is done."""
+
+    @property
+    def meets_peers(self) -> bool:
+        """Whether ranks wait for one another here: in a collective, a message or a signal."""
+        return bool(self.meets or self.messages or self.raises or self.expects)
+
+
+UNORDERED = Ordering()
+"""Of most ops: they follow their stream, and nothing else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """What every op has: the stream it runs on, the site it serves and where it comes from."""
@@ -68,6 +117,10 @@ class Op:
     def writes(self) -> tuple[Access, ...]:
         """What the op writes."""
         return ()
+
+    def ordering(self) -> Ordering:
+        """What the op means for the order of others."""
+        return UNORDERED
 
 
 def views_in(arg: Arg) -> tuple[View, ...]:
@@ -136,12 +189,18 @@ class Alloc(Op):
 
     buffer: Buffer
 
+    def ordering(self) -> Ordering:
+        return Ordering(takes=self.buffer)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free(Op):
     """Gives a buffer's storage back once `stream` gets here; a symmetric one tells every peer."""
 
     buffer: str
+
+    def ordering(self) -> Ordering:
+        return Ordering(frees=self.buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +209,9 @@ class Record(Op):
 
     event: str
 
+    def ordering(self) -> Ordering:
+        return Ordering(records=self.event)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait(Op):
@@ -157,10 +219,16 @@ class Wait(Op):
 
     event: str
 
+    def ordering(self) -> Ordering:
+        return Ordering(waits=self.event)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSync(Op):
     """The host waits for the stream before it issues anything more."""
+
+    def ordering(self) -> Ordering:
+        return Ordering(holds_host=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +285,9 @@ class Collective(Op):
     def writes(self) -> tuple[Access, ...]:
         return (Access(self.dst),) if self.dst is not None else ()
 
+    def ordering(self) -> Ordering:
+        return Ordering(meets=(self.team, self.backend))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send(Op):
@@ -233,6 +304,9 @@ class Send(Op):
     def reads(self) -> tuple[Access, ...]:
         return (Access(self.src),)
 
+    def ordering(self) -> Ordering:
+        return Ordering(messages=(MessageEnd(self.team, self.peer, True),))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recv(Op):
@@ -246,6 +320,9 @@ class Recv(Op):
     def writes(self) -> tuple[Access, ...]:
         return (Access(self.dst),)
 
+    def ordering(self) -> Ordering:
+        return Ordering(messages=(MessageEnd(self.team, self.peer, False),))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Op):
@@ -258,6 +335,9 @@ class Group(Op):
 
     def writes(self) -> tuple[Access, ...]:
         return tuple(access for op in self.ops for access in op.writes())
+
+    def ordering(self) -> Ordering:
+        return Ordering(messages=tuple(end for op in self.ops for end in op.ordering().messages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +391,9 @@ class Notify(Op):
     team: str
     value: int = 1
 
+    def ordering(self) -> Ordering:
+        return Ordering(raises=SignalLevel(self.signal, self.team, self.peer, self.value))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expect(Op):
@@ -320,6 +403,9 @@ class Expect(Op):
     peer: Index | Others
     team: str
     value: int = 1
+
+    def ordering(self) -> Ordering:
+        return Ordering(expects=SignalLevel(self.signal, self.team, self.peer, self.value))
 
 
 FusedMember = Call | Wait | Expect | Record | Notify

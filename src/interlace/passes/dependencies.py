@@ -28,17 +28,10 @@ from interlace.ir import (
     Alloc,
     Buffer,
     Call,
-    Collective,
-    Expect,
     Free,
-    Group,
-    HostSync,
-    Notify,
     Op,
     Program,
     RankIndex,
-    Recv,
-    Send,
 )
 from interlace.passes.overlaps import Overlaps
 from interlace.passes.signals import signal_edges
@@ -84,13 +77,10 @@ def symmetric_buffers(program: Program) -> dict[str, Buffer]:
 
 def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
     """Whether other ranks wait for this op, or it for them."""
-    match op:
-        case Alloc(buffer=buffer):
-            return buffer.name in symmetric
-        case Free(buffer=name):
-            return name in symmetric
-        case _:
-            return isinstance(op, Collective | Send | Recv | Group | Notify | Expect)
+    ordering = op.ordering()
+    if ordering.takes is not None:
+        return ordering.takes.name in symmetric
+    return ordering.frees in symmetric or ordering.meets_peers
 
 
 def _chain(indices: Iterable[int], edges: list[set[int]]) -> None:
@@ -145,7 +135,7 @@ def _data_edges(program: Program, overlaps: Overlaps, edges: list[set[int]]) -> 
             live[key].reads.append((number, index))
         for key, number in writes:
             live[key].writes.append((number, index))
-        if isinstance(op, HostSync):
+        if op.ordering().holds_host:
             mine.update(since_sync)
             last_sync, since_sync = index, []
         elif last_sync >= 0:

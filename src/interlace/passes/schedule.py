@@ -26,27 +26,23 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.errors import PassError
 from interlace.ir import (
     Alloc,
+    Buffer,
     Call,
     Collective,
     Copy,
-    Expect,
-    Free,
     Get,
     Group,
     HostSync,
-    Notify,
     Op,
     Program,
     Put,
-    Recv,
-    Send,
 )
 from interlace.ir.operators import is_heavy
 from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
@@ -87,7 +83,7 @@ class Schedule:
         return _on_main(program.replace(ops=tuple(map(_without_slot, ops))))
 
 
-def role(op: Op, symmetric: Container[str] = ()) -> str:
+def role(op: Op, symmetric: Mapping[str, Buffer]) -> str:
     """What the pass does with an op; `symmetric` holds the names of such buffers.
 
     `compute` and `comm` take a place on a lane; a site's copy into or out of a symmetric buffer is
@@ -96,17 +92,16 @@ def role(op: Op, symmetric: Container[str] = ()) -> str:
     its stream, so that they hold up nothing else; `early` ones (signals raised, storage given
     back) right after the last op that they need.
     """
-    match op:
-        case Expect() | Alloc():
-            return "late"
-        case Notify() | Free() | HostSync():
-            return "early"
-        case Collective() | Send() | Recv() | Group() | Put() | Get():
-            return "comm"
-        case Copy(site=site, src=src, dst=dst) if site is not None:
-            return "comm" if src.buffer in symmetric or dst.buffer in symmetric else "compute"
-        case _:
-            return "compute"
+    ordering = op.ordering()
+    if ordering.expects or ordering.takes:
+        return "late"
+    if ordering.raises or ordering.frees is not None or ordering.holds_host:
+        return "early"
+    if ordering.meets or ordering.messages or isinstance(op, Put | Get):
+        return "comm"
+    if isinstance(op, Copy) and op.site is not None:
+        return "comm" if {op.src.buffer, op.dst.buffer} & symmetric.keys() else "compute"
+    return "compute"
 
 
 class _Player:

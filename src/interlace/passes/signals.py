@@ -35,21 +35,19 @@ from interlace.ir import (
     Box,
     Buffer,
     Collective,
-    Expect,
-    Group,
     Index,
-    Notify,
     Op,
     Others,
     Program,
     RankIndex,
-    Recv,
-    Send,
+    SignalLevel,
     View,
 )
 from interlace.passes.overlaps import compared_box, representatives
 
 Edges = list[set[int]]
+Raise = tuple[int, SignalLevel]
+"""An op, and what it raises or expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,8 @@ class _Team:
     """What happens in one team, in list order."""
 
     size: int
-    notifies: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
-    expects: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    notifies: dict[str, list[Raise]] = field(default_factory=dict[str, list["Raise"]])
+    expects: dict[str, list[Raise]] = field(default_factory=dict[str, list["Raise"]])
     meetings: list[int] = field(default_factory=list[int])
     """All that meets peers: signals, collectives, messages."""
     uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
@@ -90,7 +88,7 @@ def signal_edges(program: Program, edges: Edges, listed: Edges, frozen: bool) ->
         _keep_all(teams.values(), edges)
     for name, team in teams.items():
         for signal in dict.fromkeys((*team.notifies, *team.expects)):
-            _match(program, name, team, signal, edges, listed)
+            _match(name, team, signal, edges, listed)
         _keep_registered(program, team, meetings, edges)
         if frozen:
             continue
@@ -106,19 +104,18 @@ def _teams(program: Program) -> dict[str, _Team]:
     teams = {team.name: _Team(team.size) for team in program.teams}
     shared = {name: b for name, b in program.buffers().items() if b.team is not None}
     for index, op in enumerate(program.ops):
-        match op:
-            case Notify() | Expect():
-                team = teams[op.team]
-                ends = team.notifies if isinstance(op, Notify) else team.expects
-                ends.setdefault(op.signal, []).append(index)
-                team.meetings.append(index)
-            case Collective() | Send() | Recv():
-                teams[op.team].meetings.append(index)
-            case Group():
-                for name in {message.team for message in op.ops}:
-                    teams[name].meetings.append(index)
-            case _:
-                pass
+        ordering = op.ordering()
+        met = {end.team for end in ordering.messages}
+        if ordering.meets is not None:
+            met.add(ordering.meets[0])
+        for level, raises in ((ordering.raises, True), (ordering.expects, False)):
+            if level is not None:
+                team = teams[level.team]
+                ends = team.notifies if raises else team.expects
+                ends.setdefault(level.signal, []).append((index, level))
+                met.add(level.team)
+        for name in met:
+            teams[name].meetings.append(index)
         for write, accesses in ((False, op.reads()), (True, op.writes())):
             for access in accesses:
                 buffer = shared.get(access.view.buffer)
@@ -137,54 +134,46 @@ def _offset(peer: Index, size: int) -> int | None:
     return peer.offset % size if isinstance(peer, RankIndex) else None
 
 
-def _distances(op: Op, team: str, size: int) -> frozenset[int]:
+def _distances(level: SignalLevel, team: str, size: int) -> frozenset[int]:
     """How far away the peers of a signal are; every distance for a fixed rank."""
-    assert isinstance(op, Notify | Expect)
-    if isinstance(op.peer, RankIndex) and op.peer.team == team:
-        return frozenset((op.peer.offset % size,))
-    return frozenset(range(1 if isinstance(op.peer, Others) else 0, size))
+    if isinstance(level.peer, RankIndex) and level.peer.team == team:
+        return frozenset((level.peer.offset % size,))
+    return frozenset(range(1 if isinstance(level.peer, Others) else 0, size))
 
 
-def _match(
-    program: Program, name: str, team: _Team, signal: str, edges: Edges, listed: Edges
-) -> None:
+def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> None:
     """Every Expect after the Notify of its value, and both in the order of their values."""
-    raised: dict[int, list[tuple[int, int]]] = {}  # by distance: (value, op)
-    for index in team.notifies.get(signal, ()):
-        op = program.ops[index]
-        assert isinstance(op, Notify)
-        for distance in _distances(op, name, team.size):
+    raised: dict[int, list[tuple[int, int, bool]]] = {}  # by distance: (value, op, by all alike)
+    for index, level in team.notifies.get(signal, ()):
+        for distance in _distances(level, name, team.size):
             before = raised.setdefault(distance, [])
             if before:
                 edges[index].add(before[-1][1])
-            before.append((op.value, index))
+            before.append((level.value, index, not isinstance(level.peer, int)))
     awaited: dict[int, list[tuple[int, int]]] = {}  # by distance: (value, op)
-    for index in team.expects.get(signal, ()):
-        op = program.ops[index]
-        assert isinstance(op, Expect)
-        for distance in _distances(op, name, team.size):
+    for index, level in team.expects.get(signal, ()):
+        for distance in _distances(level, name, team.size):
             before = awaited.setdefault(distance, [])
-            listed[index].update(other for value, other in before if value != op.value)
-            before.append((op.value, index))
+            listed[index].update(other for value, other in before if value != level.value)
+            before.append((level.value, index))
             early = [item for item in raised.get(-distance % team.size, ()) if item[1] < index]
-            enough = [other for value, other in early if value >= op.value]
-            if isinstance(op.peer, int):  # some rank's own, at any distance: the last of all
-                listed[index].update(other for _, other in early[-1:])
-            elif enough:
-                listed[index].add(enough[0])
-                notify = program.ops[enough[0]]
-                if isinstance(notify, Notify) and not isinstance(notify.peer, int):
-                    proof = (index, enough[0])
-                    team.proofs.setdefault(-distance % team.size, []).append(proof)
+            enough = next((item for item in early if item[0] >= level.value), None)
+            if isinstance(level.peer, int):  # some rank's own, at any distance: the last of all
+                listed[index].update(other for _, other, _ in early[-1:])
+            elif enough is not None:
+                _, notify, alike = enough
+                listed[index].add(notify)
+                if alike:
+                    team.proofs.setdefault(-distance % team.size, []).append((index, notify))
 
 
 def _keep_all(teams: Collection[_Team], edges: Edges) -> None:
     """Where other Programs share the signals: after all they may publish, before all they admit."""
     used = sorted({use.op for team in teams for uses in team.uses.values() for use in uses})
     for team in teams:
-        for index in chain.from_iterable(team.notifies.values()):
+        for index, _ in chain.from_iterable(team.notifies.values()):
             edges[index].update(op for op in used if op < index)
-        for index in chain.from_iterable(team.expects.values()):
+        for index, _ in chain.from_iterable(team.expects.values()):
             for op in used:
                 if op > index:
                     edges[op].add(index)
@@ -195,11 +184,11 @@ def _keep_registered(program: Program, team: _Team, meetings: Sequence[int], edg
     relays = max(each.size for each in program.teams) > 2
     admitted: list[int] = []
     for index in meetings if team.registered else ():
-        op = program.ops[index]
-        if not isinstance(op, Expect):
+        ordering = program.ops[index].ordering()
+        if ordering.expects is None:
             edges[index].update(used for used in team.registered if used < index)
             edges[index].update(admitted if relays else ())
-        if not isinstance(op, Notify):
+        if ordering.raises is None:
             admitted.append(index)
             for used in team.registered:
                 if used > index:

@@ -21,7 +21,6 @@ from interlace.ir import (
     Buffer,
     Collective,
     DType,
-    Expect,
     Fused,
     Group,
     HostSync,
@@ -29,13 +28,13 @@ from interlace.ir import (
     Op,
     Others,
     Program,
-    Record,
     Recv,
     Send,
     Spot,
     View,
-    Wait,
     Where,
+    bindings,
+    spots,
 )
 from interlace.runtime.values import DTYPES, nbytes
 
@@ -107,7 +106,7 @@ def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
     for index, op in enumerate(program.ops):
         planner.add(index, op)
     return Plan(
-        *(program, program.buffers(), rank, where, planner.box, planner.waits, planner.syncs),
+        *(program, program.buffers(), rank, where, planner.box, _waits(program), planner.syncs),
         *(planner.specs, planner.turns, planner.letters, planner.takes, planner.demands()),
         *(planner.slots, source.rank is None),
     )
@@ -173,6 +172,16 @@ def merging(source: Program) -> frozenset[int]:
     return frozenset(found)
 
 
+def _waits(program: Program) -> dict[Spot, Spot]:
+    """The Record that each Wait means."""
+    bound = bindings(program.ops)
+    for spot, op in spots(program.ops):
+        event = op.ordering().waits
+        if event is not None and spot not in bound:
+            raise ProgramError(f"op {spot[0]} waits for event {event!r}, never recorded")
+    return bound
+
+
 class _Planner:
     """Goes through the ops in list order."""
 
@@ -189,14 +198,12 @@ class _Planner:
         self.backend_of = backend_of
         self.merging = merging
         self.specs: dict[int, Spec] = {}
-        self.waits: dict[Spot, Spot] = {}
         self.syncs: dict[int, tuple[int, ...]] = {}
         self.turns: dict[int, Turn] = {}
         self.letters: dict[tuple[int, int], Letter] = {}
         self.takes: dict[str, str] = {}
         self.slots: dict[str, dict[str, int]] = {}
         self._teams = [team.name for team in program.teams if team.name in where.members]
-        self._records: dict[str, Spot] = {}
         self._host_syncs: list[tuple[int, str]] = []
         self._seen: dict[str, int] = {}
         self._numbers: dict[tuple[str, str], int] = {}
@@ -211,8 +218,10 @@ class _Planner:
         self._seen[op.stream] = len(self._host_syncs)
         if due:
             self.syncs[index] = tuple(due)
-        for number, member in enumerate(op.members if isinstance(op, Fused) else (op,)):
-            self.order(index, number, member)
+        for member in op.members if isinstance(op, Fused) else (op,):
+            expects = member.ordering().expects
+            if expects is not None:
+                self._signals.setdefault(expects.team, {})[expects.signal] = None
         match op:
             case HostSync():
                 self._host_syncs.append((index, op.stream))
@@ -235,20 +244,6 @@ class _Planner:
             case Group():
                 for part, item in enumerate(op.ops):
                     self.message(index, part, item)
-            case _:
-                pass
-
-    def order(self, index: int, number: int, op: Op) -> None:
-        """An op that may stand in a Fused."""
-        match op:
-            case Record():
-                self._records[op.event] = index, number
-            case Wait():
-                if op.event not in self._records:
-                    raise ProgramError(f"op {index} waits for event {op.event!r}, never recorded")
-                self.waits[index, number] = self._records[op.event]
-            case Expect():
-                self._signals.setdefault(op.team, {})[op.signal] = None
             case _:
                 pass
 

@@ -1,9 +1,7 @@
 """Timelines as tracks: what is drawn in one row, and the arrows between rows.
 
 A track is one stream of one rank. An arrow says that an op waited for another: `record` and `wait`
-of an event, `notify` and `expect` of a signal, a send and its receive. Arrows need the Program, and
-bind as the house semantics have it: a wait to the last record listed before it, an expect to the
-first notify of that writer that reaches its value, the k-th send to the k-th receive.
+of an event, `notify` and `expect` of a signal, a send and its receive (`ir/order.py`).
 
     >>> tracks(timeline)[0].rank, tracks(timeline)[0].stream
     (0, 'main')
@@ -13,26 +11,11 @@ first notify of that writer that reaches its value, the k-th send to the k-th re
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from interlace.cost.timeline import Span, Timeline
-from interlace.ir import (
-    Expect,
-    Fused,
-    Group,
-    Index,
-    Notify,
-    Op,
-    Others,
-    Program,
-    Record,
-    Recv,
-    Send,
-    Wait,
-    Where,
-)
+from interlace.ir import Meetings, Program, bindings, spots
 from interlace.ir.printer import print_op
 
 OpKey = tuple[int, int]
@@ -95,59 +78,22 @@ class Arrow:
 def arrows(programs: Sequence[Program]) -> tuple[Arrow, ...]:
     """The arrows between the ops of all ranks of these Programs, in order of their targets."""
     found: list[Arrow] = []
-    notifies: dict[tuple[object, ...], list[tuple[int, OpKey]]] = defaultdict(list)
-    expects: list[tuple[tuple[object, ...], int, OpKey, str]] = []
-    sends: dict[tuple[str, int, int], list[OpKey]] = defaultdict(list)
-    recvs: dict[tuple[str, int, int], list[OpKey]] = defaultdict(list)
+    meetings = Meetings[OpKey]()
     for program in programs:
+        ops, bound = dict(spots(program.ops)), bindings(program.ops)
+        events = [(source[0], at[0], ops[at].ordering().waits) for at, source in bound.items()]
         for rank in (program.rank,) if program.rank is not None else program.world:
             where = program.where(rank)
-            records: dict[str, int] = {}
-            for index, op in _flat(program.ops):
-                key = (rank, index)
-                match op:
-                    case Record(event=event):
-                        records[event] = index
-                    case Wait(event=event):
-                        if event in records:
-                            found.append(Arrow("event", event, (rank, records[event]), key))
-                    case Notify(signal=signal, peer=peer, team=team, value=value):
-                        for reader in _ranks(where, team, peer):
-                            notifies[signal, team, rank, reader].append((value, key))
-                    case Expect(signal=signal, peer=peer, team=team, value=value):
-                        for writer in _ranks(where, team, peer):
-                            expects.append(((signal, team, writer, rank), value, key, signal))
-                    case Send(peer=peer, team=team):
-                        sends[team, rank, _ranks(where, team, peer)[0]].append(key)
-                    case Recv(peer=peer, team=team):
-                        recvs[team, _ranks(where, team, peer)[0], rank].append(key)
-                    case _:
-                        pass
-    for channel, value, key, signal in expects:
-        source = next((at for raised, at in notifies[channel] if raised >= value), None)
-        if source is not None:
-            found.append(Arrow("signal", signal, source, key))
-    for channel, targets in recvs.items():
-        for source, target in zip(sends[channel], targets, strict=False):
-            found.append(Arrow("message", channel[0], source, target))
+            found += [Arrow("event", event or "", (rank, a), (rank, b)) for a, b, event in events]
+            for (index, _), op in ops.items():
+                meetings.add(where, op.ordering(), (rank, index))
+    for level in meetings.levels():
+        if level.notify is not None:
+            found.append(Arrow("signal", level.signal[0], level.notify, level.expect))
+    for message in meetings.deliveries():
+        if message.send is not None and message.recv is not None:
+            found.append(Arrow("message", message.channel[0].name, message.send, message.recv))
     return tuple(sorted(found, key=lambda arrow: (arrow.target, arrow.source)))
-
-
-def _flat(ops: Sequence[Op]) -> Iterator[tuple[int, Op]]:
-    """Every op with its place; what a group or a fused op holds stands at that op's place."""
-    for index, op in enumerate(ops):
-        yield index, op
-        if isinstance(op, Group | Fused):
-            for item in op.ops if isinstance(op, Group) else op.members:
-                yield index, item
-
-
-def _ranks(where: Where, team: str, peer: Index | Others) -> list[int]:
-    """The global ranks that a peer stands for."""
-    member = where.member(team)
-    if isinstance(peer, Others):
-        return [rank for i, rank in enumerate(member.ranks) if i != member.index]
-    return [member.ranks[where.index(peer)]]
 
 
 def texts(programs: Sequence[Program]) -> dict[int, tuple[str, ...]]:

@@ -15,23 +15,15 @@ Note [One run stands for all]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from interlace.errors import ProgramError, TeamError
+from interlace.errors import TeamError
 from interlace.ir.ops import KINDS, Collective
+from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Slot, Take
 from interlace.verify.frames import FrameBuilder
-from interlace.verify.graph import Frame, Graph, Meeting, Place, TeamKey
+from interlace.verify.graph import Graph, Place, Point
 from interlace.verify.regions import Regions
-from interlace.verify.source import Item, Source
-
-Queue = tuple[TeamKey, str | None]
-"""The collectives of one team and backend."""
-Channel = tuple[TeamKey, int, int]
-"""The messages of one team from one global rank to another."""
-Slot = tuple[TeamKey, str]
-"""A slot of a team's pool."""
-Signal = tuple[str, TeamKey, int, int]
-"""A signal: name, team, writer, reader."""
+from interlace.verify.source import Source
 
 
 class Builder:
@@ -42,12 +34,7 @@ class Builder:
         self.regions = regions
         self.places = _places(sources)
         self.ranks = {place.rank for place in self.places}
-        self.queues: dict[Queue, dict[int, list[Meeting]]] = {}
-        self.channels: dict[Channel, tuple[list[Meeting], list[Meeting]]] = {}
-        self.allocs: dict[Slot, dict[int, list[tuple[Frame, Item, int]]]] = {}
-        self.frees: dict[tuple[Slot, int, int], int] = {}
-        self.raised: dict[tuple[Signal, int], list[tuple[int, int, Frame, Item]]] = {}
-        self.awaited: list[tuple[Signal, int, int, int, Frame, Item]] = []
+        self.meetings = Meetings[Point]()
         self.num_runs = 0
         num_chains = 0
         for place in self.places:
@@ -55,8 +42,6 @@ class Builder:
         self.graph.num_chains = num_chains
         self.heights = [0] * num_chains
         self.exits: dict[int, int] = {}
-        self._teams: dict[tuple[int, str], TeamKey] = {}
-        self._instances: dict[tuple[str, int], list[TeamKey]] = {}  # by name and first rank
 
     def build(self, runs: int, unroll: bool = False) -> Graph:
         """The solved graph of `runs` runs, or of one where one stands for all."""
@@ -74,82 +59,60 @@ class Builder:
         self.num_runs += 1
 
     def _balanced(self) -> bool:
-        for (team, _), members in self.queues.items():
+        met = self.meetings
+        for (team, _), members in met.queues.items():
             if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
                 return False
-        for sends, receives in self.channels.values():
+        for sends, receives in met.channels.values():
             if len(sends) != len(receives):
                 return False
-        for (team, name), members in self.allocs.items():
+        for (team, name), members in met.taken.items():
             if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
                 return False
             for rank, taken in members.items():
-                if any(((team, name), n, rank) not in self.frees for n in range(len(taken))):
+                if any(((team, name), n, rank) not in met.freed for n in range(len(taken))):
                     return False
         return True
 
-    def team(self, place: Place, name: str) -> TeamKey:
-        """The instance of a team that a rank is in."""
-        key = self._teams.get((place.rank, name))
-        if key is None:
-            ranks = place.where.member(name).ranks
-            known = self._instances.setdefault((name, ranks[0]), [])
-            key = next((k for k in known if k.ranks is ranks or k.ranks == ranks), None)
-            if key is None:
-                key = TeamKey(name, ranks)
-                known.append(key)
-            self._teams[place.rank, name] = key
-        return key
-
     def slot(self, place: Place, version: int) -> Slot:
         """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
-        buffer = place.source.versions[version].buffer
-        if buffer.team is None:
-            raise ProgramError(
-                f"{place.source.program.name}: the symmetric buffer {buffer.name} has no team"
-            )
-        return self.team(place, buffer.team), buffer.storage or buffer.name
+        return self.meetings.slot(place.where, place.source.versions[version].buffer)
 
     def _match(self) -> None:
         """Adds the edges between ranks that wait for the whole to be known."""
-        for queue, members in self.queues.items():
-            for k in range(max(map(len, members.values()))):
-                self._meet(queue, k, members)
-        for channel, (sends, receives) in self.channels.items():
-            self._deliver(channel, sends, receives)
-        for slot, members in self.allocs.items():
-            for taken in members.values():
-                for n, (_, _, node) in enumerate(taken[2:]):
-                    self._await_frees(slot, n, node)
-        for signal, run, value, node, _, _ in self.awaited:
-            self._await_signal(signal, run, value, node)
+        for queue, k, come in self.meetings.collectives():
+            self._meet(queue, k, come)
+        for delivery in self.meetings.deliveries():
+            self._deliver(delivery)
+        for take in self.meetings.takes():
+            self._await_frees(take)
+        for awaited in self.meetings.levels():
+            self._await_signal(awaited)
 
-    def _meet(self, queue: Queue, k: int, members: dict[int, list[Meeting]]) -> None:
+    def _meet(self, queue: Queue, k: int, come: Mapping[int, Point]) -> None:
         """The k-th collective of a queue: Note [Meetings] in graph.py."""
         graph, team = self.graph, queue[0]
-        come = [issued[k] for issued in members.values() if len(issued) > k]
         meeting = graph.add()
         others: list[int] = []
-        for at in come:
+        for at in come.values():
             (graph.preds[meeting] if self._has_part(at, False) else others).append(at.begin)
         if others:
             graph.blocks[meeting] = others
         contributors = set(graph.preds[meeting])
-        missing = [rank for rank in team.ranks if len(members.get(rank, ())) <= k]
-        for at in come:
+        absent = (
+            None if len(come) == len(team.ranks) else next(r for r in team.ranks if r not in come)
+        )
+        for rank, at in come.items():
             if contributors and self._has_part(at, True):
                 graph.preds[at.end].append(meeting)
                 if at.begin in contributors:
                     graph.after_meeting.add(at.end)
             else:
                 graph.blocks[at.end] = [meeting]
-            if missing:
-                absent = missing[0]
-                pair = (absent, at.frame.place.rank)
-                issued = [len(members.get(rank, ())) // self.num_runs for rank in pair]
-                graph.never[at.end] = self._missing(absent, team, *issued)
+            if absent is not None:
+                graph.never[at.end] = self._missing(absent, rank, queue)
 
-    def _has_part(self, at: Meeting, write: bool) -> bool:
+    def _has_part(self, at: Point, write: bool) -> bool:
         """Whether a rank gives bytes to what it meets others in, or (`write`) gets some; a barrier
         is both."""
         op = at.item.op
@@ -163,52 +126,55 @@ class Builder:
                     return True
         return False
 
-    def _deliver(self, channel: Channel, sends: list[Meeting], receives: list[Meeting]) -> None:
-        """The messages of a channel: the k-th Send with the k-th Recv."""
-        graph, (team, sender, receiver) = self.graph, channel
-        for send, receive in zip(sends, receives, strict=False):
+    def _deliver(self, delivery: Delivery[Point]) -> None:
+        """A message: a Send with its Recv."""
+        graph, (team, sender, receiver) = self.graph, delivery.channel
+        send, recv = delivery.send, delivery.recv
+        if send is not None and recv is not None:
             if self._has_part(send, False):
-                graph.preds[receive.end].append(send.begin)
+                graph.preds[recv.end].append(send.begin)
             else:
-                graph.blocks.setdefault(receive.end, []).append(send.begin)
-            graph.blocks.setdefault(send.end, []).append(receive.begin)
-        met = min(len(sends), len(receives))
-        for k, at in enumerate((*sends[met:], *receives[met:]), met):
-            verb, other = ("receive", receiver) if at in sends else ("send", sender)
-            graph.never.setdefault(
-                at.end,
-                f"rank {other} to {verb} message {k + 1} of team {team.name} from rank {sender} "
-                f"to rank {receiver}, which it never does",
-            )
+                graph.blocks.setdefault(recv.end, []).append(send.begin)
+            graph.blocks.setdefault(send.end, []).append(recv.begin)
+            return
+        at = send or recv
+        assert at is not None
+        verb, other = ("receive", receiver) if send else ("send", sender)
+        graph.never.setdefault(
+            at.end,
+            f"rank {other} to {verb} message {delivery.number + 1} of team {team.name} from rank "
+            f"{sender} to rank {receiver}, which it never does",
+        )
 
-    def _missing(self, rank: int, team: TeamKey, count: int, most: int) -> str:
-        if rank not in self.ranks:
-            return f"rank {rank} of team {team.name}, and no Program of the set runs there"
+    def _missing(self, absent: int, rank: int, queue: Queue) -> str:
+        team, members = queue[0], self.meetings.queues[queue]
+        if absent not in self.ranks:
+            return f"rank {absent} of team {team.name}, and no Program of the set runs there"
+        count, most = (len(members.get(each, ())) // self.num_runs for each in (absent, rank))
         return (
-            f"rank {rank} to issue a collective of team {team.name}: it issues {count} in a run, "
+            f"rank {absent} to issue a collective of team {team.name}: it issues {count} in a run, "
             f"and this rank {most}"
         )
 
-    def _await_frees(self, slot: Slot, take: int, node: int) -> None:
-        for rank in slot[0].ranks:
-            free = self.frees.get((slot, take, rank))
+    def _await_frees(self, take: Take[Point]) -> None:
+        node = take.at.end
+        for rank, free in take.frees.items():
             if free is not None:
-                self.graph.preds[node].append(free)
+                self.graph.preds[node].append(free.end)
             else:
                 self.graph.never[node] = (
-                    f"rank {rank} to free take {take + 1} of slot {slot[1]}, which it never does"
+                    f"rank {rank} to free take {take.number - 1} of slot {take.slot[1]}, which it "
+                    "never does"
                 )
 
-    def _await_signal(self, signal: Signal, run: int, value: int, node: int) -> None:
-        raised = self.raised.get((signal, run), [])
-        for reached, source, _, _ in raised:
-            if reached >= value:
-                self.graph.preds[node].append(source)
-                return
-        best = max((reached for reached, _, _, _ in raised), default=0)
-        what = f"raises it to {best} at most" if raised else "never raises it"
+    def _await_signal(self, awaited: Awaited[Point]) -> None:
+        node, (name, _, writer, _) = awaited.expect.end, awaited.signal
+        if awaited.notify is not None:
+            self.graph.preds[node].append(awaited.notify.end)
+            return
+        raises = f"raises it to {awaited.highest} at most" if awaited.highest else "never raises it"
         self.graph.never[node] = (
-            f"rank {signal[2]} to raise signal {signal[0]} to {value}, and it {what}"
+            f"rank {writer} to raise signal {name} to {awaited.value}, and it {raises}"
         )
 
 

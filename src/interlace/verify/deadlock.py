@@ -17,7 +17,6 @@ from interlace.verify.explain import Explainer
 from interlace.verify.fixing.circles import cycle, never, segments
 from interlace.verify.graph import Graph, Part
 from interlace.verify.report import Finding, OpRef
-from interlace.verify.source import Code
 
 MAX_CYCLES = 4
 SEARCH_BUDGET = 50_000
@@ -239,38 +238,36 @@ def _listed(ranks: list[int]) -> str:
     return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-_MESSAGES = {Code.SEND, Code.RECV, Code.GROUP}
-
-
 def _why(part: Part, earlier: Part) -> str:
     """Why an op waits for another."""
     (frame, item), (other_frame, other) = part, earlier
     op, before = item.op, other.op
-    if frame is other_frame and item.turn < other.turn and {item.code, other.code} <= _MESSAGES:
+    here, there = item.ordering, other.ordering
+    if frame is other_frame and item.turn < other.turn and here.messages and there.messages:
         return MEETS  # of one rank with itself
     if frame.place is not other_frame.place:
-        if item.code is Code.EXPECT and other.code is Code.NOTIFY:
+        if here.expects and there.raises:
             return "its notify raises the signal"
-        return "the slot comes back with its free" if item.code is Code.ALLOC else MEETS
+        return "the slot comes back with its free" if here.takes else MEETS
     if frame is not other_frame:
-        if item.code is Code.ALLOC and other.code is Code.FREE:
+        if here.takes and there.frees is not None:
             return "the slot comes back with its free"
-        return "the run before has to end" if other.code is Code.EXIT else _queued(op, before)
+        return "the run before has to end" if other.ends_run else _queued(op, before)
     if item is other:
         return STREAM  # the end of an op after its begin
     same = item.index == other.index
-    members = same and not {item.code, other.code} & {Code.GROUP, Code.FUSED}
+    members = same and not any(one.is_group or one.is_fused for one in (item, other))
     if item.stream == other.stream and other.turn < item.turn and (members or not same):
         return STREAM
-    if item.code is Code.WAIT and item.record == other.place:
+    if here.waits is not None and item.record == other.place:
         return "the event is recorded there"
-    if other.code is Code.HOST_SYNC and other.turn < item.turn:
+    if there.holds_host and other.turn < item.turn:
         return "the host issues nothing more until that stream has come there"
-    if item.code is Code.ALLOC and other.code is Code.FREE:
+    if here.takes and there.frees is not None:
         return "the slot comes back with its free"
-    if item.code is Code.EXIT:
+    if item.ends_run:
         return "the run ends after it"
-    if other.code is Code.ENTER:
+    if other.begins_run:
         return "the run begins before it"
     if members:
         return "the parts of a fused op are begun in the order listed"
@@ -288,7 +285,7 @@ def _queued(op: Op | None, before: Op | None) -> str:
 def _advice(steps: list[Step], explainer: Explainer) -> str:
     """Which op has to move, where no edit is known to open the circle."""
     links = [(part, other) for part, other, why in steps if why != MEETS]
-    if any(item.code is Code.ALLOC for link in links for _, item in link):
+    if any(item.ordering.takes for link in links for _, item in link):
         return "free the buffer that held the slot before this take of it, on every rank"
     said: list[str] = []
     for (frame, item), (_, other) in segments(links):

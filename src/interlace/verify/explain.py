@@ -16,7 +16,7 @@ from interlace.verify.fixing.edits import line_numbers
 from interlace.verify.graph import Frame
 from interlace.verify.memory import Entry
 from interlace.verify.report import Finding, OpRef
-from interlace.verify.source import Code, Flaw, Item, Source
+from interlace.verify.source import Flaw, Item, Source
 from interlace.verify.sweep import Fault
 
 Missing = Callable[[Entry], tuple[str, list[tuple[Source, int, int]]]]
@@ -110,15 +110,15 @@ class Explainer:
         """An op with what it does to which bytes."""
         name, item = entry.content.name, entry.item
         if entry.free:
-            verb = "frees" if item.code is Code.FREE else "takes the slot of"
+            verb = "frees" if item.ordering.frees is not None else "takes the slot of"
         elif entry.by_caller:
-            begins = item.code is Code.ENTER
+            begins = item.begins_run
             verb = (
                 "begins: until then its caller may touch"
                 if begins
                 else ("ends: from then on its caller may touch")
             )
-        elif item.code is Code.EXIT:
+        elif item.ends_run:
             verb = "returns"
         else:
             verb = "writes" if entry.write else "reads"
@@ -162,14 +162,14 @@ class Explainer:
         one, two = first.content.name, second.content.name
         if first.by_caller or second.by_caller:
             op, end = (0, second) if second.by_caller else (1, first)
-            at = "end" if end.item.code is Code.EXIT else "begin"
+            at = "end" if end.item.ends_run else "begin"
             return (
                 f"line {ops[op].line} on rank {ops[op].rank} {ops[op].role}, and nothing orders it "
                 f"{'before' if at == 'end' else 'after'} the {at} of the run there, "
                 f"{'after' if at == 'end' else 'before'} which the caller may touch {two}"
             )
         what = one if one == two else f"{one} and {two}, which share storage"
-        verbs = [("frees" if e.item.code is Code.FREE else "allocates") if e.free
+        verbs = [("frees" if e.item.ordering.frees is not None else "allocates") if e.free
                  else "writes" if e.write else "reads" for e in (first, second)]  # fmt: skip
         return (
             f"nothing orders line {ops[0].line} on rank {ops[0].rank}, which {verbs[0]}, and line "
@@ -220,7 +220,7 @@ def _listed_after(first: Entry, second: Entry) -> bool:
     if second.free or second.item.op is None:
         return False
     if first.item.op is None:
-        return first.item.code is Code.EXIT
+        return first.item.ends_run
     return second.write and not first.write
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from interlace.errors import TeamError
-from interlace.ir.ops import Collective, Expect, Notify, Recv, Send
-from interlace.ir.types import Index, Others
-from interlace.verify.graph import Frame, Meeting, Place, TeamKey
-from interlace.verify.source import Code, Item
+from interlace.ir.ops import UNORDERED
+from interlace.ir.order import Queue
+from interlace.verify.graph import Frame, Place, Point
+from interlace.verify.source import Item
 
 if TYPE_CHECKING:
-    from interlace.verify.build import Builder, Queue
+    from interlace.verify.build import Builder
 
 
 class FrameBuilder:
@@ -34,16 +33,13 @@ class FrameBuilder:
         self.host_seen = [-1] * len(source.streams)
         self.last: dict[Queue, int] = {}
         self.entry = entry
-        self.fresh: dict[str, int] = {}
 
     def run(self) -> None:
         self.graph.frames.append(self.frame)
         if self.place.source.enter is not None:
             self.enter(self.place.source.enter)
         for item in self.place.source.sequence:
-            if item.code is Code.GROUP:
-                self.messages(item, item.members)
-            elif item.code is Code.FUSED:
+            if item.is_fused:
                 self.fused(item)
             else:
                 self.issue(item)
@@ -57,47 +53,30 @@ class FrameBuilder:
 
     def issue(self, item: Item) -> int:
         """The node at which an op has ended, on its stream."""
-        if item.code is Code.COLLECTIVE:
-            return self.collective(item)
-        if item.code in (Code.SEND, Code.RECV):
-            return self.messages(item, (item,))
+        if item.ordering.meets or item.ordering.messages:
+            return self.meet(item)
         node = self.graph.add()
         self.put(node, item)
-        if item.code is not Code.PLAIN:
-            self.meaning(node, item)
+        if item.ordering is not UNORDERED:
+            self.order(node, item)
         return node
 
-    def span(self, item: Item) -> tuple[int, int]:
-        """The begin and the end of an op that waits for other ranks."""
-        begin, end = self.graph.add(), self.graph.add()
+    def meet(self, item: Item) -> int:
+        """The begin and the end of an op that waits for other ranks; its end."""
+        graph, where, meetings = self.graph, self.place.where, self.builder.meetings
+        begin, end = graph.add(), graph.add()
         self.put(begin, item)
         self.put(end, item)
-        self.graph.begins[end] = begin
-        return begin, end
-
-    def collective(self, item: Item) -> int:
-        op, builder = item.op, self.builder
-        assert isinstance(op, Collective)
-        begin, end = self.span(item)
-        queue = (builder.team(self.place, op.team), op.backend)
-        if queue in self.last:
-            self.graph.preds[begin].append(self.last[queue])
-        self.last[queue] = end
-        mine = builder.queues.setdefault(queue, {}).setdefault(self.place.rank, [])
-        mine.append(Meeting(self.frame, item, begin, end))
-        return end
-
-    def messages(self, item: Item, members: tuple[Item, ...]) -> int:
-        """Sends and receives that begin together and end together."""
-        begin, end = self.span(item)
-        for member in members:
-            op = member.op
-            assert isinstance(op, Send | Recv)
-            team = self.builder.team(self.place, op.team)
-            peer, sends = self.global_rank(op.peer, team), isinstance(op, Send)
-            channel = (team, self.place.rank, peer) if sends else (team, peer, self.place.rank)
-            ends = self.builder.channels.setdefault(channel, ([], []))[0 if sends else 1]
-            ends.append(Meeting(self.frame, member, begin, end))
+        graph.begins[end] = begin
+        for member in item.members or (item,):
+            point = Point(self.frame, member, begin, end)
+            if member.ordering.meets is None:
+                meetings.add(where, member.ordering, point)
+                continue
+            queue, _ = meetings.collective(where, member.ordering.meets, point)
+            if queue in self.last:
+                graph.preds[begin].append(self.last[queue])
+            self.last[queue] = end
         return end
 
     def put(self, node: int, item: Item) -> None:
@@ -117,54 +96,25 @@ class FrameBuilder:
         graph.part[node] = (self.frame, item)
         self.frame.nodes[item.place] = node
 
-    def meaning(self, node: int, item: Item) -> None:
+    def order(self, node: int, item: Item) -> None:
         """Adds the edges and the book-keeping of an op that orders others."""
-        code, graph, builder = item.code, self.graph, self.builder
-        if code is Code.WAIT:
-            if item.record >= 0:
-                graph.preds[node].append(self.frame.nodes[item.record])
-        elif code is Code.HOST_SYNC:
+        ordering, graph, where, run = item.ordering, self.graph, self.place.where, self.frame.run
+        point = Point(self.frame, item, node, node)
+        if ordering.waits is not None and item.record >= 0:
+            graph.preds[node].append(self.frame.nodes[item.record])
+        if ordering.holds_host:
             self.host = node
             self.host_seen[item.stream] = node
-        elif code is Code.ALLOC:
-            self.alloc(node, item)
-        elif code is Code.FREE:
-            version = item.version
-            if version in self.frame.takes:
-                slot = builder.slot(self.place, version)
-                builder.frees[slot, self.frame.takes[version], self.place.rank] = node
-        elif code is Code.NOTIFY or code is Code.EXPECT:
-            self.signal(node, item)
-
-    def alloc(self, node: int, item: Item) -> None:
-        if self.place.source.versions[item.version].symmetric:
-            slot = self.builder.slot(self.place, item.version)
-            taken = self.builder.allocs.setdefault(slot, {}).setdefault(self.place.rank, [])
-            self.frame.takes[item.version] = len(taken)
-            taken.append((self.frame, item, node))
-
-    def signal(self, node: int, item: Item) -> None:
-        op = item.op
-        assert isinstance(op, Notify | Expect)
-        rank, run, builder = self.place.rank, self.frame.run, self.builder
-        team = builder.team(self.place, op.team)
-        if isinstance(op.peer, Others):
-            peers = [peer for peer in team.ranks if peer != rank]
+        if ordering.takes is not None:
+            version = self.place.source.versions[item.version]
+            if version.symmetric:
+                taken = self.builder.meetings.take(where, version.buffer, point, run)
+                self.frame.takes[item.version] = taken
+        elif ordering.frees is not None:
+            if item.version in self.frame.takes:
+                self.builder.meetings.free(where, ordering.frees, point, run)
         else:
-            peers = [self.global_rank(op.peer, team)]
-        for peer in peers:
-            if isinstance(op, Notify):
-                raised = builder.raised.setdefault(((op.signal, team, rank, peer), run), [])
-                raised.append((op.value, node, self.frame, item))
-            else:
-                signal = (op.signal, team, peer, rank)
-                builder.awaited.append((signal, run, op.value, node, self.frame, item))
-
-    def global_rank(self, index: Index, team: TeamKey) -> int:
-        i = self.place.where.index(index)
-        if not 0 <= i < len(team.ranks):
-            raise TeamError(f"team {team.name} has {len(team.ranks)} ranks, and no rank {i}")
-        return team.ranks[i]
+            self.builder.meetings.add(where, ordering, point, run)
 
     def fused(self, item: Item) -> None:
         """A start on the stream, the parts beside each other, and an end on the stream.

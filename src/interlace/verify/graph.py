@@ -48,14 +48,6 @@ MAX_SINCE = 128
 """Chains that a clock holds apart from its base, at most."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TeamKey:
-    """A team: its name and the global ranks of this instance of it. There is one object of each."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-
 @dataclass(slots=True, eq=False)
 class Place:
     """One rank: its Source, what resolves its indices, and where its chains begin."""
@@ -79,8 +71,8 @@ class Frame:
     """Symmetric version -> which take of its slot this is, counted over all runs."""
 
 
-class Meeting(NamedTuple):
-    """What one rank does in a collective or a message: the op, its begin and its end."""
+class Point(NamedTuple):
+    """An op of one rank that orders ops of others: its begin and its end, often one node."""
 
     frame: Frame
     item: Item

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from interlace.errors import ProgramError
-from interlace.ir.in_order import in_order
 from interlace.ir.ops import (
     KINDS,
     RNG,
@@ -28,11 +27,12 @@ from interlace.ir.ops import (
     Wait,
     views_in,
 )
+from interlace.ir.order import in_order
 from interlace.ir.program import Program, spots
 from interlace.ir.types import Buffer, DType
 from interlace.ir.view import View
 from interlace.verify.regions import Regions, Spot
-from interlace.verify.source import CODES, Code, Flaw, Item, Source, Touch, Version
+from interlace.verify.source import Flaw, Item, Source, Touch, Version
 
 
 def lower(program: Program, regions: Regions, in_order: bool = False) -> Source:
@@ -68,10 +68,10 @@ class _Lowering:
         items = [self.item(i, op) for i, op in enumerate(program.ops)]
         end = len(items)
         callers = self.callers()
-        leave = Item(end, None, Code.EXIT, 0, (*self.results(end), *callers), place=end)
+        leave = Item(end, None, 0, (*self.results(end), *callers), place=end)
         enter: Item | None = None
         if callers:
-            enter = Item(-1, None, Code.ENTER, 0, callers, place=self.num_places)
+            enter = Item(-1, None, 0, callers, place=self.num_places)
             self.num_places += 1
         self.find_sharing()
         for version in self.versions:
@@ -98,10 +98,10 @@ class _Lowering:
     def in_sequence(self, items: list[Item]) -> list[Item]:
         """The items, and the members of Fuseds, one after another."""
         found = in_order(self.program.ops)
-        return [items[i].members[k] if items[i].code is Code.FUSED else items[i] for i, k in found]
+        return [items[i].members[k] if items[i].is_fused else items[i] for i, k in found]
 
     def item(self, index: int, op: Op) -> Item:
-        item = Item(index, op, CODES.get(type(op), Code.PLAIN), self.stream(op), place=index)
+        item = Item(index, op, self.stream(op), place=index)
         match op:
             case Alloc():
                 item.version = self.declare(op.buffer, index)
@@ -111,8 +111,7 @@ class _Lowering:
                 self.event(item, op)
             case Group():
                 item.members = tuple(
-                    Item(index, one, CODES[type(one)], item.stream, self.touches(item, one))
-                    for one in op.ops
+                    Item(index, one, item.stream, self.touches(item, one)) for one in op.ops
                 )
             case Fused():
                 item.members = tuple(
@@ -134,8 +133,8 @@ class _Lowering:
 
     def member(self, index: int, op: Op, part: int) -> Item:
         """A member of a Fused."""
-        code, place = CODES[type(op)], self.num_places
-        item = Item(index, op, code, self.stream(op, part), place=place)
+        place = self.num_places
+        item = Item(index, op, self.stream(op, part), place=place)
         self.num_places += 1
         if isinstance(op, Record | Wait):
             self.event(item, op)
@@ -188,7 +187,7 @@ class _Lowering:
         return version
 
     def later(self, index: int, buffer: Buffer) -> Item:
-        return Item(index, self.program.ops[index], Code.ALLOC, 0)
+        return Item(index, self.program.ops[index], 0)
 
     def touches(self, item: Item, op: Op) -> tuple[Touch, ...]:
         reads = writes = False
@@ -212,7 +211,7 @@ class _Lowering:
     def results(self, end: int) -> list[Touch]:
         """What the return reads: the results, and every output parameter."""
         program = self.program
-        item = Item(end, None, Code.EXIT, 0)
+        item = Item(end, None, 0)
         views = [view for arg in program.returned() for view in views_in(arg)]
         returned = {view.buffer for view in views if not view.steps}
         for buffer in program.params:
@@ -248,7 +247,7 @@ class _Lowering:
             )
             item.version = -1
         elif version.free >= 0:
-            first = Item(version.free, self.program.ops[version.free], Code.FREE, 0)
+            first = Item(version.free, self.program.ops[version.free], 0)
             self.flaws.append(
                 Flaw(
                     "double-free",
@@ -272,7 +271,7 @@ class _Lowering:
         )
         ops = [(item, f"waits for {op.event}", "")]
         if later is not None:
-            record = Item(later, self.program.ops[later], Code.RECORD, 0)
+            record = Item(later, self.program.ops[later], 0)
             ops.append((record, f"records {op.event} only after that", ""))
         self.flaws.append(
             Flaw(

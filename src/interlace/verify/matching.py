@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from interlace.ir.ops import KINDS, Collective, Recv, Send
+from interlace.ir.order import Queue
 from interlace.ir.view import Box
-from interlace.verify.build import Builder, Queue
+from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
-from interlace.verify.graph import Frame, Meeting
+from interlace.verify.graph import Frame, Point
 from interlace.verify.regions import Regions
 from interlace.verify.report import Finding
 from interlace.verify.source import Item
-
-Issue = tuple[Frame, Item, int] | Meeting
 
 
 def mismatches(builder: Builder, explainer: Explainer, regions: Regions) -> list[Finding]:
@@ -40,7 +39,7 @@ class _Matcher:
         self.alike: set[tuple[object, ...]] = set()
         """Sets of members that were found to agree."""
 
-    def report(self, message: str, fix: str, issues: Sequence[Issue], roles: Sequence[str]) -> None:
+    def report(self, message: str, fix: str, issues: Sequence[Point], roles: Sequence[str]) -> None:
         ops = [
             self.explainer.ref(frame, item, role)
             for (frame, item, *_), role in zip(issues, roles, strict=True)
@@ -48,7 +47,7 @@ class _Matcher:
         ranks = tuple(sorted({frame.place.rank for frame, *_ in issues}))
         self.findings.append(Finding("mismatch", message, tuple(ops), fix, ranks=ranks))
 
-    def box(self, issue: Issue, side: str) -> Box | None:
+    def box(self, issue: Point, side: str) -> Box | None:
         """The box of `src` or `dst` of an op, on its rank."""
         frame, item, *_ = issue
         view = getattr(item.op, side)
@@ -60,7 +59,7 @@ class _Matcher:
     # Collectives
 
     def collectives(self) -> None:
-        for queue, members in self.builder.queues.items():
+        for queue, members in self.builder.meetings.queues.items():
             first = {
                 rank: [issue for issue in members.get(rank, ()) if issue[0].run == 0]
                 for rank in queue[0].ranks
@@ -75,7 +74,7 @@ class _Matcher:
                 if len(counts) > 1:
                     self.missing(queue, first)
 
-    def missing(self, queue: Queue, first: Mapping[int, Sequence[Issue]]) -> None:
+    def missing(self, queue: Queue, first: Mapping[int, Sequence[Point]]) -> None:
         """Some members issue more collectives than others."""
         least = min(first, key=lambda rank: len(first[rank]))
         most = max(first, key=lambda rank: len(first[rank]))
@@ -87,7 +86,7 @@ class _Matcher:
             f"rank {least} issues {count}"
         )
         fix = f"issue it on rank {least} too, or on no rank"
-        for (other, backend), members in self.builder.queues.items():
+        for (other, backend), members in self.builder.meetings.queues.items():
             if other != queue[0] or backend == queue[1]:
                 continue
             if len(members.get(least, ())) > len(members.get(most, ())):
@@ -97,7 +96,7 @@ class _Matcher:
                 fix = f"name the same backend on every rank of team {team}"
         self.report(message, fix, [issue], [f"is number {count + 1}, which rank {least} lacks"])
 
-    def agree(self, queue: Queue, k: int, met: Sequence[Issue]) -> bool:
+    def agree(self, queue: Queue, k: int, met: Sequence[Point]) -> bool:
         key = tuple((item, *self.rank_facts(frame, item)) for frame, item, *_ in met)
         if key in self.alike:
             return True
@@ -121,7 +120,7 @@ class _Matcher:
         root = None if op.root is None else where.index(op.root)
         return root, *(self.regions.at(touch.spot, where) for touch in item.touches)
 
-    def differs(self, met: Sequence[Issue]) -> tuple[str, int, int, tuple[str, str]] | None:
+    def differs(self, met: Sequence[Point]) -> tuple[str, int, int, tuple[str, str]] | None:
         """The first fact that two members disagree on: what, which two, what they say."""
         facts = [self.facts(issue) for issue in met]
         for i, other in enumerate(facts[1:], 1):
@@ -130,7 +129,7 @@ class _Matcher:
                     return name, 0, i, (str(value), str(other[name]))
         return self.sizes(met)
 
-    def facts(self, issue: Issue) -> dict[str, object]:
+    def facts(self, issue: Point) -> dict[str, object]:
         frame, item, *_ = issue
         op, where = item.op, frame.place.where
         assert isinstance(op, Collective)
@@ -151,7 +150,7 @@ class _Matcher:
             else None,
         }
 
-    def sizes(self, met: Sequence[Issue]) -> tuple[str, int, int, tuple[str, str]] | None:
+    def sizes(self, met: Sequence[Point]) -> tuple[str, int, int, tuple[str, str]] | None:
         """Whether what goes in is as much as what comes out."""
         op = met[0][1].op
         assert isinstance(op, Collective)
@@ -182,7 +181,7 @@ class _Matcher:
     # Messages, slots, signals
 
     def messages(self) -> None:
-        for (team, sender, receiver), ends in self.builder.channels.items():
+        for (team, sender, receiver), ends in self.builder.meetings.channels.items():
             sends, receives = ([e for e in end if e[0].run == 0] for end in ends)
             for k, (send, receive) in enumerate(zip(sends, receives, strict=False)):
                 src, dst = self.box(send, "src"), self.box(receive, "dst")
@@ -216,7 +215,7 @@ class _Matcher:
                 )
 
     def slots(self) -> None:
-        for (team, name), members in self.builder.allocs.items():
+        for (team, name), members in self.builder.meetings.taken.items():
             first = {
                 rank: [issue for issue in members.get(rank, ()) if issue[0].run == 0]
                 for rank in team.ranks
@@ -247,16 +246,16 @@ class _Matcher:
                     [f"is a take that rank {least} lacks"],
                 )
 
-    def nbytes(self, issue: Issue) -> int:
+    def nbytes(self, issue: Point) -> int:
         frame, item, *_ = issue
         return self.regions.at(frame.place.source.versions[item.version].spot, frame.place.where).hi
 
     def signals(self) -> None:
-        awaited = {signal for signal, *_ in self.builder.awaited}
+        awaited = {signal for signal, *_ in self.builder.meetings.awaited}
         told: set[tuple[object, ...]] = set()
-        for (signal, run), raised in self.builder.raised.items():
+        for (signal, run), raised in self.builder.meetings.raised.items():
             for one, two in pairwise(raised):
-                (value, node, frame, item), (value_2, node_2, frame_2, item_2) = one, two
+                (value, (frame, item, _, node)), (value_2, (frame_2, item_2, _, node_2)) = one, two
                 grows, key = value_2 > value, (frame.place.source, item.index, item_2.index)
                 if run or key in told or (grows and self.ordered(node, node_2)):
                     continue
@@ -274,7 +273,7 @@ class _Matcher:
                     self.explainer.ref(frame_2, item_2, f"raises it to {value_2}"),
                 )
                 self.findings.append(Finding("signal", message, ops, fix, ranks=(signal[2],)))
-            frame, item = raised[0][2:]
+            frame, item, *_ = raised[0][1]
             key = (frame.place.source, item.index)
             if not run and signal not in awaited and key not in told:
                 told.add(key)
@@ -303,7 +302,7 @@ class _Matcher:
         return one in seen
 
 
-def _is_root(issue: Issue) -> bool:
+def _is_root(issue: Point) -> bool:
     frame, item, *_ = issue
     return item.is_root(frame.place.where)
 

@@ -9,8 +9,9 @@ strides, since a rank finds a peer's elements where its own would be.
 
 from __future__ import annotations
 
+from interlace.ir.order import Slot
 from interlace.ir.types import contiguous_strides
-from interlace.verify.build import Builder, Slot
+from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.graph import Frame
 from interlace.verify.regions import Regions

@@ -15,7 +15,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from interlace.ir.ops import Recv, Send
-from interlace.verify.build import Builder, Signal
+from interlace.ir.order import Signal
+from interlace.verify.build import Builder
 from interlace.verify.deadlock import circles
 from interlace.verify.explain import Explainer
 from interlace.verify.report import Finding
@@ -30,8 +31,10 @@ def _launch_order(builder: Builder, explainer: Explainer) -> list[Finding]:
     """Whether ranks would wait for each other if each ran its collectives and messages one after
     another, in the order of its list, as NCCL does those of a team and may do those of all."""
     graph, spans = builder.graph, defaultdict[int, dict[int, int]](dict)
-    queues = {queue: members for queue, members in builder.queues.items() if _by_nccl(queue[1])}
-    ends = [at for both in builder.channels.values() for end in both for at in end]
+    queues = {
+        queue: members for queue, members in builder.meetings.queues.items() if _by_nccl(queue[1])
+    }
+    ends = [at for both in builder.meetings.channels.values() for end in both for at in end]
     ends = [at for at in ends if isinstance(op := at.item.op, Send | Recv) and _by_nccl(op.backend)]
     if (len(queues) < 2 and not ends) or len(graph.order) < len(graph.preds):
         return []
@@ -70,18 +73,18 @@ def _by_nccl(backend: str | None) -> bool:
 
 def _shared_names(builder: Builder, explainer: Explainer) -> list[Finding]:
     """Signals of two teams that have a name, a writer and a reader in common."""
-    if len({signal[1].name for signal, run in builder.raised if run == 0}) < 2:
+    if len({signal[1].name for signal, run in builder.meetings.raised if run == 0}) < 2:
         return []
     first: dict[tuple[str, int, int], Signal] = {}
     found: dict[tuple[str, str, str], Finding] = {}
-    for (signal, run), raised in builder.raised.items():
+    for (signal, run), raised in builder.meetings.raised.items():
         name, team, writer, reader = signal
         other = first.setdefault((name, writer, reader), signal)
         key = name, other[1].name, team.name
         if run == 0 and other[1] is not team and key not in found:
             ops = [
-                explainer.ref(*raises[0][2:], f"raises {name} of team {of.name}")
-                for of, raises in ((other[1], builder.raised[other, 0]), (team, raised))
+                explainer.ref(*raises[0][1][:2], f"raises {name} of team {of.name}")
+                for of, raises in ((other[1], builder.meetings.raised[other, 0]), (team, raised))
             ]
             found[key] = Finding(
                 "shared-name",

@@ -7,71 +7,12 @@ source.versions[0].symmetric   # a buffer, from its declaration on
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NamedTuple
 
-from interlace.ir.ops import (
-    Alloc,
-    Call,
-    Collective,
-    Copy,
-    Expect,
-    Free,
-    Fused,
-    Get,
-    Group,
-    HostSync,
-    Notify,
-    Op,
-    Put,
-    Record,
-    Recv,
-    Send,
-    Wait,
-)
+from interlace.ir.ops import UNORDERED, Collective, Fused, Op, Ordering
 from interlace.ir.program import Program
 from interlace.ir.types import Buffer, Index, Where
 from interlace.verify.regions import Spot
-
-
-class Code(IntEnum):
-    """What an op means for the order."""
-
-    PLAIN = 0
-    RECORD = 1
-    WAIT = 2
-    COLLECTIVE = 3
-    SEND = 4
-    RECV = 5
-    GROUP = 6
-    NOTIFY = 7
-    EXPECT = 8
-    ALLOC = 9
-    FREE = 10
-    HOST_SYNC = 11
-    EXIT = 12
-    FUSED = 13
-    ENTER = 14
-
-
-CODES: dict[type[Op], Code] = {
-    Call: Code.PLAIN,
-    Copy: Code.PLAIN,
-    Put: Code.PLAIN,
-    Get: Code.PLAIN,
-    Record: Code.RECORD,
-    Wait: Code.WAIT,
-    Collective: Code.COLLECTIVE,
-    Send: Code.SEND,
-    Recv: Code.RECV,
-    Group: Code.GROUP,
-    Fused: Code.FUSED,
-    Notify: Code.NOTIFY,
-    Expect: Code.EXPECT,
-    Alloc: Code.ALLOC,
-    Free: Code.FREE,
-    HostSync: Code.HOST_SYNC,
-}
 
 
 class Touch(NamedTuple):
@@ -93,7 +34,6 @@ class Item:
     index: int
     op: Op | None
     """None: the begin of the run (whose index is -1), or the return."""
-    code: Code
     stream: int
     """Part k > 0 of a Fused counts as a stream of its own."""
     touches: tuple[Touch, ...] = ()
@@ -106,6 +46,30 @@ class Item:
     """When it is issued: of two ops of a stream, the one with the lower turn goes first."""
     place: int = -1
     """Where a frame keeps its node: the index, or for a member of a Fused a number after all."""
+    ordering: Ordering = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ordering = UNORDERED if self.op is None else self.op.ordering()
+
+    @property
+    def begins_run(self) -> bool:
+        """Whether this is no op, but the begin of the run."""
+        return self.op is None and self.index < 0
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether this is no op, but the return."""
+        return self.op is None and self.index >= 0
+
+    @property
+    def is_group(self) -> bool:
+        """Whether its members begin and end together."""
+        return bool(self.members and self.ordering.messages)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether its members are the parts of a kernel."""
+        return isinstance(self.op, Fused)
 
     def does(self, touch: Touch, where: Where) -> bool:
         """Whether a rank does what a touch of this op says: some only the root does."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from interlace.verify.build import Slot
+from interlace.ir.order import Slot
 from interlace.verify.graph import Frame, Graph
 from interlace.verify.memory import Cell, Content, Entry, Memory, by_box
 from interlace.verify.regions import Region, Regions
-from interlace.verify.source import Code, Item, Touch, Version
+from interlace.verify.source import Item, Touch, Version
 
 Pair = tuple[Region, Content, Region, Content]
 """What two accesses that race touch."""
@@ -85,13 +85,13 @@ class Sweep:
             frame, item = part
             if frame.nodes[item.place] != node:
                 continue  # the begin of what has an end as well
-            if item.code is Code.GROUP:
+            if item.is_group:
                 found = [(one, touch) for one in item.members for touch in one.touches]
                 for one, touch in sorted(found, key=lambda each: each[1].write):
                     self._touch(node, frame, one, touch)
             for touch in item.touches:
                 self._touch(node, frame, item, touch)
-            if item.code is Code.FREE and item.version >= 0:
+            if item.ordering.frees is not None and item.version >= 0:
                 self._free(node, frame, item)
 
     def _fault(self, kind: str, first: Entry | None, second: Entry) -> None:

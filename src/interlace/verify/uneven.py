@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
 from interlace.ir.ops import Collective, Op
-from interlace.verify.build import Builder, Queue
+from interlace.ir.order import Queue
+from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.circles import notifies
 from interlace.verify.fixing.edits import Edit, Fix
 from interlace.verify.graph import Frame
 from interlace.verify.report import Finding
-from interlace.verify.source import Code, Item, Source
+from interlace.verify.source import Item, Source
 
 Facts = tuple[tuple[object, ...], ...]
 """The collectives that one rank issues, each as what ranks agree on."""
@@ -45,7 +46,7 @@ class Uneven:
         queue = self._queue(finding)
         if queue is None:
             return finding
-        others = [q for q in self.builder.queues if q[0] == queue[0] and q != queue]
+        others = [q for q in self.builder.meetings.queues if q[0] == queue[0] and q != queue]
         issues = self._issues(queue)
         sequences = {rank: tuple(map(_fact, mine)) for rank, mine in issues.items()}
         if len(set(sequences.values())) < 2:
@@ -91,7 +92,7 @@ class Uneven:
         """The team and backend of the collective that a finding names."""
         spots = {op.at for op in finding.ops}
         number = self.explainer.edges.number
-        for queue, members in self.builder.queues.items():
+        for queue, members in self.builder.meetings.queues.items():
             for mine in members.values():
                 for frame, item, *_ in mine:
                     if frame.run == 0 and (number(frame.place.source), item.index) in spots:
@@ -99,7 +100,7 @@ class Uneven:
         return None
 
     def _issues(self, queue: Queue) -> dict[int, list[tuple[Frame, Item]]]:
-        members = self.builder.queues[queue]
+        members = self.builder.meetings.queues[queue]
         return {
             rank: [(f, i) for f, i, *_ in members.get(rank, ()) if f.run == 0][:MAX_ISSUED]
             for rank in queue[0].ranks
@@ -224,7 +225,7 @@ def _fact(issue: tuple[Frame, Item]) -> tuple[object, ...]:
     op, where = item.op, frame.place.where
     root = getattr(op, "root", None)
     views = [getattr(op, side) for side in ("src", "dst")]
-    assert item.code is Code.COLLECTIVE
+    assert item.ordering.meets
     return (
         getattr(op, "kind", ""),
         getattr(op, "reduce", None),

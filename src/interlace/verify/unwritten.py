@@ -10,8 +10,9 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
+from interlace.ir.order import Slot
 from interlace.ir.view import Box, byte_runs
-from interlace.verify.build import Builder, Slot
+from interlace.verify.build import Builder
 from interlace.verify.graph import Frame, Place
 from interlace.verify.memory import Entry
 from interlace.verify.regions import Regions

@@ -21,7 +21,7 @@ from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import Edit, Fix
 from interlace.verify.fixing.lifetimes import free_later
 from interlace.verify.graph import Part
-from interlace.verify.source import Code, Item, Source
+from interlace.verify.source import Item, Source
 
 MAX_PLACES = 8
 """Places at which one missing op is tried."""
@@ -100,11 +100,11 @@ def never(edges: Edges, part: Part) -> tuple[Fix, ...]:
     """For an op that waits for what never comes."""
     frame, item = part
     source = frame.place.source
-    if item.code is Code.EXPECT:
+    if item.ordering.expects:
         found = list(notified(edges, part))
-    elif item.code in (Code.SEND, Code.RECV):
+    elif item.ordering.messages and not item.members:
         found = [(Edit(edges.number(source), index=item.index),)]
-    elif item.code is Code.ALLOC:
+    elif item.ordering.takes:
         leaks = [
             free_later(edges, one, number)
             for one in edges.sources

@@ -17,7 +17,7 @@ from interlace.ir.program import Program, spots
 from interlace.ir.types import Index, Others, RankIndex
 from interlace.verify.fixing.edits import Edit, Fix
 from interlace.verify.memory import Entry
-from interlace.verify.source import Code, Source
+from interlace.verify.source import Source
 
 RankPair = tuple[int, int]
 
@@ -101,7 +101,7 @@ class Edges:
     def member(self, point: Point, entry: Entry) -> Point:
         """The member of a Fused that does the access; the op, where it is none."""
         items = self.sources[point.program].items
-        if 0 <= point.at < len(items) and items[point.at].code is Code.FUSED:
+        if 0 <= point.at < len(items) and items[point.at].is_fused:
             members = items[point.at].members
             which = next((k for k, one in enumerate(members) if one is entry.item), -1)
             return point._replace(member=which)

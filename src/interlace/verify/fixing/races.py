@@ -24,7 +24,6 @@ from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import Edit, Fix
 from interlace.verify.fixing.lifetimes import alloc_sooner, free_later, own_storage
 from interlace.verify.memory import Entry
-from interlace.verify.source import Code
 
 Pair = tuple[Entry, Entry]
 
@@ -43,8 +42,10 @@ def race(edges: Edges, pairs: Sequence[Pair]) -> tuple[Fix, ...]:
     inner = edges.member(one, first), edges.member(two, second)
     if inner != (one, two):
         found += edges.order(*inner, ranks)
-    frees = [entry for entry in (first, second) if entry.item.code is Code.FREE and entry.free]
-    allocs = [e for e in (first, second) if e.item.code is Code.ALLOC and e.free]
+    frees = [
+        entry for entry in (first, second) if entry.item.ordering.frees is not None and entry.free
+    ]
+    allocs = [e for e in (first, second) if e.item.ordering.takes is not None and e.free]
     for entry in frees:
         found += free_later(edges, entry.frame.place.source, entry.item.version)
     for entry in allocs:

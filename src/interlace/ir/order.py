@@ -1,0 +1,293 @@
+"""What orders ops: all edges between the ops of a list, and between those of several ranks.
+
+An op declares what it waits for, raises, meets and takes (`Op.ordering`). Within one list that
+binds events (`bindings`) and gives the order of the serial twin (`in_order`). Between ranks,
+`Meetings` collects the ops of all of them and says which belong together, by the rules of
+docs/semantics.md and no others:
+
+    >>> meetings = Meetings[str]()
+    >>> for rank in program.world:
+    ...     for index, op in enumerate(program.ops):
+    ...         meetings.add(program.where(rank), op.ordering(), f"op {index} of rank {rank}")
+    >>> [(level.expect, level.notify) for level in meetings.levels()]
+    [('op 2 of rank 0', 'op 1 of rank 1'), ('op 2 of rank 1', 'op 1 of rank 0')]
+
+What stands for an op is the caller's: a node of a graph, a task, a place. The exhaustive oracle
+(verify/oracle.py) reads the same page by itself and shares nothing with this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from interlace.errors import TeamError
+from interlace.ir.ops import Fused, MessageEnd, Op, Ordering, SignalLevel
+from interlace.ir.program import Spot, spots
+from interlace.ir.types import Buffer, Index, Others, Where
+
+T = TypeVar("T")
+
+
+def bindings(ops: Sequence[Op]) -> dict[Spot, Spot]:
+    """The Record that each Wait means: the last one of its event that is listed before."""
+    records: dict[str, Spot] = {}
+    found: dict[Spot, Spot] = {}
+    for spot, op in spots(ops):
+        ordering = op.ordering()
+        if ordering.records is not None:
+            records[ordering.records] = spot
+        elif ordering.waits in records:
+            found[spot] = records[ordering.waits]
+    return found
+
+
+def in_order(ops: Sequence[Op]) -> list[Spot]:
+    """Every op (the members of a Fused instead of the Fused) in an order that streams allow.
+
+    So runs the twin of an overlapped Program, one op after another. It is the list's own order, but
+    for one thing. A part of a Fused may await what peers send only once they are told of an earlier
+    part's Record; the ops that see to this stand behind the Fused in every rank's list. So before
+    such a wait the order goes on, on the other streams, with all that waits for nobody.
+
+        >>> in_order(program.ops)[:4]
+        [(0, 0), (1, 0), (1, 1), (2, 0)]
+    """
+    if not any(isinstance(op, Fused) for op in ops):
+        return [(index, 0) for index in range(len(ops))]
+    return _OneByOne(ops).run()
+
+
+class _OneByOne:
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self.ops = ops
+        self.waits = bindings(ops)
+        self.done: set[Spot] = set()
+        self.listed: list[Spot] = []
+
+    def run(self) -> list[Spot]:
+        for index, op in enumerate(self.ops):
+            if not isinstance(op, Fused):
+                self.add((index, 0))
+                continue
+            told = False  # whether others may have heard of what was done here
+            for number, member in enumerate(op.members):
+                ordering = member.ordering()
+                if told and (ordering.expects or ordering.waits is not None):
+                    self.go_on(index, op.stream)
+                    told = False
+                told = told or ordering.records is not None
+                self.add((index, number))
+        return self.listed
+
+    def add(self, spot: Spot) -> None:
+        if spot not in self.done:
+            self.done.add(spot)
+            self.listed.append(spot)
+
+    def go_on(self, index: int, stream: str) -> None:
+        """What later ops of other streams can do without waiting for anybody."""
+        held = {stream}
+        for later in range(index + 1, len(self.ops)):
+            op, spot = self.ops[later], (later, 0)
+            ordering = op.ordering()
+            if ordering.holds_host:
+                return
+            if op.stream in held or spot in self.done:
+                continue
+            due = ordering.waits is not None and self.waits.get(spot, spot) not in self.done
+            peers = ordering.meets or ordering.messages or ordering.expects or ordering.takes
+            if due or peers or isinstance(op, Fused):
+                held.add(op.stream)
+            else:
+                self.add(spot)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeamKey:
+    """A team: its name and the global ranks of this instance of it. There is one object of each."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+Queue = tuple[TeamKey, str | None]
+"""The collectives of one team and backend."""
+Channel = tuple[TeamKey, int, int]
+"""The messages of one team from one global rank to another."""
+Slot = tuple[TeamKey, str]
+"""A slot of a team's pool."""
+Signal = tuple[str, TeamKey, int, int]
+"""A signal: name, team, writer, reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery(Generic[T]):
+    """A message: its two ends, or the one that there is."""
+
+    channel: Channel
+    number: int
+    send: T | None
+    recv: T | None
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited(Generic[T]):
+    """A value that a signal has to reach, and the first that raises it so far, if any does."""
+
+    signal: Signal
+    value: int
+    expect: T
+    notify: T | None
+    highest: int
+    """The highest value that the signal is raised to; 0: it is never raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class Take(Generic[T]):
+    """Take n of a slot on one rank, which awaits every rank's `free` of take n - 2."""
+
+    slot: Slot
+    number: int
+    at: T
+    frees: dict[int, T | None]
+    """By rank; None where a rank never frees it. Empty for the first two takes."""
+
+
+class Meetings(Generic[T]):
+    """What the ops of all ranks meet in: collectives, messages, signals and slots.
+
+    Ops are added rank by rank, in the order of each list, run by run.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[Queue, dict[int, list[T]]] = {}
+        """The collectives of each rank."""
+        self.channels: dict[Channel, tuple[list[T], list[T]]] = {}
+        """The sends and the receives."""
+        self.taken: dict[Slot, dict[int, list[T]]] = {}
+        """The takes of each rank."""
+        self.freed: dict[tuple[Slot, int, int], T] = {}
+        """By slot, number of the take and rank."""
+        self.raised: dict[tuple[Signal, int], list[tuple[int, T]]] = {}
+        """By signal and run: the values in the order in which they are raised."""
+        self.awaited: list[tuple[Signal, int, int, T]] = []
+        """Signal, run, value."""
+        self._held: dict[tuple[int, int, str], tuple[Slot, int]] = {}  # by rank, run and buffer
+        self._teams: dict[tuple[int, str], TeamKey] = {}
+        self._instances: dict[tuple[str, int], list[TeamKey]] = {}  # by name and first rank
+
+    def add(self, where: Where, ordering: Ordering, at: T, run: int = 0) -> None:
+        """Notes what an op of a rank meets others in."""
+        if ordering.meets is not None:
+            self.collective(where, ordering.meets, at)
+        for end in ordering.messages:
+            self.message(where, end, at)
+        if ordering.raises is not None:
+            for signal in self._signals(where, ordering.raises, raises=True):
+                self.raised.setdefault((signal, run), []).append((ordering.raises.value, at))
+        if ordering.expects is not None:
+            for signal in self._signals(where, ordering.expects, raises=False):
+                self.awaited.append((signal, run, ordering.expects.value, at))
+        if ordering.takes is not None and ordering.takes.kind == "symmetric":
+            self.take(where, ordering.takes, at, run)
+        if ordering.frees is not None:
+            self.free(where, ordering.frees, at, run)
+
+    def collective(self, where: Where, meets: tuple[str, str | None], at: T) -> tuple[Queue, int]:
+        """The queue of a collective, and which it is of this rank's there, from 0."""
+        team, backend = meets
+        queue = self.team(where, team), backend
+        mine = self.queues.setdefault(queue, {}).setdefault(where.rank, [])
+        mine.append(at)
+        return queue, len(mine) - 1
+
+    def message(self, where: Where, end: MessageEnd, at: T) -> tuple[Channel, int]:
+        """The channel of a message, and which it is there, from 0."""
+        team = self.team(where, end.team)
+        peer = self._peer(where, team, end.peer)
+        channel = (team, where.rank, peer) if end.sends else (team, peer, where.rank)
+        mine = self.channels.setdefault(channel, ([], []))[0 if end.sends else 1]
+        mine.append(at)
+        return channel, len(mine) - 1
+
+    def take(self, where: Where, buffer: Buffer, at: T, run: int = 0) -> int:
+        """Which take of its slot an Alloc is on this rank, from 0, over all runs."""
+        slot = self.slot(where, buffer)
+        mine = self.taken.setdefault(slot, {}).setdefault(where.rank, [])
+        self._held[where.rank, run, buffer.name] = slot, len(mine)
+        mine.append(at)
+        return len(mine) - 1
+
+    def free(self, where: Where, buffer: str, at: T, run: int = 0) -> None:
+        """Gives back the slot that a buffer took last in this run, if it took one."""
+        held = self._held.pop((where.rank, run, buffer), None)
+        if held is not None:
+            slot, number = held
+            self.freed[slot, number, where.rank] = at
+
+    def team(self, where: Where, name: str) -> TeamKey:
+        """The instance of a team that a rank is in."""
+        key = self._teams.get((where.rank, name))
+        if key is None:
+            ranks = where.member(name).ranks
+            known = self._instances.setdefault((name, ranks[0]), [])
+            key = next((k for k in known if k.ranks is ranks or k.ranks == ranks), None)
+            if key is None:
+                key = TeamKey(name, ranks)
+                known.append(key)
+            self._teams[where.rank, name] = key
+        return key
+
+    def slot(self, where: Where, buffer: Buffer) -> Slot:
+        """The slot that a symmetric buffer takes; of what is registered, its name."""
+        if buffer.team is None:
+            raise TeamError(f"the symmetric buffer {buffer.name} has no team")
+        return self.team(where, buffer.team), buffer.storage or buffer.name
+
+    def _peer(self, where: Where, team: TeamKey, index: Index) -> int:
+        i = where.index(index)
+        if not 0 <= i < len(team.ranks):
+            raise TeamError(f"team {team.name} has {len(team.ranks)} ranks, and no rank {i}")
+        return team.ranks[i]
+
+    def _signals(self, where: Where, level: SignalLevel, raises: bool) -> Iterator[Signal]:
+        team, rank = self.team(where, level.team), where.rank
+        if isinstance(level.peer, Others):
+            peers = [peer for peer in team.ranks if peer != rank]
+        else:
+            peers = [self._peer(where, team, level.peer)]
+        for peer in peers:
+            yield level.signal, team, *((rank, peer) if raises else (peer, rank))
+
+    # What belongs together, once all ops are there.
+
+    def collectives(self) -> Iterator[tuple[Queue, int, dict[int, T]]]:
+        """The k-th collective of each queue: what each rank issued that issued so many."""
+        for queue, members in self.queues.items():
+            for k in range(max(map(len, members.values()))):
+                yield queue, k, {rank: mine[k] for rank, mine in members.items() if len(mine) > k}
+
+    def deliveries(self) -> Iterator[Delivery[T]]:
+        """The k-th send of each channel with its k-th receive."""
+        for channel, (sends, recvs) in self.channels.items():
+            for k in range(max(len(sends), len(recvs))):
+                send = sends[k] if k < len(sends) else None
+                yield Delivery(channel, k, send, recvs[k] if k < len(recvs) else None)
+
+    def levels(self) -> Iterator[Awaited[T]]:
+        """Each awaited value, with the first notify of that run that suffices."""
+        for signal, run, value, at in self.awaited:
+            raised = self.raised.get((signal, run), ())
+            notify = next((source for reached, source in raised if reached >= value), None)
+            yield Awaited(signal, value, at, notify, max((v for v, _ in raised), default=0))
+
+    def takes(self) -> Iterator[Take[T]]:
+        """The takes of each slot on each rank."""
+        for slot, members in self.taken.items():
+            for taken in members.values():
+                for n, at in enumerate(taken):
+                    ranks = slot[0].ranks if n >= 2 else ()
+                    frees = {rank: self.freed.get((slot, n - 2, rank)) for rank in ranks}
+                    yield Take(slot, n, at, frees)
