@@ -70,11 +70,12 @@ class Scaled(nn.Module):
 
     def __init__(self, w: Tensor) -> None:
         super().__init__()
-        self.linear, self.scales = nn.Linear(4, 4), {"w": w}
+        self.linear = nn.Linear(4, 4)
+        self.scales: Any = {"w": w}
 
     def forward(self, x: Tensor) -> Tensor:
         """The product."""
-        return self.linear(x) @ self.scales["w"]  # pyright: ignore
+        return self.linear(x) @ self.scales["w"]
 
 
 def in_a_hook(w: Tensor) -> Callable[[Tensor], Any]:
