@@ -80,7 +80,11 @@ class Scaled(nn.Module):
 
 def in_a_hook(w: Tensor) -> Callable[[Tensor], Any]:
     module = nn.Linear(4, 4)
-    module.register_forward_hook(lambda _, args, out: out @ w)
+
+    def hook(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out @ w
+
+    module.register_forward_hook(hook)
     return nn.Sequential(module)
 
 
