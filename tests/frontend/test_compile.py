@@ -267,12 +267,6 @@ def test_what_cannot_be_traced_says_what_to_do(pool: Pool) -> None:
         assert "functional collective" in effect
 
 
-def test_tensor_that_is_no_argument_is_a_typed_error() -> None:
-    w = torch.randn(4, 4)
-    with pytest.raises(UnsupportedError, match="uses a tensor that is not among its arguments"):
-        interlace.compile(lambda x: x @ w, torch.randn(2, 4))
-
-
 @pytest.mark.parametrize("by", ["eager", "aot_eager"])
 def test_within_what_torch_compile_compiles(by: str) -> None:
     torch.compiler.reset()

@@ -226,6 +226,26 @@ def test_the_time_out_follows_the_groups_and_a_warning_names_who_is_late(pool: P
             assert "33 at most (option time_out_s)" in text
 
 
+def prepare_late(seconds: float) -> tuple[Outcome, list[str]]:
+    """A rank that is late to prepare the second Program: both have met for the first."""
+    program = program_of("get", 2)
+    executors = [Executor(program, groups={"tp": world_group()}) for _ in range(2)]
+    with executors[0].prepare(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patience.WARN_AFTER_S = 0.5
+        time.sleep(seconds * dist.get_rank())
+        found = attempt(lambda: executors[1].prepare().close())
+        patience.WARN_AFTER_S = 60.0
+    return found, [str(warning.message) for warning in told]
+
+
+def test_a_warning_names_who_is_late_to_a_meeting(pool: Pool) -> None:
+    (found, told), (_, none) = pool(2).run(prepare_late, 1.5)
+    assert found[0] == "result"
+    assert [text.rpartition("): ")[2] for text in told] == ["rank 1 did not come to 'prepare'"]
+    assert none == []
+
+
 @contextlib.contextmanager
 def before_each_transfer(act: Callable[[], None]) -> Iterator[None]:
     """Does something between the rendezvous of a collective on gloo and this rank's part of it."""

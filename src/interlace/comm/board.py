@@ -5,7 +5,7 @@ bounded and a note that says "I failed" ends it at once.
 
     board = Board(store)
     board.post("host/0", {"boot": "..."})
-    notes = board.collect({1: "host/1", 2: "host/2"}, time_out_s=10)   # those that came, by key
+    notes = board.collect({1: "host/1", 2: "host/2"}, time_out_s=10)   # of the ranks that came
     notes = board.exchange("host", ranks, 0, {"boot": "..."}, time_out_s=10)   # all ranks', or none
 
 Note [All or none]
@@ -30,7 +30,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from interlace.comm.liveness import Life, disconnected, identity, precedes, uptime
 from interlace.comm.patience import LONGER, Errand, Patience
@@ -44,7 +44,6 @@ from interlace.errors import (
 )
 
 Note = dict[str, Any]
-Key = TypeVar("Key")
 
 _ERRORS: dict[str, type[InterlaceError]] = {
     cls.__name__: cls for cls in (SharedMemoryError, BackendError, AgreementError, PeerError)
@@ -149,24 +148,25 @@ class Board:
 
     def collect(
         self,
-        topics: Mapping[Key, str],
+        topics: Mapping[int, str],
         time_out_s: float,
         meetings: Sequence[str] = (),
-        ended: Callable[[Collection[Key]], Collection[Any]] = lambda ranks: (),
+        ended: Callable[[Collection[int]], Collection[Any]] = lambda ranks: (),
         look: Callable[[], object] = lambda: None,
-    ) -> dict[Key, Note]:
+    ) -> dict[int, Note]:
         """The notes of these topics that came within the time-out, or before one of the meetings
         had its verdict, or one that is missing was of those that have `ended`. What `look` raises
         ends it too."""
         self.limit_s = time_out_s
-        found: dict[Key, Note] = {}
+        found: dict[int, Note] = {}
         pause, over = 0.0002, False
 
-        def missing() -> list[Key]:
+        def missing() -> list[int]:
             return [key for key in topics if key not in found]
 
         def late() -> str:
-            return f"{', '.join(topics[key] for key in missing())} did not come"
+            absent = missing()
+            return f"{named(absent)} did not come to {_purpose(topics[absent[0]])!r}"
 
         patience = Patience(time_out_s)
         while True:
@@ -207,7 +207,7 @@ class Board:
                     raise as_told(rank, error)
             missing, why = [rank for rank in ranks if rank not in found], ""
             if missing:
-                what = next(word for word in reversed(topic.split("/")) if not word.isdigit())
+                what = _purpose(topic)
                 why = (
                     f"{named(missing)} did not come to {what!r} within {time_out_s:g} s, as rank "
                     f"{me} and its team {list(ranks)} did: see whether it failed, stalled or took "
@@ -305,6 +305,11 @@ class Board:
             "that holds it (rank 0, or the launcher) is stopped, or its host is overloaded; "
             f"{LONGER}"
         )
+
+
+def _purpose(topic: str) -> str:
+    """The last word of a topic that is no number: it says what the meeting is for."""
+    return next(word for word in reversed(topic.split("/")) if not word.isdigit())
 
 
 def _process(rank: int) -> str:

@@ -55,7 +55,7 @@ class Patience:
             self._warned = True
             with contextlib.suppress(RuntimeWarning):  # where warnings are errors
                 warnings.warn(
-                    f"waiting for {self.waited_s:.0f} s, of {self.time_out_s:g} at most (option "
+                    f"waiting for {self.waited_s:.0f} s, of {self.time_out_s:.0f} at most (option "
                     f"time_out_s): {missing()}",
                     RuntimeWarning,
                     stacklevel=2,

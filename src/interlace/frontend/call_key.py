@@ -45,6 +45,8 @@ class Call:
     spec: pytree.TreeSpec
     names: tuple[str, ...]
     """Of the modules' tensors, which come first among `tensors`."""
+    held: tuple[str, ...]
+    """Of the tensors that the function reaches by other ways, which come next."""
     tensors: list[torch.Tensor]
 
 
@@ -62,20 +64,21 @@ class CallKeys:
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with these arguments, in the modes of now."""
         snapshot = self._snapshot
-        held = snapshot.tensors() if snapshot is not None else None
-        if snapshot is None or held is None:
+        own = snapshot.tensors() if snapshot is not None else None
+        if snapshot is None or own is None:
             named = self._state.tensors()
             snapshot = self._snapshot = Snapshot(self._state, named)
-            held = list(named.values())
+            own = list(named.values())
         leaves, spec = self._flatten(args, kwargs)
-        given = [x for x in leaves if isinstance(x, torch.Tensor)]
+        held = self._state.held()
+        given = [*held.values(), *(x for x in leaves if isinstance(x, torch.Tensor))]
         fixed = [None if isinstance(x, torch.Tensor) else x for x in leaves]
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_autocast())
-        tensors = [*held, *given]
+        tensors = [*own, *given]
         shared = None if snapshot.apart_from(given) else _sharing(tensors)
         kinds = tuple(map(_kind, given))
-        key = (spec, _hashable(fixed), snapshot.known, kinds, shared, modes)
-        return Call(key, leaves, spec.value, snapshot.names, tensors)
+        key = (spec, _hashable(fixed), snapshot.known, tuple(held), kinds, shared, modes)
+        return Call(key, leaves, spec.value, snapshot.names, tuple(held), tensors)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Known]:
         """The leaves and how they nest, which is remembered where none does."""

@@ -27,7 +27,7 @@ CHECKPOINT_KEY = "interlace_checkpoint"
 
 _GENERATORS = (
     "_checkpoint_without_reentrant_generator",
-    "_checkpoint_without_reentrant_generator_impl",  # from torch 2.15 on `checkpoint` calls this
+    "_checkpoint_without_reentrant_generator_impl",  # newer releases (2.14.1, 2.15) call this
 )
 
 

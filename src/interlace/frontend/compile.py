@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,16 +25,12 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from interlace.cost import Timeline, simulate
-from interlace.errors import ExecutorError, OptionError, UnsupportedError
+from interlace.errors import ExecutorError, OptionError
 from interlace.frontend.artefact import Setting
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
@@ -45,8 +40,9 @@ from interlace.frontend.devices import device_of
 from interlace.frontend.direct import Direct, observed
 from interlace.frontend.explain import explain
 from interlace.frontend.functional import functional_collectives
-from interlace.frontend.locs import raised_at, unwrapped
+from interlace.frontend.locs import unwrapped
 from interlace.frontend.outputs import Outputs
+from interlace.frontend.refusals import Unreached, Watch, own_errors, refuse_sharded
 from interlace.frontend.state import State
 from interlace.frontend.waiting import without_waiting
 from interlace.ir import Program
@@ -219,7 +215,16 @@ class Compiled:
         entry = self._entries.get(call.key)
         if entry is None:
             anew: Any = torch.compiler.disable(self._compile)  # within what it compiles too
-            entry = self._entries[call.key] = anew(call)
+            try:
+                entry = anew(call)
+            except Unreached:
+                if self._state.root is not None:
+                    raise
+            if entry is None:
+                self._state = State.reached(self.fn)
+                self._keys = CallKeys(self._state)
+                return self._entry(args, kwargs)
+            self._entries[call.key] = entry
             while len(self._entries) > self.options.cache_size:
                 _close(self._entries.popitem(last=False)[1])
         self._entries.move_to_end(call.key)
@@ -227,15 +232,17 @@ class Compiled:
         return entry, call.tensors
 
     def _compile(self, call: Call) -> _Entry:
-        _refuse_sharded(self._state)
-        names, leaves, spec, tensors = call.names, call.leaves, call.spec, call.tensors
+        refuse_sharded(self._state)
+        leaves, spec, tensors = call.leaves, call.spec, call.tensors
+        names = (*call.names, *call.held)
         found: list[Outputs] = []
 
         def flat(*given: torch.Tensor) -> tuple[Any, ...]:
             rest = iter(given[len(names) :])
             filled = [next(rest) if isinstance(x, torch.Tensor) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
-            with self._state.lent(given[: len(names)]):
+            watch = Watch() if self._state.root is None else contextlib.nullcontext()
+            with self._state.lent(given[: len(names)]), watch:
                 result = self.fn(*args, **kwargs)
             outputs, results = Outputs.of(result)
             found.append(outputs)
@@ -243,7 +250,7 @@ class Compiled:
 
         meshes = meshes_in([*tensors, self._mesh])
         labels = (*(unwrapped(name).replace(".", "_") for name in names), *_argument_names(leaves))
-        state = frozenset(range(len(names)))
+        state = frozenset(range(len(call.names)))
         setting = Setting(self.options, meshes, labels, device_of(tensors), state)
         compilation = Compilation(setting)
         plain, wrap = without_waiting(tensors)
@@ -252,7 +259,7 @@ class Compiled:
             fx_traceback.preserve_node_meta(),  # else inference notes no modules
             checkpoints_marked(),
             functional_collectives(),
-            _own_errors(self.fn),
+            own_errors(self.fn),
             _without_dynamo(),
         ):
             compiled = aot_module_simplified(
@@ -290,54 +297,6 @@ def _without_dynamo() -> Iterator[None]:
             yield
         finally:
             torch.compiler._is_compiling_flag = before
-
-
-@contextlib.contextmanager
-def _own_errors(fn: Callable[..., Any]) -> Iterator[None]:
-    """Says what torch says of what cannot be traced in words that help."""
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    try:
-        yield
-    except AssertionError as error:
-        if "convert all Tensors to FakeTensors" not in str(error):
-            raise
-        raise UnsupportedError(
-            f"{name} uses a tensor that is not among its arguments: "
-            "pass it as an argument, or give interlace.compile the module that holds it"
-        ) from error
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        what, where = "Python decides by", raised_at(error)
-        if isinstance(error, DynamicOutputShapeException):
-            what = "sizes depend on"
-        raise UnsupportedError(
-            f"{name} cannot be compiled as a whole: {what} the values of a tensor "
-            f"({error.func}){f' at {where}' if where else ''}. Compute that outside and pass it, "
-            'or use torch.compile(..., backend="interlace"), which leaves such lines to Python'
-        ) from error
-    except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
-            raise
-        raise UnsupportedError(
-            f"{name} has a checkpoint with use_reentrant=True, which runs a backward of its own in "
-            "the middle of tracing: give it use_reentrant=False, or use "
-            'torch.compile(..., backend="interlace")'
-        ) from error
-
-
-def _refuse_sharded(state: State) -> None:
-    """What `fully_shard` has wrapped runs hooks that gather and free, which must not be traced."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for prefix, module in state.modules:
-        for name, part in module.named_modules(prefix=prefix):
-            if isinstance(part, FSDPModule):
-                raise UnsupportedError(
-                    f"{name or type(part).__name__} is sharded by fully_shard, whose hooks gather "
-                    'its parameters when it runs: use torch.compile(..., backend="interlace"), '
-                    "which leaves them to Python, or give interlace.compile the parts inside"
-                )
 
 
 def _argument_names(leaves: Sequence[Any]) -> list[str]:

@@ -1,17 +1,21 @@
-"""The modules that a function uses, and their parameters and buffers as arguments.
+"""The modules and tensors that a function uses without an argument, as arguments.
 
 AOTAutograd sees what it is given: a parameter that is no argument would be a constant. The modules
 that a function is, or refers to, are found, and lent other tensors while it is traced:
 
     state = State.of(fn)                  # fn may be a module, a bound method, a closure
     with state.lent(tensors):
-        fn(x)                             # uses `tensors` for state.names
+        fn(x)                             # uses `tensors` for state.tensors() and state.held()
+
+`State.reached(fn)` looks further, at every call: into what held.py lists. That takes longer, so it
+is for functions that were seen to use a tensor which `State.of` does not know.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 from torch import nn
 from torch.fx import traceback as fx_traceback
 
+from interlace.frontend.held import Place, places, replaced, tensors_in
 from interlace.frontend.locs import MODULE_KEY
 
 
@@ -27,22 +32,20 @@ class State:
     """The modules behind a function, by the prefix of their parameters' names."""
 
     modules: tuple[tuple[str, nn.Module], ...]
+    root: Callable[..., Any] | None = None
+    """The function, where tensors that it reaches by other ways count too."""
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> State:
         """The modules that `fn` is, is bound to, or refers to."""
         if isinstance(fn, nn.Module):
             return cls((("", fn),))
-        found: dict[int, tuple[str, nn.Module]] = {}
-        for name, value in _referred(fn):
-            if isinstance(value, nn.Module) and id(value) not in found:
-                names, unique = {name for name, _ in found.values()}, name
-                while unique in names:
-                    unique += "_"
-                found[id(value)] = unique, value
-        if len(found) == 1:
-            return cls(tuple(("", module) for _, module in found.values()))
-        return cls(tuple(found.values()))
+        return cls(_modules(_referred(fn)))
+
+    @classmethod
+    def reached(cls, fn: Callable[..., Any]) -> State:
+        """The same, and all modules and tensors that a walk from `fn` finds."""
+        return cls(_modules((place.name, place.value) for place in places(fn)), fn)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer, by name; one that is shared stands once."""
@@ -52,15 +55,32 @@ class State:
                 found[f"{prefix}.{name}" if prefix else name] = tensor
         return found
 
+    def held(self) -> dict[str, torch.Tensor]:
+        """Every tensor that is reached by other ways, as things are now."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        names: set[str] = set()
+        for place in self._places():
+            for tensor in tensors_in(place.value):
+                if id(tensor) not in found:
+                    name = _unique(re.sub(r"\W+", "_", place.name), names)
+                    names.add(name)
+                    found[id(tensor)] = name, tensor
+        return dict(found.values())
+
+    def _places(self) -> list[Place]:
+        reached = () if self.root is None else places(self.root)
+        return [place for place in reached if tensors_in(place.value)]
+
     @contextlib.contextmanager
     def lent(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Has the modules use `tensors`, in the order of `tensors()`, and note where nodes are.
+        """Has the function use `tensors`, in the order of `tensors()` and then `held()`, and note
+        where nodes are.
 
         One that stands in several places, as do tied weights, is replaced in all of them.
         """
-        own = self.tensors().values()
+        own, reached = [*self.tensors().values(), *self.held().values()], self._places()
         given = {id(mine): theirs for mine, theirs in zip(own, tensors, strict=True)}
-        places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        members: list[tuple[dict[str, Any], str, torch.Tensor]] = [
             (held, name, mine)
             for part in {id(part): part for _, m in self.modules for part in m.modules()}.values()
             for held in (part._parameters, part._buffers)
@@ -71,12 +91,31 @@ class State:
             for prefix, module in self.modules:
                 stack.enter_context(_named_modules(module, f"{prefix}." if prefix else ""))
             try:
-                for held, name, mine in places:
+                for held, name, mine in members:
                     held[name] = given.get(id(mine), mine)  # one may be hidden from `tensors()`
+                for place in reached:
+                    place.put(replaced(place.value, lambda mine: given[id(mine)]))
                 yield
             finally:
-                for held, name, mine in places:
+                for place in reached:
+                    place.put(place.value)
+                for held, name, mine in members:
                     held[name] = mine
+
+
+def _modules(values: Iterable[tuple[str, Any]]) -> tuple[tuple[str, nn.Module], ...]:
+    """The modules among these, each once and under a name of its own."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, value in values:
+        if isinstance(value, nn.Module) and id(value) not in found:
+            found[id(value)] = _unique(name, {name for name, _ in found.values()}), value
+    if len(found) == 1:
+        return tuple(("", module) for _, module in found.values())
+    return tuple(found.values())
+
+
+def _unique(name: str, others: Collection[str]) -> str:
+    return _unique(f"{name}_", others) if name in others else name
 
 
 def _referred(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
