@@ -8,6 +8,7 @@
     printer.py   Program to text (printer_ops.py, layout.py)
     parser.py    text to Program, its inverse (parser_*.py; spelling.py holds what both share)
     validate.py  structural rules, with the offending line (check_*.py; call_names.py: operators)
+    called.py    what a Program calls, and whether it may
     pointwise.py operators that compute each element for itself
     in_order.py  the order of a Program that runs one op after another
     builder.py   Programs written by hand in Python (builder_*.py, handle.py)
