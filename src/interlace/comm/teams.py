@@ -338,6 +338,11 @@ def known_team(group: dist.ProcessGroup) -> TeamComm | None:
     return _registry.find(group)
 
 
+def known_lives() -> dict[int, Life]:
+    """The processes of the ranks of all teams that are set up, as far as they are known."""
+    return {rank: life for team in _registry.live() for rank, life in team.board.lives.items()}
+
+
 def reset_teams(time_out_s: float | None = None) -> None:
     """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
 
