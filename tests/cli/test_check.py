@@ -206,12 +206,18 @@ def test_an_operator_that_is_not_there_or_may_not_be_called_is_an_error(
     assert told in err
 
 
-def test_an_operator_of_others_is_a_remark(write) -> None:
-    code, out, _ = run("check", write(CALLS.format(fn="somebody.scale.default")))
+def test_an_operator_of_others_is_an_error_and_a_remark_where_it_is_named(write) -> None:
+    text = CALLS.format(fn="somebody.scale.default")
+    code, out, err = run("check", write(text))
+    assert (code, out) == (2, "")
+    assert "program.ilc:2: a schedule may not call 'somebody.scale.default'" in err
+    assert "interlace check --operators somebody.scale.default" in err
+    code, out, _ = run("check", write(text), "--operators", "other", "--operators", "somebody")
     assert code == 0
     assert out.startswith("sound (1 ranks, 1 ops, _ ms)\n\nremark: unknown-operator: program.ilc:2")
     assert "'somebody.scale.default' is not known to Interlace" in out
-    code, out, _ = run("check", write(CALLS.format(fn="somebody.scale.default")), "--json")
+    named = "--operators", "somebody.scale.default"
+    code, out, _ = run("check", write(text), *named, "--json")
     (remark,) = json.loads(out)["findings"]
     assert (code, remark["kind"], remark["level"]) == (0, "unknown-operator", "remark")
 

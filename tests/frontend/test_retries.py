@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from typing import Any
 
@@ -17,20 +16,23 @@ import interlace
 from interlace.errors import InterlaceError, OptionError, UnsupportedError
 from interlace.frontend import backend
 
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 
 
 def attempts(call: Any, late: int, reset: bool) -> list[str]:
-    """What became of a call that rank `late` comes to after the time-out, and of one on time."""
+    """What became of a call that rank `late` comes to when its peer has given up, and of one on
+    time."""
     told: list[str] = []
     for number in range(2):
         if number == 0 and dist.get_rank() == late:
-            time.sleep(1.5 * LIMIT_S)
+            dist.barrier()
         try:
             call()
             told.append("")
         except InterlaceError as error:
             told.append(f"{type(error).__name__}: {error}")
+        if number == 0 and dist.get_rank() != late:
+            dist.barrier()
         dist.barrier()
         if reset:
             interlace.reset()

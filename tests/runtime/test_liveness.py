@@ -22,7 +22,7 @@ from tests.runtime.test_teams import MESH
 from tests.support.pool import Died, Pool
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.comm import messages, patience
+from interlace.comm import known_lives, messages, patience
 from interlace.comm.board import Board
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
 from interlace.comm.signals import Wait
@@ -193,6 +193,38 @@ def test_who_left_a_meeting_for_another_is_not_blamed(pool: Pool) -> None:
     error, text, seconds = pool(3).run(leave_a_meeting, may_die={1, 2})[0]
     assert error == "AgreementError"
     assert "rank 1 cannot come to '(0, 1)' any more, for it stopped: rank 2 cannot" in text
+    assert seconds < AT_ONCE_S
+
+
+def leave_with_the_store() -> Outcome:
+    """Rank 0 holds the store of a meeting. It hears that rank 2 died, and leaves; rank 1 waits for
+    it, and lives of processes are all that it has."""
+    me, told = dist.get_rank(), [0]
+    prepared("get", time_out_s=LIMIT_S)
+    if me == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        told = [store.port]
+    dist.broadcast_object_list(told)
+    if me:
+        store = dist.TCPStore("127.0.0.1", told[0], is_master=False)
+    board = Board(store, limit_s=LIMIT_S)
+    board.lives.update(known_lives())
+    dist.barrier()
+    if me == 2:
+        time.sleep(0.5)
+        die()
+    pair = (0, 1) if me else (0, 2)
+    found = attempt(lambda: board.exchange(f"{pair}/1", pair, me, {}, LIMIT_S))
+    if me == 0:
+        os._exit(7)
+    return found
+
+
+def test_who_left_with_the_store_for_another_is_not_blamed(pool: Pool) -> None:
+    error, text, seconds = pool(3).run(leave_with_the_store, may_die={0, 2})[1]
+    assert error in ("PeerError", "AgreementError")
+    assert "rank 2 has ended" in text or "rank 2 cannot" in text
+    assert "rank 0 cannot come to '(0, 1)' any more: the process" not in text
     assert seconds < AT_ONCE_S
 
 

@@ -13,6 +13,7 @@ from tests.support.pool import Pool
 
 from interlace.comm import team_of
 from interlace.comm.teams import reset_teams
+from interlace.frontend.consent import consent_of_ranks
 from interlace.ir import Notify, Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -20,33 +21,47 @@ from interlace.runtime import Executor
 TIME_OUT_S = 20.0
 
 
-def reset_alone(kind: str, first: int, seed: int) -> list[Outcome]:
-    """Rank `first` leaves a run out and resets at once; the others are in that run, or prepare."""
+def reset_alone(kind: str, first: int, early: bool, seed: int) -> list[Outcome]:
+    """Rank `first` leaves out what the others do, and resets: while they wait for it, or before
+    they come to it."""
     executor, me = prepared("get", time_out_s=TIME_OUT_S), dist.get_rank()
     inputs = inputs_of(executor.program, me, seed)
     (before,) = executor.run(inputs)
     dist.barrier()
-    found: list[Outcome] = []
-    if me != first:
+
+    def act() -> object:
         groups, options = {"tp": world_group()}, Options(time_out_s=TIME_OUT_S)
-        other = Executor(program_of("shift", 3), groups=groups, options=options)
-        found.append(attempt(other.prepare if kind == "prepare" else lambda: executor.run(inputs)))
-    else:
+        if kind == "compile":
+            consent = consent_of_ranks(["mlp"], TIME_OUT_S)
+            assert consent is not None
+            return consent([(world_group(), True)])
+        if kind == "prepare":
+            return Executor(program_of("shift", 3), groups=groups, options=options).prepare()
+        return executor.run(inputs)
+
+    found: list[Outcome] = []
+    if early == (me != first):
         time.sleep(0.5)
+    if me != first:
+        found.append(attempt(act))
     found.append(attempt(lambda: reset_teams(TIME_OUT_S)))
     found.append(attempt(lambda: torch.equal(executor.run(inputs)[0], before)))
     executor.close()
     return found
 
 
-@pytest.mark.parametrize("kind", ["run", "prepare"])
-def test_who_resets_first_is_heard_at_once_and_met(pool: Pool, kind: str, seed: int) -> None:
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("kind", ["run", "prepare", "compile"])
+def test_who_resets_first_is_heard_at_once_and_met(
+    pool: Pool, kind: str, early: bool, seed: int
+) -> None:
     first = seed % 3
-    for rank, (*heard, reset, after) in enumerate(pool(3).run(reset_alone, kind, first, seed)):
+    results = pool(3).run(reset_alone, kind, first, early, seed)
+    for rank, (*heard, reset, after) in enumerate(results):
         assert [len(heard), reset[0]] == [rank != first, "result"], reset
         assert after[:2] == ("result", "True")
         for error, text, seconds in heard:
-            assert error == ("PeerError" if kind == "run" else "AgreementError")
+            assert error in ("PeerError", "AgreementError")
             assert f"rank {first}" in text
             assert "interlace.reset()" in text
             assert seconds < 5

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.commands.operators import look_up
 from interlace.errors import ExecutorError, InterlaceError, ProgramError
+from interlace.frontend import backend
 from interlace.frontend.rng import GET_STATE, SET_STATE
 from interlace.ir import parse
 from interlace.ir.call_names import FUNCTIONS, OPERATORS, WORDS, refusal
@@ -155,13 +157,45 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def test_an_operator_that_a_user_registered_runs() -> None:
-    for fn in ("interlace_test.twice.default", "interlace_test.twice"):
-        text = (
-            f'def f(x: f32[3, 4]):\n    main: call("{fn}", x, out=(y := f32[3, 4]))\n    return y'
-        )
-        with Executor(parse(text)).prepare() as executor:
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+OTHERS = {
+    "debugprims.load_tensor.default": '"/a/file", (3, 4), (4, 1), dtype=f32, device="@device"',
+    "inductor._reinterpret_tensor.default": "x, (3, 4), (4, 1), 100000000",
+    "_c10d_functional.all_reduce.default": 'x, "sum", "0"',
+    "profiler._record_function_enter_new.default": '"a name"',
+    "interlace_test.twice.default": "x",
+    "interlace_test.twice": "x",
+}
+"""Operators that torch and this process registered: they read files and foreign memory, wait for
+other ranks, or do what nobody here knows."""
+
+
+@pytest.mark.parametrize("fn", OTHERS)
+@pytest.mark.parametrize("place", ["call", "region"])
+def test_operators_of_others_are_not_called_unless_they_are_named(fn: str, place: str) -> None:
+    call = f'call("{fn}", {OTHERS[fn]}, out=(y := f32[3, 4]))'
+    region = f"    @region\n    def r(x):\n        y = {fn}({OTHERS[fn]})\n        return y\n"
+    if place == "region":
+        call = 'call("r", x, out=(y := f32[3, 4]))'
+    body = region if place == "region" else ""
+    program = parse(f"def f(x: f32[3, 4]):\n{body}    main: {call}\n    return y\n")
+    with pytest.raises(ProgramError, match=f"a schedule may not call '{fn}'"):
+        Executor(program).prepare()
+    with pytest.raises(ProgramError, match=f"a schedule may not call '{fn}'"):
+        look_up([program])
+    assert len(look_up([program], [fn])) == 1
+    for allowed in (fn, "interlace_test") if fn.startswith("interlace_test.") else ():
+        with Executor(program, operators=[allowed]).prepare() as executor:
             assert torch.equal(executor.run([X])[0], X * 2)
+
+
+def test_an_operator_of_others_in_a_model_of_this_process_runs() -> None:
+    compiled = torch.compile(lambda x: twice(x) + 1, backend=backend)
+    assert torch.equal(compiled(X), X * 2 + 1)
 
 
 def test_an_overload_must_be_named_where_there_are_several() -> None:

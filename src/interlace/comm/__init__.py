@@ -25,7 +25,7 @@ from interlace.comm.registered import Registered, share_on_host
 from interlace.comm.shared_memory import Segment
 from interlace.comm.signals import Wait, fence, stamp
 from interlace.comm.slots import Slot, SlotPool, Use
-from interlace.comm.teams import TeamComm, known_team, release_teams, team_of
+from interlace.comm.teams import TeamComm, known_lives, known_team, release_teams, team_of
 from interlace.comm.workspace import Demand, Message, Workspace
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "bind_peer_collective",
     "exchange",
     "fence",
+    "known_lives",
     "known_team",
     "limit_s",
     "release_teams",

@@ -294,10 +294,16 @@ class Board:
         try:
             return call.result()
         except RuntimeError as error:
-            raise PeerError(
-                f"the store of torch.distributed does not answer ({error}): the process that "
-                "holds it (rank 0, or the launcher) is gone"
-            ) from error
+            raise PeerError(self._lost(error)) from error
+
+    def _lost(self, error: RuntimeError) -> str:
+        """What to say of a store that is gone. Words went with it; but whose process has ended is
+        known without, and rank 0, which may hold it, leaves when it has heard of another's end."""
+        what = f"the store of torch.distributed does not answer ({error})"
+        holder = "the process that holds it (rank 0, or the launcher)"
+        if ended := [r for r, life in sorted(self.lives.items()) if r and not life.alive()]:
+            return f"the process of {named(ended)} has ended, and {what}: {holder} has left since"
+        return f"{what}: {holder} is gone"
 
     def _silent(self) -> CommTimeoutError:
         return CommTimeoutError(

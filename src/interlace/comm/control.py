@@ -43,7 +43,7 @@ NBYTES = ERROR_TEXT * 8 + ERROR_BYTES
 
 FAILED, DISAGREED, PASSED_ON, RESETTING = 1, 2, 3, 4
 """What the error cell holds: an error of this rank, of several, or one heard of another rank; or
-that this rank is in reset(), which concerns only who waits for it in a later run."""
+that this rank is in reset(), which concerns who waits for it in a later run or in a meeting."""
 
 
 class Control:
@@ -207,9 +207,7 @@ class Control:
             kind = cells[ERROR]
             if not kind:
                 continue
-            fence()
-            length = min(cells[ERROR_LENGTH], ERROR_BYTES)
-            text = self._read(self._segments[member], ERROR_TEXT * 8, length)
+            text = self._told(member)
             if kind == DISAGREED:
                 return AgreementError(text)
             if kind == FAILED:
@@ -229,6 +227,20 @@ class Control:
                 )
             passed_on = passed_on or PeerError(f"rank {rank} stopped: {word}")
         return passed_on
+
+    def resetting(self) -> str:
+        """What a peer said that is in reset(), and comes to no other meeting until this rank comes
+        there; empty if none is."""
+        for member, _ in self._peers:
+            if self._cells[member][ERROR] == RESETTING:
+                return self._told(member)
+        return ""
+
+    def _told(self, member: int) -> str:
+        """The message of a member whose error cell is set."""
+        fence()
+        length = min(self._cells[member][ERROR_LENGTH], ERROR_BYTES)
+        return self._read(self._segments[member], ERROR_TEXT * 8, length)
 
     def _needs(self, member: int) -> bool:
         """Whether this rank's run may still need that member: who has ended it, has given all."""

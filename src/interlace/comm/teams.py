@@ -158,10 +158,17 @@ class TeamComm:
         if control is None:
             yield lambda: None
             return
-        check = control.check if control.quiet() else lambda: None
+        quiet = control.quiet()  # else what failed was heard before this meeting
+
+        def look() -> None:
+            if why := control.resetting():
+                raise PeerError(why)
+            if quiet:
+                control.check()
+
         try:
             control.attend(meeting)
-            yield check
+            yield look
         finally:
             control.attend("")
 
@@ -204,7 +211,7 @@ class TeamComm:
         A failed op leaves a backend's connections unusable, so each one in use is replaced by one
         that this team makes; without `renew` only where a rank tells of a failure. Memory stays
         where it is: Executors need not be prepared again. A reset that fails leaves the team out
-        of order. Peers that wait for this rank in a run or a prepare hear of it at once.
+        of order. Peers that wait for this rank, in a run or in a meeting, hear of it at once.
         """
         with self.lock:
             if self._cuda is not None:
@@ -242,14 +249,12 @@ class TeamComm:
                 raise
 
     def _tell_of_reset(self) -> None:
-        """Ends what peers wait for this rank in: runs, and the next Program's preparation."""
-        why = (
+        """Ends what peers wait for this rank in: runs, and meetings to compile or to prepare."""
+        why = self.control.resetting() or (  # of several ranks the first is told
             f"rank {self.rank} called reset(), as after an error of its own code: every rank of "
             "its teams calls interlace.reset()"
         )
         self.control.fail(PeerError(why), RESETTING)
-        with contextlib.suppress(InterlaceError):
-            self.board.give_up(f"{self.topic}/prepare", self.num_prepared, self.rank, why)
 
     def used_by(self, user: User) -> None:
         """From now on this is told when the team goes."""
@@ -331,6 +336,11 @@ def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> Te
 def known_team(group: dist.ProcessGroup) -> TeamComm | None:
     """The TeamComm of a process group, if it was made."""
     return _registry.find(group)
+
+
+def known_lives() -> dict[int, Life]:
+    """The processes of the ranks of all teams that are set up, as far as they are known."""
+    return {rank: life for team in _registry.live() for rank, life in team.board.lives.items()}
 
 
 def reset_teams(time_out_s: float | None = None) -> None:

@@ -27,6 +27,10 @@ def check(
     in_order: Annotated[
         bool, typer.Option("--in-order", help="Check the twin that runs one op after another.")
     ] = False,
+    operators: Annotated[
+        list[str] | None,
+        typer.Option(help="An operator of your own that may be called, or a namespace; repeat it."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print a report for scripts.")] = False,
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
@@ -37,7 +41,7 @@ def check(
     from interlace.verify import check as verify
 
     programs = on_mesh(read_programs(file), world=world, mesh=parse_mesh(mesh))
-    remarks = look_up(programs)
+    remarks = look_up(programs, operators or ())
     report = verify(programs, in_order=in_order)
     report = dataclasses.replace(report, findings=(*report.findings, *remarks))
     if json:

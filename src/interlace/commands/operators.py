@@ -1,13 +1,14 @@
 """Whether the operators that a schedule calls exist, as far as the PyTorch that is here can say.
 
-remarks = look_up(programs)    # ProgramError for an operator that PyTorch does not have
+remarks = look_up(programs)               # ProgramError for an operator that PyTorch does not have
+remarks = look_up(programs, {"mylib"})    # which may call what mylib registers
 
 What the passes know by name is there; for any other name PyTorch is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from interlace.errors import ProgramError
@@ -17,27 +18,32 @@ if TYPE_CHECKING:
     from interlace.verify import Finding
 
 
-def look_up(programs: Sequence[Program]) -> tuple[Finding, ...]:
-    """What to remark about operators; raises for one that is missing where it should be."""
+def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple[Finding, ...]:
+    """What to remark about operators; raises for one that is missing where it should be, and for
+    one of others that is not allowed by name."""
+    from interlace.ir.called import refuse_others
     from interlace.verify import Finding
 
+    for program in programs:
+        refuse_others(program, allowed)
     return tuple(
         Finding("unknown-operator", message, level="remark") for message in _remarks(programs)
     )
 
 
 def _remarks(programs: Sequence[Program]) -> list[str]:
-    from interlace.ir.call_names import FUNCTIONS, KNOWN_NAMESPACES
+    from interlace.ir.call_names import FUNCTIONS, is_known
     from interlace.ir.call_names import OPERATORS as OURS
+    from interlace.ir.called import called
     from interlace.ir.operators import OPERATORS, POINTWISE
 
     known = {*FUNCTIONS, *OURS, *OPERATORS, *POINTWISE.values()}
     calls: dict[str, str] = {}  # the first place of each name
     for program in programs:
-        for fn, place in _calls(program):
+        for fn, place in called(program):
             if fn not in known:
                 calls.setdefault(fn, place)
-    own = {fn: at for fn, at in calls.items() if fn.partition(".")[0] in KNOWN_NAMESPACES}
+    own = {fn: at for fn, at in calls.items() if is_known(fn)}
     remarks = [
         f"{at}: {fn!r} is not known to Interlace, which takes it for granted that this operator "
         "touches its arguments and results alone"
@@ -56,17 +62,3 @@ def _remarks(programs: Sequence[Program]) -> list[str]:
         except ProgramError as error:
             raise ProgramError(f"{place}: {error}") from None
     return remarks
-
-
-def _calls(program: Program) -> Iterator[tuple[str, str]]:
-    """Every operator that a Program calls, and where."""
-    from interlace.ir import Call
-    from interlace.ir.program import spots
-
-    regions = {region.name for region in program.regions}
-    for _, op in spots(program.ops):
-        if isinstance(op, Call) and op.fn not in regions:
-            yield op.fn, str(op.loc) or program.name
-    for region in program.regions:
-        for node in region.body:
-            yield node.fn, f"region {region.name!r} of {program.name}"

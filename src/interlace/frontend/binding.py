@@ -23,6 +23,7 @@ from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.imported import Imported
 from interlace.ir import Program, Remark
+from interlace.ir.called import others
 from interlace.options import Options
 from interlace.passes import add_remarks, lower
 from interlace.runtime import Executor
@@ -113,6 +114,7 @@ def bind(
             options=options,
             host=imported.host,
             static_inputs=imported.static,
+            operators=others(imported.program),  # of this process's own graph
         )
         executor.prepare()
         return Bound(kind, imported, executor, machine)

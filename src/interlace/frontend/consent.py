@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interlace.comm import Board, known_team, limit_s
+from interlace.comm import Board, known_lives, known_team, limit_s
 from interlace.comm.greeting import Party, greet
 from interlace.errors import AgreementError
 
@@ -45,6 +45,7 @@ def consent_of_ranks(
         groups = [_group(group) for group, _ in wishes]
         limit = limit_s(time_out_s, groups)
         board = Board(store, "interlace/consent", limit)
+        board.lives.update(known_lives())
         ranks = [tuple(dist.get_process_group_ranks(group)) for group in groups]
         agreed = [wish for _, wish in wishes]
         for members in sorted(set(ranks)):  # in an order that all ranks share

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interlace.comm import Board, limit_s
+from interlace.comm import Board, known_lives, limit_s
 from interlace.comm.patience import LONGER, Patience
 from interlace.errors import AgreementError
 
@@ -36,6 +36,7 @@ def learn_groups(
     if store is None:
         store = dist.distributed_c10d._get_default_store()
     board = Board(store, "interlace/teams", limit_s(time_out_s))
+    board.lives.update(known_lives())
     board.announce(rank)
     sizes = "-".join(str(size) for size, _, _ in teams)
     mine: Mine = tuple(next(g for g in groups if rank in g) for _, groups, _ in teams)

@@ -10,6 +10,7 @@
     validate.py  structural rules, with the offending line (check_*.py; call_names.py: operators)
     operators.py what an aten operator is: one table for all rooms
     order.py     what orders ops, in a list and between ranks; the order of one op after another
+    called.py    what a Program calls, and whether it may
     builder.py   Programs written by hand in Python (builder_*.py, handle.py)
 
 Nothing here imports torch.

@@ -28,7 +28,8 @@ WORDS = (
 """What an argument may say of torch's values: the device of the run, a layout, memory formats."""
 
 KNOWN_NAMESPACES = ("aten", "prims", "interlace")
-"""Namespaces whose operators touch their arguments and results alone, as Interlace knows."""
+"""Namespaces whose operators touch their arguments and results alone, as Interlace knows. Others,
+torch's own too, reach files (debugprims), other ranks (c10d) or foreign memory (inductor)."""
 
 _NO_NAMESPACES = {
     "operator": "Python's own functions are not reached from a schedule",
@@ -71,6 +72,11 @@ def refusal(fn: str) -> str | None:
             return f"{fn!r} is no operator: {part} is an attribute of Python's"
     why = effect(f"{space}.{name}")
     return f"a schedule may not call {fn!r}: {why}" if why else None
+
+
+def is_known(fn: str) -> bool:
+    """Whether an operator is of a namespace that any schedule may call."""
+    return fn.partition(".")[0] in KNOWN_NAMESPACES
 
 
 FIX = "name an operator of PyTorch as namespace.operator.overload, such as aten.mm.out, or a region"

@@ -26,6 +26,7 @@ from interlace.comm.teams import check_size
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, TeamError, UnsupportedError
 from interlace.ir import Program, validate
+from interlace.ir.called import refuse_others
 from interlace.options import Options
 from interlace.runtime.agreement import Agreement, agree
 from interlace.runtime.engine import BeforeOp, Context, Crew, Door, executor_for, runner_for
@@ -54,6 +55,7 @@ class Executor:
         host: Collection[str] = (),
         static_inputs: Collection[str] = (),
         registered: Mapping[str, torch.Tensor] | None = None,
+        operators: Collection[str] = (),
     ) -> None:
         """`groups` has a process group for each team of the Program that this rank is in.
 
@@ -61,6 +63,8 @@ class Executor:
         operators may touch them. `static_inputs` names inputs that, as a rule, are the same tensors
         in every run, such as parameters: a hint. `registered` has the tensor of each registered
         parameter, which the Executor keeps alive; every run is given that tensor, at that address.
+        `operators` names operators, or namespaces of them, that the Program may call although they
+        are not torch's own; a schedule from a file is a stranger's.
         `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
         """
         self.program = program
@@ -75,6 +79,7 @@ class Executor:
         self._before_op = before_op
         self.host, self.static_inputs = frozenset(host), frozenset(static_inputs)
         self._given = dict(registered or {})
+        self._operators = frozenset(operators)
         self._engine_class = executor_for(self.device)
         if self.options.graph and self.device.type != "cuda":
             raise UnsupportedError(
@@ -107,6 +112,7 @@ class Executor:
         self._check_open()
         limit = self.limit_s
         validate(self.program)
+        refuse_others(self.program, self._operators)
         members = self.program.where(self.rank).members
         for name in (team.name for team in self.program.teams if team.name in members):
             team = self._teams[name] = team_of(self._groups[name], name, limit)
