@@ -78,3 +78,4 @@ def test_two_thousand_streams_that_race() -> None:
     report = check(parse(f"def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n{body}"))
     assert report.kinds() == {"race"}
     assert report.num_left_out > 5000
+    assert "10000 faults or more (" in str(report).splitlines()[0]
