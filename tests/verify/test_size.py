@@ -47,6 +47,25 @@ def test_what_grows_with_the_team_is_summed_up_once() -> None:
     assert per_op(work, 32) < 800
 
 
+TAKE = """
+    s{0} = alloc(f32[4], symmetric=tp, storage="s")
+    main: copy(x, s{0})
+    main: barrier(team=tp)
+    main: get(s{0}, y, peer=tp.rank + 1)
+    main: free(s{0})
+"""
+
+
+def test_a_slot_that_is_taken_again_awaits_all_ranks_once() -> None:
+    def work(count: int) -> tuple[int, Callable[[], object]]:
+        head = f"def f(tp: Team[{count}], x: f32[4], y: out[f32[4]]):"
+        program = parse(head + "".join(TAKE.format(i) for i in range(6)))
+        assert check(program).sound
+        return count * len(program.ops), lambda: check(program)
+
+    assert per_op(work, 48) < 500
+
+
 LAYER = (
     '    main: all_reduce(x, y, reduce="sum", team=tp)\n    main: record(a{0})\n'
     '    comm: wait(a{0})\n    comm: all_reduce(y, z, reduce="sum", team=dp)\n'

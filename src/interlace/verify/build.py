@@ -118,9 +118,9 @@ class Builder:
         for channel, (sends, receives) in self.channels.items():
             self._deliver(channel, sends, receives)
         for slot, members in self.allocs.items():
-            for taken in members.values():
-                for n, (_, _, node) in enumerate(taken[2:]):
-                    self._await_frees(slot, n, node)
+            for n in range(max(map(len, members.values())) - 2):
+                takers = [taken[n + 2][2] for taken in members.values() if len(taken) > n + 2]
+                self._await_frees(slot, n, takers)
         for signal, run, value, node, _, _ in self.awaited:
             self._await_signal(signal, run, value, node)
 
@@ -189,14 +189,18 @@ class Builder:
             f"and this rank {most}"
         )
 
-    def _await_frees(self, slot: Slot, take: int, node: int) -> None:
-        for rank in slot[0].ranks:
-            free = self.frees.get((slot, take, rank))
-            if free is not None:
-                self.graph.preds[node].append(free)
-            else:
+    def _await_frees(self, slot: Slot, take: int, takers: list[int]) -> None:
+        """What every rank has to free before any takes the slot again."""
+        found = {rank: self.frees.get((slot, take, rank)) for rank in slot[0].ranks}
+        meeting = self.graph.add()
+        self.graph.preds[meeting] = [free for free in found.values() if free is not None]
+        missing = [rank for rank, free in found.items() if free is None]
+        for node in takers:
+            self.graph.preds[node].append(meeting)
+            if missing:
                 self.graph.never[node] = (
-                    f"rank {rank} to free take {take + 1} of slot {slot[1]}, which it never does"
+                    f"rank {missing[-1]} to free take {take + 1} of slot {slot[1]}, which it never "
+                    "does"
                 )
 
     def _await_signal(self, signal: Signal, run: int, value: int, node: int) -> None:

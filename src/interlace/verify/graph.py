@@ -24,7 +24,8 @@ Note [Two extremes]
 Note [Meetings]
     The members of a collective meet in a node without a place: it comes after the begin of all who
     contribute, and before the end of all who need that. So a collective of n ranks has n edges to
-    the meeting and n from it, and the ends share its clock.
+    the meeting and n from it, and the ends share its clock. The Frees of one take of a slot meet
+    likewise, before the Allocs of the take after the next.
 
 Note [Clocks]
     A chain is one stream of one rank. A node's clock says how far each chain has surely come when
