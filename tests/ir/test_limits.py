@@ -18,6 +18,11 @@ TOO_LARGE = {
     "ranks of a mesh": ("dp: Team[65536], tp: Team[65536]", "a world of 4294967296 ranks", 1),
     "one rank more": (f"tp: Team[{MAX_RANKS + 1}]", "a world of 65537 ranks", 1),
     "digits": (f"x: f32[{'1' * 4299}]", "an integer of more than 64 bits", 1),
+    "more digits than Python reads": (
+        f"x: f32[{'1' * 4301}]",
+        "an integer of more than 64 bits",
+        1,
+    ),
     "hexadecimal": (f"x: f32[0x{'f' * 6000}]", "an integer of more than 64 bits", 1),
     "64 bits": (f"x: f32[{1 << 63}]", "an integer of more than 63 bits", 1),
 }

@@ -295,9 +295,10 @@ class _Builder:
             tasks[self.shared[message.channel, message.number]].missing += lacks
         for level in met.levels():
             self.waits(level.notify, level.expect)
-        for take in met.takes():
-            for free in take.frees.values():
-                self.waits(free, take.at)
+        for retake in met.retakes():
+            for taker in retake.takers:
+                for free in retake.frees.values():
+                    self.waits(free, taker)
         return Graph(self.tasks, self.entries, tuple(self.ranks), frozenset(self.transports))
 
     def waits(self, source: int | None, task: int) -> None:

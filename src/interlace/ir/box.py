@@ -68,8 +68,8 @@ class Box:
             return True
         # Byte start + sum(s * i) begins a run of one, other_start + sum(t * j) a run of the other.
         # With j counted from the end, their distance is a sum of positive terms less a constant.
-        length, mine = _runs(self)
-        other_length, theirs = _runs(other)
+        length, mine = runs(self)
+        other_length, theirs = runs(other)
         apart = other_start - start + sum(step * (size - 1) for step, size in theirs)
         most: dict[int, int] = {}
         for step, size in (*mine, *theirs):
@@ -108,7 +108,7 @@ def _reach(most: dict[int, int], low: int, high: int) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _runs(box: Box) -> tuple[int, tuple[tuple[int, int], ...]]:
+def runs(box: Box) -> tuple[int, tuple[tuple[int, int], ...]]:
     """The runs of bytes that a box is: how long each is, and the (stride, size) of their starts."""
     item = box.dtype.itemsize
     dims = sorted(
@@ -133,7 +133,7 @@ def byte_runs(box: Box) -> tuple[tuple[int, int], ...] | None:
     """The maximal byte runs of a box, sorted and merged; None if there are more than `MAX_RUNS`."""
     if box.numel == 0:
         return ()
-    length, dims = _runs(box)
+    length, dims = runs(box)
     count = 1
     for _, size in dims:
         count *= size
@@ -142,10 +142,10 @@ def byte_runs(box: Box) -> tuple[tuple[int, int], ...] | None:
     starts = [box.hull[0]]
     for stride, size in reversed(dims):
         starts = [start + i * stride for start in starts for i in range(size)]
-    runs: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for start in sorted(starts):
-        if runs and start <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(runs[-1][1], start + length))
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], start + length))
         else:
-            runs.append((start, start + length))
-    return tuple(runs)
+            found.append((start, start + length))
+    return tuple(found)

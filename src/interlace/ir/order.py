@@ -145,14 +145,14 @@ class Awaited(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Take(Generic[T]):
-    """Take n of a slot on one rank, which awaits every rank's `free` of take n - 2."""
+class Retake(Generic[T]):
+    """Take n >= 2 of a slot on all ranks, which awaits every rank's `free` of take n - 2."""
 
     slot: Slot
     number: int
-    at: T
+    takers: list[T]
     frees: dict[int, T | None]
-    """By rank; None where a rank never frees it. Empty for the first two takes."""
+    """By rank; None where a rank never frees it."""
 
 
 class Meetings(Generic[T]):
@@ -283,11 +283,10 @@ class Meetings(Generic[T]):
             notify = next((source for reached, source in raised if reached >= value), None)
             yield Awaited(signal, value, at, notify, max((v for v, _ in raised), default=0))
 
-    def takes(self) -> Iterator[Take[T]]:
-        """The takes of each slot on each rank."""
+    def retakes(self) -> Iterator[Retake[T]]:
+        """The takes of each slot that await what ranks free of it."""
         for slot, members in self.taken.items():
-            for taken in members.values():
-                for n, at in enumerate(taken):
-                    ranks = slot[0].ranks if n >= 2 else ()
-                    frees = {rank: self.freed.get((slot, n - 2, rank)) for rank in ranks}
-                    yield Take(slot, n, at, frees)
+            for n in range(2, max(map(len, members.values()))):
+                takers = [taken[n] for taken in members.values() if len(taken) > n]
+                frees = {rank: self.freed.get((slot, n - 2, rank)) for rank in slot[0].ranks}
+                yield Retake(slot, n, takers, frees)

@@ -10,6 +10,7 @@ coppy(x, y)   ->  ParseError: schedule.ilc:7:11: no op is named 'coppy'
 from __future__ import annotations
 
 import ast
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from interlace.ir.spelling import did_you_mean, excerpt, lines_of
 
 MAX_TEXT = 1 << 24
 """Characters of a text: some 100,000 ops."""
+TOO_LONG = "an integer of more than 64 bits"
 
 Node = ast.expr | ast.stmt | ast.arg | ast.keyword
 
@@ -69,8 +71,7 @@ class Source:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, int):
                 if node.value >= 1 << 64:
-                    what = "an integer of more than 64 bits"
-                    raise self.error(node, what, "write a smaller number")
+                    raise self.error(node, TOO_LONG, "write a smaller number")
         return tree
 
     def _read(self) -> ast.Module:
@@ -80,6 +81,8 @@ class Source:
                 return ast.parse(self.text)
         except SyntaxError as error:
             line = min(max(error.lineno or 1, 1), len(self.lines))
+            if f"({sys.get_int_max_str_digits()} digits)" in error.msg:  # Python reads no more
+                raise self.error_at(line, None, 1, TOO_LONG, "write a smaller number") from None
             raise self.error_at(
                 line,
                 min(error.offset, len(self.lines[line - 1]) + 1) if error.offset else None,

@@ -25,8 +25,9 @@ What is guaranteed
 
     The other way round, a finding is a real fault of the model, with the ops and an interleaving
     behind it; but `as_strided` counts as the whole buffer, and buffers that share a storage are
-    compared by the hulls of their boxes. (Strided boxes are compared exactly, except where the
-    strides do not divide each other and the box has more than 65,536 separate runs of bytes.)
+    compared by the hulls of their boxes. (Strided boxes are compared exactly, except for boxes
+    of more than 65,536 separate runs of bytes whose dimensions run into each other or whose strides
+    have no small common multiple.)
 
 What is not
     Kernels that touch what they do not declare; numbers (a sound schedule may compute the wrong

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from interlace.errors import TeamError
 from interlace.ir.ops import KINDS, Collective
-from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Slot, Take
+from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Retake, Slot
 from interlace.verify.frames import FrameBuilder
 from interlace.verify.graph import Graph, Place, Point
 from interlace.verify.regions import Regions
@@ -84,8 +84,8 @@ class Builder:
             self._meet(queue, k, come)
         for delivery in self.meetings.deliveries():
             self._deliver(delivery)
-        for take in self.meetings.takes():
-            self._await_frees(take)
+        for retake in self.meetings.retakes():
+            self._await_frees(retake)
         for awaited in self.meetings.levels():
             self._await_signal(awaited)
 
@@ -156,15 +156,18 @@ class Builder:
             f"and this rank {most}"
         )
 
-    def _await_frees(self, take: Take[Point]) -> None:
-        node = take.at.end
-        for rank, free in take.frees.items():
-            if free is not None:
-                self.graph.preds[node].append(free.end)
-            else:
-                self.graph.never[node] = (
-                    f"rank {rank} to free take {take.number - 1} of slot {take.slot[1]}, which it "
-                    "never does"
+    def _await_frees(self, retake: Retake[Point]) -> None:
+        """What every rank has to free before any takes the slot again."""
+        meeting = self.graph.add()
+        found = retake.frees
+        self.graph.preds[meeting] = [free.end for free in found.values() if free is not None]
+        missing = [rank for rank, free in found.items() if free is None]
+        for taker in retake.takers:
+            self.graph.preds[taker.end].append(meeting)
+            if missing:
+                self.graph.never[taker.end] = (
+                    f"rank {missing[-1]} to free take {retake.number - 1} of slot "
+                    f"{retake.slot[1]}, which it never does"
                 )
 
     def _await_signal(self, awaited: Awaited[Point]) -> None:

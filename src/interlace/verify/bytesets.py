@@ -1,75 +1,120 @@
 """Whether several strided boxes cover one.
 
 A box of a large matrix is thousands of byte runs, so runs are not what we count. All boxes in a
-question are written in one mixed radix, whose places are the strides that occur (in bytes): a box
-is then a short list of *bricks*, one interval for each place, and cover is subtraction of
-intervals.
+question are written in one mixed radix: its places are the strides that occur (in bytes), or
+multiples of them where one does not divide the next. A box is then a short list of *bricks*, one
+interval for each place, and cover is subtraction of intervals.
 
     >>> halves = [Box(k * 2048, (8192, 2048), (4096, 1), DType.f32) for k in (0, 1)]
     >>> covered(Box(0, (8192, 4096), (4096, 1), DType.f32), halves)
     True
 
-Where strides do not divide each other the byte runs of `Box` answer instead.
+Where the dimensions of a box run into each other, or a multiple is so large that there are more
+than `MAX_BRICKS`, the byte runs of `Box` answer instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import product
+from math import lcm, prod
 
-from interlace.ir.view import Box, byte_runs
+from interlace.ir.box import Box, byte_runs, runs
 
 Interval = tuple[int, int]
 Brick = tuple[Interval, ...]
 """For each place of the radix, from the smallest: the digits from `start` up to `stop`."""
+Dims = list[tuple[int, int]]
+"""Steps in bytes, ascending, and how often each is taken; the first is the run of bytes."""
+MAX_BRICKS = 512
 
 
 def covered(target: Box, parts: Sequence[Box]) -> bool:
     """Whether every byte of `target` is in one of `parts`. Never says so wrongly."""
-    radix = _radix((target, *parts))
-    if radix is not None:
-        left = _bricks(target, radix)
-        if left is not None:
-            for part in parts:
-                for brick in _bricks(part, radix) or ():
-                    left = [rest for piece in left for rest in _subtract(piece, brick)]
-            if not left:
-                return True
-            if all(_bricks(part, radix) is not None for part in parts):
-                return False
-    return _covered_by_runs(target, parts)
+    found = _left(target, parts)
+    if found is None or (found[1] and not found[2]):
+        return _covered_by_runs(target, parts)
+    return not found[1]
 
 
-def _radix(boxes: Iterable[Box]) -> tuple[int, ...] | None:
-    """The strides of all boxes in bytes, ascending from 1; None unless each divides the next."""
-    found = {1}
-    for box in boxes:
-        item = box.dtype.itemsize
-        found.add(item)
-        found.update(
-            stride * item
-            for size, stride in zip(box.sizes, box.strides, strict=True)
-            if size > 1 and stride > 0
-        )
-    places = tuple(sorted(found))
-    if any(high % low for low, high in pairwise(places)):
+def first_left(target: Box, parts: Sequence[Box]) -> int | None:
+    """The first byte of `target` that is in none of `parts`; None where that is not known."""
+    found = _left(target, parts)
+    if found is None or not found[1] or not found[2]:
         return None
-    return places
+    return min(_start(brick, found[0]) for brick in found[1])
+
+
+def _left(target: Box, parts: Sequence[Box]) -> tuple[tuple[int, ...], list[Brick], bool] | None:
+    """The radix, what of `target` is in none of `parts`, and whether all of them were asked."""
+    radix = _radix([_dims(box) for box in (target, *parts)])
+    left, complete = _bricks(target, radix), True
+    if left is None:
+        return None
+    for part in parts:
+        holes = _bricks(part, radix)
+        complete = complete and holes is not None
+        for hole in holes or ():
+            left = [rest for piece in left for rest in _subtract(piece, hole)]
+    return radix, left, complete
+
+
+def _dims(box: Box) -> Dims:
+    """The dimensions of a box as steps in bytes; those that continue one another are one."""
+    length, outer = runs(box)
+    dims: Dims = [(1, length)]
+    for step, size in outer:
+        last, count = dims[-1]
+        if step % last == 0 and step <= last * count:
+            dims[-1] = last, step // last * (size - 1) + count
+        else:
+            dims.append((step, size))
+    return dims
+
+
+def _radix(boxes: Sequence[Dims]) -> tuple[int, ...]:
+    """Ascending places, each of which divides the next; each step divides one of them."""
+    places = [1]
+    for step in sorted({step for dims in boxes for step, _ in dims}):
+        place = lcm(places[-1], step)
+        if place > places[-1]:
+            places.append(place)
+    return tuple(places)
 
 
 def _bricks(box: Box, radix: tuple[int, ...]) -> list[Brick] | None:
-    """The bricks of a box, or None where its dimensions run into each other."""
+    """The bricks of a box; None where its dimensions run into each other or there are too many."""
     if box.numel == 0:
         return []
-    item = box.dtype.itemsize
-    extents = {1: item} if item > 1 else {}
-    for size, stride in zip(box.sizes, box.strides, strict=True):
-        if size > 1 and stride > 0:
-            step = stride * item
-            if step in extents:
+    choices: list[list[tuple[int, int, int]]] = []
+    for step, size in _dims(box):
+        place = next(place for place in radix if place % step == 0)
+        phases = place // step
+        if phases > MAX_BRICKS < size:
+            return None
+        choices.append(
+            [(k * step, place, -(-(size - k) // phases)) for k in range(min(phases, size))]
+        )
+    if prod(map(len, choices)) > MAX_BRICKS:
+        return None
+    found: list[Brick] = []
+    for chosen in product(*choices):
+        extents: dict[int, int] = {}
+        for _, place, count in chosen:
+            if count > 1 and place in extents:
                 return None
-            extents[step] = size
-    return _fill(box.offset * item, extents, radix)
+            if count > 1:
+                extents[place] = count
+        first = box.hull[0] + sum(shift for shift, _, _ in chosen)
+        bricks = _fill(first, extents, radix)
+        if bricks is None:
+            return None
+        found += bricks
+    return found
+
+
+def _start(brick: Brick, radix: tuple[int, ...]) -> int:
+    return sum(low * place for (low, _), place in zip(brick, radix, strict=True))
 
 
 def _fill(offset: int, extents: dict[int, int], radix: tuple[int, ...]) -> list[Brick] | None:
@@ -104,8 +149,6 @@ def _split(
     offset: int, extents: dict[int, int], radix: tuple[int, ...], place: int, border: int
 ) -> list[Brick] | None:
     """A run that crosses multiples of `border`: up to the first, whole blocks, and the rest."""
-    if any(step > place for step in extents):
-        return None
     count, block = extents[place], border // place
     first = -(offset // place) % block
     whole = (count - first) // block * block
@@ -142,12 +185,12 @@ def _covered_by_runs(target: Box, parts: Sequence[Box]) -> bool:
     wanted = byte_runs(target)
     if wanted is None:
         return any(part == target for part in parts)
-    runs = sorted(run for part in parts for run in byte_runs(part) or ())
+    there = sorted(run for part in parts for run in byte_runs(part) or ())
     reached = at = 0
     for start, stop in wanted:
         reached = max(reached, start)
-        while reached < stop and at < len(runs) and runs[at][0] <= reached:
-            reached = max(reached, runs[at][1])
+        while reached < stop and at < len(there) and there[at][0] <= reached:
+            reached = max(reached, there[at][1])
             at += 1
         if reached < stop:
             return False

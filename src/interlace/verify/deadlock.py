@@ -197,7 +197,11 @@ def _links(graph: Graph, node: int, inside: set[int]) -> Iterator[tuple[int, Ste
             continue
         for begin in graph.awaited(before):
             member = graph.part[begin]
-            if begin in inside and member is not None and member[0] is not part[0]:
+            if begin not in inside or member is None:
+                continue
+            if part[1].ordering.takes:
+                yield begin, Step(part, member, _why(part, member))
+            elif member[0] is not part[0]:
                 yield begin, Step(part, member, MEETS)
 
 

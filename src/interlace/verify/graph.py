@@ -24,7 +24,8 @@ Note [Two extremes]
 Note [Meetings]
     The members of a collective meet in a node without a place: it comes after the begin of all who
     contribute, and before the end of all who need that. So a collective of n ranks has n edges to
-    the meeting and n from it, and the ends share its clock.
+    the meeting and n from it, and the ends share its clock. The Frees of one take of a slot meet
+    likewise, before the Allocs of the take after the next.
 
 Note [Clocks]
     A chain is one stream of one rank. A node's clock says how far each chain has surely come when
@@ -171,12 +172,7 @@ class Graph:
         """The clock after several nodes: their clocks, and the nodes themselves."""
         clocks = {id(clock): clock for node in before if (clock := self.clocks[node]) is not None}
         bases = {id(clock.base): clock.base for clock in clocks.values()}
-        base = bases.popitem()[1]
-        for other in bases.values():
-            if self._includes(other, base):
-                base = other
-            elif not self._includes(base, other):
-                base = self._new_base(map(max, base, other), base, other)
+        base = self._joined_base(list(bases.values()))
         since: dict[int, int] = {}
         for node in before:
             chain, position = self.chain[node], self.pos[node]
@@ -192,6 +188,21 @@ class Graph:
         for chain, position in since.items():
             full[chain] = position
         return Clock(self._new_base(full, base), {})
+
+    def _joined_base(self, bases: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """The furthest of several bases for each chain: one of them, where that is known."""
+        tops = [bases.pop()]
+        for other in bases:
+            if self._includes(other, tops[-1]):
+                tops[-1] = other
+            elif not self._includes(tops[-1], other):
+                tops.append(other)
+        if len(tops) > 2:
+            return self._new_base(map(max, *tops), *tops)
+        one, other = tops[0], tops[-1]
+        if one is other:
+            return one
+        return self._new_base([a if a > b else b for a, b in zip(one, other, strict=True)], *tops)
 
     def _new_base(self, positions: Iterable[int], *earlier: tuple[int, ...]) -> tuple[int, ...]:
         base = tuple(positions)

@@ -159,15 +159,15 @@ class _Matcher:
         target = [self.box(issue, "dst") for issue in met]
         if row.reads == "none":
             return None
+        all_in, all_out = (sum(box.numel for box in side if box) for side in (source, target))
         for i, issue in enumerate(met):
             src, dst = source[i], target[i]
             if row.scales == "gather":
-                given = sum(box.numel for box in source if box is not None)
+                given = all_in
                 wanted = dst.numel if dst is not None else given
             elif row.scales == "scatter":
-                given = src.numel if src is not None else None
-                wanted = sum(box.numel for box in target if box is not None)
-                given = wanted if given is None else given
+                wanted = all_out
+                given = src.numel if src is not None else wanted
             else:
                 given = src.numel if src is not None else -1
                 wanted = dst.numel if dst is not None else -1

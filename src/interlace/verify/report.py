@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
 
+MAX_FAULTS = 10_000
+"""Where so many different ones were found, accesses are compared no more."""
 KINDS: dict[str, str] = {
     "race": "two accesses of the same bytes, at least one of them a write, in no order",
     "deadlock": "ops that wait for each other, or for something that never comes",
@@ -204,6 +206,8 @@ class Report:
         size = f"{self.num_ranks} ranks, {self.num_ops} ops, {self.seconds * 1e3:.0f} ms"
         errors = len(self.errors) + self.num_left_out
         verdict = f"unsound: {errors} fault{'s' if errors != 1 else ''}" if errors else "sound"
+        if errors >= MAX_FAULTS:
+            verdict += " or more"
         parts = [f"{verdict} ({size})", *map(str, self.findings)]
         if self.num_left_out:
             parts.append(f"... and {self.num_left_out} more of the same kinds")

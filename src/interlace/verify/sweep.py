@@ -21,12 +21,11 @@ from interlace.ir.order import Slot
 from interlace.verify.graph import Frame, Graph
 from interlace.verify.memory import Cell, Content, Entry, Memory, by_box
 from interlace.verify.regions import Region, Regions
+from interlace.verify.report import MAX_FAULTS
 from interlace.verify.source import Item, Touch, Version
 
 Pair = tuple[Region, Content, Region, Content]
 """What two accesses that race touch."""
-MAX_FAULTS = 10_000
-"""Where so many different ones were found, accesses are compared no more."""
 MAX_REPEATS = 256
 """Of one fault on many ranks and in many runs, so many are kept."""
 

@@ -10,9 +10,11 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
+from interlace.ir.box import Box, byte_runs
 from interlace.ir.order import Slot
-from interlace.ir.view import Box, byte_runs
+from interlace.ir.types import DType
 from interlace.verify.build import Builder
+from interlace.verify.bytesets import first_left
 from interlace.verify.graph import Frame, Place
 from interlace.verify.memory import Entry
 from interlace.verify.regions import Regions
@@ -43,24 +45,22 @@ class Unwritten:
         """The rows in words, and the ops that write some of them, but not before the read."""
         frame, name = entry.frame, entry.content.name
         touch = next((t for t in entry.item.touches if self._is(t, entry)), None)
-        wanted = byte_runs(entry.region.exact)
-        if touch is None or wanted is None:
+        if touch is None:
             return f"all of these bytes of {name}", []
-        copy = self._copy(frame, touch)
+        copy, exact = self._copy(frame, touch), entry.region.exact
         writes = list(self._writes(copy))
         before = self.builder.graph.before
-        missing = wanted
-        for box, node, _, _ in writes:
-            if before(node, entry.node):
-                missing = _without(missing, byte_runs(box) or [])
+        there = [box for box, node, _, _ in writes if before(node, entry.node)]
+        missing, all_of_it = _missing(exact, there)
         late = {
             (id(place.source), item.index): (place.source, item.index, place.rank)
             for box, node, place, item in writes
-            if not before(node, entry.node) and _without(missing, byte_runs(box) or []) != missing
+            if not before(node, entry.node) and _writes_some(box, missing, exact)
         }
         version = frame.place.source.versions[touch.version]
         whole = self.regions.at(version.spot, frame.place.where).box
-        what = f"{_rows(missing, whole, version.buffer.strides is None)} of {name}"
+        more = " and more" if missing and not all_of_it else ""
+        what = f"{_rows(missing, whole, version.buffer.strides is None)}{more} of {name}"
         if isinstance(copy.owner, int) and copy.owner != frame.place.rank:
             what += f" on rank {copy.owner}"
         return what, list(late.values())[:MAX_LISTED]
@@ -99,16 +99,44 @@ class Unwritten:
             yield box, frame.nodes[spot], frame.place, item
 
 
+def _missing(wanted: Box, there: Sequence[Box]) -> tuple[list[Run], bool]:
+    """The runs of bytes that are wanted and not there, and whether these are all.
+
+    Where there are too many to count it is the first element.
+    """
+    found, holes = byte_runs(wanted), [byte_runs(box) for box in there]
+    if found is not None and None not in holes:
+        left = list(found)
+        for hole in holes:
+            left = _without(left, hole or ())
+        return left, True
+    first = first_left(wanted, there)
+    return ([] if first is None else [(first, first + wanted.dtype.itemsize)]), False
+
+
+def _writes_some(box: Box, missing: Sequence[Run], wanted: Box) -> bool:
+    """Whether a write is among what is missing or, where that is not known, among what is read."""
+    if not missing:
+        return box.overlaps(wanted)
+    there = byte_runs(box)
+    if there is not None:
+        return _without(missing, there) != [*missing]
+    return any(Box(lo, (hi - lo,), (1,), DType.u8).overlaps(box) for lo, hi in missing)
+
+
 def _without(runs: Sequence[Run], holes: Sequence[Run]) -> list[Run]:
     """The runs of bytes without those in the holes; both ascend."""
     left: list[Run] = []
+    at = 0
     for start, stop in runs:
-        for lo, hi in holes:
-            if hi <= start or lo >= stop:
-                continue
+        while at < len(holes) and holes[at][1] <= start:
+            at += 1
+        k = at
+        while k < len(holes) and holes[k][0] < stop:
+            lo, hi = holes[k]
             if start < lo:
                 left.append((start, lo))
-            start = max(start, hi)
+            start, k = max(start, hi), k + 1
         if start < stop:
             left.append((start, stop))
     return left
