@@ -90,22 +90,21 @@ def test_a_segment_keeps_no_descriptor(tmp_path: Path) -> None:
     assert theirs[3].cells[1] == 5
 
 
-REFUSED = {
-    "open": (errno.EMFILE, "ulimit -n"),
-    "statvfs": (errno.EROFS, "remount,rw"),
-    "posix_fallocate": (errno.ENOSPC, "too little shared memory"),
-    "scandir": (errno.EIO, "working tmpfs"),
-    "map": (errno.ENOMEM, "too little shared memory"),
-    "inodes": (errno.ENOSPC, "nr_inodes"),
-}
+REFUSED = [
+    ("open", errno.EMFILE, "ulimit -n"),
+    ("statvfs", errno.EROFS, "remount,rw"),
+    ("posix_fallocate", errno.ENOSPC, "too little shared memory"),
+    ("posix_fallocate", errno.EFBIG, "ulimit -f"),
+    ("scandir", errno.EIO, "working tmpfs"),
+    ("map", errno.ENOMEM, "too little shared memory"),
+    ("inodes", errno.ENOSPC, "nr_inodes"),
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(("what", "code", "fix"), REFUSED)
 def test_whatever_the_system_refuses_is_one_error(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, code: int, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, fix = REFUSED[what]
-
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 

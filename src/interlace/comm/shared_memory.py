@@ -159,7 +159,9 @@ def _why_not(error: OSError, needed: int, folder: Path) -> str:
         fix = f"make {folder} writable for this user (mount -o remount,rw {folder})"
     elif error.errno == errno.ENOSPC and os.statvfs(folder).f_favail == 0:
         fix = f"there is no room for another name: mount -o remount,nr_inodes=0 {folder}"
-    elif error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+    elif error.errno == errno.EFBIG:
+        fix = "let this process write larger files (ulimit -f)"
+    elif error.errno in (errno.ENOSPC, errno.ENOMEM):
         return _too_little(needed, folder)
     else:
         fix = f"see that {folder} is a working tmpfs"
