@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from interlace.cost.machine import Machine
-from interlace.cost.op_times import op_kind
+from interlace.cost.op_times import op_kind, unknown
 from interlace.ir import (
     Alloc,
     Call,
@@ -21,6 +21,8 @@ from interlace.ir import (
     Free,
     Fused,
     Get,
+    Group,
+    HostSync,
     Notify,
     Op,
     Others,
@@ -67,8 +69,10 @@ def _calls(op: Op, sizes: Mapping[str, int]) -> tuple[str, int]:
             return "signal", 2 * (sizes[buffer.team] - 1)
         case Alloc() | Free():
             return "event", 0
-        case _:
+        case Group() | HostSync():
             return "", 1
+        case _:
+            raise unknown(op)
 
 
 def run_issue_seconds(program: Program, machine: Machine) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from interlace.cost.gemm import arithmetic_seconds, gemm_seconds
 from interlace.cost.machine import Machine
+from interlace.errors import UnsupportedError
 from interlace.ir import (
     Alloc,
     Box,
@@ -38,6 +39,7 @@ from interlace.ir import (
     Wait,
 )
 from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention
+from interlace.ir.ops import UNORDERED
 
 Boxes = Callable[[View], Box]
 
@@ -61,17 +63,14 @@ class Cost:
 
 def op_kind(op: Op) -> str:
     """What an op is to a timeline: `compute`, `comm`, `sync` or `memory`."""
-    match op:
-        case Call() | Copy() | Fused():
-            return "compute"
-        case Alloc() | Free():
-            return "memory"
-        case Collective(kind="barrier"):
-            return "sync"
-        case Collective() | Send() | Recv() | Group() | Put() | Get():
-            return "comm"
-        case _:
-            return "sync"
+    ordering = op.ordering()
+    if ordering is UNORDERED:
+        return "comm" if op.one_sided else "compute"
+    if ordering.takes is not None or ordering.frees is not None:
+        return "memory"
+    if ordering.meets is not None or ordering.messages:
+        return "comm" if op.reads() or op.writes() else "sync"  # a barrier moves no bytes
+    return "sync"
 
 
 def op_name(op: Op) -> str:
@@ -124,8 +123,17 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
             return Cost(machine.event_s)
         case Alloc(buffer=buffer) if buffer.kind == "symmetric":
             return Cost(machine.event_s)
-        case _:
+        case Alloc() | Free() | Group():
             return Cost()
+        case _:
+            raise unknown(op)
+
+
+def unknown(op: Op) -> UnsupportedError:
+    """The error for an op that the cost model has no case for."""
+    return UnsupportedError(
+        f"the cost model knows no op {type(op).__name__}: add a case to op_cost and to issue.py"
+    )
 
 
 def _transfer(nbytes: float, transport: str, machine: Machine, kind: str, ranks: int = 0) -> Cost:

@@ -13,6 +13,7 @@ needs nothing from them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from interlace.ir.types import Buffer, DType, Index, Others
 from interlace.ir.view import View
@@ -106,6 +107,8 @@ UNORDERED = Ordering()
 class Op:
     """What every op has: the stream it runs on, the site it serves and where it comes from."""
 
+    one_sided: ClassVar[bool] = False
+    """Whether it moves bytes between ranks by itself, while the peer does something else."""
     stream: str = "main"
     site: int | None = None
     loc: Loc = field(default=Loc(), compare=False)
@@ -344,6 +347,7 @@ class Group(Op):
 class Put(Op):
     """`src` of this rank into `dst` of rank `peer`, of a symmetric or registered buffer."""
 
+    one_sided: ClassVar[bool] = True
     src: View
     dst: View
     peer: Index
@@ -360,6 +364,7 @@ class Put(Op):
 class Get(Op):
     """`src` of rank `peer`, of a symmetric or registered buffer, into `dst` here, or `src`."""
 
+    one_sided: ClassVar[bool] = True
     src: View
     peer: Index
     team: str

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from interlace.comm import Slot, TeamComm, Use, Wait, Workspace
-from interlace.errors import BackendError
+from interlace.errors import BackendError, UnsupportedError
 from interlace.ir import Op
 from interlace.options import Options
 from interlace.runtime.flight import Flight
@@ -68,6 +68,14 @@ class Context:
             check,
             self.flight.tail,
         )
+
+
+def unbound(op: Op, device: str) -> UnsupportedError:
+    """The error of a binder for an op that it has no case for."""
+    return UnsupportedError(
+        f"{device} has no binding for the op {type(op).__name__}"
+        f"{f' ({op.loc})' if str(op.loc) else ''}: add a case to the device's binder"
+    )
 
 
 class Engine(Protocol):

@@ -48,7 +48,7 @@ from interlace.ir import (
 )
 from interlace.ir import Wait as WaitOp
 from interlace.runtime.calls import Thunk
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import Context, unbound
 from interlace.runtime.flight import Flight
 
 SLICE_S = 0.05
@@ -149,8 +149,10 @@ class HostBinder:
                 members, signal = self.plan.members(op.team, op.peer), op.signal
                 value = op.value
                 return lambda: space.expect(signal, members, value, wait)
+            case Alloc():
+                return None  # its memory is there
             case _:
-                return None
+                raise unbound(op, "the CPU")
 
     def pass_by(self, point: Spot, index: int, member: int = 0) -> Thunk:
         """Waits for an event, or for the host to have waited."""

@@ -59,7 +59,7 @@ from interlace.runtime.cuda.sums import bind_sum
 from interlace.runtime.cuda.transfers import collective, messages
 from interlace.runtime.cuda.waiting import holds
 from interlace.runtime.cuda.words import Words
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import Context, unbound
 
 
 @dataclass(slots=True)
@@ -194,8 +194,10 @@ class Binder:
                 return messages(self, lane, index, op.ops)
             case Fused():
                 return self.fused(lane, index, op)
+            case Alloc() | Free():
+                return None  # slots: Note [When slots are taken]; other memory is there
             case _:
-                return None
+                raise unbound(op, "CUDA")
 
     def event(self) -> int:
         event = self.driver.event()
