@@ -12,8 +12,8 @@ import pytest
 from tests.cli.schedules import command
 from tests.trace.chromium import dump_dom
 
-from interlace.demo.launch import has_avx512
 from interlace.ir import parse
+from interlace.launch import has_avx512
 from interlace.verify import check
 
 FILES = ("forward.ilc", "backward.ilc", "forward.serial.ilc", "backward.serial.ilc")
