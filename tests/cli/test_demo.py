@@ -12,8 +12,8 @@ import pytest
 from tests.cli.schedules import command
 from tests.trace.chromium import dump_dom
 
-from interlace.demo.launch import has_avx512
 from interlace.ir import parse
+from interlace.launch import has_avx512
 from interlace.verify import check
 
 FILES = ("forward.ilc", "backward.ilc", "forward.serial.ilc", "backward.serial.ilc")
@@ -107,13 +107,8 @@ def test_overlap_is_measured(demo: tuple[dict[str, Any], Path]) -> None:
 
 
 def test_the_trace_holds_every_run(demo: tuple[dict[str, Any], Path]) -> None:
-    proto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-    trace = proto.Trace.FromString((demo[1] / "trace.pftrace").read_bytes())
-    names = {
-        packet.track_descriptor.process.process_name
-        for packet in trace.packet
-        if packet.track_descriptor.HasField("process")
-    }
+    events = json.loads((demo[1] / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {
         *("forward · predicted", "forward · measured"),
         *("backward · predicted", "backward · measured"),

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from tests.cli.schedules import command
 
 from interlace.commands import demo
-from interlace.demo.group import joined
-from interlace.demo.launch import prepare_for_gpus
 from interlace.demo.lesson import Lesson
 from interlace.errors import BackendError, TeamError
+from interlace.launch import joined, prepare_for_gpus
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,10 @@ def test_a_gpu_that_is_not_there() -> None:
     done = command("demo", "--device", "cuda")
     assert done.returncode == 2
     assert done.stderr.startswith("error: BackendError: --device cuda: torch sees 0 GPUs here")
-    with pytest.raises(BackendError, match="torch sees no GPU here"), joined("cuda", timedelta(1)):
+    with (
+        pytest.raises(BackendError, match="torch sees no GPU here"),
+        joined("cuda", timedelta(1), 60),
+    ):
         pass
 
 
@@ -76,8 +78,9 @@ def test_an_unknown_device() -> None:
 def test_a_rank_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(TeamError, match="rank 2 of this host has no GPU, there are 2"):
-        with joined("cuda", timedelta(1), local=2):
+        with joined("cuda", timedelta(1), 60):
             pass
 
 
@@ -94,15 +97,16 @@ def test_the_lesson_of_a_device() -> None:
 
 
 def test_what_nccl_and_cublas_read() -> None:
-    environment = {"NCCL_SOCKET_IFNAME": "eth7"}
-    prepare_for_gpus(environment, one_host=True)
+    one_host = {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}
+    environment = {"NCCL_SOCKET_IFNAME": "eth7", **one_host}
+    prepare_for_gpus(environment, exact=True)
     assert environment["NCCL_NVLS_ENABLE"] == "0"
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert environment["NCCL_SOCKET_IFNAME"] == "eth7", "what is set stays"
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
-    several: dict[str, str] = {}
-    prepare_for_gpus(several, one_host=False)
-    assert not any("SOCKET" in name for name in several)
+    for several in ({}, {**one_host, "WORLD_SIZE": "8"}):
+        prepare_for_gpus(several)
+        assert not any("SOCKET" in name or "CUBLAS" in name for name in several)
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
@@ -110,7 +114,7 @@ def test_the_group_is_gone_whatever_happens(fails: bool) -> None:
     how = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
 
     def inside() -> None:
-        with joined("cpu", timedelta(seconds=20), **how) as device:
+        with joined("cpu", timedelta(seconds=20), 60, **how) as device:
             assert device == torch.device("cpu")
             assert dist.is_initialized()
             if fails:

@@ -33,7 +33,7 @@ def test_it_looks_at_everything_the_readme_promises() -> None:
     found = findings()
     assert {
         *("python", "torch", "gloo", "nccl", "ucc", "shared memory", "C++ compiler", "triton"),
-        *("perfetto", "cores", "bit-equal chunks", "calibration", "torch.compile backend"),
+        *("cores", "bit-equal chunks", "calibration", "torch.compile backend"),
     } <= set(found)
     assert all(item.mend for item in found.values() if item.state == "broken")
 

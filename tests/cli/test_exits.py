@@ -123,12 +123,10 @@ def test_names_reach_no_terminal_as_they_are(line: str, odd: str) -> None:
 
 
 def test_pages_and_traces_of_odd_names(tmp_path: Path) -> None:
-    page, trace, line = (str(tmp_path / name) for name in ("p.html", "t.json", "t.pftrace"))
+    page, trace = (str(tmp_path / name) for name in ("p.html", "t.json"))
     text = ODD.format(odd="\\ud800")
     assert run("show", "--html", page, text=text)[0] == 0
     assert run("simulate", "--html", page, "--perfetto", trace, text=text)[0] == 0
-    code, _, err = run("simulate", "--perfetto", line, text=text)
-    assert code == 0 or "pip install -U perfetto" in err, err  # which is not everywhere
     assert "\\ud800" in Path(page).read_text(encoding="utf-8")
 
 

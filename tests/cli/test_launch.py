@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.fake_rank import work
 from tests.cli.schedules import ROOT, command
 
 from interlace import errors
-from interlace.demo.launch import launch
-
-FAKE = (str(Path(__file__).with_name("fake_rank.py")),)
+from interlace.launch import launch
 
 
-def run(*does: str, time_out_s: float = 30.0) -> Any:
+def run(*does: str, time_out_s: float = 60.0) -> Any:
     """What launch returned or raised; none of the processes it started is left."""
-    settings = {"does": does, "lesson": 1}
     heard: list[dict[str, Any]] = []
-    try:
-        result: Any = launch(settings, len(does), heard.append, time_out_s, FAKE)
-    except errors.InterlaceError as error:
-        result = error
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"does": does, "folder": folder}
+        try:
+            result: Any = launch(work, given, len(does), heard.append, time_out_s, "the demo")
+        except errors.InterlaceError as error:
+            result = error
+        pids = [int(path.name) for path in Path(folder).iterdir()]
     assert heard, "no rank was started"
-    left = [pid for pid in children(os.getpid()) if FAKE[0] in command_line(pid)]
-    assert not left
+    assert not any(map(running, pids))
+    assert len(pids) == len(does) or time_out_s < 60
     return result
 
 
 def test_the_report_of_rank_0_comes_back() -> None:
-    assert run("report", "report", "report") == {"port": 4321, "lesson": 1}
+    does = ("report", "report", "report")
+    assert run(*does) == {"world": "3", "does": list(does)}
 
 
 @pytest.mark.parametrize(
@@ -74,10 +76,13 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Not even SIGKILL of the parent leaves a real rank behind."""
     code = (
         "import sys, json; sys.path.insert(0, sys.argv[1])\n"
-        "from interlace.demo.launch import launch\n"
+        "from interlace.commands.demo import train\n"
+        "from interlace.demo.lesson import Lesson\n"
+        "from interlace.launch import launch\n"
         "tell = lambda event: print(json.dumps(event), flush=True)\n"
-        "out = sys.argv[2]\n"
-        "launch({'lesson': {'steps': 500}, 'out': out}, 2, tell, 100)\n"
+        "lesson = Lesson(steps=500).to_json()\n"
+        "given = {'lesson': lesson, 'out': sys.argv[2], 'time_out_s': 100}\n"
+        "launch(train, given, 2, tell, 100, 'the demo')\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, str(ROOT / "src"), str(tmp_path)],
@@ -88,7 +93,7 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     try:
         first = json.loads(parent.stdout.readline())  # the ranks are up and at work
         assert first["event"] == "started"
-        ranks = children(parent.pid)
+        ranks = [rank for server in children(parent.pid) for rank in children(server)]
         assert len(ranks) == 2
     finally:
         parent.send_signal(signal.SIGKILL)
@@ -106,13 +111,6 @@ def children(pid: int) -> list[int]:
         for path in Path("/proc").iterdir()
         if path.name.isdecimal() and status(int(path.name))[1] == pid
     ]
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
 
 
 def status(pid: int) -> tuple[str, int]:

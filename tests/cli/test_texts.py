@@ -71,7 +71,7 @@ def test_simulate_prints_the_figures(sound: str) -> None:
 
 
 def test_simulate_writes_timeline_page_and_trace(sound: str, tmp_path: Path) -> None:
-    out, page, trace = (tmp_path / name for name in ("t.json", "t.html", "t.pftrace.json"))
+    out, page, trace = (tmp_path / name for name in ("t.json", "t.html", "t.pftrace"))
     run("simulate", sound, "-o", str(out), "--html", str(page), "--perfetto", str(trace))
     timeline = Timeline.from_json(out.read_text())
     assert timeline.ranks == (0, 1)

@@ -33,9 +33,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 import interlace
-from interlace.demo.launch import has_avx512
 from interlace.frontend import capture
 from interlace.ir import Collective, Program
+from interlace.launch import has_avx512
 
 DISPATCH, COMBINE = "all_to_all_matmul", "matmul_all_to_all"
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from tests.support.pool import Pool
 
 import interlace
-from interlace.demo.launch import has_avx512
 from interlace.errors import ExecutorError, InterlaceError, UnsupportedError
 from interlace.frontend import capture
+from interlace.launch import has_avx512
 from interlace.passes import run_pipeline
 from interlace.runtime import Executor
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace.frontend
-from interlace.demo.launch import has_avx512
 from interlace.demo.model import Config, Transformer, parallelize
+from interlace.launch import has_avx512
 
 STEPS = 20
 Trace = list[tuple[Tensor, ...]]

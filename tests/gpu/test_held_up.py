@@ -1,23 +1,29 @@
-"""A stall is a bounded, typed error also where the host waits in the driver, or streams share a
-queue: Note [Held up] in `comm/cuda/access.py`."""
+"""A host that waits in the driver behind a stalled run, or streams that share a queue: the process
+ends itself with a report, and its peers hear why. Note [Held up] in `comm/cuda/access.py`."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.gpu.cases import KINDS, Case, Outcome, attempt, finish, here, meet, prepared, run
-from tests.support.pool import Pool, Ranks
+from tests.support.pool import Died, Pool, Ranks
+
+from interlace.runtime.cuda.watchdog import EXIT_CODE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
 TIME_OUT_S = 1.5
 LATE_S = 4.0
-"""How long after the time-out the error may come: another process has to start for it."""
+"""How long after the time-out an error may come."""
+ENDS_S = 6.0
+"""How long after the time-out the process must have ended."""
 LAUNCHES = 4000
 """More than the queue of a stream takes."""
 
@@ -50,10 +56,6 @@ BEHIND: dict[str, Callable[[torch.Tensor], None]] = {
     "launches": launches,
     "free": free,
 }
-Found = tuple[float, bool, Outcome]
-"""Seconds that the host was held up, whether another process had to help, what it heard."""
-HELD = 0.5
-"""The part of the time-out that the host must have been held up for the test to be one."""
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +66,11 @@ def one_queue() -> Iterator[Pool]:
     pool.close()
 
 
-def wait_behind(strategy: str, graph: bool, what: str, victim: int, seed: int) -> Found:
-    """A run that one rank does not come to, and something behind it that the host waits for."""
-    case = Case("all_gather_matmul", dist.get_world_size())
+def wait_behind(
+    strategy: str, graph: bool, what: str, victim: int, seed: int, folder: str
+) -> Outcome:
+    """A run that one rank comes to too late, and something behind it that the host waits for."""
+    case, rank = Case("all_gather_matmul", dist.get_world_size()), dist.get_rank()
     executor = prepared(case, strategy, graph=graph, time_out_s=TIME_OUT_S)
     inputs, z = case.inputs(seed, exact=True), torch.zeros(1 << 22, device="cuda")
     first = finish(executor, case, inputs)
@@ -75,69 +79,97 @@ def wait_behind(strategy: str, graph: bool, what: str, victim: int, seed: int) -
     torch.empty(1 << 28, device="cuda")
     torch.cuda.synchronize()
     meet()
-    begun, heard = time.monotonic(), ("", "", 0.0)
+    if rank == victim:
+        time.sleep(TIME_OUT_S + ENDS_S)
+        return finish(executor, case, inputs)
 
     def both() -> None:
         run(executor, case, inputs)
         BEHIND[what](z)
+        executor.synchronize()
 
-    if dist.get_rank() != victim:  # which does not come at all
-        heard = attempt(both)
-    held = time.monotonic() - begun
-    if heard[0] == "result":
-        heard = attempt(executor.synchronize)
-    helped = any(side.access._helper is not None for side in executor._engine.sides)
-    meet()
-    executor.reset()
-    after = [finish(executor, case, inputs) for _ in range(3)]
-    assert [outcome[1] for outcome in after] == [first[1]] * 3, after
-    executor.close()
-    return held, helped, heard
+    stderr, report = os.dup(2), os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(report, 2)
+    os.write(2, f"{time.time()}\n".encode())
+    heard = attempt(both)
+    os.dup2(stderr, 2)
+    return heard
 
 
-def look_at(found: list[Found], victim: int, needs_help: bool) -> None:
-    for rank, (held, helped, (error, text, _)) in enumerate(found):
-        if rank != victim:
+def look_at(
+    found: list[Outcome | Died], victim: int, folder: Path, outcomes: tuple[str, ...] = ("ended",)
+) -> None:
+    """Every stalled rank ended itself with a report (or was released, where that is allowed)."""
+    texts: list[str] = []
+    for rank, outcome in enumerate(found):
+        if not isinstance(outcome, Died):
+            error, text, seconds = outcome
             assert error in ("CommTimeoutError", "PeerError"), text
-            assert "all_gather_matmul" in text
-            assert TIME_OUT_S * HELD < held < TIME_OUT_S + LATE_S
-            assert helped or not needs_help, "the driver was not held up"
-            print(f"rank {rank} was held up for {held:.2f} s, {helped=}: {text}")
-    texts = [text for rank, (*_, (_, text, _)) in enumerate(found) if rank != victim]
+            assert rank == victim or "raised" in outcomes, "the driver was not held up"
+            assert seconds < TIME_OUT_S + ENDS_S
+        else:
+            begun, _, text = (folder / str(rank)).read_text().partition("\n")
+            assert "ended" in outcomes
+            assert outcome.exit_code == EXIT_CODE, text
+            assert f"rank {rank} ends its process" in text
+            assert "held up" in text
+            assert "(most recent call first)" in text, "the stacks of the threads are missing"
+            assert (folder / str(rank)).stat().st_mtime - float(begun) < TIME_OUT_S + ENDS_S
+        assert "all_gather_matmul" in text
+        texts += [text] if rank != victim else []
     assert any(f"rank {victim}" in text for text in texts), "nobody names the culprit"
 
 
-@pytest.mark.parametrize("what", BEHIND)
 @pytest.mark.parametrize(
-    ("strategy", "graph"),
-    [("peer-get", False), ("fused", False), ("exchange", True)],
-    ids=["peer-get", "fused", "exchange-graph"],
+    ("strategy", "graph", "what"),
+    [
+        *[("peer-get", False, what) for what in BEHIND if what != "item"],
+        ("fused", False, "launches"),
+        ("exchange", True, "to-host"),
+    ],
 )
-def test_a_host_that_waits_behind_a_stalled_run_is_let_go(
-    gpus: Ranks, strategy: str, graph: bool, what: str, seed: int
+def test_a_process_that_waits_in_the_driver_behind_a_stalled_run_ends_itself(
+    gpus: Ranks, strategy: str, graph: bool, what: str, seed: int, tmp_path: Path
 ) -> None:
     victim = seed % gpus.world
-    found = gpus.run(wait_behind, strategy, graph, what, victim, seed, time_out_s=40)
-    look_at(found, victim, needs_help=what != "item")
+    given = (strategy, graph, what, victim, seed, str(tmp_path))
+    stalled = set(range(gpus.world)) - {victim}
+    look_at(gpus.run(wait_behind, *given, time_out_s=60, may_die=stalled), victim, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["peer-get", "fused"])
+def test_a_host_that_waits_outside_of_the_driver_is_released(
+    gpus: Ranks, strategy: str, seed: int, tmp_path: Path
+) -> None:
+    victim = seed % gpus.world
+    given = (strategy, False, "item", victim, seed, str(tmp_path))
+    found = gpus.run(wait_behind, *given, time_out_s=60, replace=True)
+    look_at(found, victim, tmp_path, outcomes=("raised",))
 
 
 @pytest.mark.nccl
 @pytest.mark.parametrize("what", ["to-host", "launches"])
 @pytest.mark.parametrize("strategy", ["shift", "pipeline"])
-def test_so_is_one_that_waits_for_nccl(gpus: Ranks, strategy: str, what: str, seed: int) -> None:
+def test_a_wait_behind_nccl_is_bounded(
+    gpus: Ranks, strategy: str, what: str, seed: int, tmp_path: Path
+) -> None:
+    """Aborting the communicator may release the driver in time, and then the error is raised."""
     victim = seed % gpus.world
-    found = gpus.run(wait_behind, strategy, False, what, victim, seed, time_out_s=40)
-    look_at(found, victim, needs_help=True)
+    given = (strategy, False, what, victim, seed, str(tmp_path))
+    stalled = set(range(gpus.world)) - {victim}
+    found = gpus.run(wait_behind, *given, time_out_s=60, may_die=stalled, replace=True)
+    look_at(found, victim, tmp_path, outcomes=("ended", "raised"))
 
 
 @pytest.mark.parametrize("what", ["item", "launches"])
 @pytest.mark.parametrize("strategy", ["peer-put", "fused"])
-def test_streams_that_share_one_queue_are_let_go(
-    gpus: Ranks, one_queue: Pool, strategy: str, what: str, seed: int
+def test_a_process_whose_streams_share_one_queue_ends_itself(
+    gpus: Ranks, one_queue: Pool, strategy: str, what: str, seed: int, tmp_path: Path
 ) -> None:
     ranks, victim = one_queue(gpus.world), seed % gpus.world
-    found = ranks.run(wait_behind, strategy, False, what, victim, seed, time_out_s=40)
-    look_at(found, victim, needs_help=True)
+    given = (strategy, False, what, victim, seed, str(tmp_path))
+    stalled = set(range(gpus.world)) - {victim}
+    look_at(ranks.run(wait_behind, *given, time_out_s=60, may_die=stalled), victim, tmp_path)
 
 
 def capture_beside(strategy: str, victim: int, seed: int) -> tuple[str, Outcome]:

@@ -17,7 +17,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_a_cpu_build_of_torch_is_enough() -> None:
-    assert names(PROJECT["dependencies"]) == {"torch", "typer", "rich", "perfetto"}
+    assert names(PROJECT["dependencies"]) == {"torch", "typer", "rich"}
     assert "matplotlib" in names(PROJECT["optional-dependencies"]["bench"])
 
 

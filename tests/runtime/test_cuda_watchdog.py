@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ from torch.distributed import HashStore
 from interlace.comm import patience as patience_file
 from interlace.comm.board import Board
 from interlace.comm.control import EXITED, Control
+from interlace.comm.cuda.access import DriverHeldUpError
 from interlace.comm.cuda.collector import uncollected
 from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError
 from interlace.ir import parse
@@ -393,6 +396,91 @@ def test_what_stalls_is_told_though_words_cannot_be_read() -> None:
         assert "no progress in" in text
         assert "rank 1 in f" in text
         assert "its signals cannot be read (the GPU is full)" in text
+
+
+def test_a_process_whose_driver_is_held_up_ends_itself_with_a_report(
+    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some seconds after the failure, which the peers have heard by then."""
+    found, device = fake
+    clock, reports, watched = [1000.0], list[str](), found.engine.watched
+    now = SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep)
+    for file in (patience_file, watchdog_file):
+        monkeypatch.setattr(file, "time", now)
+    held_up = mock.Mock(side_effect=DriverHeldUpError("the CUDA driver is held up"))
+    monkeypatch.setattr(found.space, "value", held_up)
+    monkeypatch.setattr(found.side, "release", held_up)
+    monkeypatch.setattr(watchdog_file, "end_process", reports.append)
+    (team,) = found.engine.context.crew.teams.values()
+    watched.look()
+    device.done_to = runs(found, device, 1)[0] - 1  # it has begun
+    while watched.failure is None:
+        let_pass(0.5, clock, watched)
+    assert "its signals cannot be read (the CUDA driver is held up)" in str(watched.failure)
+    assert "rank 1 of team tp stopped: no progress" in str(peer_of(team.control).failure())
+    clock[0] = watched._failed_at + watchdog_file.HELD_UP_S
+    for number in range(2):
+        assert len(reports) == 0, "the driver gets some seconds"
+        clock[0] += 0.1 * number
+        with pytest.raises(DriverHeldUpError):
+            watched.look()
+    (report,) = reports
+    assert report.startswith("interlace: rank 1 ends its process")
+    assert "the CUDA driver is held up" in report
+    op = r"`main: expect\(full_slots_arrived, 2, .*\)` \(op \d+ of f, from <text>:\d+\) or after it"
+    assert re.search(rf"no progress in 20 s: rank 1 in f, at {op}", report), report
+    assert "rank 0 has not entered run 1" in report
+
+
+def test_a_driver_that_is_let_go_in_time_ends_nothing(
+    fake: tuple[Fake, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort of NCCL may do it, or a rank that is late."""
+    found, device = fake
+    monkeypatch.setattr(watchdog_file, "HELD_UP_S", 0.0)
+    monkeypatch.setattr(watchdog_file, "end_process", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(found.side, "release", mock.Mock(side_effect=BackendError("full")))
+    runs(found, device, 1)
+    found.engine.watched.fail(CommTimeoutError("no progress in 20 s"))
+    with pytest.raises(BackendError, match="full"):
+        found.engine.watched.look()
+    device.done_to = device.issued
+    monkeypatch.setattr(found.side, "release", mock.Mock(side_effect=DriverHeldUpError("held up")))
+    found.engine.watched.look()
+
+
+def test_the_report_of_a_process_that_ends_itself_is_on_stderr() -> None:
+    """Not as an exception, of which a thread could die alone; and with every thread's stack."""
+    text = "from interlace.runtime.cuda.watchdog import end_process as e; e('rank 3 ends')"
+    ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ended.returncode == watchdog_file.EXIT_CODE
+    assert ended.stderr.startswith("rank 3 ends\n")
+    assert "(most recent call first)" in ended.stderr
+
+
+def test_the_first_wait_for_an_absent_rank_is_told() -> None:
+    """Or, where all have come, the first for any."""
+    text = """
+def f(tp: Team[3], x: f32[4], y: out[f32[4]]):
+    main: notify(told, to=tp.others)
+    main: expect(told, tp.rank + 1)
+    main: expect(told, tp.rank + 2)
+    main: copy(x, y)
+"""
+    with fake_engine(parse(text), 0) as found:
+        found.space.value = mock.Mock(side_effect=BackendError("held up"))
+        control = found.engine.context.crew.teams["tp"].control
+        peers = [Control("tp", control.ranks, m, control._segments, control._lives) for m in (1, 2)]
+        found.run([torch.zeros(4)], [torch.zeros(4)])
+        found.engine.entered += 1  # as if it were under way
+        told = []
+        for peer in peers:
+            peer.enter(7, "f")
+            told.append(stalled(found.engine, found.engine.context, found.engine.issued))
+        found.engine.entered -= 1
+    assert "(op 2 of f" in told[0]
+    assert "rank 2 has not entered run 1" in told[0]
+    assert "(op 1 of f" in told[1]
 
 
 def test_what_failed_is_raised_though_it_cannot_be_ended(

@@ -232,7 +232,7 @@ class Pool:
                     answers[rank] = pickle.loads(ready.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     process = self._workers[rank][0]
-                    process.join(5)
+                    process.join(END_S)
                     answers[rank] = ("died", process.exitcode)
                 if answers[rank][0] != "ok":  # the others have little reason to come back
                     deadline = min(deadline, time.monotonic() + max(10.0, time_out_s / 2))

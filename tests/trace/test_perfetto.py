@@ -7,56 +7,57 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.trace.samples import RANKS, run, sample
 
-from interlace import errors
 from interlace.cost.timeline import Timeline
-from interlace.trace import arrows, perfetto, write_perfetto
+from interlace.trace import arrows, write_perfetto
 
 
-def read(path: Path) -> Any:
-    proto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-    return proto, proto.Trace.FromString(path.read_bytes())
+def read(path: Path, phase: str) -> list[dict[str, Any]]:
+    """The events of one phase: M(etadata), X (slices), s and f (the ends of arrows)."""
+    return [event for event in json.loads(path.read_bytes())["traceEvents"] if event["ph"] == phase]
 
 
 def test_tracks_slices_and_arguments_parse_back(tmp_path: Path):
     program = sample()
     predicted, measured = run(program), run(program, "measured", 1.2)
     path = write_perfetto([predicted, measured], tmp_path / "t.pftrace", program=program)
-    proto, trace = read(path)
-    described = [p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")]
-    processes = {d.uuid: d.process.process_name for d in described if d.HasField("process")}
-    assert sorted(processes.values()) == [
+    facts = {
+        (event["name"], event["pid"], event.get("tid")): event["args"] for event in read(path, "M")
+    }
+    names = {pid: args["name"] for (what, pid, _), args in facts.items() if what == "process_name"}
+    assert sorted(names.values()) == [
         "measured · all_gather_linear",
         "predicted · all_gather_linear",
     ]
-    rows = {d.uuid: (processes[d.parent_uuid].split()[0], d.name) for d in described if d.name}
+    rows = {
+        (pid, tid): (names[pid].split()[0], args["name"])
+        for (what, pid, tid), args in facts.items()
+        if what == "thread_name"
+    }
     assert len(rows) == 2 * RANKS * 2
-    events = [p for p in trace.packet if p.HasField("track_event")]
-    begins = [p for p in events if p.track_event.type == proto.TrackEvent.TYPE_SLICE_BEGIN]
-    ends = [p for p in events if p.track_event.type == proto.TrackEvent.TYPE_SLICE_END]
-    assert len(begins) == len(ends) == len(predicted.spans) + len(measured.spans)
+    assert all(facts["thread_sort_index", *row] == {"sort_index": row[1]} for row in rows)
+    slices = read(path, "X")
+    assert len(slices) == len(predicted.spans) + len(measured.spans)
     wanted = Counter(
-        (timeline.source, f"rank {s.rank} · {s.stream}", s.name, s.kind, round(s.start_s * 1e9))
+        (
+            *(timeline.source, f"rank {s.rank} · {s.stream}", s.name, s.kind),
+            *(round(s.start_s * 1e9), round(s.seconds * 1e9)),
+        )
         for timeline in (predicted, measured)
         for s in timeline.spans
     )
     assert wanted == Counter(
         (
-            *rows[p.track_event.track_uuid],
-            p.track_event.name,
-            p.track_event.categories[0],
-            p.timestamp,
+            *(*rows[e["pid"], e["tid"]], e["name"], e["cat"]),
+            *(round(e["ts"] * 1e3), round(e["dur"] * 1e3)),
         )
-        for p in begins
+        for e in slices
     )
-    arguments = {
-        note.name: note.string_value or note.int_value
-        for packet in begins
-        if packet.track_event.name == "aten.mm.out"
-        for note in packet.track_event.debug_annotations
-    }
+    assert Counter((e["args"]["rank"], e["args"]["op"], e["name"]) for e in slices) == Counter(
+        (s.rank, s.op_index, s.name) for t in (predicted, measured) for s in t.spans
+    )
+    arguments = next(event["args"] for event in slices if event["name"] == "aten.mm.out")
     assert arguments["module"] == "layers.0.mlp.up"
     assert arguments["text"].startswith('main: call("aten.mm.out", full[tp.rank')
     assert arguments["strategy"] == "all_gather_matmul layers.0.mlp.up: peer"
@@ -64,41 +65,20 @@ def test_tracks_slices_and_arguments_parse_back(tmp_path: Path):
 
 def test_every_arrow_becomes_one_flow_with_two_ends(tmp_path: Path):
     program = sample()
-    _, trace = read(write_perfetto(run(program), tmp_path / "t.pftrace", program=program))
-    events = [p.track_event for p in trace.packet if p.HasField("track_event")]
-    out = [flow for event in events for flow in event.flow_ids]
-    into = [flow for event in events for flow in event.terminating_flow_ids]
+    path = write_perfetto(run(program), tmp_path / "deep" / "t.json", program=program)
+    out, into = ([event["id"] for event in read(path, phase)] for phase in ("s", "f"))
     assert len(out) == len(arrows([program])) > 0
     assert len(set(out)) == len(out)
     assert sorted(out) == sorted(into)
 
 
-def test_chrome_json_holds_the_same_spans(tmp_path: Path):
-    program = sample()
-    timeline = run(program)
-    path = write_perfetto(timeline, tmp_path / "deep" / "t.json", program=program)
-    events = json.loads(path.read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert sorted((e["args"]["rank"], e["args"]["op"], e["name"]) for e in spans) == sorted(
-        (s.rank, s.op_index, s.name) for s in timeline.spans
-    )
-    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) > 0
-
-
 def test_an_empty_timeline_is_a_trace(tmp_path: Path):
-    _, trace = read(write_perfetto(Timeline((), "nothing"), tmp_path / "t.pftrace"))
-    assert [p.track_descriptor.process.process_name for p in trace.packet] == [
-        "predicted · nothing"
-    ]
+    path = write_perfetto(Timeline((), "nothing"), tmp_path / "t.json")
+    (event,) = json.loads(path.read_bytes())["traceEvents"]
+    assert event["args"] == {"name": "predicted · nothing"}
 
 
-def test_without_the_package_the_error_says_how_to_mend_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def absent(name: str) -> Any:
-        raise ImportError(f"No module named {name!r}")
-
-    monkeypatch.setattr(perfetto.importlib, "import_module", absent)
-    with pytest.raises(errors.BackendError, match=r"pip install -U perfetto.*\.json"):
-        write_perfetto(run(sample()), tmp_path / "t.pftrace")
-    assert list(tmp_path.iterdir()) == []
+def test_names_are_shown_as_they_are_spelled(tmp_path: Path):
+    timeline = Timeline((), "a\u202eb\ud800")
+    (event,) = read(write_perfetto(timeline, tmp_path / "t.json"), "M")
+    assert event["args"] == {"name": "predicted · a\\u202eb\\ud800"}

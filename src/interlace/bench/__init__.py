@@ -1,8 +1,7 @@
 """Benchmarks: what the links do, what overlap gains, and the roof of both, measured alike.
 
-ranks.py         the ranks of a benchmark: joining, meeting, ending in time
-launch.py        torchrun's ranks or processes of our own, and the progress bar
-rank.py          what a rank that the command started itself does
+ranks.py         the ranks of a benchmark: joining, meeting
+launch.py        torchrun's ranks or processes of our own, what each does, and the progress bar
 timing.py        bursts of back-to-back launches, in rounds that interleave the candidates
 facts.py         what a row says of the machine: commit, versions, clocks
 rows.py          rows of CSV

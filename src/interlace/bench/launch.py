@@ -12,12 +12,11 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from interlace.errors import TeamError
-
-Hear = Callable[[dict[str, Any]], None]
+from interlace.launch import Report, Settings, Tell, launch
 
 
 def run(
@@ -28,31 +27,59 @@ def run(
     world: int | None,
     time_out_s: float,
     verbose: bool = False,
-    rows: Hear = lambda event: None,
-) -> dict[str, Any] | None:
+    rows: Tell = lambda event: None,
+) -> Report | None:
     """Rank 0's report; None on other ranks of torchrun. `rows` hears of rows as they come."""
-    from interlace.bench.rank import measure
-    from interlace.bench.ranks import default_world, join, pick_device
-    from interlace.demo.launch import launch
+    from interlace.bench.ranks import default_world, pick_device
 
     device = pick_device(device)
+    settings = {"bench": bench, "given": given, "device": device, "time_out_s": time_out_s}
     if "WORLD_SIZE" in os.environ:
         how = "bar" if os.environ.get("RANK", "0") == "0" else "none"
         if verbose and how == "bar":
             how = "lines"
-        with join(device, time_out_s) as ranks, progress(bench, how, rows) as hear:
-            return measure(bench, given, ranks, hear)
+        with progress(bench, how, rows) as hear:
+            return measure(settings, hear)
     size = world or default_world(device)
     if size < 2:
         raise TeamError(f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere")
-    settings = {"bench": bench, "given": given, "device": device, "time_out_s": time_out_s}
     with progress(bench, "lines" if verbose else "bar", rows) as hear:
-        arguments = ("-m", "interlace.bench.rank")
-        return launch(settings, size, hear, time_out_s, arguments, f"bench {bench}")
+        return launch(measure, settings, size, hear, time_out_s, f"bench {bench}")
+
+
+def measure(settings: Settings, tell: Tell) -> Report | None:
+    """Runs one of the benchmarks as one rank."""
+    from interlace.bench.ranks import join, register_in_graphs
+
+    bench, given = settings["bench"], settings["given"]
+    if bench in ("overlap", "layer"):  # and not where `auto` learns what users' runs take
+        register_in_graphs()
+    with join(settings["device"], settings["time_out_s"]) as ranks:
+        match bench:
+            case "overlap":
+                from interlace.bench import overlap
+
+                return overlap.work(overlap.Settings.from_json(given), ranks, tell)
+            case "interconnect":
+                from interlace.bench import interconnect
+
+                return interconnect.work(interconnect.Settings.from_json(given), ranks, tell)
+            case "calibrate":
+                from interlace.bench import calibrate
+
+                return calibrate.work(given, ranks, tell)
+            case "host":
+                from interlace.bench.kernels import host
+
+                return {"rows": host.team_work(given["commit"], ranks)}
+            case _:
+                from interlace.bench import layer
+
+                return layer.work(layer.Settings.from_json(given), ranks, tell)
 
 
 @contextlib.contextmanager
-def progress(bench: str, how: str, rows: Hear) -> Iterator[Hear]:
+def progress(bench: str, how: str, rows: Tell) -> Iterator[Tell]:
     """Shows what rank 0 tells: as a `bar` where stderr is a terminal, as `lines`, or not at all."""
     from rich.console import Console
 

@@ -10,10 +10,8 @@ Whatever hangs ends by itself: after `time_out_s` the process prints where its t
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -21,13 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm import Board, release_teams
-from interlace.errors import BackendError, InterlaceError, TeamError
+from interlace.comm import Board
+from interlace.errors import BackendError, TeamError
+from interlace.launch import joined
 
 WAIT_S = 60.0
 """How long ranks wait for one another before they give up."""
-LEAVE_S = 20.0
-"""How long a rank that failed may take to let go of its GPU before it just ends."""
 Note = dict[str, Any]
 
 
@@ -119,70 +116,15 @@ def pick_device(device: str) -> str:
 
 
 @contextlib.contextmanager
-def join(
-    device: str,
-    time_out_s: float,
-    *,
-    rank: int | None = None,
-    world: int | None = None,
-    connect: Callable[[timedelta], Any] | None = None,
-) -> Iterator[Ranks]:
-    """Joins the default process group: as torchrun says, or by a store that `connect` opens."""
-    _environment(one_host=connect is not None)
-    faulthandler.dump_traceback_later(time_out_s, exit=True, file=sys.__stderr__ or sys.stderr)
-    limit = timedelta(seconds=2 * WAIT_S)
-    how: dict[str, Any] = {"timeout": limit}
-    if connect is not None:
-        how |= {"store": connect(limit), "rank": rank, "world_size": world}
-    where = torch.device("cpu")
-    try:
-        if device == "cuda":
-            local = int(os.environ.get("LOCAL_RANK", rank or 0))
-            if local >= torch.cuda.device_count():
-                raise TeamError(
-                    f"rank {local} has no GPU: there are {torch.cuda.device_count()}; start as "
-                    "many ranks as there are GPUs"
-                )
-            where = torch.device("cuda", local)
-            torch.cuda.set_device(where)
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=where, **how)
-        else:
-            dist.init_process_group("gloo", **how)
+def join(device: str, time_out_s: float) -> Iterator[Ranks]:
+    """Joins the default process group, as torchrun or `launch` says."""
+    with joined(device, timedelta(seconds=2 * WAIT_S), time_out_s) as where:
         yield here(where)
-    except BaseException:
-        faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=sys.__stderr__ or sys.stderr)
-        _leave(failed=where.type == "cuda")
-        raise
-    else:
-        _leave(failed=False)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _environment(one_host: bool) -> None:
-    """What torch, NCCL and gloo read when they start."""
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    if one_host or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host's name resolves to
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def register_in_graphs() -> None:
     """NCCL's own default in captures, for all: rivals have it, and so do ours beside them."""
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")
-
-
-def _leave(failed: bool) -> None:
-    """Ends the process group; after a failure without waiting for what may never come."""
-    with contextlib.suppress(InterlaceError, RuntimeError):
-        release_teams()
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):
-            if failed:
-                dist.distributed_c10d._abort_process_group()
-            else:
-                dist.destroy_process_group()
 
 
 def here(device: torch.device) -> Ranks:

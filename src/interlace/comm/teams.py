@@ -282,7 +282,6 @@ class TeamComm:
             self.slots.slots.clear()
             if self._cuda is not None:
                 self._cuda.registry.close()  # what is in use stays mapped until it is let go
-                self._cuda.access.dismiss()
             self._cuda = None
             for life in self._lives:
                 life.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from interlace.errors import BackendError, OptionError, TeamError
 
 if TYPE_CHECKING:
     from interlace.demo.lesson import Lesson
+    from interlace.launch import Tell
 
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -77,15 +78,16 @@ def demo(
     if os.environ.get("RANK", "0") == "0" or not started:
         make_folder(out)
     lesson = Lesson.on(device, layers=layers, in_order=in_order, **given)
+    settings = {"lesson": lesson.to_json(), "out": str(out), "time_out_s": time_out}
     if started:
-        report = _rank_of_torchrun(lesson, out, time_out)
+        lesson.model.check(int(os.environ["WORLD_SIZE"]))
+        report = train(settings, lambda event: None)
     else:
-        from interlace.demo.launch import launch
+        from interlace.launch import launch
 
         lesson.model.check(world)
-        settings = {"lesson": lesson.to_json(), "out": str(out)}
         with _progress(lesson, quiet=json) as hear:
-            report = launch(settings, world, hear, time_out)
+            report = launch(train, settings, world, hear, time_out, "the demo")
     if report is None:
         return
     if json:
@@ -118,32 +120,22 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _rank_of_torchrun(lesson: Lesson, out: Path, time_out_s: float) -> dict[str, Any] | None:
-    """Works as one of the ranks that torchrun started; ends by itself if it hangs."""
-    import faulthandler
-    import sys
+def train(settings: Mapping[str, Any], tell: Tell) -> dict[str, Any] | None:
+    """Works as one of the ranks."""
     from datetime import timedelta
 
-    from interlace.demo.launch import prepare_for_gpus
-
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    if lesson.device == "cuda":
-        prepare_for_gpus(os.environ, one_host=alone)  # before torch reads it
-    from interlace.demo.group import joined
+    from interlace.demo.lesson import Lesson
     from interlace.demo.worker import work
+    from interlace.launch import joined
 
-    lesson.model.check(int(os.environ["WORLD_SIZE"]))
-    local, limit = int(os.environ.get("LOCAL_RANK", "0")), timedelta(seconds=lesson.time_out_s)
-    faulthandler.dump_traceback_later(time_out_s, exit=True, file=sys.__stderr__ or sys.stderr)
-    try:
-        with joined(lesson.device, limit, local=local) as device:
-            return work(lesson, out, lambda event: None, device)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    lesson = Lesson.from_json(settings["lesson"])
+    limit = timedelta(seconds=lesson.time_out_s)
+    with joined(lesson.device, limit, settings["time_out_s"], exact=True) as device:
+        return work(lesson, Path(settings["out"]), tell, device)
 
 
 @contextlib.contextmanager
-def _progress(lesson: Lesson, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _progress(lesson: Lesson, quiet: bool) -> Iterator[Tell]:
     """Shows rank 0's steps as a bar on a terminal, and nothing elsewhere."""
     from rich.console import Console
 

@@ -75,9 +75,6 @@ def look(calibration: Path | None = None) -> Iterator[Finding]:
     yield _compiler()
     yield _package("triton", "kernels on GPUs and Inductor there", "it comes with a CUDA torch")
     yield _package("matplotlib", "plots of benchmarks", "pip install 'interlace[bench]'")
-    yield _package(
-        "perfetto", "Perfetto traces; .json traces do without", "pip install -U perfetto protobuf"
-    )
     yield _cores(torch)
     yield _arithmetic(torch)
     yield _calibration(calibration, torch)

@@ -30,7 +30,7 @@ def simulate(
     mesh: Annotated[str | None, typer.Option(help="Sizes of the teams, such as dp=2,tp=4.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the timeline as a page.")] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(help="Write it as a Perfetto trace (or .json for Chrome's).")
+        Path | None, typer.Option(help="Write it as a trace for ui.perfetto.dev.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write the timeline as JSON.")

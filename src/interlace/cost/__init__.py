@@ -10,11 +10,9 @@ site_times.py    whole sites as they were measured
 graph.py         the ops of all ranks as tasks, and what each waits for
 simulate.py      the tasks played: a predicted timeline
 samples.py       what a benchmark measured; fit.py: the figures of a machine from that
-calibration.py   the figures of a machine, from measured timelines
 """
 
 from interlace.cost.builtin import default_machine
-from interlace.cost.calibration import calibrate
 from interlace.cost.curve import Curve
 from interlace.cost.fit import fit
 from interlace.cost.issue import issue_seconds, run_issue_seconds
@@ -37,7 +35,6 @@ __all__ = [
     "SiteTime",
     "Span",
     "Timeline",
-    "calibrate",
     "default_machine",
     "default_path",
     "fingerprint",

@@ -42,7 +42,7 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[Part]:
             sizes = shape.dtype, whole, shape.inner, shape.columns, shape.batch
             took = gemm_seconds(machine, *sizes) * machine.fused
             tile = min(took, wave_seconds(machine, shape.dtype, shape.inner) * machine.fused)
-            share = Cost(work_s=took * shape.rows / whole, dtype=shape.dtype)
+            share = Cost(work_s=took * shape.rows / whole)
             costs.append(Part(share, tile))
         elif isinstance(member, Call):
             costs.append(Part(Cost(work_s=call_bytes(member, box) / machine.memory_bandwidth)))

@@ -119,12 +119,6 @@ class Machine:
         return links.get(transport or self.backend, links[self.backend])
 
     @property
-    def plain(self) -> Machine:
-        """The same without measured tables: what its few figures alone say."""
-        links = tuple((name, dataclasses.replace(link, curves=())) for name, link in self.links)
-        return self.replace(links=links, gemms=(), sites=())
-
-    @property
     def replayed(self) -> Machine:
         """The same where a captured graph is replayed: the host issues nothing."""
         issue = tuple((what, 0.0) for what, _ in self.issue)

@@ -52,8 +52,6 @@ class Cost:
     work_s: float = 0.0
     transport: str | None = None
     """The link that does the work; None: the compute units."""
-    dtype: DType | None = None
-    """The element type of the arithmetic that the work is, where it is not its bytes."""
 
     @property
     def seconds(self) -> float:
@@ -163,10 +161,7 @@ def _call_cost(op: Call, box: Boxes, machine: Machine) -> Cost:
     shape = matmul_shape(op, box)
     if shape is not None:
         return _matmul_cost(shape, machine, nbytes)
-    arithmetic, dtype = _attention(op, box, machine)
-    if arithmetic > nbytes:
-        return Cost(machine.launch_s, arithmetic, dtype=dtype)
-    return Cost(machine.launch_s, nbytes)
+    return Cost(machine.launch_s, max(nbytes, _attention(op, box, machine)))
 
 
 def call_bytes(op: Call, box: Boxes) -> int:
@@ -204,17 +199,15 @@ def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
 def _matmul_cost(shape: MatmulShape, machine: Machine, by_bytes: float) -> Cost:
     sizes = shape.dtype, shape.rows, shape.inner, shape.columns, shape.batch
     if shape.batch == 1 and any(time.dtype == str(shape.dtype) for time in machine.gemms):
-        return Cost(machine.launch_s, gemm_seconds(machine, *sizes), dtype=shape.dtype)
-    arithmetic = arithmetic_seconds(machine, *sizes)
-    if arithmetic > by_bytes:
-        return Cost(machine.launch_s, arithmetic, dtype=shape.dtype)
-    return Cost(machine.launch_s, by_bytes)
+        return Cost(machine.launch_s, gemm_seconds(machine, *sizes))
+    return Cost(machine.launch_s, max(by_bytes, arithmetic_seconds(machine, *sizes)))
 
 
-def _attention(op: Call, box: Boxes, machine: Machine) -> tuple[float, DType | None]:
+def _attention(op: Call, box: Boxes, machine: Machine) -> float:
+    """The time of an attention's arithmetic; 0 for another call."""
     matrices = [box(arg) for arg in op.args if isinstance(arg, View)][:2]
     if not is_attention(op.fn) or any(len(b.sizes) < 2 for b in matrices) or len(matrices) < 2:
-        return 0.0, None
+        return 0.0
     query, key = matrices
     flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base_of(op.fn) else 1)
-    return flops / machine.flops(query.dtype), query.dtype
+    return flops / machine.flops(query.dtype)

@@ -4,7 +4,5 @@ model.py     the model, and its DTensor plan (tensor and sequence parallel)
 data.py      the text it learns: the source of Python's own standard library
 train.py     training one way, on every rank
 worker.py    what each rank does, and what rank 0 tells
-group.py     the ranks' process group, and the GPU of each
-launch.py    starts the ranks, watches them, and ends them
 report.py    what is printed and written
 """

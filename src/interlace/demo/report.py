@@ -18,7 +18,6 @@ import torch
 from interlace.commands.explain import explanation
 from interlace.cost import Machine, Timeline, simulate
 from interlace.demo.lesson import Lesson
-from interlace.errors import BackendError
 from interlace.ir import Program
 from interlace.runtime.machine import machine_for
 from interlace.trace import Run, write_page, write_perfetto
@@ -150,10 +149,7 @@ def _write(
         Run((graph.program,), measured=graph.measured, name=f"serial {graph.kind}")
         for graph in serial.graphs
     ]
-    try:
-        written.append(write_perfetto([*runs, *plain], out / "trace.pftrace"))
-    except BackendError:  # `doctor` says how to mend it; the older format needs no package
-        written.append(write_perfetto([*runs, *plain], out / "trace.json"))
+    written.append(write_perfetto([*runs, *plain], out / "trace.json"))
     equal, hidden = report["equal"]["serial"], report["overlap"]["overlapped"]["hidden"]
     same = equal["losses"] and equal["gradients"] and equal["parameters"]
     verdicts = ", ".join(f"{graph['kind']} {graph['verdict']}" for graph in report["graphs"])

@@ -1,6 +1,6 @@
 """Timelines, predicted and measured, for people to look at.
 
-perfetto.py   a Perfetto trace (or Chrome's JSON), with arrows between ops that order each other
+perfetto.py   a trace for Perfetto, with arrows between ops that order each other
 html.py       one self-contained page: rows, text, sites and overlap figures
 figures.py    the overlap figures as text or data
 tracks.py     what stands in one row, and the arrows

@@ -1,33 +1,24 @@
-"""Timelines as a Perfetto trace, to be opened in https://ui.perfetto.dev.
+"""Timelines as a trace for https://ui.perfetto.dev, in Chrome's JSON format.
 
 Each timeline is a process (predicted, measured), each stream of each rank a track below it, each
 op a slice with its text, site and module as arguments. Where the Program is given, arrows lead from
 `record` to `wait`, from `notify` to `expect` and from a send to its receive.
 
-    write_perfetto([simulated, executor.timeline()], "step.pftrace", program=executor.program)
-
-The ending chooses the format: `.json` is the older Chrome format, which needs no package; anything
-else is Perfetto's own, written with the `perfetto` package.
+    write_perfetto([simulated, executor.timeline()], "step.json", program=executor.program)
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from interlace.cost.timeline import Span, Timeline
-from interlace.errors import BackendError
 from interlace.ir import Program
 from interlace.ir.spelling import visible
 from interlace.trace.runs import Run, as_set, title, write_whole
 from interlace.trace.tracks import Arrow, OpKey, arrows, texts, tracks
-
-SEQUENCE = 1
-"""All packets are written by one sequence."""
 
 
 def write_perfetto(
@@ -45,77 +36,8 @@ def write_perfetto(
     programs = as_set(program)
     runs = [item if isinstance(item, Run) else Run(programs, item) for item in given]
     path = Path(path)
-    if path.suffix == ".json":
-        data = json.dumps(chrome_trace(runs)).encode()
-    else:
-        data = perfetto_trace(runs)
-    write_whole(path, data)
+    write_whole(path, json.dumps(trace_events(runs)).encode())
     return path
-
-
-def perfetto_trace(runs: Sequence[Run]) -> bytes:
-    """The runs in Perfetto's own format. Raises BackendError without the `perfetto` package."""
-    try:
-        builder_module = importlib.import_module("perfetto.trace_builder.proto_builder")
-        proto = importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-    except Exception as error:  # protobuf's own version error is no ImportError
-        raise BackendError(
-            f"a Perfetto trace needs the package `perfetto`, which does not import ({error}): "
-            "`pip install -U perfetto protobuf`, or write to a path that ends in .json"
-        ) from error
-    builder = builder_module.TraceProtoBuilder()
-    track_ids, flow_ids = count(1), count(1)
-    for pid, (timeline, name, details) in enumerate(_drawn(runs), start=1):
-        parent = _process(builder, proto, next(track_ids), pid, visible(name))
-        incoming, outgoing = _flows(timeline, details.arrows, flow_ids)
-        origin = min((span.start_s for span in timeline.spans), default=0.0)
-        for order, track in enumerate(tracks(timeline)):
-            uuid = next(track_ids)
-            descriptor = builder.add_packet().track_descriptor
-            descriptor.uuid, descriptor.parent_uuid = uuid, parent
-            descriptor.name, descriptor.sibling_order_rank = visible(track.title), order
-            for span in track.spans:
-                first, last = _ns(span.start_s - origin), _ns(span.end_s - origin)
-                event = _event(builder, proto.TrackEvent.TYPE_SLICE_BEGIN, uuid, first)
-                event.name = visible(span.name)
-                event.categories.append(span.kind)
-                for key, value in details.of(span).items():
-                    _annotate(event.debug_annotations.add(), key, value)
-                place = (span.rank, span.op_index)
-                event.flow_ids.extend(outgoing.get(place, ()))
-                event.terminating_flow_ids.extend(incoming.get(place, ()))
-                _event(builder, proto.TrackEvent.TYPE_SLICE_END, uuid, last)
-    return builder.serialize()
-
-
-def _process(builder: Any, proto: Any, uuid: int, pid: int, name: str) -> int:
-    packet = builder.add_packet()
-    packet.track_descriptor.uuid = uuid
-    packet.track_descriptor.process.pid = pid
-    packet.track_descriptor.process.process_name = name
-    packet.track_descriptor.child_ordering = proto.TrackDescriptor.EXPLICIT
-    return uuid
-
-
-def _event(builder: Any, kind: int, track: int, timestamp: int) -> Any:
-    packet = builder.add_packet()
-    packet.timestamp = timestamp
-    packet.trusted_packet_sequence_id = SEQUENCE
-    packet.track_event.type = kind
-    packet.track_event.track_uuid = track
-    return packet.track_event
-
-
-def _annotate(annotation: Any, key: str, value: int | str) -> None:
-    annotation.name = key
-    if isinstance(value, int):
-        annotation.int_value = value
-    else:
-        annotation.string_value = visible(value)
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
 
 
 class _Details:
@@ -145,7 +67,7 @@ class _Details:
             found["site"] = span.site
             if strategy := self.strategies.get((span.rank, span.site)):
                 found["strategy"] = strategy
-        return found
+        return {key: visible(it) if isinstance(it, str) else it for key, it in found.items()}
 
 
 def _drawn(runs: Sequence[Run]) -> Iterator[tuple[Timeline, str, _Details]]:
@@ -171,21 +93,23 @@ def _flows(
     return incoming, outgoing
 
 
-def chrome_trace(runs: Sequence[Run]) -> dict[str, object]:
-    """The runs in Chrome's JSON format: times in microseconds."""
+def trace_events(runs: Sequence[Run]) -> dict[str, object]:
+    """The runs as trace events: times in microseconds."""
     events: list[dict[str, object]] = []
     flow_ids = count(1)
     for pid, (timeline, name, details) in enumerate(_drawn(runs), start=1):
-        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        named = {"name": visible(name)}
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": named})
         incoming, outgoing = _flows(timeline, details.arrows, flow_ids)
         origin = min((span.start_s for span in timeline.spans), default=0.0)
         for tid, track in enumerate(tracks(timeline), start=1):
             at: dict[str, object] = {"pid": pid, "tid": tid}
-            events.append({**at, "ph": "M", "name": "thread_name", "args": {"name": track.title}})
+            for what, value in (("name", visible(track.title)), ("sort_index", tid)):
+                events.append({**at, "ph": "M", "name": f"thread_{what}", "args": {what: value}})
             for span in track.spans:
                 start = (span.start_s - origin) * 1e6
                 where = {**at, "ts": start}
-                row = {"name": span.name, "cat": span.kind, "dur": span.seconds * 1e6}
+                row = {"name": visible(span.name), "cat": span.kind, "dur": span.seconds * 1e6}
                 events.append({**where, **row, "ph": "X", "args": details.of(span)})
                 place = (span.rank, span.op_index)
                 arrow = {"name": "order", "cat": "order"}

@@ -18,10 +18,11 @@ from interlace.bench.kernels.case import Case, Tell, free, time_case
 from interlace.bench.kernels.grouped import grouped_cases
 from interlace.bench.kernels.host import host_cases
 from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
+from interlace.bench.launch import measure
 from interlace.bench.ranks import Alone
 from interlace.bench.rows import Row
-from interlace.demo.launch import launch
 from interlace.errors import OptionError
+from interlace.launch import launch
 
 OPS = ("cross-entropy", "linear-cross-entropy", "adam", "grouped", "host")
 REST = ("host", "adam", "grouped", "linear-cross-entropy", "cross-entropy")
@@ -105,5 +106,4 @@ def work(
 def _of_a_team(commit: str, tell: Tell) -> list[Row]:
     """The rows of two processes."""
     given = {"bench": "host", "given": {"commit": commit}, "device": "cpu", "time_out_s": 120.0}
-    arguments = ("-m", "interlace.bench.rank")
-    return launch(given, 2, tell, 120.0, arguments, "bench kernels")["rows"]
+    return launch(measure, given, 2, tell, 120.0, "bench kernels")["rows"]

@@ -2,8 +2,7 @@
 
 driver.py        the few functions of the CUDA driver that runs use
 memory.py        device memory that every rank of a team maps, by CUDA IPC handles
-access.py        words of this rank's own, whatever holds up the driver or the device
-helper.py        another process that does so
+access.py        words of this rank's own, in bounded calls of the driver
 collector.py     keeps Python's garbage collector away
 words.py         counters in that memory, and the numbers that they count
 slots.py         the pool of symmetric slots

@@ -44,7 +44,7 @@ class Area:
 
     def stop(self, access: WordAccess) -> None:
         """Ends the call under way, with results that nobody may use."""
-        access.fill(self.memory, self.words + self.stop_at, 1, 1)
+        access.fill(self.words + self.stop_at, 1, 1)
 
     def reset(self) -> None:
         """As if never used; a barrier of all ranks stands around it."""

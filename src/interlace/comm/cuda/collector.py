@@ -25,8 +25,8 @@ def uncollected() -> Iterator[None]:
     """Without Python's garbage collector. Of what it finds it asks and frees events and memory:
 
     - a thread that captures may not, or what it captures is lost;
-    - the thread that ends a stall may wait for it in the driver, or for a lock of torch's, behind
-      the thread that the stall holds up: Note [Held up] in access.py.
+    - the watchdog, which ends a stall, may wait in the driver, or for a lock of torch's, behind the
+      thread that the stall holds up: Note [Held up] in access.py.
 
     Several threads may be in it, also at once.
     """

@@ -167,12 +167,6 @@ class Driver:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def bus_id(self) -> str:
-        """The PCI address of the current device, by which another process finds it."""
-        device = self.check("cuCtxGetDevice", self._cu.cuCtxGetDevice())
-        found = self.check("cuDeviceGetPCIBusId", self._cu.cuDeviceGetPCIBusId(16, device))
-        return found.split(b"\0")[0].decode()
-
     def alloc(self, nbytes: int, time_out_s: float = 10.0) -> int:
         """Device memory, filled with zeros. Where none is left torch gives up what it caches."""
         error, *found = self._cu.cuMemAlloc(nbytes)

@@ -36,8 +36,6 @@ class PeerMemory:
     nbytes: int
     bases: tuple[int, ...]
     notes: tuple[Note, ...]
-    handle: str
-    """By which other processes map the own block."""
 
     def unmap(self) -> None:
         """Unmaps the others' blocks."""
@@ -67,11 +65,10 @@ def share_memory(
     """
     rank, size = ranks[me], rounded(nbytes)
     problem: InterlaceError | None = None
-    base, handle = 0, ""
+    base = 0
     try:
         base = driver.alloc(size, time_out_s)
-        handle = driver.handle(base)
-        told: Note = {"handle": handle, "note": note}
+        told: Note = {"handle": driver.handle(base), "note": note}
     except InterlaceError as error:
         problem, told = error, failure(error)
     try:
@@ -97,7 +94,7 @@ def share_memory(
                 driver.close(opened)
         raise
     their_notes = tuple(their["note"] for their in notes)
-    return PeerMemory(driver, me, size, tuple(bases), their_notes, handle)
+    return PeerMemory(driver, me, size, tuple(bases), their_notes)
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

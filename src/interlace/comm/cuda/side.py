@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.comm.board import Note
-from interlace.comm.cuda.access import access_to
+from interlace.comm.cuda.access import WordAccess
 from interlace.comm.cuda.area import Area, area_nbytes
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import share_memory
@@ -67,7 +67,7 @@ class CudaSide:
             time_out_s,
         )
         self.heap = WordHeap(self.driver, memory)
-        self.access = access_to(self.driver.bus_id())
+        self.access = WordAccess(self.driver)
         """For words while runs are under way, which may hold up the driver."""
         self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", ranks, team.me, device)
         self.registry = Registry(self.team, self.driver, device)
@@ -131,7 +131,7 @@ class CudaSide:
         """The members that have not ended the run before last, seen from `behind` runs ago."""
         due = self.run - behind - 2
         address = self.heap.address(self.me, self._ended)
-        words = self.access.read(self.heap.memory, address, self.size)
+        words = self.access.read(address, self.size)
         return [
             member
             for member, word in enumerate(words)
@@ -152,8 +152,7 @@ class CudaSide:
                     each.callback(area.stop, self.access)
                 for space in list(self.spaces):
                     each.callback(space.release)
-                ended = self.heap.memory, address, self.run + RELEASED, self.size
-                each.callback(self.access.fill, *ended)
+                each.callback(self.access.fill, address, self.run + RELEASED, self.size)
 
     def finish(self, well: Callable[[], bool], time_out_s: float) -> None:
         """Waits for the end of what this rank has under way, while all goes well."""
@@ -181,7 +180,7 @@ class CudaSide:
     def reset(self) -> None:
         """As if nothing had run; all streams are done, a barrier of all ranks stands around it."""
         with self._lock:
-            self.access.rest(self.driver, REST_S)
+            self.access.rest(REST_S)
             self.generation += 1
             self.registry.trim(0)
             self.run = self.closed = 0

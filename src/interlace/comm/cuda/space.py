@@ -85,7 +85,7 @@ class CudaSpace:
     def value(self, signal: str, member: int) -> int:
         """What the member's word here holds now."""
         side = self.side
-        return side.access.read(side.heap.memory, self.own(signal, member), 1)[0]
+        return side.access.read(self.own(signal, member), 1)[0]
 
     def local(self, count: int) -> int:
         """The address of words of this rank's own, zero, for its kernels and streams."""
@@ -98,7 +98,7 @@ class CudaSpace:
         if self.num_words:
             side, value = self.side, self.base + self.span + RELEASED
             address = side.heap.address(side.me, self._first)
-            side.access.fill(side.heap.memory, address, value, self.num_words)
+            side.access.fill(address, value, self.num_words)
 
     def reset(self) -> None:
         """As if never run."""

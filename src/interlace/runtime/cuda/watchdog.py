@@ -4,7 +4,9 @@ A stream cannot time out by itself. So every run of a Program with teams has an 
 begins on the device and one where it ends. Where the oldest run under way does not end within the
 time-out, or a peer has failed, the watchdog finds out what is missing, tells the peers, writes the
 words that streams and kernels of this rank wait for (so that they end, with results that nobody may
-use) and keeps the error for the next call. Without teams there is nothing of that kind to find.
+use) and keeps the error for the next call. Where the CUDA driver is held up it cannot, and ends the
+process with the error: Note [Held up] in access.py. Without teams there is nothing of that kind to
+find.
 
     watched = Watched(engine, context)
     watchdog().add(watched)
@@ -14,6 +16,9 @@ use) and keeps the error for the next call. Without teams there is nothing of th
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import os
+import sys
 import threading
 import time
 import weakref
@@ -22,6 +27,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from interlace.comm.cuda.aborts import abort, all_ended
+from interlace.comm.cuda.access import DriverHeldUpError
 from interlace.comm.cuda.collector import uncollected
 from interlace.comm.cuda.driver import relax_captures
 from interlace.comm.patience import LONGER, Patience
@@ -35,6 +41,10 @@ if TYPE_CHECKING:
 PERIOD_S = 0.05
 GRACE_S = 5.0
 """How long released streams get to end."""
+HELD_UP_S = 3.0
+"""How long after a failure the driver may be held up: an abort of NCCL may still release it."""
+EXIT_CODE = 70
+"""The exit code of a process that ends itself."""
 PATIENCE_S = 1.0
 """How long a thread that is issuing a run gets to be done, before communicators are aborted."""
 
@@ -115,6 +125,10 @@ class Watched:
                 try:
                     with uncollected():
                         engine.release()
+                except DriverHeldUpError as error:
+                    if time.monotonic() - self._failed_at > HELD_UP_S:
+                        end_process(self._held_up(error))
+                    raise
                 finally:
                     self._end_backends()
             return
@@ -141,6 +155,15 @@ class Watched:
         engine = self._engine()
         with uncollected():
             return "" if engine is None else stalled(engine, self._context, self._ended)
+
+    def _held_up(self, error: DriverHeldUpError) -> str:
+        return (
+            f"interlace: rank {self._context.plan.rank} ends its process, as it cannot release a "
+            f"failed run of {self._context.plan.program.name}: {error}. A thread of this process "
+            "waits in the driver behind that run, as in .cpu(), empty_cache() or a launch into a "
+            f"full queue, or all streams share one queue. The run failed with\n{self.failure}\n"
+            "Stacks of the threads of this process:"
+        )
 
     def fail(self, error: BaseException) -> None:
         """Keeps the error, tells the peers, and ends what waits for them.
@@ -322,6 +345,14 @@ def _apart(end: Callable[[], None]) -> None:
         threading.Thread(target=act, name="interlace end", daemon=True).start()
     except RuntimeError:  # there is no room for one
         act()
+
+
+def end_process(report: str) -> None:
+    """Ends this process at once, with a report and every thread's stack on stderr."""
+    with contextlib.suppress(Exception):  # of a stderr that is closed, or is no file
+        print(report, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr)
+    os._exit(EXIT_CODE)
 
 
 @cache

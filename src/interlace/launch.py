@@ -1,0 +1,339 @@
+"""Ranks as processes: started here by torch.multiprocessing, watched, and ended; or torchrun's.
+
+    report = launch(work, {"out": "folder"}, world=2, hear=print, time_out_s=300, what="the demo")
+
+    def work(settings, tell):               # on each rank, in a module that can be imported
+        with joined("cuda", limit=timedelta(seconds=60), time_out_s=300) as device:
+            tell({"event": "step", "loss": 0.1})
+            return {"device": str(device)}
+
+What rank 0 tells is heard here, and its result is the report. A rank finds the environment that
+torchrun would give it. Whatever happens (an error on a rank, a rank that dies, a time-out, an
+interrupt), no process stays: each is killed and reaped here, and ends by itself when this process
+is gone. What ranks print goes to a log, of which an error repeats the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from datetime import timedelta
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import interlace
+from interlace import errors
+from interlace.errors import (
+    BackendError,
+    CommTimeoutError,
+    InterlaceError,
+    PeerError,
+    TeamError,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import TCPStore
+
+Settings = Mapping[str, Any]
+Report = dict[str, Any]
+Tell = Callable[[dict[str, Any]], None]
+Work = Callable[[Settings, Tell], Report | None]
+
+STRICT = "AVX512,STRICT"
+"""With this MKL_CBWR, chunks of an fp32 matmul on the CPU have the bits of the whole."""
+NUM_LOG_LINES = 12
+"""Lines of a dead rank's log that the error repeats."""
+POLL_S = 0.1
+SETTLE_S = 1.0
+"""How long after an error the other ranks are heard: one of them may have the cause."""
+LEAVE_S = 20.0
+"""How long a rank that failed may take to let go of its GPU before it just ends."""
+FAILED, ORPHANED = 3, 4
+"""Exit codes of a rank that raised, and of one whose parent is gone."""
+
+
+def launch(
+    work: Work, settings: Settings, world: int, hear: Tell, time_out_s: float, what: str
+) -> Report:
+    """Rank 0's result of `work(settings, tell)`, which all ranks do; `hear` gets what it tells.
+
+    `what` the ranks do is named in errors.
+    """
+    deadline = time.monotonic() + time_out_s
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="interlace-")))
+        with _environment(world):
+            multiprocessing.set_forkserver_preload(["torch"])  # loaded once, for all ranks
+            forkserver.ensure_running()
+            from torch.distributed import TCPStore
+            from torch.multiprocessing.spawn import start_processes
+
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            given = work, settings, world, store.port, str(logs)
+            started: Any = start_processes(
+                _serve, given, world, join=False, daemon=True, start_method="forkserver"
+            )
+        ranks: list[BaseProcess] = started.processes
+        stack.callback(_end, ranks)
+        hear({"event": "started"})
+        report = _watch(ranks, _messages(store), hear, logs, deadline, what)
+        if report is None:
+            late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
+            raise CommTimeoutError(
+                f"{what} did not end in {time_out_s:g} s (ranks {late} are still at it): give it "
+                f"fewer steps or more time{_tail(logs / str(late[0] if late else 0))}"
+            )
+        return report
+
+
+def _watch(
+    ranks: Sequence[BaseProcess],
+    messages: Iterator[dict[str, Any] | None],
+    hear: Tell,
+    logs: Path,
+    deadline: float,
+    what: str,
+) -> Report | None:
+    """The report, once all ranks have ended; None without one, or after the deadline."""
+    report, failures = None, list[dict[str, Any]]()
+    while time.monotonic() < deadline:
+        wait([rank.sentinel for rank in ranks if rank.is_alive()], POLL_S)
+        codes = [rank.exitcode for rank in ranks]  # before what these told is read
+        for event in iter(lambda: next(messages), None):
+            match event["event"]:
+                case "report":
+                    report = event["report"]
+                case "error":
+                    failures.append(event)
+                case _:
+                    hear(event)
+        if failures:
+            time.sleep(SETTLE_S)
+            more = [event for event in iter(lambda: next(messages), None) if "ours" in event]
+            raise _first_error(failures + more, what)
+        for rank, code in enumerate(codes):
+            if code:
+                raise PeerError(_death(rank, code, logs, what))
+        if codes == [0] * len(ranks):
+            return report
+    return None
+
+
+def _messages(store: TCPStore) -> Iterator[dict[str, Any] | None]:
+    """What ranks have told, in order; None where there is nothing new."""
+    number = 1
+    while True:
+        if store.check([f"launch/{number}"]):
+            yield json.loads(store.get(f"launch/{number}"))
+            number += 1
+        else:
+            yield None
+
+
+def _first_error(found: Sequence[dict[str, Any]], what: str) -> InterlaceError:
+    """The error of a rank as it raised it; one that only repeats a peer's gives way to that."""
+    follows = ("PeerError", "CommTimeoutError", "AgreementError", "DistBackendError")
+    first = next((event for event in found if event["type"] not in follows), found[0])
+    rank, kind, message = first["rank"], first["type"], first["message"]
+    cls = getattr(errors, kind, None) if first["ours"] else None
+    if isinstance(cls, type) and issubclass(cls, InterlaceError):
+        return cls(f"rank {rank}: {message}")
+    return PeerError(f"rank {rank} of {what} raised {kind}: {message}")
+
+
+def _death(rank: int, code: int, logs: Path, what: str) -> str:
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    return f"rank {rank} of {what} {how}{_tail(logs / str(rank))}"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "".join(f"\n  {line}" for line in lines[-NUM_LOG_LINES:])
+
+
+def _end(ranks: Sequence[BaseProcess]) -> None:
+    """Kills and reaps every rank that still runs."""
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.join()
+
+
+def _threads(world: int) -> int:
+    """Threads of one rank's matmuls: its share of the cores, which streams share again."""
+    return max(1, (os.cpu_count() or 1) // (2 * world))
+
+
+@contextlib.contextmanager
+def _environment(world: int) -> Iterator[None]:
+    """What processes started here find: the same package, and bit-equal chunks where they can be.
+
+    Set before they start, for libraries read it when they are loaded.
+    """
+    before = dict(os.environ)
+    source = str(Path(interlace.__file__).resolve().parents[1])
+    path = before.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{source}{os.pathsep}{path}" if path else source
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(world)))
+    if has_avx512():
+        os.environ.setdefault("MKL_CBWR", STRICT)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def has_avx512() -> bool:
+    """Whether this CPU has what MKL's strict mode needs."""
+    with contextlib.suppress(OSError):
+        return "avx512f" in Path("/proc/cpuinfo").read_text()
+    return False
+
+
+# -- on a rank -----------------------------------------------------------------------------------
+
+
+def _serve(rank: int, work: Work, settings: Settings, world: int, port: int, logs: str) -> None:
+    """Does `work` as one rank that `launch` started, and tells how it went."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    log = os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for output in (1, 2):
+        os.dup2(log, output)
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ.update({name: str(value) for name, value in (here | there | agent).items()})
+    import torch
+    from torch.distributed import TCPStore
+
+    torch.set_num_threads(_threads(world))
+    store = TCPStore("127.0.0.1", port, is_master=False)
+
+    def tell(event: dict[str, Any]) -> None:
+        if rank == 0 or event["event"] == "error":
+            number = store.add("launch/told", 1)
+            store.set(f"launch/{number}", json.dumps({**event, "rank": rank}))
+
+    try:
+        report = work(settings, tell)
+        if report is not None:
+            tell({"event": "report", "report": report})
+    except BaseException as error:
+        traceback.print_exc()
+        ours = isinstance(error, InterlaceError)
+        told = {"type": type(error).__name__, "message": str(error), "ours": ours}
+        with contextlib.suppress(RuntimeError):  # the parent is gone
+            tell({"event": "error", **told})
+        os._exit(FAILED)  # threads of a broken run may not end by themselves
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(ORPHANED)
+
+
+def prepare_for_gpus(environment: MutableMapping[str, str], exact: bool = False) -> None:
+    """What gloo, NCCL and cuBLAS read when they start; what is set already stays.
+
+    No multicast: it needs more of the machine than peer access, and nothing here uses it. Ranks of
+    one host meet on its loopback interface, whatever its name resolves to. `exact` gives each
+    stream of cuBLAS one workspace, so that equal calls give equal bits.
+    """
+    environment.setdefault("NCCL_NVLS_ENABLE", "0")
+    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if exact:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if environment.get("LOCAL_WORLD_SIZE", "?") == environment.get("WORLD_SIZE"):
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+@contextlib.contextmanager
+def joined(
+    device: str, limit: timedelta, time_out_s: float, exact: bool = False, **how: Any
+) -> Iterator[torch.device]:
+    """This rank's device, with the default process group around it: gloo, and NCCL for GPUs.
+
+    The environment says who else there is, or `how` does, to `init_process_group`. `limit` bounds
+    torch's own waits; what hangs for `time_out_s` prints its stacks and ends. With `exact`, equal
+    computations on a GPU give equal bits. At the end the group is destroyed, or aborted after an
+    error, for then the others may never come to what is still waited for.
+    """
+    import torch
+    import torch.distributed as dist
+
+    prepare_for_gpus(os.environ, exact)
+    stderr = sys.__stderr__ or sys.stderr
+    faulthandler.dump_traceback_later(time_out_s, exit=True, file=stderr)
+    try:
+        if device == "cuda":
+            where = _gpu(int(os.environ.get("LOCAL_RANK", "0")), exact)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=where, **how)
+        else:
+            where = torch.device("cpu")
+            dist.init_process_group("gloo", timeout=limit, **how)
+        yield where
+    except BaseException:
+        faulthandler.dump_traceback_later(LEAVE_S, exit=True, file=stderr)
+        _leave(failed=device == "cuda")
+        raise
+    else:
+        _leave(failed=False)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _gpu(local: int, exact: bool) -> torch.device:
+    """The GPU of this rank, which is the `local`-th of its host."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BackendError(
+            "torch sees no GPU here: take --device cpu (`interlace doctor` says why)"
+        )
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise TeamError(
+            f"rank {local} of this host has no GPU, there are {count}: start at most {count} ranks "
+            "on a host, or take --device cpu"
+        )
+    where = torch.device("cuda", local)
+    torch.cuda.set_device(where)
+    if exact:  # without these, the gradient of attention is summed in another order in every run
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return where
+
+
+def _leave(failed: bool) -> None:
+    """Ends the process group; after a failure without waiting for what may never come."""
+    import torch.distributed as dist
+
+    from interlace.comm import release_teams
+
+    with contextlib.suppress(InterlaceError, RuntimeError):
+        release_teams()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            if failed:
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
