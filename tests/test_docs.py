@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from interlace.ir.parser import parse
+from interlace.ir.text.parser import parse
 from interlace.verify import check
 
 ROOT = Path(__file__).parents[1]

@@ -27,7 +27,7 @@ from interlace.ir.builder_collectives import BuilderCollectives
 from interlace.ir.handle import Handle, Scope, element_type
 from interlace.ir.ops import Alloc, Arg, Name
 from interlace.ir.program import Node, Program, Region, Remark, Site
-from interlace.ir.spelling import did_you_mean
+from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import Buffer, Dim, DType, Table, Team
 from interlace.ir.validate import validate
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from interlace.errors import InterlaceError
 from interlace.ir.box import Box
-from interlace.ir.printer import Tag, print_view
 from interlace.ir.program import Program
-from interlace.ir.spelling import did_you_mean
+from interlace.ir.text.printer import Tag, print_view
+from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
     MAX_BYTES,
     MAX_DIMS,

@@ -27,8 +27,8 @@ from interlace.ir.ops import (
     Send,
     Wait,
 )
-from interlace.ir.printer import print_view
-from interlace.ir.spelling import did_you_mean
+from interlace.ir.text.printer import print_view
+from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import VALUE_BITS, Index, Others
 from interlace.ir.view import View
 

@@ -8,7 +8,7 @@ from interlace.ir.call_names import FIX, WORDS, refusal
 from interlace.ir.check_context import Context, span
 from interlace.ir.ops import Arg, Name, views_in
 from interlace.ir.program import Region
-from interlace.ir.spelling import did_you_mean
+from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
     MAX_BYTES,
     MAX_DIMS,

@@ -10,11 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.errors import ProgramError
-from interlace.ir.printer import print_view
-from interlace.ir.printer_ops import even_parts, team_sizes
 from interlace.ir.program import Program
-from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Buffer, Dim, DType, Index, RankIndex, Table, Team
+from interlace.ir.text.printer import print_view
+from interlace.ir.text.spelling import did_you_mean
+from interlace.ir.types import (
+    Buffer,
+    Dim,
+    DType,
+    Index,
+    RankIndex,
+    Table,
+    Team,
+    even_parts,
+    team_sizes,
+)
 from interlace.ir.view import View
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from interlace.ir.fields import COMMON, NAME, TEAM, written
 from interlace.ir.types import Buffer, DType, Index, Others
 from interlace.ir.view import View
 
@@ -57,9 +58,9 @@ class Access:
 class Op:
     """What every op has: the stream it runs on, the site it serves and where it comes from."""
 
-    stream: str = "main"
-    site: int | None = None
-    loc: Loc = field(default=Loc(), compare=False)
+    stream: str = field(default="main", metadata=COMMON)
+    site: int | None = field(default=None, metadata=COMMON)
+    loc: Loc = field(default=Loc(), compare=False, metadata=COMMON)
 
     def reads(self) -> tuple[Access, ...]:
         """What the op reads."""
@@ -90,10 +91,10 @@ class Call(Op):
     """
 
     fn: str
-    args: tuple[Arg, ...] = ()
-    kwargs: tuple[tuple[str, Arg], ...] = ()
-    outs: tuple[View, ...] = ()
-    fresh: tuple[Buffer, ...] = ()
+    args: tuple[Arg, ...] = field(default=(), metadata=written(rest=True))
+    kwargs: tuple[tuple[str, Arg], ...] = field(default=(), metadata=written("keywords"))
+    outs: tuple[View, ...] = field(default=(), metadata=written("outs", always=True, keyword="out"))
+    fresh: tuple[Buffer, ...] = field(default=(), metadata=written("fresh", keyword="out"))
     mutates: bool = False
     rng: bool = False
 
@@ -134,28 +135,28 @@ class Alloc(Op):
     released the slot's previous use. Other kinds take effect when the op is issued.
     """
 
-    buffer: Buffer
+    buffer: Buffer = field(metadata=written("declaration"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free(Op):
     """Gives a buffer's storage back once `stream` gets here; a symmetric one tells every peer."""
 
-    buffer: str
+    buffer: str = field(metadata=NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Op):
     """The event now stands at this point of the stream."""
 
-    event: str
+    event: str = field(metadata=NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait(Op):
     """The stream waits for the point where the event was last recorded before this op is issued."""
 
-    event: str
+    event: str = field(metadata=NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +188,7 @@ KINDS: dict[str, CollectiveKind] = {
 }
 """The kinds of collective: one row of data each."""
 
+PEER = written(named=True)
 REDUCTIONS = ("sum", "avg", "prod", "min", "max")
 
 
@@ -202,13 +204,13 @@ class Collective(Op):
     work in place. What a kind does not read (`src`) or write (`dst`) on this rank may be None.
     """
 
-    kind: str
-    team: str
-    src: View | None = None
-    dst: View | None = None
+    kind: str = field(metadata=written(words=KINDS))
+    src: View | None = field(default=None, metadata=written(positional=True))
+    dst: View | None = field(default=None, metadata=written(positional=True))
     reduce: str | None = None
     root: Index | None = None
-    splits: str | None = None
+    splits: str | None = field(default=None, metadata=written("table"))
+    team: str = field(metadata=TEAM)
     backend: str | None = None
 
     def reads(self) -> tuple[Access, ...]:
@@ -226,8 +228,8 @@ class Send(Op):
     """
 
     src: View
-    peer: Index
-    team: str
+    peer: Index = field(metadata=PEER)
+    team: str = field(metadata=TEAM)
     backend: str | None = None
 
     def reads(self) -> tuple[Access, ...]:
@@ -239,8 +241,8 @@ class Recv(Op):
     """Into `dst` from rank `peer` of `team`, after that rank's Send has begun."""
 
     dst: View
-    peer: Index
-    team: str
+    peer: Index = field(metadata=PEER)
+    team: str = field(metadata=TEAM)
     backend: str | None = None
 
     def writes(self) -> tuple[Access, ...]:
@@ -251,7 +253,9 @@ class Recv(Op):
 class Group(Op):
     """Sends and receives that begin together, none blocking another, and end with the last."""
 
-    ops: tuple[Send | Recv, ...]
+    ops: tuple[Send | Recv, ...] = field(
+        metadata=written("member", rest=True, holds=Send | Recv, holding="sends and receives")
+    )
 
     def reads(self) -> tuple[Access, ...]:
         return tuple(access for op in self.ops for access in op.reads())
@@ -266,8 +270,8 @@ class Put(Op):
 
     src: View
     dst: View
-    peer: Index
-    team: str
+    peer: Index = field(metadata=PEER)
+    team: str = field(metadata=TEAM)
 
     def reads(self) -> tuple[Access, ...]:
         return (Access(self.src),)
@@ -281,9 +285,9 @@ class Get(Op):
     """`src` of rank `peer`, of a symmetric or registered buffer, into `dst` here, or `src`."""
 
     src: View
+    dst: View | None = field(default=None, metadata=written(positional=True))
     peer: Index
-    team: str
-    dst: View | None = None
+    team: str = field(metadata=TEAM)
 
     @property
     def target(self) -> View:
@@ -306,9 +310,9 @@ class Notify(Op):
     it satisfies.
     """
 
-    signal: str
-    peer: Index | Others
-    team: str
+    signal: str = field(metadata=NAME)
+    peer: Index | Others = field(metadata=written(named=True, keyword="to"))
+    team: str = field(metadata=TEAM)
     value: int = 1
 
 
@@ -316,14 +320,15 @@ class Notify(Op):
 class Expect(Op):
     """The stream waits until `signal`, raised by `peer`, has reached `value`."""
 
-    signal: str
+    signal: str = field(metadata=NAME)
     peer: Index | Others
-    team: str
+    team: str = field(metadata=TEAM)
     value: int = 1
 
 
 FusedMember = Call | Wait | Expect | Record | Notify
 """What may stand in a part of a Fused; its Calls fill preallocated views."""
+_PART = "calls, waits, expects, records and notifies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,7 +340,9 @@ class Fused(Op):
     may only wait for what no later one has to do first. A Record stands at its place in its part.
     """
 
-    parts: tuple[tuple[FusedMember, ...], ...]
+    parts: tuple[tuple[FusedMember, ...], ...] = field(
+        metadata=written("part", rest=True, holds=FusedMember, holding=_PART)
+    )
 
     @property
     def members(self) -> tuple[FusedMember, ...]:
@@ -347,3 +354,8 @@ class Fused(Op):
 
     def writes(self) -> tuple[Access, ...]:
         return tuple(access for op in self.members for access in op.writes())
+
+
+def kinds_of_op() -> list[type[Op]]:
+    """Every class of ops; of the two that `slots` makes of each, the one that has them."""
+    return list({kind.__name__: kind for kind in Op.__subclasses__()}.values())

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from interlace.errors import ProgramError
+from interlace.ir.fields import written
 from interlace.ir.ops import (
     Alloc,
     Arg,
@@ -64,8 +65,8 @@ class Site:
     kind: str
     """`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, `all_to_all_matmul`,
     `matmul_all_to_all`, or a collective's kind."""
-    module: str = ""
-    strategy: str = "serial"
+    module: str = field(default="", metadata=written(positional=True))
+    strategy: str = field(default="serial", metadata=written(always=True))
     protocol: str | None = None
     chunks: int | None = None
     reason: str = ""
@@ -103,7 +104,7 @@ class Program:
     """Set by `instantiate`: the global rank that this concrete Program is for."""
 
     def __str__(self) -> str:
-        from interlace.ir.printer import print_program  # the printer imports this module
+        from interlace.ir.text.printer import print_program  # the printer imports this module
 
         return print_program(self)
 

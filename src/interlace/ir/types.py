@@ -148,6 +148,17 @@ class Team:
         return Others(self.name)
 
 
+def team_sizes(teams: Sequence[Team]) -> dict[str, int]:
+    """Parts that `x[tp.rank]` cuts dimension 0 into, by team."""
+    return {team.name: team.size for team in reversed(teams)}
+
+
+def even_parts(teams: Sequence[Team]) -> int | None:
+    """Parts that `x[2]` cuts dimension 0 into: the teams' size, if they all have the same."""
+    sizes = {team.size for team in teams}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One rank's place in a team: its index, and the global ranks of the whole team, in order."""

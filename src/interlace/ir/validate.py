@@ -17,9 +17,9 @@ from interlace.errors import InterlaceError, ProgramError
 from interlace.ir.check_context import Context, Fault
 from interlace.ir.check_ops import OpChecker
 from interlace.ir.check_program import check_header, check_results
-from interlace.ir.printer import print_lines
 from interlace.ir.program import Program
-from interlace.ir.spelling import excerpt, lines_of
+from interlace.ir.text.printer import print_lines
+from interlace.ir.text.spelling import excerpt, lines_of
 
 
 def validate(program: Program, text: str | None = None) -> Program:

@@ -11,11 +11,13 @@ written, so that text reads well, and resolved to a `Box` for one rank:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from interlace.errors import ProgramError
 from interlace.ir.box import Box as Box
 from interlace.ir.box import byte_runs as byte_runs
+from interlace.ir.fields import written
 from interlace.ir.types import (
     Buffer,
     Dim,
@@ -33,7 +35,7 @@ class Chunk:
 
     index: Index
     parts: int | str
-    dim: int = 0
+    dim: int = field(default=0, metadata=written(positional=True, named=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +59,22 @@ class Select:
 class Permute:
     """Dimensions in another order."""
 
-    dims: tuple[int, ...]
+    dims: tuple[int, ...] = field(metadata=written(rest=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
     """Other sizes over the same elements; one size may be -1. Never copies."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = field(metadata=written(rest=True))
+    WORD: ClassVar[str] = "view"
 
 
 @dataclass(frozen=True, slots=True)
 class Expand:
     """Dimensions of size 1 repeated; -1 keeps a size."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = field(metadata=written(rest=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class AsStrided:
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
+    offset: int = field(default=0, metadata=written(positional=True, always=True))
 
 
 Step = Chunk | Slice | Select | Permute | Reshape | Expand | Cast | AsStrided

@@ -22,7 +22,7 @@ from typing import Any
 from interlace.cost.timeline import Span, Timeline
 from interlace.errors import BackendError
 from interlace.ir import Program
-from interlace.ir.spelling import visible
+from interlace.ir.text.spelling import visible
 from interlace.trace.runs import Run, as_set, title, write_whole
 from interlace.trace.tracks import Arrow, OpKey, arrows, texts, tracks
 

@@ -33,7 +33,7 @@ from interlace.ir import (
     Wait,
     Where,
 )
-from interlace.ir.printer import print_op
+from interlace.ir.text.printer import print_op
 
 OpKey = tuple[int, int]
 """A global rank, and an op's place in the list of that rank's Program."""
