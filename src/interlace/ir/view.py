@@ -11,8 +11,9 @@ written, so that text reads well, and resolved to a `Box` for one rank:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from interlace.errors import ProgramError
 from interlace.ir.box import Box as Box
@@ -96,48 +97,57 @@ class AsStrided:
 Step = Chunk | Slice | Select | Permute | Reshape | Expand | Cast | AsStrided
 
 
+class Steps:
+    """The steps as methods, for views and for handles of them."""
+
+    __slots__ = ()
+
+    def then(self, step: Step) -> Self:
+        """This view with one more step."""
+        raise NotImplementedError
+
+    def chunk(self, index: Index, parts: int | str | Table, dim: int = 0) -> Self:
+        """Chunk `index` of `parts`: a number of even ones, or a table of their sizes."""
+        return self.then(Chunk(index, parts.name if isinstance(parts, Table) else parts, dim))
+
+    def slice(self, dim: int, start: Dim, stop: Dim) -> Self:
+        """Elements `start` up to `stop` of `dim`."""
+        return self.then(Slice(dim, start, stop))
+
+    def select(self, dim: int, index: int) -> Self:
+        """Element `index` of `dim`, which goes away."""
+        return self.then(Select(dim, index))
+
+    def permute(self, *dims: int) -> Self:
+        """Dimensions in another order."""
+        return self.then(Permute(dims))
+
+    def view(self, *sizes: int) -> Self:
+        """Other sizes over the same elements; one may be -1."""
+        return self.then(Reshape(sizes))
+
+    def expand(self, *sizes: int) -> Self:
+        """Dimensions of size 1 repeated."""
+        return self.then(Expand(sizes))
+
+    def cast(self, dtype: DType) -> Self:
+        """The same bytes as another element type."""
+        return self.then(Cast(dtype))
+
+    def as_strided(self, sizes: Sequence[int], strides: Sequence[int], offset: int = 0) -> Self:
+        """Any strided box of the buffer."""
+        return self.then(AsStrided(tuple(sizes), tuple(strides), offset))
+
+
 @dataclass(frozen=True, slots=True)
-class View:
+class View(Steps):
     """A strided box of a buffer, as the steps that lead to it."""
 
     buffer: str
     steps: tuple[Step, ...] = ()
 
     def then(self, step: Step) -> View:
-        """This view with one more step."""
         return View(self.buffer, (*self.steps, step))
-
-    def chunk(self, index: Index, parts: int | str | Table, dim: int = 0) -> View:
-        """Chunk `index` of `parts` (a number of even parts, or a table of sizes) of `dim`."""
-        return self.then(Chunk(index, parts.name if isinstance(parts, Table) else parts, dim))
-
-    def slice(self, dim: int, start: Dim, stop: Dim) -> View:
-        """Elements `start` up to `stop` of `dim`."""
-        return self.then(Slice(dim, start, stop))
-
-    def select(self, dim: int, index: int) -> View:
-        """Element `index` of `dim`, which goes away."""
-        return self.then(Select(dim, index))
-
-    def permute(self, *dims: int) -> View:
-        """Dimensions in another order."""
-        return self.then(Permute(dims))
-
-    def view(self, *sizes: int) -> View:
-        """Other sizes over the same elements."""
-        return self.then(Reshape(sizes))
-
-    def expand(self, *sizes: int) -> View:
-        """Dimensions of size 1 repeated."""
-        return self.then(Expand(sizes))
-
-    def cast(self, dtype: DType) -> View:
-        """The same bytes as another element type."""
-        return self.then(Cast(dtype))
-
-    def as_strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
-        """Any strided box of the buffer."""
-        return self.then(AsStrided(sizes, strides, offset))
 
     @property
     def covers_buffer(self) -> bool:
