@@ -38,6 +38,10 @@ ROLES: Mapping[str, str] = {
     "tuple[int, ...]": "integers",
 }
 """The role of a type, as the field's annotation writes it (`X | None`: that of X)."""
+NAMES = ("name", "table", "team")
+"""Roles of strings that are names."""
+SEVERAL = ("keywords", "outs", "fresh", "declaration", "member", "part")
+"""Roles of fields that are several arguments, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +166,8 @@ def _field_form(
     inner = annotation.removesuffix(" | None")
     if how.rest:
         inner = inner.removeprefix("tuple[").removesuffix(", ...]")
-    role = how.role or ROLES.get(inner)
-    if role is None:
+    role = how.role or ROLES.get(inner, "")
+    if role not in {*ROLES.values(), *NAMES, *SEVERAL}:
         raise TypeError(f"{kind.__name__}.{field.name} has no role: give its type {inner} one")
     required = field.default is dataclasses.MISSING and role != "team" and not how.rest
     positional = how.positional or (required and all(each.required for each in before))

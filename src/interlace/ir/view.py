@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar, Self, assert_never
 
 from interlace.errors import ProgramError
 from interlace.ir.box import Box as Box
@@ -228,6 +228,8 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
             if len(new_sizes) != len(new_strides) or min(new_sizes, default=0) < 0:
                 raise ValueError("give one stride for each size, and sizes >= 0")
             sizes, strides, offset = list(new_sizes), list(new_strides), start
+        case _:
+            assert_never(step)
     return Box(offset, tuple(sizes), tuple(strides), dtype)
 
 
