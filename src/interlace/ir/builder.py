@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from interlace.errors import ProgramError
 from interlace.ir.builder_ops import BuilderOps, TeamOrName
@@ -150,7 +150,7 @@ class Builder(BuilderOps):
         With `registered` it is the same tensor in every run, which peers of that team read and
         write where it lies.
         """
-        return self._param(name, dtype, shape, "input", strides, registered)
+        return self._param(self._buffer(name, dtype, shape, "input", strides, registered))
 
     def output(
         self,
@@ -162,7 +162,7 @@ class Builder(BuilderOps):
         registered: TeamOrName = None,
     ) -> Handle:
         """A tensor that a run fills and returns; `registered` as for inputs."""
-        return self._param(name, dtype, shape, "output", strides, registered)
+        return self._param(self._buffer(name, dtype, shape, "output", strides, registered))
 
     def alloc(
         self,
@@ -177,8 +177,8 @@ class Builder(BuilderOps):
     ) -> Handle:
         """Memory of the Executor's; with `symmetric`, present on every rank of that team."""
         kind = "local" if symmetric is None else "symmetric"
-        team = None if symmetric is None else self.team_name(symmetric)
-        buffer = self._buffer(name, dtype, shape, kind, strides, team, storage, offset)
+        placed = {"storage": storage, "offset": offset}
+        buffer = self._buffer(name, dtype, shape, kind, strides, symmetric, **placed)
         self.add(Alloc, buffer=buffer)
         return self.handle(buffer)
 
@@ -243,17 +243,7 @@ class Builder(BuilderOps):
         yield region
         self.regions.append(Region(name, inputs, tuple(region.body), region.outputs))
 
-    def _param(
-        self,
-        name: str,
-        dtype: DType | str,
-        shape: Sequence[Dim],
-        kind: str,
-        strides: Sequence[int] | None,
-        registered: TeamOrName,
-    ) -> Handle:
-        team = None if registered is None else self.team_name(registered)
-        buffer = self._buffer(name, dtype, shape, kind, strides, team)
+    def _param(self, buffer: Buffer) -> Handle:
         self.params.append(buffer)
         return self.handle(buffer)
 
@@ -263,16 +253,15 @@ class Builder(BuilderOps):
         dtype: DType | str,
         shape: Sequence[Dim],
         kind: str,
-        strides: Sequence[int] | None = None,
-        team: str | None = None,
-        storage: str | None = None,
-        offset: int = 0,
+        strides: Sequence[int] | None,
+        team: TeamOrName = None,
+        **placed: Any,
     ) -> Buffer:
         if name in self.scope.buffers:
             raise ProgramError(f"buffer {name!r} is there twice: give the second another name")
+        team_name = None if team is None else self.team_name(team)
         steps = None if strides is None else tuple(strides)
-        sizes, element = tuple(shape), element_type(dtype)
-        return Buffer(name, element, sizes, kind, team, steps, storage, offset)
+        return Buffer(name, element_type(dtype), tuple(shape), kind, team_name, steps, **placed)
 
 
 class RegionBuilder:

@@ -18,7 +18,7 @@ from typing import Any, cast
 from interlace.errors import ProgramError
 from interlace.ir.fields import form_of, written
 from interlace.ir.ops import Alloc, Arg, Call, Fused, FusedMember, Op
-from interlace.ir.types import Buffer, Layout, RankIndex, Table, Team, Where, check_world
+from interlace.ir.types import Buffer, Layout, RankIndex, Table, Team, Where, spanned
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 
@@ -100,15 +100,7 @@ class Program:
     @property
     def world(self) -> tuple[int, ...]:
         """The global ranks that run this Program."""
-        if self.ranks is not None:
-            return self.ranks
-        size = 1
-        for team in self.teams:
-            size *= team.size if team.groups is None else 1
-        check_world(size)
-        explicit = sorted({r for t in self.teams if t.groups for g in t.groups for r in g})
-        mesh = any(team.groups is None for team in self.teams)
-        return tuple(range(size)) if mesh or not explicit else tuple(explicit)
+        return self.ranks if self.ranks is not None else spanned(self.teams)
 
     def team(self, name: str) -> Team:
         """The team of that name."""

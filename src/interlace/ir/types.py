@@ -178,8 +178,7 @@ class Layout:
         world = math.prod(team.size for team in axes)
         check_world(world)
         if ranks is None:
-            listed = {r for team in teams if team.groups for group in team.groups for r in group}
-            ranks = tuple(range(world)) if axes or not listed else tuple(sorted(listed))
+            ranks = spanned(teams)
         if axes and len(ranks) != world:
             raise TeamError(
                 f"teams {', '.join(f'{a.name}[{a.size}]' for a in axes)} span {world} ranks, but "
@@ -218,6 +217,14 @@ class Layout:
                 if group is not None:
                     found[team.name] = Member(group.index(rank), group)
         return found
+
+
+def spanned(teams: Sequence[Team]) -> tuple[int, ...]:
+    """The global ranks of a mesh, or without a mesh those in the groups."""
+    axes = [team.size for team in teams if team.groups is None]
+    listed = {rank for team in teams for group in team.groups or () for rank in group}
+    check_world(math.prod(axes))
+    return tuple(range(math.prod(axes))) if axes or not listed else tuple(sorted(listed))
 
 
 def check_world(size: int) -> None:

@@ -81,7 +81,7 @@ def _program(source: Source, node: ast.stmt) -> Program:
     return _Body(source, name, teams).parse(node)
 
 
-class _Ops(Expressions):
+class OpParser(Expressions):
     """Parses the ops of one Program, or (`in_region`) the calls of a region."""
 
     def __init__(self, source: Source, teams: Sequence[Team], in_region: bool = False) -> None:
@@ -213,7 +213,7 @@ class _Ops(Expressions):
         return tuple(found)
 
 
-class _Body(_Ops):
+class _Body(OpParser):
     """Collects what a Program's statements say."""
 
     def __init__(self, source: Source, name: str, teams: tuple[Team, ...]) -> None:
@@ -365,7 +365,7 @@ def _decorated(source: Source, node: ast.FunctionDef, word: str) -> str:
             what = "this decorator has no meaning here"
             raise source.error(found, what, f"write {form}, or remove it")
         args = Arguments(source, call, word, Signature(("name",), (), ("name",)))
-        name = _Ops(source, ()).string(args["name"])
+        name = OpParser(source, ()).string(args["name"])
     return name
 
 
@@ -390,7 +390,7 @@ def _region(source: Source, node: ast.FunctionDef, teams: Sequence[Team]) -> Reg
         fix = "write @region on the line before it"
         raise source.error(node, "a def inside a program is a region", fix)
     name = _decorated(source, node, "region")
-    expr = _Ops(source, teams, in_region=True)
+    expr = OpParser(source, teams, in_region=True)
     inputs = tuple(
         arg.arg if arg.annotation is None else expr.string(arg.annotation)
         for arg in _parameters(source, node)
@@ -413,7 +413,7 @@ def _region(source: Source, node: ast.FunctionDef, teams: Sequence[Team]) -> Reg
     return Region(name, inputs, tuple(body), outputs)
 
 
-def _value(source: Source, expr: _Ops, node: ast.expr) -> str:
+def _value(source: Source, expr: OpParser, node: ast.expr) -> str:
     """The name of a region's value."""
     if isinstance(node, ast.Name):
         return node.id
@@ -423,7 +423,7 @@ def _value(source: Source, expr: _Ops, node: ast.expr) -> str:
     raise source.error(node, "expected a value of the region", "write its name")
 
 
-def _node(source: Source, expr: _Ops, statement: ast.stmt) -> Node:
+def _node(source: Source, expr: OpParser, statement: ast.stmt) -> Node:
     """`t0 = aten.mul.Tensor(x, y)`."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target, call = statement.targets[0], statement.value

@@ -64,12 +64,12 @@ def print_set(programs: Iterable[Program]) -> str:
 
 def print_op(op: Op, program: Program) -> str:
     """One op of `program` on one line, as messages and traces show it."""
-    return flat(_Printer(program.teams).statement(op))
+    return flat(Printer(program.teams).statement(op))
 
 
 def print_view(view: View, program: Program | None = None) -> str:
     """A view as the text writes it, such as `full[tp.rank + 1]`."""
-    return _Printer(program.teams if program else ()).view(view)
+    return Printer(program.teams if program else ()).view(view)
 
 
 def print_lines(program: Program) -> list[Line]:
@@ -77,7 +77,7 @@ def print_lines(program: Program) -> list[Line]:
     return _ProgramPrinter(program).lines()
 
 
-class _Printer:
+class Printer:
     """Writes what stands inside one Program (or, `in_region`, inside a region's body)."""
 
     def __init__(self, teams: Sequence[Team], in_region: bool = False) -> None:
@@ -278,7 +278,7 @@ class _Printer:
         return text if name is None or buffer.name == name else text + _named(buffer.name)
 
 
-class _ProgramPrinter(_Printer):
+class _ProgramPrinter(Printer):
     def __init__(self, program: Program) -> None:
         super().__init__(program.teams)
         self.program = program
@@ -363,7 +363,7 @@ class _ProgramPrinter(_Printer):
         ]
         head = f"def {name if plain(name) else 'region'}("
         self.emit(Block(head, inputs, "):"), tag)
-        body = _Printer(self.program.teams, in_region=True)
+        body = Printer(self.program.teams, in_region=True)
         for node in region.body:
             targets = ", ".join(accessor("value", out) for out in node.outs)
             head = f"{targets} = " if targets else ""
