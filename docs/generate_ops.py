@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import interlace.ir as ir
-from interlace.ir.printer import print_op
+from interlace.ir.text.printer import print_op
 from interlace.verify.in_place import BACKENDS, COLLECTIVES
 
 PAGE = Path(__file__).with_name("ops.md")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from interlace.ir.parser import parse
+from interlace.ir.text.parser import parse
 from interlace.verify import check
 
 ROOT = Path(__file__).parents[1]
@@ -115,10 +115,8 @@ def test_every_op_is_in_the_table() -> None:
     import interlace.ir as ir
 
     page = PAGES["docs/ops.md"]
-    missing = {
-        kind.__name__ for kind in ir.Op.__subclasses__() if f"### {kind.__name__}\n" not in page
-    }
-    assert not missing
+    ours = [kind for kind in ir.Op.__subclasses__() if kind.__module__ == ir.Op.__module__]
+    assert not {kind.__name__ for kind in ours if f"### {kind.__name__}\n" not in page}
 
 
 def test_there_are_schedules_to_check() -> None:

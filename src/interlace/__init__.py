@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from interlace.comm.teams import reset_teams as reset
     from interlace.frontend.compile import compile
     from interlace.ir.builder import program
-    from interlace.ir.parser import parse, parse_set
+    from interlace.ir.text.parser import parse, parse_set
     from interlace.runtime import synchronize
 
 __all__ = [
@@ -33,8 +33,8 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "compile": ("interlace.frontend.compile", "compile"),
-    "parse": ("interlace.ir.parser", "parse"),
-    "parse_set": ("interlace.ir.parser", "parse_set"),
+    "parse": ("interlace.ir.text.parser", "parse"),
+    "parse_set": ("interlace.ir.text.parser", "parse_set"),
     "program": ("interlace.ir.builder", "program"),
     "release": ("interlace.comm.teams", "release_teams"),
     "reset": ("interlace.comm.teams", "reset_teams"),

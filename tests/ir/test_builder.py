@@ -13,13 +13,17 @@ import interlace
 from interlace.errors import ProgramError
 from interlace.ir import (
     Builder,
+    Copy,
     DType,
     Fused,
+    Group,
     Handle,
     HostSync,
     Loc,
     Name,
     RankIndex,
+    Recv,
+    Send,
     Site,
     View,
     parse,
@@ -141,6 +145,22 @@ def test_ops_know_the_line_that_wrote_them() -> None:
         assert op.loc.file == __file__
         word = {"HostSync": "host_sync", "Group": "group", "Collective": "all_reduce"}
         assert word[type(op).__name__] in lines[op.loc.line - 1]
+
+
+def test_an_op_by_its_class() -> None:
+    """`add` takes any op, with what a builder's methods take."""
+    with interlace.program("f", team=2) as p:
+        x, y = p.input("x", "f32", (4,)), p.output("y", "f32", (4,))
+        p.add(Copy, src=x, dst=y)
+        with p.stream("comm"), p.group():
+            p.add(Send, src=x, peer=p.tp.rank + 1, backend="gloo")
+            p.add(Recv, dst=y, peer=1, team=p.tp)
+    copy, group = p.program.ops
+    assert copy == Copy(src=View("x"), dst=View("y"))
+    assert isinstance(group, Group)
+    assert [member.team for member in group.ops] == ["tp", "tp"]
+    assert {member.stream for member in group.ops} == {"comm"}
+    assert copy.loc.file == __file__
 
 
 def test_parts_of_a_fused_op() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from interlace.errors import InterlaceError, ParseError, ProgramError, TeamError
 from interlace.ir import Buffer, DType, Program, Team, parse, validate
-from interlace.ir.spelling import did_you_mean, excerpt, visible
+from interlace.ir.text.spelling import did_you_mean, excerpt, visible
 from interlace.ir.types import MAX_RANKS
 
 COPY = "def f({params}):\n    main: copy(x, y)\n"

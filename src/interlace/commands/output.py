@@ -86,7 +86,7 @@ def _tell(error: Exception, json: bool) -> None:
 
 def visible(text: str) -> str:
     """The text with what a terminal would obey, such as colours in a name, as escapes."""
-    from interlace.ir import spelling
+    from interlace.ir.text import spelling
 
     return spelling.visible(text)
 

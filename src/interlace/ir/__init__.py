@@ -5,8 +5,8 @@
     view.py      views: a buffer and the steps that lead to a box of it
     ops.py       one frozen dataclass for each effect
     program.py   Program, its regions, sites and remarks; `instantiate(rank)`
-    printer.py   Program to text (printer_ops.py, layout.py)
-    parser.py    text to Program, its inverse (parser_*.py; spelling.py holds what both share)
+    fields.py    how an op is written, from the fields of its dataclass
+    text/        Program to text, and back
     validate.py  structural rules, with the offending line (check_*.py; call_names.py: operators)
     operators.py what an aten operator is: one table for all rooms
     order.py     what orders ops, in a list and between ranks; the order of one op after another
@@ -51,8 +51,6 @@ from interlace.ir.ops import (
     views_in,
 )
 from interlace.ir.order import Meetings, TeamKey, bindings, in_order
-from interlace.ir.parser import parse, parse_set
-from interlace.ir.printer import print_lines, print_op, print_program, print_set, print_view
 from interlace.ir.program import (
     Node,
     Program,
@@ -64,6 +62,8 @@ from interlace.ir.program import (
     map_views,
     spots,
 )
+from interlace.ir.text.parser import parse, parse_set
+from interlace.ir.text.printer import print_lines, print_op, print_program, print_set, print_view
 from interlace.ir.types import (
     VALUE_BITS,
     Buffer,

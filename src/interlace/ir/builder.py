@@ -19,15 +19,16 @@ Leaving the `with` block validates the Program. Each op remembers the line of Py
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
+from typing import Any, TypedDict, Unpack
 
 from interlace.errors import ProgramError
-from interlace.ir.builder_collectives import BuilderCollectives
+from interlace.ir.builder_ops import BuilderOps, TeamOrName
 from interlace.ir.handle import Handle, Scope, element_type
 from interlace.ir.ops import Alloc, Arg, Name
 from interlace.ir.program import Node, Program, Region, Remark, Site
-from interlace.ir.spelling import did_you_mean
+from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import Buffer, Dim, DType, Table, Team
 from interlace.ir.validate import validate
 
@@ -58,7 +59,18 @@ def program(
     return Builder(name, tuple(teams), None if ranks is None else tuple(ranks))
 
 
-class Builder(BuilderCollectives):
+class SiteOptions(TypedDict, total=False):
+    """How a site is overlapped, and why."""
+
+    strategy: str
+    protocol: str | None
+    chunks: int | None
+    reason: str
+    serial_ms: float | None
+    predicted_ms: float | None
+
+
+class Builder(BuilderOps):
     """Collects the ops of one Program; `p.tp` is the team of that name."""
 
     def __init__(self, name: str, teams: tuple[Team, ...], ranks: tuple[int, ...] | None) -> None:
@@ -116,7 +128,7 @@ class Builder(BuilderCollectives):
         )
         return self._program
 
-    def table(self, name: str, values: Sequence[int], team: Team | str | None = None) -> Table:
+    def table(self, name: str, values: Sequence[int], team: TeamOrName = None) -> Table:
         """One integer for each rank of a team; `rows[p.tp.rank]` is this rank's."""
         table = Table(name, self.team_name(team), tuple(values))
         if name in self.scope.tables:
@@ -131,14 +143,14 @@ class Builder(BuilderCollectives):
         shape: Sequence[Dim],
         *,
         strides: Sequence[int] | None = None,
-        registered: Team | str | None = None,
+        registered: TeamOrName = None,
     ) -> Handle:
         """A tensor that the caller gives.
 
         With `registered` it is the same tensor in every run, which peers of that team read and
         write where it lies.
         """
-        return self._param(name, dtype, shape, "input", strides, registered)
+        return self._param(self._buffer(name, dtype, shape, "input", strides, registered))
 
     def output(
         self,
@@ -147,10 +159,10 @@ class Builder(BuilderCollectives):
         shape: Sequence[Dim],
         *,
         strides: Sequence[int] | None = None,
-        registered: Team | str | None = None,
+        registered: TeamOrName = None,
     ) -> Handle:
         """A tensor that a run fills and returns; `registered` as for inputs."""
-        return self._param(name, dtype, shape, "output", strides, registered)
+        return self._param(self._buffer(name, dtype, shape, "output", strides, registered))
 
     def alloc(
         self,
@@ -158,16 +170,16 @@ class Builder(BuilderCollectives):
         dtype: DType | str,
         shape: Sequence[Dim],
         *,
-        symmetric: Team | str | None = None,
+        symmetric: TeamOrName = None,
         strides: Sequence[int] | None = None,
         storage: str | None = None,
         offset: int = 0,
     ) -> Handle:
         """Memory of the Executor's; with `symmetric`, present on every rank of that team."""
         kind = "local" if symmetric is None else "symmetric"
-        team = None if symmetric is None else self.team_name(symmetric)
-        buffer = self._buffer(name, dtype, shape, kind, strides, team, storage, offset)
-        self.emit(Alloc(buffer=buffer, **self.common()))
+        placed = {"storage": storage, "offset": offset}
+        buffer = self._buffer(name, dtype, shape, kind, strides, symmetric, **placed)
+        self.add(Alloc, buffer=buffer)
         return self.handle(buffer)
 
     def empty(
@@ -180,7 +192,7 @@ class Builder(BuilderCollectives):
     ) -> Handle:
         """Memory that torch allocates in every run: the only kind that may be returned."""
         buffer = self._buffer(name, dtype, shape, "fresh", strides)
-        self.emit(Alloc(buffer=buffer, **self.common()))
+        self.add(Alloc, buffer=buffer)
         return self.handle(buffer)
 
     def fresh(
@@ -204,63 +216,25 @@ class Builder(BuilderCollectives):
         """A note that `explain` prints."""
         self.remarks.append(Remark(pass_name, text, site))
 
-    @contextmanager
-    def stream(self, name: str) -> Generator[None]:
+    def stream(self, name: str) -> AbstractContextManager[str]:
         """The ops inside run on that stream."""
-        before, self.current_stream = self.current_stream, name
-        try:
-            yield
-        finally:
-            self.current_stream = before
+        return self._holding("current_stream", name)
 
-    @contextmanager
-    def module(self, path: str) -> Generator[None]:
+    def module(self, path: str) -> AbstractContextManager[str]:
         """The ops inside come from that module of a model."""
-        before, self.current_module = self.current_module, path
-        try:
-            yield
-        finally:
-            self.current_module = before
+        return self._holding("current_module", path)
 
-    @contextmanager
+    def at_site(self, number: int | None) -> AbstractContextManager[int | None]:
+        """The ops inside serve the site of that number."""
+        return self._holding("current_site", number)
+
     def site(
-        self,
-        kind: str,
-        module: str = "",
-        *,
-        strategy: str = "serial",
-        protocol: str | None = None,
-        chunks: int | None = None,
-        reason: str = "",
-        serial_ms: float | None = None,
-        predicted_ms: float | None = None,
-    ) -> Generator[int]:
+        self, kind: str, module: str = "", **how: Unpack[SiteOptions]
+    ) -> AbstractContextManager[int]:
         """Declares a site; the ops inside serve it. Gives its number."""
         number = max((site.id for site in self.sites), default=0) + 1
-        self.sites.append(
-            Site(
-                id=number,
-                kind=kind,
-                module=module,
-                strategy=strategy,
-                protocol=protocol,
-                chunks=chunks,
-                reason=reason,
-                serial_ms=serial_ms,
-                predicted_ms=predicted_ms,
-            )
-        )
-        with self.at_site(number):
-            yield number
-
-    @contextmanager
-    def at_site(self, number: int | None) -> Generator[None]:
-        """The ops inside serve the site of that number."""
-        before, self.current_site = self.current_site, number
-        try:
-            yield
-        finally:
-            self.current_site = before
+        self.sites.append(Site(id=number, kind=kind, module=module, **how))
+        return self._holding("current_site", number)
 
     @contextmanager
     def region(self, name: str, *inputs: str) -> Generator[RegionBuilder]:
@@ -269,17 +243,7 @@ class Builder(BuilderCollectives):
         yield region
         self.regions.append(Region(name, inputs, tuple(region.body), region.outputs))
 
-    def _param(
-        self,
-        name: str,
-        dtype: DType | str,
-        shape: Sequence[Dim],
-        kind: str,
-        strides: Sequence[int] | None,
-        registered: Team | str | None,
-    ) -> Handle:
-        team = None if registered is None else self.team_name(registered)
-        buffer = self._buffer(name, dtype, shape, kind, strides, team)
+    def _param(self, buffer: Buffer) -> Handle:
         self.params.append(buffer)
         return self.handle(buffer)
 
@@ -289,16 +253,15 @@ class Builder(BuilderCollectives):
         dtype: DType | str,
         shape: Sequence[Dim],
         kind: str,
-        strides: Sequence[int] | None = None,
-        team: str | None = None,
-        storage: str | None = None,
-        offset: int = 0,
+        strides: Sequence[int] | None,
+        team: TeamOrName = None,
+        **placed: Any,
     ) -> Buffer:
         if name in self.scope.buffers:
             raise ProgramError(f"buffer {name!r} is there twice: give the second another name")
+        team_name = None if team is None else self.team_name(team)
         steps = None if strides is None else tuple(strides)
-        sizes, element = tuple(shape), element_type(dtype)
-        return Buffer(name, element, sizes, kind, team, steps, storage, offset)
+        return Buffer(name, element_type(dtype), tuple(shape), kind, team_name, steps, **placed)
 
 
 class RegionBuilder:

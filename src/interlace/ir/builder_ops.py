@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TypedDict, cast
+from typing import Any, TypedDict, Unpack, cast
 
 from interlace.errors import ProgramError
+from interlace.ir.fields import form_of
 from interlace.ir.handle import Handle, Scope
 from interlace.ir.ops import (
     Arg,
@@ -35,14 +36,27 @@ from interlace.ir.types import Buffer, DType, Index, Others, RankIndex, Table, T
 from interlace.ir.view import View
 
 Viewed = Handle | View
+TeamOrName = Team | str | None
 
 
-class Common(TypedDict):
-    """What every op has."""
+class TeamOptions(TypedDict, total=False):
+    """Who takes part, and what moves the bytes."""
 
-    stream: str
-    site: int | None
-    loc: Loc
+    team: TeamOrName
+    backend: str | None
+
+
+class SplitOptions(TeamOptions, total=False):
+    """The same, with a table of uneven parts."""
+
+    splits: Table | str | None
+
+
+class CollectiveOptions(SplitOptions, total=False):
+    """The same, for a collective of any kind."""
+
+    reduce: str | None
+    root: Index | None
 
 
 class BuilderOps:
@@ -60,13 +74,28 @@ class BuilderOps:
         self.open_part: list[FusedMember] | None = None
         self.num_events = 0
 
+    def add(self, kind: type[Op], /, **given: object) -> None:
+        """An op of any kind; its fields may be handles, teams and tables.
+
+        A team may be left out where the peer names it, or where there is only one.
+        """
+        for field in form_of(kind).fields:
+            if field.role == "team":
+                given[field.name] = self.team_name(
+                    given.get(field.name), given.get(field.implied_by)
+                )
+        fields = {name: _plain(value) for name, value in given.items()}
+        self.emit(kind(**fields, **self.common()))
+
     def emit(self, op: Op) -> None:
         """Adds an op, to the open group or part if there is one."""
         name = type(op).__name__
         if self.open_part is not None:
             if not isinstance(op, FusedMember):
-                holds = "calls, waits, expects, records and notifies"
-                raise ProgramError(f"a part holds {holds} only: move the {name} out of it")
+                (parts,) = form_of(Fused).fields
+                raise ProgramError(
+                    f"a part holds {parts.how.holding} only: move the {name} out of it"
+                )
             self.open_part.append(op)
         elif self.open_fused is not None:
             raise ProgramError(f"a fused op holds parts: put the {name} in `with p.part():`")
@@ -81,24 +110,16 @@ class BuilderOps:
     def group(self) -> Generator[None]:
         """The sends and receives inside start and end together."""
         common = self.common()
-        before, self.open_group = self.open_group, []
-        members = self.open_group
-        try:
+        with self._holding("open_group", []) as members:
             yield
-        finally:
-            self.open_group = before
         self.emit(Group(ops=tuple(members), **common))
 
     @contextmanager
     def fused(self) -> Generator[None]:
         """The parts inside run as one kernel."""
         common = self.common()
-        before, self.open_fused = self.open_fused, []
-        parts = self.open_fused
-        try:
+        with self._holding("open_fused", []) as parts:
             yield
-        finally:
-            self.open_fused = before
         self.emit(Fused(parts=tuple(parts), **common))
 
     @contextmanager
@@ -106,30 +127,37 @@ class BuilderOps:
         """The calls, waits, expects, records and notifies inside are one part of a fused op."""
         if self.open_fused is None or self.open_part is not None:
             raise ProgramError("a part stands in a fused op: open it with `with p.fused():`")
-        members = self.open_part = []
-        try:
+        with self._holding("open_part", []) as members:
             yield
-        finally:
-            self.open_part = None
         self.open_fused.append(tuple(members))
 
-    def common(self) -> Common:
+    @contextmanager
+    def _holding(self, name: str, value: Any) -> Generator[Any]:
+        """An attribute of the builder has another value inside."""
+        before: object = getattr(self, name)
+        setattr(self, name, value)
+        try:
+            yield value
+        finally:
+            setattr(self, name, before)
+
+    def common(self) -> dict[str, Any]:
         """Stream, site and location of the op that the caller is about to emit."""
         frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
         while frame.f_back is not None and frame.f_globals.get("__name__", "") in _INSIDE:
             frame = frame.f_back
         loc = Loc(self.current_module, frame.f_code.co_filename, frame.f_lineno)
-        return Common(stream=self.current_stream, site=self.current_site, loc=loc)
+        return {"stream": self.current_stream, "site": self.current_site, "loc": loc}
 
     def handle(self, buffer: Buffer) -> Handle:
         """A handle of a whole buffer, which is known from here on."""
         self.scope.buffers[buffer.name] = buffer
         return Handle(self.scope, View(buffer.name))
 
-    def team_name(self, team: Team | str | None, peer: Index | Others | None = None) -> str:
+    def team_name(self, team: object, peer: object = None) -> str:
         """The name of a team: as given, or the peer's, or the only one there is."""
         if team is not None:
-            return team if isinstance(team, str) else team.name
+            return team.name if isinstance(team, Team) else str(team)
         if isinstance(peer, RankIndex | Others):
             return peer.team
         if len(self.scope.teams) == 1:
@@ -163,24 +191,22 @@ class BuilderOps:
         Handles of `fresh(...)` in `out` are what the call makes itself.
         """
         listed = (out,) if isinstance(out, Handle | View) else tuple(out)
-        views = tuple(map(_view, listed))
+        views = [item.ir if isinstance(item, Handle) else item for item in listed]
         fresh = tuple(
             self.pending.pop(view.buffer)
             for view in views
             if view.covers_buffer and view.buffer in self.pending
         )
         made = {buffer.name for buffer in fresh}
-        self.emit(
-            Call(
-                fn=fn,
-                args=tuple(map(self.arg, args)),
-                kwargs=tuple((key, self.arg(value)) for key, value in kwargs.items()),
-                outs=tuple(view for view in views if view.buffer not in made),
-                fresh=fresh,
-                mutates=mutates,
-                rng=rng,
-                **self.common(),
-            )
+        self.add(
+            Call,
+            fn=fn,
+            args=tuple(map(self.arg, args)),
+            kwargs=tuple((key, self.arg(value)) for key, value in kwargs.items()),
+            outs=tuple(view for view in views if view.buffer not in made),
+            fresh=fresh,
+            mutates=mutates,
+            rng=rng,
         )
 
     def mm(self, a: Viewed, b: Viewed, out: Viewed) -> None:
@@ -189,119 +215,136 @@ class BuilderOps:
 
     def copy(self, src: Viewed, dst: Viewed) -> None:
         """`src` into `dst`."""
-        self.emit(Copy(src=_view(src), dst=_view(dst), **self.common()))
+        self.add(Copy, src=src, dst=dst)
 
     def free(self, *buffers: Handle | str) -> None:
         """Gives the storage of buffers back, once the stream gets here."""
         for buffer in buffers:
             name = buffer if isinstance(buffer, str) else buffer.ir.buffer
-            self.emit(Free(buffer=name, **self.common()))
+            self.add(Free, buffer=name)
 
     def record(self, event: str | None = None) -> str:
         """An event at this point of the stream; gives its name."""
         if event is None:
             self.num_events += 1
             event = f"e{self.num_events}"
-        self.emit(Record(event=event, **self.common()))
+        self.add(Record, event=event)
         return event
 
     def wait(self, event: str) -> None:
         """The stream waits for an event."""
-        self.emit(Wait(event=event, **self.common()))
+        self.add(Wait, event=event)
 
     def host_sync(self) -> None:
         """The host waits for the stream."""
-        self.emit(HostSync(**self.common()))
+        self.add(HostSync)
 
-    def send(
-        self,
-        src: Viewed,
-        peer: Index,
-        *,
-        team: Team | str | None = None,
-        backend: str | None = None,
-    ) -> None:
+    def send(self, src: Viewed, peer: Index, **how: Unpack[TeamOptions]) -> None:
         """`src` to a peer that receives it."""
-        name = self.team_name(team, peer)
-        self.emit(Send(src=_view(src), peer=peer, team=name, backend=backend, **self.common()))
+        self.add(Send, src=src, peer=peer, **how)
 
-    def recv(
-        self,
-        dst: Viewed,
-        peer: Index,
-        *,
-        team: Team | str | None = None,
-        backend: str | None = None,
-    ) -> None:
+    def recv(self, dst: Viewed, peer: Index, **how: Unpack[TeamOptions]) -> None:
         """Into `dst` from a peer that sends it."""
-        name = self.team_name(team, peer)
-        self.emit(Recv(dst=_view(dst), peer=peer, team=name, backend=backend, **self.common()))
+        self.add(Recv, dst=dst, peer=peer, **how)
 
-    def put(self, src: Viewed, dst: Viewed, peer: Index, *, team: Team | str | None = None) -> None:
+    def put(self, src: Viewed, dst: Viewed, peer: Index, *, team: TeamOrName = None) -> None:
         """`src` into `dst` of a peer: a view of a symmetric buffer."""
-        name = self.team_name(team, peer)
-        self.emit(Put(src=_view(src), dst=_view(dst), peer=peer, team=name, **self.common()))
+        self.add(Put, src=src, dst=dst, peer=peer, team=team)
 
     def get(
-        self,
-        src: Viewed,
-        dst: Viewed | None = None,
-        *,
-        peer: Index,
-        team: Team | str | None = None,
+        self, src: Viewed, dst: Viewed | None = None, *, peer: Index, team: TeamOrName = None
     ) -> None:
         """`src` of a peer, a view of a symmetric buffer, into `dst` here (default: the same)."""
-        name = self.team_name(team, peer)
-        to = None if dst is None else _view(dst)
-        self.emit(Get(src=_view(src), dst=to, peer=peer, team=name, **self.common()))
+        self.add(Get, src=src, dst=dst, peer=peer, team=team)
 
     def notify(
-        self, signal: str, to: Index | Others, *, value: int = 1, team: Team | str | None = None
+        self, signal: str, to: Index | Others, *, value: int = 1, team: TeamOrName = None
     ) -> None:
         """Raises a signal on a peer."""
-        name = self.team_name(team, to)
-        self.emit(Notify(signal=signal, peer=to, team=name, value=value, **self.common()))
+        self.add(Notify, signal=signal, peer=to, value=value, team=team)
 
     def expect(
-        self, signal: str, peer: Index | Others, *, value: int = 1, team: Team | str | None = None
+        self, signal: str, peer: Index | Others, *, value: int = 1, team: TeamOrName = None
     ) -> None:
         """The stream waits for a signal of a peer."""
-        name = self.team_name(team, peer)
-        self.emit(Expect(signal=signal, peer=peer, team=name, value=value, **self.common()))
+        self.add(Expect, signal=signal, peer=peer, value=value, team=team)
 
     def collective(
         self,
         kind: str,
         src: Viewed | None = None,
         dst: Viewed | None = None,
-        *,
-        reduce: str | None = None,
-        root: Index | None = None,
-        splits: Table | str | None = None,
-        team: Team | str | None = None,
-        backend: str | None = None,
+        **how: Unpack[CollectiveOptions],
     ) -> None:
-        """A collective of any kind."""
-        self.emit(
-            Collective(
-                kind=kind,
-                src=None if src is None else _view(src),
-                dst=None if dst is None else _view(dst),
-                reduce=reduce,
-                root=root,
-                splits=splits.name if isinstance(splits, Table) else splits,
-                team=self.team_name(team),
-                backend=backend,
-                **self.common(),
-            )
-        )
+        """A collective of any kind; `team` may be left out where there is only one."""
+        self.add(Collective, kind=kind, src=src, dst=dst, **how)
+
+    def all_gather(self, src: Viewed, dst: Viewed, **how: Unpack[SplitOptions]) -> None:
+        """Every rank's `src`, in order of ranks, into every rank's `dst`."""
+        self.collective("all_gather", src, dst, **how)
+
+    def reduce_scatter(
+        self, src: Viewed, dst: Viewed, *, reduce: str = "sum", **how: Unpack[SplitOptions]
+    ) -> None:
+        """Part r of every rank's `src`, reduced, into rank r's `dst`."""
+        self.collective("reduce_scatter", src, dst, reduce=reduce, **how)
+
+    def all_reduce(
+        self,
+        src: Viewed,
+        dst: Viewed | None = None,
+        *,
+        reduce: str = "sum",
+        **how: Unpack[TeamOptions],
+    ) -> None:
+        """Every rank's `src`, reduced, into every rank's `dst` (default: in place)."""
+        self.collective("all_reduce", src, src if dst is None else dst, reduce=reduce, **how)
+
+    def broadcast(
+        self, src: Viewed, dst: Viewed | None = None, *, root: Index = 0, **how: Unpack[TeamOptions]
+    ) -> None:
+        """The root's `src` into every rank's `dst` (default: in place)."""
+        self.collective("broadcast", src, src if dst is None else dst, root=root, **how)
+
+    def all_to_all(self, src: Viewed, dst: Viewed, **how: Unpack[SplitOptions]) -> None:
+        """Part r of this rank's `src` into this rank's part of rank r's `dst`."""
+        self.collective("all_to_all", src, dst, **how)
+
+    def gather(
+        self, src: Viewed, dst: Viewed, *, root: Index = 0, **how: Unpack[SplitOptions]
+    ) -> None:
+        """Every rank's `src`, in order of ranks, into the root's `dst`."""
+        self.collective("gather", src, dst, root=root, **how)
+
+    def scatter(
+        self, src: Viewed, dst: Viewed, *, root: Index = 0, **how: Unpack[SplitOptions]
+    ) -> None:
+        """Part r of the root's `src` into rank r's `dst`."""
+        self.collective("scatter", src, dst, root=root, **how)
+
+    def reduce(
+        self,
+        src: Viewed,
+        dst: Viewed,
+        *,
+        root: Index = 0,
+        reduce: str = "sum",
+        **how: Unpack[TeamOptions],
+    ) -> None:
+        """Every rank's `src`, reduced, into the root's `dst`."""
+        self.collective("reduce", src, dst, root=root, reduce=reduce, **how)
+
+    def barrier(self, **how: Unpack[TeamOptions]) -> None:
+        """No rank's stream goes on before every rank's has come here."""
+        self.collective("barrier", **how)
 
 
-def _view(viewed: Viewed) -> View:
-    return viewed.ir if isinstance(viewed, Handle) else viewed
+def _plain(value: Any) -> Any:
+    """A value as an op has it."""
+    if isinstance(value, Handle):
+        return value.ir
+    return value.name if isinstance(value, Table) else value
 
 
-_INSIDE = frozenset(
-    {__name__, "interlace.ir.builder", "interlace.ir.builder_collectives", "contextlib"}
-)
+_INSIDE = frozenset({__name__, "interlace.ir.builder", "contextlib"})
 """Modules whose frames are passed over when an op is told which line wrote it."""

@@ -1,4 +1,5 @@
-"""What the checks of `validate` share: the ranks to look at, the declared names, and the fault.
+"""What the checks of `validate` share: the ranks to look at, the declared names, and the fault;
+and the checks of what both ops and Programs have: declarations and the arguments of calls.
 
 A view is resolved once for each rank that can see it differently; two ranks with the same place in
 every team see the same.
@@ -10,9 +11,11 @@ from collections.abc import Iterable, Sequence
 
 from interlace.errors import InterlaceError
 from interlace.ir.box import Box
-from interlace.ir.printer import Tag, print_view
+from interlace.ir.call_names import FIX, WORDS, refusal
+from interlace.ir.ops import Arg
 from interlace.ir.program import Program
-from interlace.ir.spelling import did_you_mean
+from interlace.ir.text.printer import Tag, print_view
+from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
     MAX_BYTES,
     MAX_DIMS,
@@ -25,6 +28,7 @@ from interlace.ir.types import (
     TableEntry,
     Team,
     Where,
+    contiguous_strides,
 )
 from interlace.ir.view import AsStrided, Chunk, Slice, View
 
@@ -185,3 +189,114 @@ def span(sizes: Sequence[int], strides: Sequence[int], dtype: DType) -> int:
         count *= max(size, 1)
         reach += max(size - 1, 0) * stride
     return max(count, reach) * dtype.itemsize
+
+
+def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> None:
+    """A declaration: its name is new, and kind, sizes, strides and team make sense together."""
+    name = buffer.name
+    if name in context.buffers or name in context.teams or name in context.tables:
+        raise context.fault(
+            f"{name!r} is declared already",
+            "give each buffer, team and table a name of its own; a second alloc a second name",
+        )
+    if name == "rng":
+        raise context.fault(
+            "'rng' is the state of the random numbers", "give the buffer another name"
+        )
+    if buffer.kind not in kinds:
+        raise context.fault(
+            f"{name!r} is declared as {buffer.kind}", f"here a buffer is {' or '.join(kinds)}"
+        )
+    sizes = [context.dims(dim) for dim in buffer.shape]
+    if any(size < 0 for found in sizes for size in found):
+        raise context.fault(f"{name!r} has a size below 0", "give sizes >= 0")
+    strides = buffer.strides
+    if strides is not None and (len(strides) != len(sizes) or min(strides, default=0) < 0):
+        raise context.fault(
+            f"{name!r} has {len(sizes)} sizes and strides {list(strides)}",
+            "give one stride >= 0, in elements, for each dimension",
+        )
+    for found in set(zip(*sizes, strict=True)):
+        steps = strides if strides is not None else contiguous_strides(found)
+        if len(found) > MAX_DIMS or span(found, steps, buffer.dtype) + buffer.offset > MAX_BYTES:
+            raise context.fault(
+                f"{name!r} has too many dimensions or bytes",
+                f"keep to {MAX_DIMS} dimensions, and to what 64 bits count in bytes",
+            )
+    if (buffer.team is not None) != (buffer.kind == "symmetric" or buffer.registered):
+        raise context.fault(
+            f"{name!r} is {buffer.kind} and has {'no' if buffer.team is None else 'a'} team",
+            "a symmetric buffer, a registered parameter, and no other, has a team: alloc(..., "
+            "symmetric=tp), or x: f32[8, 4].registered(tp)",
+        )
+    if buffer.registered and strides is not None and 0 in strides:
+        raise context.fault(
+            f"{name!r} is registered, but its elements overlap (a stride of 0)",
+            "register the tensor that was expanded",
+        )
+    if buffer.offset < 0 or (buffer.offset and buffer.kind != "local"):
+        raise context.fault(
+            f"{name!r} is {buffer.kind} at offset {buffer.offset}",
+            "an offset is a number of bytes >= 0 into the storage of local buffers",
+        )
+    if buffer.storage is not None and buffer.kind not in ("local", "symmetric"):
+        raise context.fault(
+            f"{name!r} is {buffer.kind} and names a storage",
+            "only local and symmetric buffers share storage",
+        )
+    if buffer.offset % buffer.dtype.itemsize:
+        raise context.fault(
+            f"{name!r} starts at byte {buffer.offset}, amid an element",
+            f"choose a multiple of {buffer.dtype.itemsize}",
+        )
+    if buffer.team is not None:
+        _check_alike(context, buffer, buffer.team)
+
+
+def check_operator(context: Context, fn: str) -> None:
+    """The name of what a call runs: no attribute of Python's, and nothing that touches files."""
+    why = refusal(fn)
+    if why is not None:
+        raise context.fault(why, FIX)
+
+
+def check_arguments(
+    context: Context, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+) -> None:
+    """Keywords are names of arguments, and words for values of torch's are of the table."""
+    for key, _ in kwargs:
+        if not key.isidentifier():
+            raise context.fault(
+                f"{key!r} is no name of an argument", "write it as the operator's schema does"
+            )
+    for arg in (*args, *(value for _, value in kwargs)):
+        for word in _texts_in(arg):
+            if word.startswith("@") and word not in WORDS:
+                raise context.fault(
+                    f"no value named {word!r} that an operator could take",
+                    did_you_mean(word, WORDS, "values are"),
+                )
+
+
+def _texts_in(arg: Arg) -> list[str]:
+    if isinstance(arg, str) and not isinstance(arg, DType):
+        return [arg]
+    return [text for item in arg for text in _texts_in(item)] if isinstance(arg, tuple) else []
+
+
+def _check_alike(context: Context, buffer: Buffer, team: str) -> None:
+    """What peers reach has the same size on all ranks."""
+    context.team(team)
+    sizes: dict[tuple[int, ...], set[int]] = {}
+    for i, where in enumerate(context.wheres):
+        numel = 1
+        for dim in buffer.shape:
+            numel *= context.dims(dim)[i]
+        sizes.setdefault(where.members[team].ranks, set()).add(numel)
+    if any(len(found) > 1 for found in sizes.values()):
+        found = sorted({numel for each in sizes.values() for numel in each})
+        raise context.fault(
+            f"{buffer.name!r} is {'registered' if buffer.registered else 'symmetric'}, but has "
+            f"{found} elements on different ranks",
+            "give it the largest size on every rank, and use a part of it",
+        )

@@ -1,16 +1,22 @@
-"""Checks of single ops: names, teams, peers, sizes and element types."""
+"""Checks of single ops: names, teams, peers, sizes and element types.
+
+Most hold for any op: for its fields by their roles (`interlace.ir.fields`), for what it reads and
+what it writes. `_RULES` has what else an op must keep.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from interlace.ir.box import Box
-from interlace.ir.check_context import Context
-from interlace.ir.check_program import check_arguments, check_buffer, check_operator
-from interlace.ir.check_shapes import collective_mismatch, matmul_mismatch
+from interlace.ir.check_context import Context, check_arguments, check_buffer, check_operator
+from interlace.ir.fields import FieldForm, form_of
+from interlace.ir.operators import matmul_of
 from interlace.ir.ops import (
     KINDS,
     REDUCTIONS,
     RNG,
-    Alloc,
     Call,
     Collective,
     Copy,
@@ -18,19 +24,19 @@ from interlace.ir.ops import (
     Free,
     Fused,
     Get,
-    Group,
     Notify,
     Op,
     Put,
     Record,
-    Recv,
-    Send,
     Wait,
 )
-from interlace.ir.printer import print_view
-from interlace.ir.spelling import did_you_mean
+from interlace.ir.text.printer import print_view
+from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import VALUE_BITS, Index, Others
 from interlace.ir.view import View
+
+_CHECKED = frozenset({"team", "index", "peer", "table", "declaration", "member", "part"})
+"""Roles whose values have rules of their own, beside those for what an op reads and writes."""
 
 
 class OpChecker:
@@ -47,54 +53,61 @@ class OpChecker:
         """Raises a Fault if the op breaks a rule."""
         context = self.context
         if op.site is not None and op.site not in self.sites:
-            raise context.fault(
-                f"no site {op.site}", f'declare it: site({op.site}, "all_gather_matmul")'
-            )
-        match op:
-            case Alloc(buffer=buffer):
-                check_buffer(context, buffer, ("local", "symmetric", "fresh"))
-                context.declare(buffer)
-            case Call():
-                self.call(op)
-            case Free(buffer=name):
-                if context.buffer(View(name)).kind in ("input", "output"):
-                    raise context.fault(
-                        f"{name!r} belongs to the caller", "free only what the program allocates"
-                    )
-            case Record(event=event):
-                self.events.add(event)
-            case Wait(event=event):
-                if event not in self.events:
-                    raise context.fault(
-                        f"nothing before this records event {event!r}",
-                        did_you_mean(event, self.events, "events recorded so far are"),
-                    )
-            case Copy(src=src, dst=dst):
-                self.same(src, dst, "copy", dtypes=False)
-            case Collective():
-                self.collective(op)
-            case Send() | Recv():
-                self.peer(op.peer, op.team)
-            case Group():
-                self.group(op)
-            case Fused():
-                self.fused(op)
-            case Put(src=src, dst=dst):
-                self.remote(dst, op.peer, op.team)
-                self.same(src, dst, "put")
-            case Get(src=src):
-                self.remote(src, op.peer, op.team)
-                self.same(src, op.target, "get")
-            case Notify() | Expect():
-                self.signal(op)
-            case _:
-                pass
-        for access in (*op.reads(), *op.writes()):
+            fix = f'declare it: site({op.site}, "all_gather_matmul")'
+            raise context.fault(f"no site {op.site}", fix)
+        for field in form_of(type(op)).fields:
+            if field.role in _CHECKED and getattr(op, field.name) is not None:
+                self.field(op, field)
+        reads, writes = op.reads(), op.writes()
+        for access in (*reads, *writes):
+            if access.peer is not None:
+                self.remote(access.view, access.team)
+        rule = _RULES.get(type(op))
+        if rule is not None:
+            rule(self, op)
+        for access in (*reads, *writes):
             if access.view != RNG:
                 context.boxes(access.view)
-        for access in op.writes():
+        for access in writes:
             if access.view != RNG:
                 self.writable(access.view)
+
+    def field(self, op: Any, field: FieldForm) -> None:
+        """What must hold for a field of any op, by its role."""
+        context, value = self.context, getattr(op, field.name)
+        match field.role:
+            case "team":
+                context.team(value)
+            case "index" | "peer":
+                self.peer(value, op.team, field.name)
+            case "table":
+                if value not in context.tables:
+                    raise context.unknown("table", value, context.tables)
+            case "declaration":
+                check_buffer(context, value, ("local", "symmetric", "fresh"))
+                context.declare(value)
+            case "member":
+                self.members(op, "group", "group", value, field)
+            case "part":
+                for part in value or ((),):
+                    self.members(op, "fused op", "part", part, field)
+            case _:
+                raise TypeError(f"no check for {field.role}")
+
+    def members(
+        self, op: Op, what: str, inner: str, members: Sequence[Op], field: FieldForm
+    ) -> None:
+        """The ops that stand in another."""
+        if not members:
+            fix = f"put {field.how.holding} in it, or leave it out"
+            raise self.context.fault(f"an empty {inner}", fix)
+        for member in members:
+            if member.stream != op.stream:
+                raise self.context.fault(
+                    f"a {what} on {op.stream!r} holds an op on {member.stream!r}",
+                    f"a {what} and its members share one stream",
+                )
+            self.check(member)
 
     def show(self, view: View) -> str:
         """A view with its element type and sizes (on the first rank that is looked at)."""
@@ -110,16 +123,18 @@ class OpChecker:
                 "write the view that was expanded",
             )
 
-    def same(self, src: View, dst: View, what: str, dtypes: bool = True) -> None:
+    def same(self, op: Copy | Put | Get) -> None:
         """Two views have equal sizes, and equal element types if these are not converted."""
-        context = self.context
+        context, what = self.context, form_of(type(op)).word
+        src, dst = op.src, op.target if isinstance(op, Get) else op.dst
+        converts = isinstance(op, Copy)
         pairs = zip(context.ranks, context.boxes(src), context.boxes(dst), strict=True)
         for rank, from_, to in pairs:
-            if from_.sizes != to.sizes or (dtypes and from_.dtype != to.dtype):
+            if from_.sizes != to.sizes or (from_.dtype != to.dtype and not converts):
                 raise context.fault(
                     f"{what} from {print_view(src, context.program)} ({_type(from_)}) to "
                     f"{print_view(dst, context.program)} ({_type(to)}) on rank {rank}",
-                    f"{what} between equal sizes" + (" and element types" if dtypes else ""),
+                    f"{what} between equal sizes" + ("" if converts else " and element types"),
                 )
 
     def call(self, op: Call) -> None:
@@ -160,7 +175,7 @@ class OpChecker:
         for buffer in op.fresh:
             check_buffer(context, buffer, ("fresh",))
             context.declare(buffer)
-        wrong = matmul_mismatch(op, context.boxes)
+        wrong = _matmul_mismatch(op, context.boxes)
         if wrong is not None:
             raise context.fault(wrong, "mend the views: (m, k) times (k, n) gives (m, n)")
 
@@ -192,20 +207,15 @@ class OpChecker:
                 raise context.fault(
                     f"{self.show(view)} is not contiguous", "copy it to a contiguous buffer first"
                 )
-        values = None
-        if op.splits is not None:
-            table = context.tables.get(op.splits)
-            if table is None:
-                raise context.unknown("table", op.splits, context.tables)
-            values = table.values
-            if len(values) != team.size:
-                what = f"table {op.splits!r} has {len(values)} entries for {team.size} ranks"
-                raise context.fault(what, f"give one for each rank of {op.team!r}")
+        values = None if op.splits is None else context.tables[op.splits].values
+        if values is not None and len(values) != team.size:
+            what = f"table {op.splits!r} has {len(values)} entries for {team.size} ranks"
+            raise context.fault(what, f"give one for each rank of {op.team!r}")
         if op.src is not None and op.dst is not None:
             boxes = zip(context.wheres, context.boxes(op.src), context.boxes(op.dst), strict=True)
             for where, src, dst in boxes:
                 index = where.members[op.team].index
-                wrong = collective_mismatch(op.kind, src, dst, index, team.size, values)
+                wrong = _collective_mismatch(op.kind, src, dst, index, team.size, values)
                 if wrong is not None:
                     raise context.fault(
                         f"{op.kind} from {_type(src)} to {_type(dst)} on rank {where.rank}: "
@@ -218,7 +228,6 @@ class OpChecker:
         context = self.context
         if op.root is None:
             return [False] * len(context.wheres)
-        self.in_team(op.root, op.team, "root")
         roots = context.indices(op.root)
         agreed: dict[tuple[int, ...], int] = {}
         for where, root in zip(context.wheres, roots, strict=True):
@@ -230,28 +239,23 @@ class OpChecker:
         places = [where.members[op.team].index for where in context.wheres]
         return [place == root for place, root in zip(places, roots, strict=True)]
 
-    def in_team(self, index: Index, team: str, what: str) -> None:
-        size = self.context.team(team).size
-        for rank, found in zip(self.context.ranks, self.context.indices(index), strict=True):
+    def peer(self, peer: Index | Others, team: str, what: str) -> None:
+        """A rank that exists in the team, on every rank that runs this."""
+        context, size = self.context, self.context.team(team).size
+        if isinstance(peer, Others):
+            if peer.team != team:
+                raise context.fault(f"{peer} are not of team {team!r}", f"write {team}.others")
+            return
+        for rank, found in zip(context.ranks, context.indices(peer), strict=True):
             if not 0 <= found < size:
-                raise self.context.fault(
+                raise context.fault(
                     f"{what} {found} of team {team!r} does not exist (on rank {rank})",
                     f"the team's ranks are 0 to {size - 1}; {team}.rank + 1 counts modulo {size}",
                 )
 
-    def peer(self, peer: Index | Others, team: str) -> None:
-        if not isinstance(peer, Others):
-            self.in_team(peer, team, "peer")
-            return
-        self.context.team(team)
-        if peer.team != team:
-            fix = f"write {team}.others"
-            raise self.context.fault(f"{peer} are not of team {team!r}", fix)
-
-    def remote(self, view: View, peer: Index, team: str) -> None:
+    def remote(self, view: View, team: str | None) -> None:
         """A view of a peer's memory: of a symmetric or registered buffer of that team."""
         context = self.context
-        self.peer(peer, team)
         buffer = context.buffer(view)
         if buffer.team != team:
             word = "registered" if buffer.registered else buffer.kind
@@ -261,37 +265,32 @@ class OpChecker:
                 fix = f"register it with the team: {buffer.name}: f32[...].registered({team})"
             raise context.fault(f"{buffer.name!r} is {of}: peers of {team!r} cannot reach it", fix)
 
-    def group(self, op: Group) -> None:
-        if not op.ops:
-            raise self.context.fault("an empty group", "put sends and receives in it")
-        for member in op.ops:
-            if member.stream != op.stream:
-                raise self.context.fault(
-                    f"a group on {op.stream!r} holds an op on {member.stream!r}",
-                    "a group and its members share one stream",
-                )
-            self.check(member)
-
     def fused(self, op: Fused) -> None:
-        context = self.context
-        if not op.parts or not all(op.parts):
-            raise context.fault("an empty part", "put what the kernel does in it, or leave it out")
         for member in op.members:
-            if member.stream != op.stream:
-                raise context.fault(
-                    f"a fused op on {op.stream!r} holds an op on {member.stream!r}",
-                    "a fused op and its members share one stream",
-                )
             if isinstance(member, Call) and member.fresh:
-                raise context.fault(
+                raise self.context.fault(
                     f"a fused {member.fn} makes its outputs itself",
                     "allocate them before the fused op, and give them as out=",
                 )
-            self.check(member)
+
+    def free(self, op: Free) -> None:
+        if self.context.buffer(View(op.buffer)).kind in ("input", "output"):
+            raise self.context.fault(
+                f"{op.buffer!r} belongs to the caller", "free only what the program allocates"
+            )
+
+    def record(self, op: Record) -> None:
+        self.events.add(op.event)
+
+    def wait(self, op: Wait) -> None:
+        if op.event not in self.events:
+            raise self.context.fault(
+                f"nothing before this records event {op.event!r}",
+                did_you_mean(op.event, self.events, "events recorded so far are"),
+            )
 
     def signal(self, op: Notify | Expect) -> None:
         context = self.context
-        self.peer(op.peer, op.team)
         if not 1 <= op.value < 1 << VALUE_BITS:
             fix = f"count from 1, and to {(1 << VALUE_BITS) - 1} at most"
             raise context.fault(f"value {op.value} of signal {op.signal!r}", fix)
@@ -315,5 +314,78 @@ class OpChecker:
                 self.raised[key] = op.value
 
 
+_RULES: dict[type[Op], Callable[[OpChecker, Any], None]] = {
+    Call: OpChecker.call,
+    Collective: OpChecker.collective,
+    Copy: OpChecker.same,
+    Expect: OpChecker.signal,
+    Free: OpChecker.free,
+    Fused: OpChecker.fused,
+    Get: OpChecker.same,
+    Notify: OpChecker.signal,
+    Put: OpChecker.same,
+    Record: OpChecker.record,
+    Wait: OpChecker.wait,
+}
+"""What an op must keep beside the rules of its fields and of what it reads and writes."""
+
+
 def _type(box: Box) -> str:
     return f"{box.dtype}[{', '.join(map(str, box.sizes))}]"
+
+
+def _collective_mismatch(
+    kind: str, src: Box, dst: Box, index: int, size: int, splits: tuple[int, ...] | None
+) -> str | None:
+    """Why `src` and `dst` of member `index` do not fit the kind; None if they do."""
+    if src.dtype != dst.dtype:
+        return "the element types differ"
+    scales = KINDS[kind].scales
+    if splits is None and not scales:
+        if src.sizes != dst.sizes:
+            return "the sizes differ"
+        if kind == "all_to_all" and (not src.sizes or src.sizes[0] % size):
+            return f"dimension 0 does not divide into {size} parts"
+        return None
+    if not src.sizes or not dst.sizes or src.sizes[1:] != dst.sizes[1:]:
+        return "the sizes after dimension 0 differ"
+    rows = (src.sizes[0], dst.sizes[0])
+    if scales:
+        part, whole = rows if scales == "gather" else rows[::-1]
+        own = part if splits is None else splits[index]
+        total = size * part if splits is None else sum(splits)
+        if (part, whole) != (own, total):
+            return f"the whole has {whole} rows, and this rank's part {part}: {own} of {total}"
+        return None
+    if splits is not None and kind == "all_to_all":
+        total, even = sum(splits), size * splits[index]
+        if rows not in ((total, even), (even, total)):
+            return f"one has {total} rows (one part a rank), the other {even} (this rank's parts)"
+        return None
+    return "this kind takes no splits"
+
+
+def _matmul_mismatch(op: Call, boxes: Callable[[View], tuple[Box, ...]]) -> str | None:
+    """Why the views of a matmul do not fit together; None if they do, or if it is no matmul."""
+    matmul = matmul_of(op.fn)
+    if matmul is None or matmul.scaled or len(op.args) < matmul.lhs + 2:
+        return None
+    a, b = op.args[matmul.lhs : matmul.lhs + 2]
+    outs = (*op.outs, *(View(buffer.name) for buffer in op.fresh))
+    if not (isinstance(a, View) and isinstance(b, View)) or len(outs) != 1:
+        return None
+    for left, right, out in zip(boxes(a), boxes(b), boxes(outs[0]), strict=True):
+        rank = 3 if matmul.batched else 2
+        if not len(left.sizes) == len(right.sizes) == len(out.sizes) == rank:
+            return f"{op.fn} takes views of {rank} dimensions: {_sizes(left, right, out)}"
+        (m, k), (k2, n) = left.sizes[-2:], right.sizes[-2:]
+        batches = {left.sizes[:-2], right.sizes[:-2], out.sizes[:-2]}
+        if k != k2 or out.sizes[-2:] != (m, n) or len(batches) != 1:
+            return f"{op.fn} of sizes that do not fit: {_sizes(left, right, out)}"
+        if not left.dtype == right.dtype == out.dtype:
+            return f"{op.fn} of {left.dtype} and {right.dtype} into {out.dtype}"
+    return None
+
+
+def _sizes(left: Box, right: Box, out: Box) -> str:
+    return f"{left.sizes} times {right.sizes} into {out.sizes}"

@@ -6,16 +6,24 @@ x[:, 0:8].permute(1, 0)    a slice, then the steps that torch has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from interlace.errors import ProgramError
-from interlace.ir.printer import print_view
-from interlace.ir.printer_ops import even_parts, team_sizes
 from interlace.ir.program import Program
-from interlace.ir.spelling import did_you_mean
-from interlace.ir.types import Buffer, Dim, DType, Index, RankIndex, Table, Team
-from interlace.ir.view import View
+from interlace.ir.text.printer import print_view
+from interlace.ir.text.spelling import did_you_mean
+from interlace.ir.types import (
+    Buffer,
+    DType,
+    Index,
+    RankIndex,
+    Table,
+    Team,
+    even_parts,
+    team_sizes,
+)
+from interlace.ir.view import Cast, Step, Steps, View
 
 
 @dataclass(slots=True)
@@ -45,7 +53,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(Steps):
     """A view of a buffer; each step gives another handle. `ir` is the `View` itself."""
 
     scope: Scope = field(repr=False, compare=False)
@@ -88,44 +96,16 @@ class Handle:
             )
         return found.pop()
 
-    def chunk(self, index: Index, parts: int | str | Table, dim: int = 0) -> Handle:
-        """Chunk `index` of `parts`: a number of even ones, or a table of their sizes."""
-        return self._then(self.ir.chunk(index, parts, dim))
-
-    def slice(self, dim: int, start: Dim, stop: Dim) -> Handle:
-        """Elements `start` up to `stop` of `dim`."""
-        return self._then(self.ir.slice(dim, start, stop))
-
-    def select(self, dim: int, index: int) -> Handle:
-        """Element `index` of `dim`, which goes away."""
-        return self._then(self.ir.select(dim, index))
-
-    def permute(self, *dims: int) -> Handle:
-        """Dimensions in another order."""
-        return self._then(self.ir.permute(*dims))
+    def then(self, step: Step) -> Handle:
+        return Handle(self.scope, self.ir.then(step))
 
     def t(self) -> Handle:
         """The transpose of a matrix."""
         return self.permute(1, 0)
 
-    def view(self, *sizes: int) -> Handle:
-        """Other sizes over the same elements; one may be -1."""
-        return self._then(self.ir.view(*sizes))
-
-    def expand(self, *sizes: int) -> Handle:
-        """Dimensions of size 1 repeated."""
-        return self._then(self.ir.expand(*sizes))
-
     def cast(self, dtype: DType | str) -> Handle:
         """The same bytes as another element type."""
-        return self._then(self.ir.cast(element_type(dtype)))
-
-    def as_strided(self, sizes: Sequence[int], strides: Sequence[int], offset: int = 0) -> Handle:
-        """Any strided box of the buffer."""
-        return self._then(self.ir.as_strided(tuple(sizes), tuple(strides), offset))
-
-    def _then(self, view: View) -> Handle:
-        return Handle(self.scope, view)
+        return self.then(Cast(element_type(dtype)))
 
 
 def element_type(dtype: DType | str) -> DType:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from interlace.ir.fields import COMMON, NAME, TEAM, written
 from interlace.ir.types import Buffer, DType, Index, Others
 from interlace.ir.view import View
 
@@ -109,9 +110,9 @@ class Op:
 
     one_sided: ClassVar[bool] = False
     """Whether it moves bytes between ranks by itself, while the peer does something else."""
-    stream: str = "main"
-    site: int | None = None
-    loc: Loc = field(default=Loc(), compare=False)
+    stream: str = field(default="main", metadata=COMMON)
+    site: int | None = field(default=None, metadata=COMMON)
+    loc: Loc = field(default=Loc(), compare=False, metadata=COMMON)
 
     def reads(self) -> tuple[Access, ...]:
         """What the op reads."""
@@ -146,10 +147,10 @@ class Call(Op):
     """
 
     fn: str
-    args: tuple[Arg, ...] = ()
-    kwargs: tuple[tuple[str, Arg], ...] = ()
-    outs: tuple[View, ...] = ()
-    fresh: tuple[Buffer, ...] = ()
+    args: tuple[Arg, ...] = field(default=(), metadata=written(rest=True))
+    kwargs: tuple[tuple[str, Arg], ...] = field(default=(), metadata=written("keywords"))
+    outs: tuple[View, ...] = field(default=(), metadata=written("outs", always=True, keyword="out"))
+    fresh: tuple[Buffer, ...] = field(default=(), metadata=written("fresh", keyword="out"))
     mutates: bool = False
     rng: bool = False
 
@@ -190,7 +191,7 @@ class Alloc(Op):
     released the slot's previous use. Other kinds take effect when the op is issued.
     """
 
-    buffer: Buffer
+    buffer: Buffer = field(metadata=written("declaration"))
 
     def ordering(self) -> Ordering:
         return Ordering(takes=self.buffer)
@@ -200,7 +201,7 @@ class Alloc(Op):
 class Free(Op):
     """Gives a buffer's storage back once `stream` gets here; a symmetric one tells every peer."""
 
-    buffer: str
+    buffer: str = field(metadata=NAME)
 
     def ordering(self) -> Ordering:
         return Ordering(frees=self.buffer)
@@ -210,7 +211,7 @@ class Free(Op):
 class Record(Op):
     """The event now stands at this point of the stream."""
 
-    event: str
+    event: str = field(metadata=NAME)
 
     def ordering(self) -> Ordering:
         return Ordering(records=self.event)
@@ -220,7 +221,7 @@ class Record(Op):
 class Wait(Op):
     """The stream waits for the point where the event was last recorded before this op is issued."""
 
-    event: str
+    event: str = field(metadata=NAME)
 
     def ordering(self) -> Ordering:
         return Ordering(waits=self.event)
@@ -258,6 +259,7 @@ KINDS: dict[str, CollectiveKind] = {
 }
 """The kinds of collective: one row of data each."""
 
+PEER = written(named=True)
 REDUCTIONS = ("sum", "avg", "prod", "min", "max")
 
 
@@ -273,13 +275,13 @@ class Collective(Op):
     work in place. What a kind does not read (`src`) or write (`dst`) on this rank may be None.
     """
 
-    kind: str
-    team: str
-    src: View | None = None
-    dst: View | None = None
+    kind: str = field(metadata=written(words=KINDS))
+    src: View | None = field(default=None, metadata=written(positional=True))
+    dst: View | None = field(default=None, metadata=written(positional=True))
     reduce: str | None = None
     root: Index | None = None
-    splits: str | None = None
+    splits: str | None = field(default=None, metadata=written("table"))
+    team: str = field(metadata=TEAM)
     backend: str | None = None
 
     def reads(self) -> tuple[Access, ...]:
@@ -300,8 +302,8 @@ class Send(Op):
     """
 
     src: View
-    peer: Index
-    team: str
+    peer: Index = field(metadata=PEER)
+    team: str = field(metadata=TEAM)
     backend: str | None = None
 
     def reads(self) -> tuple[Access, ...]:
@@ -316,8 +318,8 @@ class Recv(Op):
     """Into `dst` from rank `peer` of `team`, after that rank's Send has begun."""
 
     dst: View
-    peer: Index
-    team: str
+    peer: Index = field(metadata=PEER)
+    team: str = field(metadata=TEAM)
     backend: str | None = None
 
     def writes(self) -> tuple[Access, ...]:
@@ -331,7 +333,9 @@ class Recv(Op):
 class Group(Op):
     """Sends and receives that begin together, none blocking another, and end with the last."""
 
-    ops: tuple[Send | Recv, ...]
+    ops: tuple[Send | Recv, ...] = field(
+        metadata=written("member", rest=True, holds=Send | Recv, holding="sends and receives")
+    )
 
     def reads(self) -> tuple[Access, ...]:
         return tuple(access for op in self.ops for access in op.reads())
@@ -350,8 +354,8 @@ class Put(Op):
     one_sided: ClassVar[bool] = True
     src: View
     dst: View
-    peer: Index
-    team: str
+    peer: Index = field(metadata=PEER)
+    team: str = field(metadata=TEAM)
 
     def reads(self) -> tuple[Access, ...]:
         return (Access(self.src),)
@@ -366,9 +370,9 @@ class Get(Op):
 
     one_sided: ClassVar[bool] = True
     src: View
+    dst: View | None = field(default=None, metadata=written(positional=True))
     peer: Index
-    team: str
-    dst: View | None = None
+    team: str = field(metadata=TEAM)
 
     @property
     def target(self) -> View:
@@ -391,9 +395,9 @@ class Notify(Op):
     it satisfies.
     """
 
-    signal: str
-    peer: Index | Others
-    team: str
+    signal: str = field(metadata=NAME)
+    peer: Index | Others = field(metadata=written(named=True, keyword="to"))
+    team: str = field(metadata=TEAM)
     value: int = 1
 
     def ordering(self) -> Ordering:
@@ -404,9 +408,9 @@ class Notify(Op):
 class Expect(Op):
     """The stream waits until `signal`, raised by `peer`, has reached `value`."""
 
-    signal: str
+    signal: str = field(metadata=NAME)
     peer: Index | Others
-    team: str
+    team: str = field(metadata=TEAM)
     value: int = 1
 
     def ordering(self) -> Ordering:
@@ -415,6 +419,7 @@ class Expect(Op):
 
 FusedMember = Call | Wait | Expect | Record | Notify
 """What may stand in a part of a Fused; its Calls fill preallocated views."""
+_PART = "calls, waits, expects, records and notifies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,7 +431,9 @@ class Fused(Op):
     may only wait for what no later one has to do first. A Record stands at its place in its part.
     """
 
-    parts: tuple[tuple[FusedMember, ...], ...]
+    parts: tuple[tuple[FusedMember, ...], ...] = field(
+        metadata=written("part", rest=True, holds=FusedMember, holding=_PART)
+    )
 
     @property
     def members(self) -> tuple[FusedMember, ...]:
@@ -438,3 +445,8 @@ class Fused(Op):
 
     def writes(self) -> tuple[Access, ...]:
         return tuple(access for op in self.members for access in op.writes())
+
+
+def kinds_of_op() -> list[type[Op]]:
+    """Every class of ops; of the two that `slots` makes of each, the one that has them."""
+    return list({kind.__name__: kind for kind in Op.__subclasses__()}.values())

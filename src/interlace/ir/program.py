@@ -10,29 +10,15 @@ depends on the rank, and gives the concrete Program that an Executor runs and th
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from interlace.errors import ProgramError
-from interlace.ir.ops import (
-    Alloc,
-    Arg,
-    Call,
-    Collective,
-    Copy,
-    Expect,
-    Fused,
-    FusedMember,
-    Get,
-    Group,
-    Notify,
-    Op,
-    Put,
-    Recv,
-    Send,
-)
-from interlace.ir.types import Buffer, Index, Layout, Others, Table, Team, Where, check_world
+from interlace.ir.fields import form_of, written
+from interlace.ir.ops import Alloc, Arg, Call, Fused, FusedMember, Op
+from interlace.ir.types import Buffer, Layout, RankIndex, Table, Team, Where, spanned
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 
@@ -64,8 +50,8 @@ class Site:
     kind: str
     """`all_gather_matmul`, `matmul_reduce_scatter`, `matmul_all_reduce`, `all_to_all_matmul`,
     `matmul_all_to_all`, or a collective's kind."""
-    module: str = ""
-    strategy: str = "serial"
+    module: str = field(default="", metadata=written(positional=True))
+    strategy: str = field(default="serial", metadata=written(always=True))
     protocol: str | None = None
     chunks: int | None = None
     reason: str = ""
@@ -103,7 +89,7 @@ class Program:
     """Set by `instantiate`: the global rank that this concrete Program is for."""
 
     def __str__(self) -> str:
-        from interlace.ir.printer import print_program  # the printer imports this module
+        from interlace.ir.text.printer import print_program  # the printer imports this module
 
         return print_program(self)
 
@@ -114,15 +100,7 @@ class Program:
     @property
     def world(self) -> tuple[int, ...]:
         """The global ranks that run this Program."""
-        if self.ranks is not None:
-            return self.ranks
-        size = 1
-        for team in self.teams:
-            size *= team.size if team.groups is None else 1
-        check_world(size)
-        explicit = sorted({r for t in self.teams if t.groups for g in t.groups for r in g})
-        mesh = any(team.groups is None for team in self.teams)
-        return tuple(range(size)) if mesh or not explicit else tuple(explicit)
+        return self.ranks if self.ranks is not None else spanned(self.teams)
 
     def team(self, name: str) -> Team:
         """The team of that name."""
@@ -191,13 +169,12 @@ class Program:
             if self.rank != rank:
                 raise ProgramError(f"{self.name} is already instantiated for rank {self.rank}")
             return self
-        where = self.where(rank)
-        rewrite = _Resolver(where)
+        resolve = functools.partial(_resolved, self.where(rank))
         return dataclasses.replace(
             self,
-            params=tuple(rewrite.buffer(buffer) for buffer in self.params),
-            ops=tuple(rewrite.op(op) for op in self.ops),
-            results=None if self.results is None else tuple(map(rewrite.arg, self.results)),
+            params=_mapped(self.params, resolve),
+            ops=_mapped(self.ops, resolve),
+            results=None if self.results is None else _mapped(self.results, resolve),
             rank=rank,
             ranks=self.world,
         )
@@ -216,39 +193,27 @@ def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
 
 def map_views(op: Op, change: Callable[[View], View]) -> Op:
     """The op with every view changed."""
+    return map_values(op, lambda value: change(value) if isinstance(value, View) else value)
 
-    def arg(value: Arg) -> Arg:
-        if isinstance(value, View):
-            return change(value)
-        return tuple(map(arg, value)) if isinstance(value, tuple) else value
 
-    match op:
-        case Call():
-            return dataclasses.replace(
-                op,
-                args=tuple(map(arg, op.args)),
-                kwargs=tuple((key, arg(value)) for key, value in op.kwargs),
-                outs=tuple(map(change, op.outs)),
-            )
-        case Copy() | Put():
-            return dataclasses.replace(op, src=change(op.src), dst=change(op.dst))
-        case Get():
-            dst = None if op.dst is None else change(op.dst)
-            return dataclasses.replace(op, src=change(op.src), dst=dst)
-        case Collective():
-            src = None if op.src is None else change(op.src)
-            dst = None if op.dst is None else change(op.dst)
-            return dataclasses.replace(op, src=src, dst=dst)
-        case Send():
-            return dataclasses.replace(op, src=change(op.src))
-        case Recv():
-            return dataclasses.replace(op, dst=change(op.dst))
-        case Group():
-            return dataclasses.replace(op, ops=tuple(map_views(item, change) for item in op.ops))
-        case Fused():
-            return map_members(op, lambda item: map_views(item, change))
-        case _:
-            return op
+def map_values(op: Op, change: Callable[[object], object]) -> Op:
+    """The op with every value of its fields changed, also within tuples and ops that it holds."""
+    changes: dict[str, Any] = {}
+    for each in form_of(type(op)).fields:
+        value = getattr(op, each.name)
+        if each.role not in _PLAIN and value is not None:
+            changes[each.name] = _mapped(value, change)
+    return dataclasses.replace(op, **changes) if changes else op
+
+
+_PLAIN = frozenset({"string", "name", "table", "team", "integer", "flag"})
+"""Roles of fields without views, ranks and buffers."""
+
+
+def _mapped(value: Any, change: Callable[[object], object]) -> Any:
+    if isinstance(value, tuple):
+        return tuple([_mapped(item, change) for item in cast("tuple[object, ...]", value)])
+    return map_values(value, change) if isinstance(value, Op) else change(value)
 
 
 def map_members(op: Fused, change: Callable[[FusedMember], Op]) -> Fused:
@@ -257,51 +222,24 @@ def map_members(op: Fused, change: Callable[[FusedMember], Op]) -> Fused:
     return dataclasses.replace(op, parts=cast("tuple[tuple[FusedMember, ...], ...]", parts))
 
 
-class _Resolver:
-    """Replaces what depends on the rank by integers."""
+def _resolved(where: Where, value: object) -> object:
+    """The value on one rank: what depends on the rank is an integer."""
+    match value:
+        case View():
+            return View(value.buffer, tuple([_resolved_step(where, step) for step in value.steps]))
+        case Buffer():
+            return dataclasses.replace(value, shape=tuple(map(where.dim, value.shape)))
+        case RankIndex():
+            return where.index(value)
+        case _:
+            return value
 
-    def __init__(self, where: Where) -> None:
-        self.where = where
 
-    def buffer(self, buffer: Buffer) -> Buffer:
-        return dataclasses.replace(buffer, shape=tuple(map(self.where.dim, buffer.shape)))
-
-    def step(self, step: Step) -> Step:
-        match step:
-            case Chunk(index, parts, dim):
-                return Chunk(self.where.index(index), parts, dim)
-            case Slice(dim, start, stop):
-                return Slice(dim, self.where.dim(start), self.where.dim(stop))
-            case _:
-                return step
-
-    def view(self, view: View) -> View:
-        return View(view.buffer, tuple(map(self.step, view.steps)))
-
-    def arg(self, value: Arg) -> Arg:
-        if isinstance(value, View):
-            return self.view(value)
-        return tuple(map(self.arg, value)) if isinstance(value, tuple) else value
-
-    def op(self, op: Op) -> Op:
-        op = map_views(op, self.view)
-        match op:
-            case Alloc():
-                return dataclasses.replace(op, buffer=self.buffer(op.buffer))
-            case Call():
-                return dataclasses.replace(op, fresh=tuple(map(self.buffer, op.fresh)))
-            case Collective():
-                root = None if op.root is None else self.where.index(op.root)
-                return dataclasses.replace(op, root=root)
-            case Send() | Recv() | Put() | Get():
-                return dataclasses.replace(op, peer=self.where.index(op.peer))
-            case Notify() | Expect():
-                peer: Index | Others = op.peer
-                resolved = peer if isinstance(peer, Others) else self.where.index(peer)
-                return dataclasses.replace(op, peer=resolved)
-            case Group():
-                return dataclasses.replace(op, ops=tuple(self.op(item) for item in op.ops))
-            case Fused():
-                return map_members(op, self.op)
-            case _:
-                return op
+def _resolved_step(where: Where, step: Step) -> Step:
+    match step:
+        case Chunk(index, parts, dim):
+            return Chunk(where.index(index), parts, dim)
+        case Slice(dim, start, stop):
+            return Slice(dim, where.dim(start), where.dim(stop))
+        case _:
+            return step

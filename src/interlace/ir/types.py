@@ -148,6 +148,17 @@ class Team:
         return Others(self.name)
 
 
+def team_sizes(teams: Sequence[Team]) -> dict[str, int]:
+    """Parts that `x[tp.rank]` cuts dimension 0 into, by team."""
+    return {team.name: team.size for team in reversed(teams)}
+
+
+def even_parts(teams: Sequence[Team]) -> int | None:
+    """Parts that `x[2]` cuts dimension 0 into: the teams' size, if they all have the same."""
+    sizes = {team.size for team in teams}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One rank's place in a team: its index, and the global ranks of the whole team, in order."""
@@ -167,8 +178,7 @@ class Layout:
         world = math.prod(team.size for team in axes)
         check_world(world)
         if ranks is None:
-            listed = {r for team in teams if team.groups for group in team.groups for r in group}
-            ranks = tuple(range(world)) if axes or not listed else tuple(sorted(listed))
+            ranks = spanned(teams)
         if axes and len(ranks) != world:
             raise TeamError(
                 f"teams {', '.join(f'{a.name}[{a.size}]' for a in axes)} span {world} ranks, but "
@@ -207,6 +217,14 @@ class Layout:
                 if group is not None:
                     found[team.name] = Member(group.index(rank), group)
         return found
+
+
+def spanned(teams: Sequence[Team]) -> tuple[int, ...]:
+    """The global ranks of a mesh, or without a mesh those in the groups."""
+    axes = [team.size for team in teams if team.groups is None]
+    listed = {rank for team in teams for group in team.groups or () for rank in group}
+    check_world(math.prod(axes))
+    return tuple(range(math.prod(axes))) if axes or not listed else tuple(sorted(listed))
 
 
 def check_world(size: int) -> None:

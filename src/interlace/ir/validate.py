@@ -13,13 +13,22 @@ lifetimes) is for `interlace.verify`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from interlace.errors import InterlaceError, ProgramError
-from interlace.ir.check_context import Context, Fault
+from interlace.ir.check_context import (
+    Context,
+    Fault,
+    check_arguments,
+    check_buffer,
+    check_operator,
+)
 from interlace.ir.check_ops import OpChecker
-from interlace.ir.check_program import check_header, check_results
-from interlace.ir.printer import print_lines
-from interlace.ir.program import Program
-from interlace.ir.spelling import excerpt, lines_of
+from interlace.ir.ops import Arg, Name, views_in
+from interlace.ir.program import Program, Region
+from interlace.ir.text.printer import print_lines
+from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
+from interlace.ir.types import Team
 
 
 def validate(program: Program, text: str | None = None) -> Program:
@@ -29,12 +38,12 @@ def validate(program: Program, text: str | None = None) -> Program:
     """
     try:
         context = Context(program)
-        check_header(context)
+        _check_header(context)
         ops = OpChecker(context)
         for place, op in enumerate(program.ops):
             context.tag = ("op", place)
             ops.check(op)
-        check_results(context)
+        _check_results(context)
     except Fault as fault:
         raise ProgramError(_message(program, fault, text)) from None
     return program
@@ -55,3 +64,135 @@ def _message(program: Program, fault: Fault, text: str | None) -> str:
         head = f"{head}, from {loc}"
     shown = excerpt([found.text for found in lines], line)
     return f"{head}: {fault.what}\n{shown}\n{fault.fix}"
+
+
+def _check_header(context: Context) -> None:
+    """Everything but the ops and the results."""
+    program = context.program
+    _unique(context, [team.name for team in program.teams], "team")
+    for team in program.teams:
+        _check_team(context, team)
+        context.teams[team.name] = team
+    context.tag = ("ranks", 0)
+    ranks = program.ranks
+    if ranks is not None and (not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0):
+        raise context.fault(
+            f"ranks{ranks} are no set of ranks", "name each global rank once, from 0"
+        )
+    context.place_ranks()
+    _unique(context, [table.name for table in program.tables], "table")
+    for place, table in enumerate(program.tables):
+        context.tag = ("table", place)
+        if table.team not in context.teams:
+            raise context.unknown("team", table.team, context.teams)
+        size = context.teams[table.team].size
+        if len(table.values) != size or min(table.values, default=0) < 0:
+            what = f"table {table.name!r} holds {list(table.values)} for {size} ranks"
+            raise context.fault(what, f"give one number >= 0 for each rank of {table.team!r}")
+        context.tables[table.name] = table
+    context.tag = ("header", 0)
+    for buffer in program.params:
+        check_buffer(context, buffer, ("input", "output"))
+        context.declare(buffer)
+    _check_sites(context)
+    for place, region in enumerate(program.regions):
+        context.tag = ("region", place)
+        _check_region(context, region)
+    _unique(context, [region.name for region in program.regions], "region")
+
+
+def _check_results(context: Context) -> None:
+    """What a run returns: views of what outlives it, numbers and None."""
+    context.tag = ("results", 0)
+    for result in context.program.returned():
+        if _names_in(result):
+            raise context.fault(
+                "a result is no value of a region", "return views of buffers, numbers or None"
+            )
+        for view in views_in(result):
+            kind = context.buffer(view).kind
+            context.boxes(view)
+            if kind in ("local", "symmetric"):
+                raise context.fault(
+                    f"{view.buffer!r} is {kind}: its memory is used again after the run",
+                    f"copy it to an output, or declare it fresh: {view.buffer} = empty(...)",
+                )
+
+
+def _check_team(context: Context, team: Team) -> None:
+    if team.size < 1:
+        raise context.fault(f"team {team.name!r} has {team.size} ranks", "give it 1 or more")
+    if team.groups is None:
+        return
+    listed = [rank for group in team.groups for rank in group]
+    if not listed or any(len(group) != team.size for group in team.groups):
+        raise context.fault(
+            f"team {team.name!r} of {team.size} ranks has groups of another size",
+            "give each group as many ranks as the team has",
+        )
+    if len(set(listed)) != len(listed) or min(listed) < 0:
+        raise context.fault(
+            f"the groups of team {team.name!r} name a rank twice, or one below 0",
+            "each global rank stands in one group at most",
+        )
+
+
+def _check_sites(context: Context) -> None:
+    ids: set[int] = set()
+    for place, site in enumerate(context.program.sites):
+        if site.id in ids:
+            context.tag = ("site", place)
+            raise context.fault(f"site {site.id} is there twice", "number each site differently")
+        ids.add(site.id)
+    for place, remark in enumerate(context.program.remarks):
+        if remark.site is not None and remark.site not in ids:
+            context.tag = ("remark", place)
+            raise context.fault(f"no site {remark.site}", f"sites are {sorted(ids)[:12]}")
+
+
+def _check_region(context: Context, region: Region) -> None:
+    known = set(region.inputs)
+    if len(known) != len(region.inputs):
+        raise context.fault(
+            f"region {region.name!r} has an input twice", "name each input differently"
+        )
+    for node in region.body:
+        check_operator(context, node.fn)
+        check_arguments(context, node.args, node.kwargs)
+        for arg in (*node.args, *(value for _, value in node.kwargs)):
+            for name in _names_in(arg):
+                _known_value(context, region, name, known)
+            if any(True for _ in views_in(arg)):
+                raise context.fault(
+                    f"region {region.name!r} uses a buffer of the program",
+                    "make it an input of the region",
+                )
+        for out in node.outs:
+            if out in known:
+                what = f"region {region.name!r} gives {out!r} twice"
+                raise context.fault(what, "name each value differently")
+            known.add(out)
+    for name in region.outputs:
+        _known_value(context, region, name, known)
+
+
+def _known_value(context: Context, region: Region, name: str, known: set[str]) -> None:
+    if name not in known:
+        what = f"region {region.name!r} has no value {name!r} here"
+        raise context.fault(what, did_you_mean(name, known, "values are"))
+
+
+def _names_in(arg: Arg) -> list[str]:
+    if isinstance(arg, Name):
+        return [arg.name]
+    return [name for item in arg for name in _names_in(item)] if isinstance(arg, tuple) else []
+
+
+def _unique(context: Context, names: Iterable[str], family: str) -> None:
+    seen: set[str] = set()
+    for place, name in enumerate(names):
+        if name in seen:
+            if family != "team":
+                context.tag = (family, place)
+            raise context.fault(f"{family} {name!r} is there twice", "give the second another name")
+        seen.add(name)

@@ -11,11 +11,14 @@ written, so that text reads well, and resolved to a `Box` for one rank:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Self, assert_never
 
 from interlace.errors import ProgramError
 from interlace.ir.box import Box as Box
 from interlace.ir.box import byte_runs as byte_runs
+from interlace.ir.fields import written
 from interlace.ir.types import (
     Buffer,
     Dim,
@@ -33,7 +36,7 @@ class Chunk:
 
     index: Index
     parts: int | str
-    dim: int = 0
+    dim: int = field(default=0, metadata=written(positional=True, named=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,22 @@ class Select:
 class Permute:
     """Dimensions in another order."""
 
-    dims: tuple[int, ...]
+    dims: tuple[int, ...] = field(metadata=written(rest=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Reshape:
     """Other sizes over the same elements; one size may be -1. Never copies."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = field(metadata=written(rest=True))
+    WORD: ClassVar[str] = "view"
 
 
 @dataclass(frozen=True, slots=True)
 class Expand:
     """Dimensions of size 1 repeated; -1 keeps a size."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = field(metadata=written(rest=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,54 +91,63 @@ class AsStrided:
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
+    offset: int = field(default=0, metadata=written(positional=True, always=True))
 
 
 Step = Chunk | Slice | Select | Permute | Reshape | Expand | Cast | AsStrided
 
 
+class Steps:
+    """The steps as methods, for views and for handles of them."""
+
+    __slots__ = ()
+
+    def then(self, step: Step) -> Self:
+        """This view with one more step."""
+        raise NotImplementedError
+
+    def chunk(self, index: Index, parts: int | str | Table, dim: int = 0) -> Self:
+        """Chunk `index` of `parts`: a number of even ones, or a table of their sizes."""
+        return self.then(Chunk(index, parts.name if isinstance(parts, Table) else parts, dim))
+
+    def slice(self, dim: int, start: Dim, stop: Dim) -> Self:
+        """Elements `start` up to `stop` of `dim`."""
+        return self.then(Slice(dim, start, stop))
+
+    def select(self, dim: int, index: int) -> Self:
+        """Element `index` of `dim`, which goes away."""
+        return self.then(Select(dim, index))
+
+    def permute(self, *dims: int) -> Self:
+        """Dimensions in another order."""
+        return self.then(Permute(dims))
+
+    def view(self, *sizes: int) -> Self:
+        """Other sizes over the same elements; one may be -1."""
+        return self.then(Reshape(sizes))
+
+    def expand(self, *sizes: int) -> Self:
+        """Dimensions of size 1 repeated."""
+        return self.then(Expand(sizes))
+
+    def cast(self, dtype: DType) -> Self:
+        """The same bytes as another element type."""
+        return self.then(Cast(dtype))
+
+    def as_strided(self, sizes: Sequence[int], strides: Sequence[int], offset: int = 0) -> Self:
+        """Any strided box of the buffer."""
+        return self.then(AsStrided(tuple(sizes), tuple(strides), offset))
+
+
 @dataclass(frozen=True, slots=True)
-class View:
+class View(Steps):
     """A strided box of a buffer, as the steps that lead to it."""
 
     buffer: str
     steps: tuple[Step, ...] = ()
 
     def then(self, step: Step) -> View:
-        """This view with one more step."""
         return View(self.buffer, (*self.steps, step))
-
-    def chunk(self, index: Index, parts: int | str | Table, dim: int = 0) -> View:
-        """Chunk `index` of `parts` (a number of even parts, or a table of sizes) of `dim`."""
-        return self.then(Chunk(index, parts.name if isinstance(parts, Table) else parts, dim))
-
-    def slice(self, dim: int, start: Dim, stop: Dim) -> View:
-        """Elements `start` up to `stop` of `dim`."""
-        return self.then(Slice(dim, start, stop))
-
-    def select(self, dim: int, index: int) -> View:
-        """Element `index` of `dim`, which goes away."""
-        return self.then(Select(dim, index))
-
-    def permute(self, *dims: int) -> View:
-        """Dimensions in another order."""
-        return self.then(Permute(dims))
-
-    def view(self, *sizes: int) -> View:
-        """Other sizes over the same elements."""
-        return self.then(Reshape(sizes))
-
-    def expand(self, *sizes: int) -> View:
-        """Dimensions of size 1 repeated."""
-        return self.then(Expand(sizes))
-
-    def cast(self, dtype: DType) -> View:
-        """The same bytes as another element type."""
-        return self.then(Cast(dtype))
-
-    def as_strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> View:
-        """Any strided box of the buffer."""
-        return self.then(AsStrided(sizes, strides, offset))
 
     @property
     def covers_buffer(self) -> bool:
@@ -215,6 +228,8 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
             if len(new_sizes) != len(new_strides) or min(new_sizes, default=0) < 0:
                 raise ValueError("give one stride for each size, and sizes >= 0")
             sizes, strides, offset = list(new_sizes), list(new_strides), start
+        case _:
+            assert_never(step)
     return Box(offset, tuple(sizes), tuple(strides), dtype)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from interlace.ir import Fused, Program
-from interlace.ir.printer import print_op
+from interlace.ir.text.printer import print_op
 
 NUM_SHOWN = 4
 """Ops of each stream that a message shows, the last one included."""

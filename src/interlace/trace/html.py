@@ -23,7 +23,7 @@ from pathlib import Path
 
 from interlace.cost.timeline import Timeline
 from interlace.ir import Program
-from interlace.ir.printer import print_lines
+from interlace.ir.text.printer import print_lines
 from interlace.trace.figures import HEADINGS, figures_rows
 from interlace.trace.page_data import page_data
 from interlace.trace.runs import Run, all_programs, as_set, write_whole

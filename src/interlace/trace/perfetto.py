@@ -16,7 +16,7 @@ from pathlib import Path
 
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Program
-from interlace.ir.spelling import visible
+from interlace.ir.text.spelling import visible
 from interlace.trace.runs import Run, as_set, title, write_whole
 from interlace.trace.tracks import Arrow, OpKey, arrows, texts, tracks
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Meetings, Program, bindings, spots
-from interlace.ir.printer import print_op
+from interlace.ir.text.printer import print_op
 
 OpKey = tuple[int, int]
 """A global rank, and an op's place in the list of that rank's Program."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from interlace.ir.ops import Collective, Op
-from interlace.ir.printer import print_op
+from interlace.ir.text.printer import print_op
 from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.circles import cycle, never, segments

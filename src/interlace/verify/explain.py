@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from interlace.ir.ops import Fused, Get, Group, Loc, Put
-from interlace.ir.printer import print_op
 from interlace.ir.program import Program
+from interlace.ir.text.printer import print_op
 from interlace.verify.fixing import lifetimes, races
 from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import line_numbers

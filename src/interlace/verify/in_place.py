@@ -22,7 +22,7 @@ from typing import NamedTuple
 from interlace.ir.box import Box
 from interlace.ir.operators import is_pointwise
 from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy
-from interlace.ir.printer import print_view
+from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Index
 from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from interlace.ir.ops import Op
-from interlace.ir.printer import print_lines, print_op
 from interlace.ir.program import Program
+from interlace.ir.text.printer import print_lines, print_op
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,19 +61,14 @@ def accessor(family: str, name: str) -> str:
     return name if plain(name) else f"{family}[{quote(name)}]"
 
 
-def number(value: int | float) -> str:
-    """An integer or a float; `inf`, `-inf` and `nan` are words of the text."""
-    return repr(value)
-
-
 def scalar(value: Scalar) -> str:
-    """A literal of an argument."""
+    """A literal of an argument; `inf`, `-inf` and `nan` are words of the text."""
     if isinstance(value, DType):
         return value.value
     if isinstance(value, str):
         return quote(value)
     if isinstance(value, complex):
-        return f"complex({number(value.real)}, {number(value.imag)})"
+        return f"complex({value.real!r}, {value.imag!r})"
     return repr(value)
 
 

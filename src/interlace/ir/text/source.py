@@ -10,18 +10,23 @@ coppy(x, y)   ->  ParseError: schedule.ilc:7:11: no op is named 'coppy'
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from interlace.errors import ParseError
+from interlace.ir.fields import Form
 from interlace.ir.ops import Loc
-from interlace.ir.spelling import did_you_mean, excerpt, lines_of
+from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
 
 MAX_TEXT = 1 << 24
 """Characters of a text: some 100,000 ops."""
 TOO_LONG = "an integer of more than 64 bits"
+_LONG = re.compile(r"\d\w{16}")
+"""What every integer of more than 64 bits begins with, as it has 17 digits or more."""
 
 Node = ast.expr | ast.stmt | ast.arg | ast.keyword
 
@@ -68,6 +73,8 @@ class Source:
                 1, None, 1, f"more than {MAX_TEXT} characters", "write several files"
             )
         tree = self._read()
+        if _LONG.search(self.text) is None:  # walking a whole tree takes as long as reading it
+            return tree
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, int):
                 if node.value >= 1 << 64:
@@ -97,9 +104,9 @@ class Source:
             ) from None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Signature:
-    """What a call takes: positional names (the first `required` must be there) and keywords."""
+    """What a call takes: positional names and keywords, some of which must be there."""
 
     positional: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
@@ -108,6 +115,32 @@ class Signature:
     """Takes any number of further positional arguments."""
     any_keyword: bool = False
     """Takes keywords of any name."""
+
+    @cached_property
+    def known(self) -> tuple[str, ...]:
+        """All names."""
+        return (*self.positional, *self.keywords)
+
+    def usage(self, name: str) -> str:
+        """How a call is written."""
+        keywords = [f"{key}=..." for key in self.keywords if key not in ("site", "loc", "stream")]
+        return f"{name}({', '.join([*self.positional, *['...'] * self.rest, *keywords])})"
+
+
+@functools.cache
+def signature_of(form: Form) -> Signature:
+    """What a dataclass takes, written as a call."""
+    fields = [field for field in form.fields if not field.how.rest]
+    return Signature(
+        positional=tuple(field.keyword for field in fields if field.positional),
+        keywords=(
+            *dict.fromkeys(field.keyword for field in fields if not field.positional),
+            *form.common,
+        ),
+        required=tuple(field.keyword for field in fields if field.required),
+        rest=len(fields) < len(form.fields),
+        any_keyword=any(field.role == "keywords" for field in fields),
+    )
 
 
 class Arguments:
@@ -118,44 +151,37 @@ class Arguments:
         self.bound: dict[str, ast.expr] = {}
         self.rest: list[ast.expr] = []
         self.others: list[tuple[str, ast.expr]] = []
+        names = signature.positional
         for place, node in enumerate(call.args):
             if isinstance(node, ast.Starred):
                 raise source.error(node, "'*' has no meaning here", "write the arguments out")
-            if place < len(signature.positional):
-                self.bound[signature.positional[place]] = node
+            if place < len(names):
+                self.bound[names[place]] = node
             elif signature.rest:
                 self.rest.append(node)
             else:
-                count = len(signature.positional)
-                raise source.error(
-                    node,
-                    f"{name}(...) takes {count} positional argument{'s' if count != 1 else ''}",
-                    f"write {usage(name, signature)}",
-                )
+                count = f"{len(names)} positional argument{'s' if len(names) != 1 else ''}"
+                fix = f"write {signature.usage(name)}"
+                raise source.error(node, f"{name}(...) takes {count}", fix)
         seen = set(self.bound)
         for keyword in call.keywords:
             key = keyword.arg
-            known = (*signature.positional, *signature.keywords)
             if key is None:
                 raise source.error(keyword, "'**' has no meaning here", "write the arguments out")
             if key in seen:
                 raise source.error(keyword, f"{name}(...) has {key!r} twice", "remove one of them")
             seen.add(key)
-            if key in known:
+            if key in signature.known:
                 self.bound[key] = keyword.value
             elif signature.any_keyword:
                 self.others.append((key, keyword.value))
             else:
-                raise source.error(
-                    keyword,
-                    f"{name}(...) has no argument {key!r}",
-                    did_you_mean(key, known, f"{name}(...) takes"),
-                )
-        missing = [key for key in signature.required if key not in self.bound]
-        if missing:
-            raise source.error(
-                call, f"{name}(...) lacks {missing[0]!r}", f"write {usage(name, signature)}"
-            )
+                fix = did_you_mean(key, signature.known, f"{name}(...) takes")
+                raise source.error(keyword, f"{name}(...) has no argument {key!r}", fix)
+        for key in signature.required:
+            if key not in self.bound:
+                fix = f"write {signature.usage(name)}"
+                raise source.error(call, f"{name}(...) lacks {key!r}", fix)
 
     def get(self, name: str) -> ast.expr | None:
         """The argument of that name; None if it is not given or is the word None."""
@@ -168,13 +194,3 @@ class Arguments:
 
     def __getitem__(self, name: str) -> ast.expr:
         return self.bound[name]
-
-
-def usage(name: str, signature: Signature) -> str:
-    """How a call is written."""
-    parts: Sequence[str] = [
-        *signature.positional,
-        *(["..."] if signature.rest else []),
-        *(f"{key}=..." for key in signature.keywords if key not in ("site", "loc", "stream")),
-    ]
-    return f"{name}({', '.join(parts)})"

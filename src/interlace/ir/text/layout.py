@@ -28,8 +28,17 @@ class Block:
         comma = "," if self.lone_comma and len(self.items) == 1 else ""
         return f"{self.head}{', '.join(map(flat, self.items))}{comma}{self.tail}"
 
+    def after(self, prefix: str) -> Block:
+        """The same after some text."""
+        return Block(prefix + self.head, self.items, self.tail, self.lone_comma)
+
 
 Item = str | Block
+
+
+def prefixed(prefix: str, item: Item) -> Item:
+    """The item after some text."""
+    return prefix + item if isinstance(item, str) else item.after(prefix)
 
 
 def flat(item: Item) -> str:

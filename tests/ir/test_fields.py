@@ -1,0 +1,105 @@
+"""A new op: its dataclass is all that the text, the builder and the checks need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+import interlace
+from interlace.errors import ParseError, ProgramError
+from interlace.ir import Access, Index, Op, View, map_views, parse, validate
+from interlace.ir.fields import NAME, NAMES, ROLES, SEVERAL, TEAM, form_of, written
+from interlace.ir.text.expressions import STEPS
+from interlace.ir.text.parser import op_words
+from interlace.ir.types import Team
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerScale(Op):
+    """`src` of a peer, scaled, into `dst`."""
+
+    src: View
+    dst: View | None = field(default=None, metadata=written(positional=True))
+    peer: Index
+    team: str = field(metadata=TEAM)
+    by: float | None = None
+    label: str = field(default="none", metadata=NAME)
+    exact: bool = False
+
+    def reads(self) -> tuple[Access, ...]:
+        return (Access(self.src, self.peer, self.team),)
+
+    def writes(self) -> tuple[Access, ...]:
+        return () if self.dst is None else (Access(self.dst),)
+
+
+TEXT = """
+def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
+    full = alloc(f32[4], symmetric=tp)
+    main: OP
+"""
+
+
+def test_a_new_op_needs_its_dataclass_alone() -> None:
+    with interlace.program("f", team=2) as p:
+        y = (p.input("x", "f32", (4,)), p.output("y", "f32", (4,)))[1]
+        full = p.alloc("full", "f32", (4,), symmetric=p.tp)
+        p.add(PeerScale, src=full, dst=y, peer=p.tp.rank + 1, by=2.5, label="odd name")
+        p.add(PeerScale, src=full, peer=1, exact=True)
+    lines = str(p.program).splitlines()
+    assert lines[2:] == [
+        '    main: peer_scale(full, y, peer=tp.rank + 1, by=2.5, label="odd name")',
+        "    main: peer_scale(full, peer=1, team=tp, exact=True)",
+    ]
+    assert parse(str(p.program)) == p.program
+    concrete = p.program.instantiate(1)
+    assert "peer_scale(full, y, peer=0, team=tp, by=2.5" in str(concrete)
+    assert parse(str(concrete)) == concrete
+    moved = map_views(p.program.ops[1], lambda view: View(f"new_{view.buffer}"))
+    assert isinstance(moved, PeerScale)
+    assert (moved.src, moved.dst) == (View("new_full"), View("new_y"))
+
+
+@pytest.mark.parametrize(
+    ("op", "told"),
+    [
+        ("peer_scale(full, y)", "peer_scale(...) lacks 'peer'"),
+        ("peer_scal(full, y, peer=1)", "did you mean 'peer_scale'?"),
+        ("peer_scale(full, y, tp.rank)", "takes 2 positional arguments"),
+        ("peer_scale(full, y, peer=1, exact=1)", "exact is a flag"),
+        ("peer_scale(full, y, peer=2)", "peer 2 of team 'tp' does not exist"),
+        ("peer_scale(full, y, peer=1, team=dp)", "no team is named 'dp'"),
+        ("peer_scale(x, y, peer=1)", "peers of 'tp' cannot reach it"),
+        ("peer_scale(full, y[0:5], peer=1)", "y[0:5] does not exist"),
+        ("peer_scale(full, y[0:1].expand(4), peer=1)", "its elements overlap"),
+    ],
+)
+def test_its_mistakes_are_told(op: str, told: str) -> None:
+    with pytest.raises((ParseError, ProgramError)) as raised:
+        validate(parse(TEXT.replace("OP", op)))
+    assert told in str(raised.value)
+
+
+def test_a_field_without_a_role_is_an_error() -> None:
+    @dataclass(frozen=True)
+    class Odd:
+        speed: complex
+
+    with pytest.raises(TypeError, match=r"Odd\.speed has no role: give its type complex one"):
+        form_of(Odd)
+
+
+def test_printer_and_parser_know_every_role() -> None:
+    from interlace.ir.text import parser, printer
+
+    roles = {*ROLES.values(), *NAMES, *SEVERAL} - {"declaration"}
+    teams = (Team("tp", 2),)
+    writes = printer.Printer(teams)
+    assert roles == {*writes.one, *writes.several}
+    reads = parser.OpParser(parser.Source("", "made_up.ilc"), teams)
+    assert roles == {*reads.one, *reads.several}
+    assert {"copy", "all_gather", "host_sync"} <= set(op_words())
+    assert set(STEPS) == {
+        *("chunk", "slice", "select", "permute", "view", "expand", "cast", "as_strided"),
+    }
