@@ -13,9 +13,9 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 
-from interlace.comm import sharing
-from interlace.comm.board import Board, failure
-from interlace.comm.liveness import Life, _started
+from interlace.comm.host import sharing
+from interlace.comm.rendezvous.board import Board, failure
+from interlace.comm.rendezvous.liveness import Life, _started
 from interlace.errors import AgreementError, SharedMemoryError
 
 SIZE = 3

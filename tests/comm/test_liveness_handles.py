@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from interlace.comm.liveness import Life, identity
+from interlace.comm.rendezvous.liveness import Life, identity
 
 OPEN = Path("/proc/self/fd")
 

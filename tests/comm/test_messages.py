@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.comm.messages import Incoming, Outgoing
-from interlace.comm.workspace import Box
+from interlace.comm.host.messages import Incoming, Outgoing
+from interlace.comm.host.workspace import Box
 
 
 class Gates:

@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
-from interlace.comm.board import Board
 from interlace.comm.cuda import registry as registry_file
 from interlace.comm.cuda.registry import KEPT, Registry
-from interlace.comm.registered import Registered
+from interlace.comm.host.registered import Registered
+from interlace.comm.rendezvous.board import Board
 from interlace.errors import BackendError, ExecutorError, InterlaceError, PeerError
 
 pytestmark = pytest.mark.timeout(60)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support.pool import Died, Pool
 from torch.testing._internal.distributed import fake_pg
 
-from interlace.comm.board import Board
+from interlace.comm.rendezvous.board import Board
 from interlace.frontend.consent import consent_of_ranks
 from interlace.ir import parse
 from interlace.options import Options

@@ -29,15 +29,15 @@ from interlace.comm import (
     Wait,
     bind_collective,
     fence,
-    shared_memory,
     stamp,
     team_of,
 )
 from interlace.comm.backends import cut
-from interlace.comm.board import Board
-from interlace.comm.liveness import Life, identity
-from interlace.comm.shared_memory import default_folder
-from interlace.comm.sharing import share
+from interlace.comm.host import shared_memory
+from interlace.comm.host.shared_memory import default_folder
+from interlace.comm.host.sharing import share
+from interlace.comm.rendezvous.board import Board
+from interlace.comm.rendezvous.liveness import Life, identity
 from interlace.errors import (
     AgreementError,
     BackendError,
@@ -211,7 +211,7 @@ def test_a_process_is_alive_until_it_ends() -> None:
 def test_a_process_whose_entry_cannot_be_read_counts_as_alive() -> None:
     """So it is where this process may open no more files."""
     me = identity()
-    with mock.patch("interlace.comm.liveness._stat", return_value=[]):
+    with mock.patch("interlace.comm.rendezvous.liveness._stat", return_value=[]):
         assert Life.of(*me).alive()
 
 

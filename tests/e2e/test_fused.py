@@ -28,7 +28,7 @@ import interlace.frontend
 from interlace.ir import Fused, Get, parse
 from interlace.options import Options
 from interlace.passes import lower, take_turns
-from interlace.passes import pieces as pieces_file
+from interlace.passes.strategies import pieces as pieces_file
 from interlace.runtime import Executor
 
 DIM = 16

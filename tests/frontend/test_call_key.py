@@ -23,8 +23,8 @@ from torch.nn.utils import parametrize
 
 import interlace
 from interlace.errors import UnsupportedError
-from interlace.frontend.call_key import CallKeys
-from interlace.frontend.state import State
+from interlace.frontend.calling.call_key import CallKeys
+from interlace.frontend.calling.state import State
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import interlace
 from interlace.comm.teams import _registry
 from interlace.frontend import backend
-from interlace.frontend.specialise import signature
+from interlace.frontend.calling.specialise import signature
 
 
 def write_then_read(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from tests.frontend.tracing import agrees, graphs, imported
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from interlace.frontend.grouped import equal_groups
+from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.partition import Partition
 from interlace.ir import Call, Program, validate
 from interlace.nn.grouped_linear import grouped_linear_ops

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import interlace
 from interlace.errors import UnsupportedError
 from interlace.frontend import Imported, Teams, backend, capture, import_graph
-from interlace.frontend.devices import device_of
+from interlace.frontend.importing.devices import device_of
 from interlace.ir import Call, Copy, Permute
 
 GPU = "cuda:0"

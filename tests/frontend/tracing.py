@@ -17,7 +17,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from interlace.frontend import Imported, import_graph
-from interlace.frontend.specialise import propagate, recorded_signature, signature
+from interlace.frontend.calling.specialise import propagate, recorded_signature, signature
 
 
 @dataclass

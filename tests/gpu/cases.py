@@ -27,7 +27,8 @@ from tests.runtime.programs import world_group
 from interlace.errors import InterlaceError
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower, pieces, take_turns
+from interlace.passes import lower, take_turns
+from interlace.passes.strategies import pieces
 from interlace.runtime import Executor
 from interlace.runtime.engine import BeforeOp
 

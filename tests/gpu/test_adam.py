@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from interlace.errors import OptimizerError
-from interlace.kernels.adam import Flat, Hyper, Spec, key_of, scalars, update_twin
 from interlace.optim import Adam, AdamW
+from interlace.optim.adam.arithmetic import Flat, Hyper, Spec, key_of, scalars, update_twin
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,7 @@ from interlace.comm.cuda.collectives import bind_on_stream
 from interlace.ir import Op
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.cuda import watchdog as watchdog_file
+from interlace.runtime.cuda.waits import watchdog as watchdog_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 

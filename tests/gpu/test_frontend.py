@@ -179,7 +179,7 @@ def test_a_cache_is_written_in_place(graph: bool, seed: int) -> None:
 
 
 def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from interlace.runtime import regions
+    from interlace.runtime.calling import regions
 
     compiled: list[Any] = []
     original = regions._compile

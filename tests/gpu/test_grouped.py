@@ -20,9 +20,9 @@ from tests.support.pool import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from interlace.kernels import grouped
-from interlace.kernels.grouped import Groups
 from interlace.nn import GroupedLinear
+from interlace.nn.grouped import products as grouped
+from interlace.nn.grouped.products import Groups
 from interlace.optim import GradAccumulator, GradReducer
 from interlace.options import Options
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.gpu.cases import KINDS, Case, Outcome, attempt, finish, here, meet, prepared, run
 from tests.support.pool import Died, Pool, Ranks
 
-from interlace.runtime.cuda.watchdog import EXIT_CODE
+from interlace.runtime.cuda.waits.watchdog import EXIT_CODE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 

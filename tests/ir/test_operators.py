@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from interlace.ir.operators import POINTWISE, is_pointwise
-from interlace.runtime.calls import resolve
+from interlace.runtime.calling.calls import resolve
 
 SHAPE = (37, 131)
 

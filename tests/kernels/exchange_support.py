@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.kernels.exchange import FLAG_NBYTES, LINE, MAX_BLOCKS, WORDS_NBYTES, Exchange
+from interlace.kernels.exchange.launch import FLAG_NBYTES, LINE, MAX_BLOCKS, WORDS_NBYTES, Exchange
 
-KERNEL = Path(importlib.util.find_spec("interlace.kernels").origin or "").parent  # pyright: ignore
+KERNEL = Path(importlib.util.find_spec("interlace.kernels.exchange").origin or "").parent  # pyright: ignore
 POISON = 0x7F
 
 
 def interpreted() -> ModuleType:
     """The module of the kernel, loaded anew for Triton's interpreter."""
     triton = pytest.importorskip("triton")
-    spec = importlib.util.spec_from_file_location("x_kernel", KERNEL / "exchange_kernel.py")
+    spec = importlib.util.spec_from_file_location("x_kernel", KERNEL / "kernel.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

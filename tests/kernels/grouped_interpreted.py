@@ -20,9 +20,9 @@ import torch
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from interlace.kernels import grouped
-from interlace.kernels.grouped import Groups
-from interlace.kernels.grouped_kernel import ends_kernel, rows_kernel, sums_kernel, wgrad_kernel
+from interlace.nn.grouped import products as grouped
+from interlace.nn.grouped.kernel import ends_kernel, rows_kernel, sums_kernel, wgrad_kernel
+from interlace.nn.grouped.products import Groups
 
 patch_tensor = interpreter._patch_lang_tensor
 

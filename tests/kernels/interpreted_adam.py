@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
-from interlace.kernels import adam_table
-from interlace.kernels.adam import Hyper, Spec, key_of, scalars, update_twin
-from interlace.optim import Adam, AdamW, adam_entry
+from interlace.optim import Adam, AdamW
+from interlace.optim.adam import entry as adam_entry
+from interlace.optim.adam import table as adam_table
+from interlace.optim.adam.arithmetic import Hyper, Spec, key_of, scalars, update_twin
 
 warnings.filterwarnings("ignore", message="overflow encountered")
 patch_tensor = interpreter._patch_lang_tensor

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
-from interlace.kernels import cross_entropy_launch as launch
-from interlace.kernels import cross_entropy_layout as layout
-from interlace.kernels import cross_entropy_twin as twin
-from interlace.kernels.cross_entropy import Problem, Shards, Terms, new_word
+from interlace.nn.cross_entropy import launch, layout, twin
+from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
 
 # Infinities and their differences are among what is tested.
 warnings.filterwarnings("ignore", category=RuntimeWarning)

@@ -14,8 +14,8 @@ from tests.support.resources import spills
 pytest.importorskip("triton")
 
 import interlace
-from interlace.kernels.adam import Spec
-from interlace.kernels.adam_kernel import adam_source, prepare_source, tile_of
+from interlace.optim.adam.arithmetic import Spec
+from interlace.optim.adam.kernel import adam_source, prepare_source, tile_of
 
 SCRIPT = Path(__file__).with_name("interpreted_adam.py")
 SOURCE = Path(interlace.__file__).parents[1]

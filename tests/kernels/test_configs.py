@@ -7,8 +7,15 @@ import random
 import pytest
 import torch
 
-from interlace.kernels.configs import CONFIGS, SPECIALIZED, WITH_TAIL, choose, short_tail, tiles
-from interlace.kernels.support import refuse, refuse_operand, weight_layout
+from interlace.kernels.gemm.configs import (
+    CONFIGS,
+    SPECIALIZED,
+    WITH_TAIL,
+    choose,
+    short_tail,
+    tiles,
+)
+from interlace.kernels.gemm.support import refuse, refuse_operand, weight_layout
 
 ALL = [config for config, _ in (*CONFIGS, SPECIALIZED)] + [WITH_TAIL]
 SM_BYTES = 228 * 1024

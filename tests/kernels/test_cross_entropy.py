@@ -13,7 +13,7 @@ import torch
 from tests.support.resources import spills
 
 import interlace
-from interlace.kernels.cross_entropy import Problem, Shards, Terms, new_word
+from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word
 
 SCRIPT = Path(__file__).with_name("interpreted_cross_entropy.py")
 SOURCE = Path(interlace.__file__).parents[1]
@@ -39,7 +39,7 @@ FLAGS: dict[str, Any] = {
 
 def source(name: str, element: torch.dtype, constants: dict[str, Any], warps: int) -> Any:
     """A kernel as it is launched, with tensors of the types that most calls have."""
-    from interlace.kernels.cross_entropy_launch import KERNELS, source_of
+    from interlace.nn.cross_entropy.launch import KERNELS, source_of
 
     types = dict.fromkeys(("logits", "grad"), element)
     types |= dict.fromkeys(("target", "sizes", "word"), torch.int64)
@@ -75,7 +75,7 @@ def test_loads_of_16_bytes_and_no_spills(
 ) -> None:
     """Each thread has its loads of 16 bytes under way together, also in rows of odd length."""
     pytest.importorskip("triton")
-    from interlace.kernels.cross_entropy_layout import GRAD_UNROLL, UNROLL, WARPS
+    from interlace.nn.cross_entropy.layout import GRAD_UNROLL, UNROLL, WARPS
 
     forward = name == "stats_kernel"
     loads = UNROLL if forward else GRAD_UNROLL
@@ -116,7 +116,7 @@ def test_the_small_kernels_compile(picks: bool) -> None:
 def test_scaling_by_one_moves_nothing(element: torch.dtype, count: int) -> None:
     """The kernel leaves before its first access that is wide: only the factor is read."""
     pytest.importorskip("triton")
-    from interlace.kernels.cross_entropy_launch import SCALED, source_of
+    from interlace.nn.cross_entropy.launch import SCALED, source_of
 
     dtypes = *(element if index < count else None for index in range(3)), torch.float32
     constants = ("COUNT", count), ("BLOCK", SCALED)
@@ -152,7 +152,7 @@ def test_kernels_are_given_what_they_name(
 ) -> None:
     """Not compiled anew at the second call; what is not used is null, not some other argument."""
     pytest.importorskip("triton")
-    from interlace.kernels import cross_entropy_launch as launch
+    from interlace.nn.cross_entropy import launch
 
     programs: dict[str, list[Launched]] = {}
 
@@ -214,7 +214,7 @@ def test_rows_are_found_without_a_copy(
     shape: tuple[int, ...], view: Any, dims: int, even: bool
 ) -> None:
     pytest.importorskip("triton")
-    from interlace.kernels.cross_entropy_layout import Layout
+    from interlace.nn.cross_entropy.layout import Layout
 
     x = view(torch.zeros(shape, dtype=torch.bfloat16))
     y = torch.zeros(x.shape[:-1], dtype=torch.int64)

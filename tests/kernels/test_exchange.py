@@ -11,10 +11,10 @@ import torch
 from tests.kernels.exchange_support import Emulated
 
 from interlace.errors import UnsupportedError
-from interlace.kernels.exchange import _REDUCED, Exchange, late, staging_nbytes
-from interlace.kernels.exchange_moves import GRAIN, balanced, moves_of
-from interlace.kernels.exchange_twin import exchange_twin
-from interlace.passes.write import EXCHANGED
+from interlace.kernels.exchange.launch import _REDUCED, Exchange, late, staging_nbytes
+from interlace.kernels.exchange.moves import GRAIN, balanced, moves_of
+from interlace.kernels.exchange.twin import exchange_twin
+from interlace.passes.strategies.write import EXCHANGED
 from interlace.runtime.values import DTYPES
 
 KINDS = (
@@ -333,7 +333,8 @@ def test_odd_sizes_still_push_whole_vectors() -> None:
 
 def test_host_and_kernel_count_flags_alike() -> None:
     pytest.importorskip("triton")
-    from interlace.kernels import exchange, exchange_kernel
+    from interlace.kernels.exchange import kernel as exchange_kernel
+    from interlace.kernels.exchange import launch as exchange
 
     assert exchange_kernel.MAX_BLOCKS.value == exchange.MAX_BLOCKS
     assert exchange_kernel.LINE.value == exchange.LINE

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tests.kernels.test_exchange import FLOATS, KINDS, parts_of, sources_of
 
-from interlace.kernels.exchange import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, Exchange, late
-from interlace.kernels.exchange_moves import moves_of
-from interlace.kernels.exchange_twin import exchange_twin
+from interlace.kernels.exchange.launch import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, Exchange, late
+from interlace.kernels.exchange.moves import moves_of
+from interlace.kernels.exchange.twin import exchange_twin
 
 pytestmark = [
     pytest.mark.gpu,

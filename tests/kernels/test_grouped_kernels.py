@@ -17,9 +17,9 @@ import interlace
 
 pytest.importorskip("triton")
 
-from interlace.kernels import grouped
-from interlace.kernels import grouped_launch as launch
-from interlace.kernels.grouped import ROWS, SUMS, TILE
+from interlace.nn.grouped import launch
+from interlace.nn.grouped import products as grouped
+from interlace.nn.grouped.products import ROWS, SUMS, TILE
 
 SCRIPT = Path(__file__).with_name("grouped_interpreted.py")
 SOURCE = Path(interlace.__file__).parents[1]

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from interlace.kernels import gather_matmul, scatter_matmul
+from interlace.kernels.gemm import gather_matmul, scatter_matmul
 from interlace.kernels.launch import RECENT, Source
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ from tests.support.resources import spills
 
 pytest.importorskip("triton")
 
-from interlace.kernels.configs import CONFIGS, SPECIALIZED, WITH_TAIL, Config
-from interlace.kernels.gather_matmul import gather_source
-from interlace.kernels.scatter_matmul import scatter_source
-from interlace.kernels.sums import sum_source
+from interlace.kernels.exchange.sums import sum_source
+from interlace.kernels.gemm.configs import CONFIGS, SPECIALIZED, WITH_TAIL, Config
+from interlace.kernels.gemm.gather_matmul import gather_source
+from interlace.kernels.gemm.scatter_matmul import scatter_source
 
 EVENTS = {
     "acquire": r"ld\.acquire\.sys\.global|atom\.global\.sys\.acquire|ld\.global\.sys\.acquire",

@@ -350,8 +350,8 @@ def test_the_host_work_does_not_grow_with_the_parameters(
 ) -> None:
     """Where nothing moved, as much Python runs for 300 parameters as for 30."""
     pytest.importorskip("triton")
-    from interlace.kernels import adam_table
-    from interlace.optim import adam_entry
+    from interlace.optim.adam import entry as adam_entry
+    from interlace.optim.adam import table as adam_table
 
     launched: list[int] = []
 

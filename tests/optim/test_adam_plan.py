@@ -27,8 +27,8 @@ def parameters(count: int, *shape: int) -> list[Tensor]:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """As on a GPU, but launches do nothing; the kernels that are loaded, by name."""
     pytest.importorskip("triton")
-    from interlace.kernels import adam_table
-    from interlace.optim import adam_entry
+    from interlace.optim.adam import entry as adam_entry
+    from interlace.optim.adam import table as adam_table
 
     names: list[str] = []
 

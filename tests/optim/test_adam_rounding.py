@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from interlace.kernels.adam import (
+from interlace.optim import AdamW
+from interlace.optim.adam.arithmetic import (
     Flat,
     Hyper,
     Spec,
@@ -21,7 +22,6 @@ from interlace.kernels.adam import (
     store,
     update_twin,
 )
-from interlace.optim import AdamW
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from interlace.optim import AdamW
-from interlace.optim.adam_entry import first_element
-from interlace.optim.adam_plan import arrived
-from interlace.optim.adam_state import local
+from interlace.optim.adam.entry import first_element
+from interlace.optim.adam.plan import arrived
+from interlace.optim.adam.state import local
 
 BF16 = torch.bfloat16
 SHAPES = [(8, 6), (5, 3), (1, 7), (12,)]

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from interlace.errors import OptimizerError
-from interlace.kernels.adam import join
 from interlace.optim import Adam, AdamW
+from interlace.optim.adam.arithmetic import join
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BOTH: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
@@ -225,7 +225,7 @@ def test_parameter_and_remainder_are_the_master(m: torch.dtype, v: torch.dtype, 
 
 def test_extremes_survive_the_split() -> None:
     """NaN stays NaN (its carry would make it zero), infinities and the largest numbers stay."""
-    from interlace.kernels.adam import split
+    from interlace.optim.adam.arithmetic import split
 
     nan = torch.tensor([0x7FFFFFFF, -1, 0x7F800001]).to(torch.int32).view(FP32)
     rest = [float("inf"), -float("inf"), 3.4028234e38, -3.4028234e38, 0.0, -0.0, 1e-45, 1.00390625]

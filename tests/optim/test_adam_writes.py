@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.kernels.adam import join
 from interlace.optim import AdamW
+from interlace.optim.adam.arithmetic import join
 
 INF = float("inf")
 WRITES: dict[str, Any] = {

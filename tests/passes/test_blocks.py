@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from interlace.passes.blocks import Blocks, order
+from interlace.passes.sites.blocks import Blocks, order
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["near", "wide"])

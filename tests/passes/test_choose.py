@@ -12,12 +12,12 @@ from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 from interlace.cost import Link, Machine, SiteKey, SiteTime, default_machine
 from interlace.ir import Collective, Program, parse
 from interlace.passes import parse_pipeline, run_pipeline
-from interlace.passes.analysis import analyse
-from interlace.passes.choose import Chooser, pick
-from interlace.passes.estimate import Estimate, site_key
-from interlace.passes.overlaps import representatives
-from interlace.passes.strategies import STRATEGIES
-from interlace.passes.values import Values
+from interlace.passes.choosing.choose import Chooser, pick
+from interlace.passes.choosing.estimate import Estimate, site_key
+from interlace.passes.order.overlaps import representatives
+from interlace.passes.sites.analysis import analyse
+from interlace.passes.sites.values import Values
+from interlace.passes.strategies.table import STRATEGIES
 
 SIZES = {
     "all_gather_matmul": """def f(tp: Team[4], x: bf16[2048, 8192], w: bf16[8192, 14336]):

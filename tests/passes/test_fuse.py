@@ -21,10 +21,10 @@ from interlace.ir import (
     in_order,
     parse,
 )
-from interlace.passes import pieces as pieces_file
 from interlace.passes import run_pipeline
 from interlace.passes.fuse import Fuse
-from interlace.passes.groups import SUM, groups
+from interlace.passes.order.groups import SUM, groups
+from interlace.passes.strategies import pieces as pieces_file
 from interlace.verify import check
 
 LOWER = "find_sites,decompose{strategy=fused},schedule,plan_memory,insert_sync"

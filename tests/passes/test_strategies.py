@@ -12,8 +12,8 @@ from tests.support.interpreter import run_ranks
 from interlace.cost import default_machine
 from interlace.ir import Call, parse
 from interlace.passes import parse_pipeline, run_pipeline
-from interlace.passes.strategies import STRATEGIES as ROWS
-from interlace.passes.strategies import strategy
+from interlace.passes.strategies.table import STRATEGIES as ROWS
+from interlace.passes.strategies.table import strategy
 
 WORLD = 4
 SUMMED = f"""def f(tp: Team[{WORLD}], x: f32[{WORLD}, 1], w: f32[1, 1]):

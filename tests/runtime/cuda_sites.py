@@ -17,7 +17,8 @@ from tests.support.fake_device import Entry
 
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes import lower, pieces, take_turns
+from interlace.passes import lower, take_turns
+from interlace.passes.strategies import pieces
 
 GATHER = """
 def f(tp: Team[4], x: bf16[8, 16], w: bf16[16, 8], y: out[bf16[32, 8]]):

@@ -33,10 +33,10 @@ from interlace.errors import (
     UnsupportedError,
 )
 from interlace.ir import Collective, Send, View
-from interlace.runtime.cuda import transfers as transfers_file
-from interlace.runtime.cuda import watchdog as watchdog_file
-from interlace.runtime.cuda.transfers import collective, messages
-from interlace.runtime.cuda.watchdog import Watched
+from interlace.runtime.cuda.launches import transfers as transfers_file
+from interlace.runtime.cuda.launches.transfers import collective, messages
+from interlace.runtime.cuda.waits import watchdog as watchdog_file
+from interlace.runtime.cuda.waits.watchdog import Watched
 
 PROBLEM = PeerError("a peer stopped")
 

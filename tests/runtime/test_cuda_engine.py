@@ -25,7 +25,7 @@ from interlace.errors import BackendError, ExecutorError, TeamError
 from interlace.ir import Get, parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.cuda.parts import turns
+from interlace.runtime.cuda.launches.parts import turns
 
 sites = pytest.mark.parametrize("site", ["gather", "scatter"])
 served = pytest.mark.parametrize(("site", "strategy"), SERVED)
@@ -253,7 +253,7 @@ def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
-    from interlace.kernels import scatter_kernel, specialized_scatter
+    from interlace.kernels.gemm import scatter_kernel, specialized_scatter
 
     for subs in range(1, 5):
         for lead in range(subs + 1):

@@ -27,10 +27,10 @@ from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.memory import tensor_at
 from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
-from interlace.runtime.cuda import graphs as graphs_file
-from interlace.runtime.cuda.captured import launcher
+from interlace.runtime.cuda.graphs import graphs as graphs_file
+from interlace.runtime.cuda.graphs.captured import launcher
 from interlace.runtime.cuda.runner import Replayer
-from interlace.runtime.plan import Turn
+from interlace.runtime.prepare.plan import Turn
 
 CAPTURE = 4711
 NBYTES = 4 * WIDTH * WIDTH

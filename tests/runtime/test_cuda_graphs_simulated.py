@@ -17,9 +17,9 @@ from tests.support.registered import REGISTERED, TEXTS
 
 from interlace.ir import Notify, Program, parse
 from interlace.options import Options
-from interlace.runtime.cuda.graphs import Graphs, Source
+from interlace.runtime.cuda.graphs.graphs import Graphs, Source
 from interlace.runtime.cuda.sharing import reaches
-from interlace.runtime.plan import make_plan
+from interlace.runtime.prepare.plan import make_plan
 from interlace.runtime.values import DTYPES
 from interlace.verify import check
 

@@ -11,8 +11,8 @@ from tests.support.fake_cuda import FakeKernel, fake_engine
 from interlace.ir import Fused, Program, parse
 from interlace.options import Options
 from interlace.passes import run_pipeline
-from interlace.runtime.cuda.parts import gather_of, scatter_of
-from interlace.runtime.plan import Plan, make_plan
+from interlace.runtime.cuda.launches.parts import gather_of, scatter_of
+from interlace.runtime.prepare.plan import Plan, make_plan
 
 LOWER = "find_sites,decompose{strategy=fused},schedule,plan_memory,insert_sync,fuse"
 GATHER = """

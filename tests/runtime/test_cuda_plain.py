@@ -262,7 +262,7 @@ def test_memory_goes_when_the_engine_is_closed(plain: Fake) -> None:
 def test_memory_of_a_run_that_does_not_end_stays(
     plain: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("interlace.runtime.cuda.watchdog.GRACE_S", 0.05)
+    monkeypatch.setattr("interlace.runtime.cuda.waits.watchdog.GRACE_S", 0.05)
     plain.run(given())
     plain.driver.done = lambda event: False  # type: ignore[method-assign]
     arena = StorageWeakRef(plain.engine.context.values._arena)
@@ -274,7 +274,7 @@ def test_a_run_that_is_being_issued_is_under_way(
     plain: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory does not go when another thread closes the Executor meanwhile."""
-    monkeypatch.setattr("interlace.runtime.cuda.watchdog.GRACE_S", 0.05)
+    monkeypatch.setattr("interlace.runtime.cuda.waits.watchdog.GRACE_S", 0.05)
     engine, seen = plain.engine, list[bool]()
     arena = StorageWeakRef(engine.context.values._arena)
     first, second = engine.binding.steps

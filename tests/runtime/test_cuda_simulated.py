@@ -25,8 +25,8 @@ from tests.support.fake_device import Entry, simulate
 from interlace.ir import Expect, Fused, Get, parse
 from interlace.options import Options
 from interlace.runtime.cuda import binder
-from interlace.runtime.cuda.waiting import holds
-from interlace.runtime.plan import make_plan
+from interlace.runtime.cuda.waits.waiting import holds
+from interlace.runtime.prepare.plan import make_plan
 from interlace.verify import check
 
 

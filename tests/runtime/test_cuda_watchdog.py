@@ -21,19 +21,19 @@ from tests.runtime.cuda_sites import bound, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
 from torch.distributed import HashStore
 
-from interlace.comm import patience as patience_file
-from interlace.comm.board import Board
 from interlace.comm.control import EXITED, Control
 from interlace.comm.cuda.access import DriverHeldUpError
 from interlace.comm.cuda.collector import uncollected
+from interlace.comm.rendezvous import patience as patience_file
+from interlace.comm.rendezvous.board import Board
 from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError
 from interlace.ir import parse
 from interlace.runtime.cuda import engine as engine_file
-from interlace.runtime.cuda import watchdog as watchdog_file
-from interlace.runtime.cuda.marks import APART, Marks
-from interlace.runtime.cuda.stalls import stalled
-from interlace.runtime.cuda.watchdog import Watched
-from interlace.runtime.shares import Kept
+from interlace.runtime.cuda.waits import watchdog as watchdog_file
+from interlace.runtime.cuda.waits.marks import APART, Marks
+from interlace.runtime.cuda.waits.stalls import stalled
+from interlace.runtime.cuda.waits.watchdog import Watched
+from interlace.runtime.prepare.shares import Kept
 
 LIMIT_S = 20.0
 
@@ -451,7 +451,7 @@ def test_a_driver_that_is_let_go_in_time_ends_nothing(
 
 def test_the_report_of_a_process_that_ends_itself_is_on_stderr() -> None:
     """Not as an exception, of which a thread could die alone; and with every thread's stack."""
-    text = "from interlace.runtime.cuda.watchdog import end_process as e; e('rank 3 ends')"
+    text = "from interlace.runtime.cuda.waits.watchdog import end_process as e; e('rank 3 ends')"
     ended = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert ended.returncode == watchdog_file.EXIT_CODE
     assert ended.stderr.startswith("rank 3 ends\n")

@@ -16,8 +16,8 @@ from interlace.comm.cuda.space import CudaSpace
 from interlace.ir import Expect, Notify, parse
 from interlace.runtime.cuda.lanes import Lane
 from interlace.runtime.cuda.sharing import reaches
-from interlace.runtime.cuda.words import Words, brought_together
-from interlace.runtime.plan import make_plan
+from interlace.runtime.cuda.waits.words import Words, brought_together
+from interlace.runtime.prepare.plan import make_plan
 
 A, B = Lane("a", 1), Lane("b", 2)
 

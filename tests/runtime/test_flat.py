@@ -17,11 +17,11 @@ from tests.support.pool import Died, Pool
 
 from interlace.comm import release_teams
 from interlace.comm.control import DONE, ENTERED, EXITED, PROGRESS
-from interlace.comm.signals import stamp
+from interlace.comm.host.signals import stamp
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.flat import Flat
+from interlace.runtime.host.flat import Flat
 
 TIME_OUT_S = 2.5
 

@@ -17,7 +17,7 @@ from interlace.errors import ExecutorError
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.quick import Quick
+from interlace.runtime.host.quick import Quick
 
 CPU = torch.device("cpu")
 

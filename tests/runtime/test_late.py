@@ -19,13 +19,13 @@ from tests.support.pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
 from interlace.comm import team_of
-from interlace.comm.board import Board
+from interlace.comm.rendezvous.board import Board
 from interlace.comm.teams import reset_teams
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.agreement import _collect
 from interlace.runtime.engine import Context, Engine
+from interlace.runtime.prepare.agreement import _collect
 
 LIMIT_S = 0.6
 

@@ -22,14 +22,17 @@ from tests.runtime.test_teams import MESH
 from tests.support.pool import Died, Pool
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.comm import known_lives, messages, patience
-from interlace.comm.board import Board
+from interlace.comm import known_lives
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
-from interlace.comm.signals import Wait
+from interlace.comm.host import messages
+from interlace.comm.host.signals import Wait
+from interlace.comm.rendezvous import patience
+from interlace.comm.rendezvous.board import Board
 from interlace.frontend.consent import consent_of_ranks
 from interlace.ir import Op, parse
 from interlace.options import Options
-from interlace.runtime import Executor, host_ops
+from interlace.runtime import Executor
+from interlace.runtime.host import binder as host_ops
 
 LIMIT_S = 20.0
 """Longer than any of these waits may take."""

@@ -12,7 +12,8 @@ import torch
 from interlace.frontend import backend
 from interlace.ir import parse
 from interlace.options import Options
-from interlace.runtime import Executor, regions
+from interlace.runtime import Executor
+from interlace.runtime.calling import regions
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("g++"), reason="there is no C++ compiler here"),

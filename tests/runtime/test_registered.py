@@ -18,7 +18,7 @@ from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.registered import collect
+from interlace.runtime.prepare.registered import collect
 
 pytestmark = pytest.mark.timeout(120)
 

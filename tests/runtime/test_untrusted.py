@@ -13,13 +13,13 @@ import torch
 from interlace.commands.operators import look_up
 from interlace.errors import ExecutorError, InterlaceError, ProgramError
 from interlace.frontend import backend
-from interlace.frontend.rng import GET_STATE, SET_STATE
+from interlace.frontend.importing.rng import GET_STATE, SET_STATE
 from interlace.ir import parse
 from interlace.ir.call_names import FUNCTIONS, OPERATORS, WORDS, refusal
 from interlace.kernels import KERNELS
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.operators import decode, resolve
+from interlace.runtime.calling.operators import decode, resolve
 
 X = torch.arange(12.0).view(3, 4)
 

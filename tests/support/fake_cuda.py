@@ -27,23 +27,23 @@ from interlace.comm import Registered
 from interlace.comm.control import NBYTES, Control
 from interlace.comm.cuda.memory import tensor_at
 from interlace.comm.cuda.slots import slot_keys
-from interlace.comm.liveness import Life, identity
-from interlace.comm.shared_memory import Segment
+from interlace.comm.host.shared_memory import Segment
+from interlace.comm.rendezvous.liveness import Life, identity
 from interlace.ir import Call, Get, Program, View
-from interlace.kernels import support
+from interlace.kernels.gemm import support
 from interlace.options import Options
 from interlace.runtime.cuda import binder as binder_file
 from interlace.runtime.cuda import engine as engine_file
-from interlace.runtime.cuda import transfers as transfers_file
 from interlace.runtime.cuda.engine import CudaEngine
 from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.cuda.launches import transfers as transfers_file
 from interlace.runtime.cuda.runner import Runner, runner_of
 from interlace.runtime.cuda.sharing import mark_gotten, signals_of
 from interlace.runtime.engine import Context, Crew
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
-from interlace.runtime.plan import Plan, make_plan
-from interlace.runtime.registered import written
+from interlace.runtime.prepare.plan import Plan, make_plan
+from interlace.runtime.prepare.registered import written
 from interlace.runtime.values import Values, nbytes
 
 MAIN = 1

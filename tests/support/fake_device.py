@@ -21,7 +21,7 @@ from typing import Any
 from tests.support.fake_cuda import TILES, WORD, Launch
 
 from interlace.comm.cuda.words import reached
-from interlace.runtime.cuda.parts import turns
+from interlace.runtime.cuda.launches.parts import turns
 
 Entry = tuple[Any, ...]
 Look = Callable[[int, int, Entry, Callable[[int], int]], None]

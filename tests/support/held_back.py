@@ -22,10 +22,10 @@ import pytest
 import torch
 
 from interlace.comm.collectives import Run, Spec
-from interlace.comm.messages import Incoming, Part, PeerIncoming
-from interlace.comm.signals import Wait
+from interlace.comm.host.messages import Incoming, Part, PeerIncoming
+from interlace.comm.host.signals import Wait
 from interlace.ir import KINDS
-from interlace.runtime import host_ops
+from interlace.runtime.host import binder as host_ops
 
 LONGEST_S = 0.003
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from interlace.verify.graph import Graph
+from interlace.verify.happens_before.graph import Graph
 
 
 def another_order(graph: Graph, rng: random.Random) -> list[int]:

@@ -6,7 +6,7 @@ import random
 
 from interlace.errors import ProgramError
 from interlace.ir import Box, Buffer, DType, View, Where
-from interlace.verify.bytesets import covered, first_left
+from interlace.verify.accesses.bytesets import covered, first_left
 
 DTYPES = (DType.f32, DType.bf16, DType.i8)
 STRIDES = (0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 12, 15, 24)

@@ -9,7 +9,7 @@ from tests.verify.schedules import GOLDEN
 
 from interlace.ir import parse_set, validate
 from interlace.verify import check
-from interlace.verify.oracle import explore
+from interlace.verify.oracle.machine import explore
 
 BUGS = sorted((GOLDEN / "bugs").glob("*.bad.ilc"))
 

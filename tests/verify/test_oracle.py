@@ -16,7 +16,7 @@ from tests.verify.random_sets import random_set
 
 from interlace.ir import Program, print_set
 from interlace.verify import Report, check
-from interlace.verify.oracle import Verdict, explore
+from interlace.verify.oracle.machine import Verdict, explore
 
 MAX_STATES = 4_000
 

@@ -9,8 +9,8 @@ import pytest
 from tests.verify.random_sets import random_set
 
 from interlace.ir import Program, parse, parse_set, print_set
-from interlace.verify.oracle import Machine, Memory, Verdict, conflicts, explore
-from interlace.verify.oracle_script import Clause, Script
+from interlace.verify.oracle.machine import Machine, Memory, Verdict, conflicts, explore
+from interlace.verify.oracle.script import Clause, Script
 
 
 def spmd(*lines: str, runs: int = 1, world: int = 2, params: str = "") -> Verdict:

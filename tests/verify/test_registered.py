@@ -9,7 +9,7 @@ from tests.support.registered import TEXTS
 
 from interlace.ir import Program, parse, validate
 from interlace.verify import Report, check
-from interlace.verify.oracle import explore
+from interlace.verify.oracle.machine import explore
 
 LIMIT = 200_000
 

@@ -9,7 +9,7 @@ from tests.support.line_count import per_op
 
 from interlace.ir import parse
 from interlace.verify import check
-from interlace.verify.graph import Graph
+from interlace.verify.happens_before.graph import Graph
 
 ROUND = (
     "    main: record(a{0})\n    comm: wait(a{0})\n"

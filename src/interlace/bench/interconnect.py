@@ -21,7 +21,7 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row
 from interlace.cost import Sample, default_machine, default_path, fit
 from interlace.errors import OptionError
-from interlace.passes.candidates import keeping_sites
+from interlace.passes.choosing.candidates import keeping_sites
 from interlace.runtime.machine import gpus_of
 
 LONG = 64 << 20

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from interlace.bench.ranks import WAIT_S, Ranks
-from interlace.comm.shared_memory import Segment
-from interlace.comm.sharing import share
+from interlace.comm.host.shared_memory import Segment
+from interlace.comm.host.sharing import share
 from interlace.errors import BackendError
 
 

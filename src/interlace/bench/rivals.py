@@ -165,7 +165,7 @@ class WholeGemm(_Rival):
             return torch.mm
         case, device = self.case, self.ranks.device
         try:
-            kernels: Any = importlib.import_module("interlace.kernels.gather_matmul")
+            kernels: Any = importlib.import_module("interlace.kernels.gemm.gather_matmul")
         except ImportError as error:
             raise UnsupportedError(f"no Triton matmul: {error}") from error
         sizes = {"rows": case.m, "inner": case.k, "columns": case.n}

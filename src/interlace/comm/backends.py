@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from interlace.comm.patience import LONGER, Errand, Patience
+from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import BackendError, TeamError
 from interlace.options import LONGEST_S
 

@@ -24,8 +24,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from interlace.comm.backends import MARGIN_S
+from interlace.comm.host.signals import Wait
 from interlace.comm.reductions import check_reduction
-from interlace.comm.signals import Wait
 from interlace.errors import UnsupportedError
 
 c10d: Any = distributed_c10d

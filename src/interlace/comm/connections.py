@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.backends import connect, end, require_backend
-from interlace.comm.board import Board
 from interlace.comm.cuda.aborts import abort
+from interlace.comm.rendezvous.board import Board
 from interlace.errors import BackendError, InterlaceError, TeamError
 
 Key = tuple[str, str]

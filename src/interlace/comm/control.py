@@ -19,10 +19,10 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from interlace.comm.board import named
-from interlace.comm.liveness import Life
-from interlace.comm.shared_memory import Segment
-from interlace.comm.signals import Wait, fence, order_cells, stamp
+from interlace.comm.host.shared_memory import Segment
+from interlace.comm.host.signals import Wait, fence, order_cells, stamp
+from interlace.comm.rendezvous.board import named
+from interlace.comm.rendezvous.liveness import Life
 from interlace.errors import AgreementError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS
 

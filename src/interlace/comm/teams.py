@@ -29,13 +29,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.backends import apart, limit_s
-from interlace.comm.board import STORE_S, Board, Note, named
 from interlace.comm.connections import Connections
 from interlace.comm.control import NBYTES, RESETTING, Control
-from interlace.comm.greeting import Party, meet
-from interlace.comm.liveness import Life, identity
-from interlace.comm.sharing import share
-from interlace.comm.slots import SlotPool
+from interlace.comm.host.sharing import share
+from interlace.comm.host.slots import SlotPool
+from interlace.comm.rendezvous.board import STORE_S, Board, Note, named
+from interlace.comm.rendezvous.greeting import Party, meet
+from interlace.comm.rendezvous.liveness import Life, identity
 from interlace.errors import BackendError, InterlaceError, PeerError, TeamError
 
 if TYPE_CHECKING:

@@ -100,7 +100,7 @@ class _Place:
     def __init__(self, device: str, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
         from interlace.bench.ranks import pick_device
         from interlace.cost import Machine, default_path, fingerprint
-        from interlace.passes.site_rows import gpu_of
+        from interlace.passes.choosing.site_rows import gpu_of
         from interlace.runtime.machine import gpus_of
 
         gpu, world = gpu_of(rows)
@@ -199,8 +199,8 @@ def _measured(
 
 def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], path: Path, host: str) -> Machine:
     """Writes the machine with the sites of these rows."""
-    from interlace.passes.candidates import with_sites
-    from interlace.passes.site_rows import site_times
+    from interlace.passes.choosing.candidates import with_sites
+    from interlace.passes.choosing.site_rows import site_times
 
     named = machine.replace(name=path.stem, host=host)
     saved = with_sites(named, site_times(rows))

@@ -53,7 +53,7 @@ def _remarks(programs: Sequence[Program]) -> list[str]:
     if not own:
         return remarks
     try:
-        from interlace.runtime.operators import resolve
+        from interlace.runtime.calling.operators import resolve
     except ImportError:
         return [*remarks, "whether the operators exist was not looked up: PyTorch is not here"]
     for fn, place in own.items():

@@ -24,16 +24,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.frontend.binding import Bound, bind
-from interlace.frontend.consent import Consent, consent_of_ranks
-from interlace.frontend.graphs import awaited
-from interlace.frontend.import_fx import import_graph
-from interlace.frontend.locs import location
-from interlace.frontend.specialise import (
+from interlace.frontend.calling.specialise import (
     has_signature,
     propagate,
     recorded_signature,
     signature,
 )
+from interlace.frontend.consent import Consent, consent_of_ranks
+from interlace.frontend.importing.graphs import awaited
+from interlace.frontend.importing.import_fx import import_graph
+from interlace.frontend.importing.locs import location
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 

@@ -27,13 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import InterlaceError, OptionError
 from interlace.frontend.artefact import Artefact, Setting
+from interlace.frontend.calling.sizes import with_sizes
+from interlace.frontend.calling.waiting import without_waiting
 from interlace.frontend.capture import notice
-from interlace.frontend.devices import device_of
-from interlace.frontend.grouped import equal_groups
-from interlace.frontend.locs import argument, is_state, label
+from interlace.frontend.importing.devices import device_of
+from interlace.frontend.importing.grouped import equal_groups
+from interlace.frontend.importing.locs import argument, is_state, label
 from interlace.frontend.partition import Partition
-from interlace.frontend.sizes import with_sizes
-from interlace.frontend.waiting import without_waiting
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
 
@@ -181,7 +181,7 @@ def compiling() -> Iterator[None]:
 
     Note [Generator states are tensors]: on CUDA torch saves the state of recomputed dropout in
     generators that it hands in as arguments, for its own CUDA graphs. A Program saves it as a small
-    tensor, on every device alike (`interlace.frontend.rng`).
+    tensor, on every device alike (`interlace.frontend.importing.rng`).
     """
     settings = functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False

@@ -21,14 +21,14 @@ from torch.distributed import ProcessGroup
 
 from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
-from interlace.frontend.imported import Imported
+from interlace.frontend.importing.imported import Imported
 from interlace.ir import Program, Remark
 from interlace.ir.called import others
 from interlace.options import Options
 from interlace.passes import add_remarks, lower
 from interlace.runtime import Executor
-from interlace.runtime.agreement import Agreement
 from interlace.runtime.machine import built_in, machine_for
+from interlace.runtime.prepare.agreement import Agreement
 from interlace.verify import Report
 
 

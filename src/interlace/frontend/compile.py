@@ -34,17 +34,17 @@ from interlace.errors import ExecutorError, OptionError
 from interlace.frontend.artefact import Setting
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
-from interlace.frontend.call_key import Call, CallKeys
+from interlace.frontend.calling.call_key import Call, CallKeys
+from interlace.frontend.calling.direct import Direct, observed
+from interlace.frontend.calling.functional import functional_collectives
+from interlace.frontend.calling.outputs import Outputs
+from interlace.frontend.calling.refusals import Unreached, Watch, own_errors, refuse_sharded
+from interlace.frontend.calling.state import State
+from interlace.frontend.calling.waiting import without_waiting
 from interlace.frontend.checkpoints import checkpoints_marked
-from interlace.frontend.devices import device_of
-from interlace.frontend.direct import Direct, observed
 from interlace.frontend.explain import explain
-from interlace.frontend.functional import functional_collectives
-from interlace.frontend.locs import unwrapped
-from interlace.frontend.outputs import Outputs
-from interlace.frontend.refusals import Unreached, Watch, own_errors, refuse_sharded
-from interlace.frontend.state import State
-from interlace.frontend.waiting import without_waiting
+from interlace.frontend.importing.devices import device_of
+from interlace.frontend.importing.locs import unwrapped
 from interlace.ir import Program
 from interlace.options import Options
 

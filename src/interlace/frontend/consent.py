@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.comm import Board, known_lives, known_team, limit_s
-from interlace.comm.greeting import Party, greet
+from interlace.comm.rendezvous.greeting import Party, greet
 from interlace.errors import AgreementError
 
 Wish = tuple[Any, bool]

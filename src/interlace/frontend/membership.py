@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.comm import Board, known_lives, limit_s
-from interlace.comm.patience import LONGER, Patience
+from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import AgreementError
 
 Groups = tuple[tuple[int, ...], ...]

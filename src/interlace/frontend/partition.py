@@ -26,10 +26,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from interlace.cost import Machine
 from interlace.frontend.checkpoints import mark_checkpoints
 from interlace.frontend.consent import consent_of_ranks
-from interlace.frontend.graphs import aliases
-from interlace.frontend.grouped import equal_groups
-from interlace.frontend.locs import location
-from interlace.frontend.types import dtype_of
+from interlace.frontend.importing.graphs import aliases
+from interlace.frontend.importing.grouped import equal_groups
+from interlace.frontend.importing.locs import location
+from interlace.frontend.importing.types import dtype_of
 from interlace.ir.operators import matmul_of
 
 GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)

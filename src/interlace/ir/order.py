@@ -13,7 +13,7 @@ docs/semantics.md and no others:
     [('op 2 of rank 0', 'op 1 of rank 1'), ('op 2 of rank 1', 'op 1 of rank 0')]
 
 What stands for an op is the caller's: a node of a graph, a task, a place. The exhaustive oracle
-(verify/oracle.py) reads the same page by itself and shares nothing with this file.
+(verify/oracle/machine.py) reads the same page by itself and shares nothing with this file.
 """
 
 from __future__ import annotations

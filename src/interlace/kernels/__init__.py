@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import torch
 
-from interlace.kernels.reduce import sum_slots
+from interlace.kernels.exchange.reduce import sum_slots
 
 KERNELS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
     {"interlace.sum_slots": sum_slots}

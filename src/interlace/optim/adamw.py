@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
-from interlace.optim.adam_plan import Plan, arrived
-from interlace.optim.adam_state import KEPT, MASTERS, STATE_DTYPES, check_param, fit, master_of
+from interlace.optim.adam.plan import Plan, arrived
+from interlace.optim.adam.state import KEPT, MASTERS, STATE_DTYPES, check_param, fit, master_of
 
 
 class Adam(Optimizer):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.patience import Patience
+from interlace.comm.rendezvous.patience import Patience
 from interlace.cost import Timeline
 from interlace.errors import CommTimeoutError, ExecutorError
 from interlace.ir import Program

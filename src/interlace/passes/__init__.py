@@ -10,12 +10,12 @@ schedule.py           order and streams
 plan_memory.py        Alloc and Free, storage reused
 insert_sync.py        the fewest events that suffice
 take_turns.py         ranks put into a peer one after another
-fuse.py               what one kernel is to do becomes one op (groups.py, fusable.py)
+fuse.py               what one kernel is to do becomes one op
 
-To read on: how rows are followed (rows.py, values.py, layout.py) and sites known (recognise.py,
-cone.py, analysis.py, blocks.py); what a strategy is (strategies.py), how one is chosen (choose.py)
-and written (write.py: gathers.py, scatters.py, slabs.py, slices.py, on chunks.py and emitter.py),
-how finely (pieces.py); what must stay before what (dependencies.py, signals.py, overlaps.py).
+sites/                what a collective is to the computation around it
+choosing/             which strategy a site gets: measured, or predicted by playing it alone
+strategies/           the strategies as rows of data (table.py), and how each is written
+order/                what must stay before what
 """
 
 from interlace.passes.base import Pass, add_remarks, spell

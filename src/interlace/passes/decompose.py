@@ -1,8 +1,8 @@
 """decompose: sites become chunks, so that communication can run under computation.
 
-One decomposer reads every strategy as a row of data (`strategies.py`). A site whose strategy cannot
-serve it stays serial, with a remark; `auto` takes the strategy with the shortest predicted time of
-the site in isolation, `serial` among them.
+One decomposer reads every strategy as a row of data (`strategies/table.py`). A site whose strategy
+cannot serve it stays serial, with a remark; `auto` takes the strategy with the shortest predicted
+time of the site in isolation, `serial` among them.
 
     decompose{strategy=peer,protocol=put}
     decompose{strategy=pipeline,chunks=4,sites=[1,3]}
@@ -21,17 +21,17 @@ from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Collective, Op, Program, Remark, Site
 from interlace.options import STRATEGIES as NAMES
-from interlace.passes.analysis import Found, analyse, without_moves
 from interlace.passes.base import add_remarks
-from interlace.passes.blocks import order
-from interlace.passes.choose import Choice, Chooser
-from interlace.passes.dependencies import Before, dependencies
-from interlace.passes.overlaps import representatives
-from interlace.passes.pieces import kernel_parts
-from interlace.passes.recognise import GatherSite, ScatterSite
-from interlace.passes.strategies import strategy
-from interlace.passes.values import Values
-from interlace.passes.write import refusal, write
+from interlace.passes.choosing.choose import Choice, Chooser
+from interlace.passes.order.dependencies import Before, dependencies
+from interlace.passes.order.overlaps import representatives
+from interlace.passes.sites.analysis import Found, analyse, without_moves
+from interlace.passes.sites.blocks import order
+from interlace.passes.sites.recognise import GatherSite, ScatterSite
+from interlace.passes.sites.values import Values
+from interlace.passes.strategies.pieces import kernel_parts
+from interlace.passes.strategies.table import strategy
+from interlace.passes.strategies.write import refusal, write
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.ir import Collective, Group, Op, Program, Site
-from interlace.passes.analysis import Found, analyse
+from interlace.passes.sites.analysis import Found, analyse
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from interlace.ir import (
     Wait,
 )
 from interlace.passes.base import add_remarks
-from interlace.passes.groups import groups
+from interlace.passes.order.groups import groups
 from interlace.verify import check
 
 

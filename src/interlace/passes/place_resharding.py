@@ -33,12 +33,12 @@ from interlace.ir import (
 )
 from interlace.ir.operators import is_kind
 from interlace.passes.base import add_remarks
-from interlace.passes.cone import operands, result_of
 from interlace.passes.find_sites import FindSites
-from interlace.passes.overlaps import representatives
-from interlace.passes.recognise import uses_of
-from interlace.passes.rows import Refused
-from interlace.passes.values import Values
+from interlace.passes.order.overlaps import representatives
+from interlace.passes.sites.cone import operands, result_of
+from interlace.passes.sites.recognise import uses_of
+from interlace.passes.sites.rows import Refused
+from interlace.passes.sites.values import Values
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from interlace.errors import PassError
 from interlace.ir import Alloc, Buffer, Call, Free, Notify, Op, Program, Remark, View, views_in
 from interlace.ir.operators import matmul_of
 from interlace.passes.base import add_remarks
-from interlace.passes.dependencies import dependencies, symmetric_buffers
-from interlace.passes.groups import groups, used_by
 from interlace.passes.insert_sync import Order, clocks, strip_events
-from interlace.passes.overlaps import Overlaps
+from interlace.passes.order.dependencies import dependencies, symmetric_buffers
+from interlace.passes.order.groups import groups, used_by
+from interlace.passes.order.overlaps import Overlaps
 
 ARENA = "arena"
 ALIGNMENT = 256

@@ -26,8 +26,8 @@ from itertools import groupby, pairwise
 from typing import ClassVar
 
 from interlace.ir import Expect, Notify, Op, Program, Put, RankIndex, Record
-from interlace.passes.emitter import Names
-from interlace.passes.overlaps import representatives
+from interlace.passes.order.overlaps import representatives
+from interlace.passes.strategies.emitter import Names
 
 TURN_BYTES = 4 << 20
 """Copies into each peer for which turns pay: three of so many bytes take 75 us with turns and 80

@@ -18,7 +18,7 @@ from interlace.errors import BackendError, UnsupportedError
 from interlace.ir import Op
 from interlace.options import Options
 from interlace.runtime.flight import Flight
-from interlace.runtime.plan import Plan
+from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.values import Values
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def executor_for(device: torch.device | str) -> type[Engine]:
     """The engine of a device."""
     kind = torch.device(device).type
     if kind == "cpu":
-        from interlace.runtime.cpu import CpuEngine  # which imports this file
+        from interlace.runtime.host.engine import CpuEngine  # which imports this file
 
         return CpuEngine
     if kind == "cuda":
@@ -133,8 +133,8 @@ def runner_for(device: torch.device, engine: Any, ends: Ends, door: Door) -> Any
         from interlace.runtime.cuda.runner import runner_of
 
         return runner_of(engine, *ends, door.tag)
-    from interlace.runtime.flat import Flat
-    from interlace.runtime.quick import Quick
+    from interlace.runtime.host.flat import Flat
+    from interlace.runtime.host.quick import Quick
 
     steps = engine.alone()
     if steps is None or engine.context.values.registered:

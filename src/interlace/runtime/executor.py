@@ -28,15 +28,15 @@ from interlace.errors import ExecutorError, TeamError, UnsupportedError
 from interlace.ir import Program, validate
 from interlace.ir.called import refuse_others
 from interlace.options import Options
-from interlace.runtime.agreement import Agreement, agree
 from interlace.runtime.engine import BeforeOp, Context, Crew, Door, executor_for, runner_for
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Given
-from interlace.runtime.plan import backends_of, make_plan, with_backends
-from interlace.runtime.ranks import program_rank
-from interlace.runtime.registered import collect
+from interlace.runtime.prepare.agreement import Agreement, agree
+from interlace.runtime.prepare.plan import backends_of, make_plan, with_backends
+from interlace.runtime.prepare.ranks import program_rank
+from interlace.runtime.prepare.registered import collect
+from interlace.runtime.prepare.shares import Kept, Shared, share
 from interlace.runtime.results import reader_of
-from interlace.runtime.shares import Kept, Shared, share
 from interlace.runtime.spans import measured
 from interlace.runtime.values import Values
 

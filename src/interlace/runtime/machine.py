@@ -14,7 +14,7 @@ import torch
 
 from interlace.cost import Machine, default_machine, default_path
 from interlace.errors import CalibrationError
-from interlace.kernels.support import refuse_device
+from interlace.kernels.gemm.support import refuse_device
 from interlace.options import Options
 
 

@@ -14,8 +14,8 @@ import torch
 
 from interlace.errors import ProgramError
 from interlace.ir import Arg, View
-from interlace.runtime.operators import decode
-from interlace.runtime.plan import Plan
+from interlace.runtime.calling.operators import decode
+from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.values import Values, derive
 
 Results = Callable[[], tuple[Any, ...]]

@@ -39,10 +39,9 @@ How it is known to work
     ops, and agrees with it on hundreds of random programs in every test run, and on as many as one
     has patience for.
 
-Reading order: source.py and lower.py (what is checked), graph.py, build.py and frames.py (the
-order), sweep.py with memory.py and regions.py (races and lifetimes), in_place.py (one op alone),
-deadlock.py, matching.py, remarks.py, explain.py, uneven.py, unwritten.py and report.py (what is
-told), fixing/ (how it is fixed), check.py; then oracle.py.
+Reading order: happens_before/ (the order), accesses/ (races and lifetimes), in_place.py (one op
+alone), deadlock.py, matching.py, registered.py, remarks.py, explain.py, uneven.py and report.py
+(what is told), fixing/ (how it is fixed), check.py; then oracle/.
 """
 
 from interlace.verify.check import check

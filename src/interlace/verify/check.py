@@ -14,20 +14,20 @@ from itertools import islice
 from typing import TypeVar
 
 from interlace.ir.program import Program
-from interlace.verify.build import Builder
+from interlace.verify.accesses.regions import Regions
+from interlace.verify.accesses.sweep import MAX_REPEATS, Fault, Sweep
+from interlace.verify.accesses.unwritten import Unwritten
 from interlace.verify.deadlock import deadlocks
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.trials import Trials
+from interlace.verify.happens_before.build import Builder
+from interlace.verify.happens_before.lower import lower
 from interlace.verify.in_place import in_place
-from interlace.verify.lower import lower
 from interlace.verify.matching import mismatches
-from interlace.verify.regions import Regions
 from interlace.verify.registered import disagreements
 from interlace.verify.remarks import remarks
 from interlace.verify.report import Finding, Report
-from interlace.verify.sweep import MAX_REPEATS, Fault, Sweep
 from interlace.verify.uneven import Uneven
-from interlace.verify.unwritten import Unwritten
 
 T = TypeVar("T")
 MAX_FINDINGS = 100

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from interlace.ir.ops import Collective, Op
 from interlace.ir.text.printer import print_op
-from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.circles import cycle, never, segments
-from interlace.verify.graph import Graph, Part
+from interlace.verify.happens_before.build import Builder
+from interlace.verify.happens_before.graph import Graph, Part
 from interlace.verify.report import Finding, OpRef
 
 MAX_CYCLES = 4

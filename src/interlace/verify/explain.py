@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from interlace.ir.ops import Fused, Get, Group, Loc, Put
 from interlace.ir.program import Program
 from interlace.ir.text.printer import print_op
+from interlace.verify.accesses.memory import Entry
+from interlace.verify.accesses.sweep import Fault
 from interlace.verify.fixing import lifetimes, races
 from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import line_numbers
-from interlace.verify.graph import Frame
-from interlace.verify.memory import Entry
+from interlace.verify.happens_before.graph import Frame
+from interlace.verify.happens_before.source import Flaw, Item, Source
 from interlace.verify.report import Finding, OpRef
-from interlace.verify.source import Flaw, Item, Source
-from interlace.verify.sweep import Fault
 
 Missing = Callable[[Entry], tuple[str, list[tuple[Source, int, int]]]]
 """Says which rows a read lacks, and which ops (of which Source and rank) write them too late."""

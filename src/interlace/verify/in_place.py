@@ -24,12 +24,12 @@ from interlace.ir.operators import is_pointwise
 from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Index
-from interlace.verify.build import Builder
+from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
-from interlace.verify.graph import Place
-from interlace.verify.regions import Regions
+from interlace.verify.happens_before.build import Builder
+from interlace.verify.happens_before.graph import Place
+from interlace.verify.happens_before.source import Item, Source, Touch
 from interlace.verify.report import Finding
-from interlace.verify.source import Item, Source, Touch
 
 BACKENDS = ("gloo", "nccl", "peer", "ucc")
 """A collective that names no backend may come to run on any of these."""

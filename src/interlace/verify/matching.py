@@ -12,12 +12,12 @@ from itertools import pairwise
 from interlace.ir.ops import KINDS, Collective, Recv, Send
 from interlace.ir.order import Queue
 from interlace.ir.view import Box
-from interlace.verify.build import Builder
+from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
-from interlace.verify.graph import Frame, Point
-from interlace.verify.regions import Regions
+from interlace.verify.happens_before.build import Builder
+from interlace.verify.happens_before.graph import Frame, Point
+from interlace.verify.happens_before.source import Item
 from interlace.verify.report import Finding
-from interlace.verify.source import Item
 
 
 def mismatches(builder: Builder, explainer: Explainer, regions: Regions) -> list[Finding]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from interlace.ir.order import Slot
 from interlace.ir.types import contiguous_strides
-from interlace.verify.build import Builder
+from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
-from interlace.verify.graph import Frame
-from interlace.verify.regions import Regions
+from interlace.verify.happens_before.build import Builder
+from interlace.verify.happens_before.graph import Frame
+from interlace.verify.happens_before.source import Version
 from interlace.verify.report import Finding
-from interlace.verify.source import Version
 
 
 def disagreements(builder: Builder, explainer: Explainer, regions: Regions) -> list[Finding]:

@@ -16,9 +16,9 @@ from itertools import pairwise
 
 from interlace.ir.ops import Recv, Send
 from interlace.ir.order import Signal
-from interlace.verify.build import Builder
 from interlace.verify.deadlock import circles
 from interlace.verify.explain import Explainer
+from interlace.verify.happens_before.build import Builder
 from interlace.verify.report import Finding
 
 

@@ -15,13 +15,13 @@ from difflib import SequenceMatcher
 
 from interlace.ir.ops import Collective, Op
 from interlace.ir.order import Queue
-from interlace.verify.build import Builder
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.circles import notifies
 from interlace.verify.fixing.edits import Edit, Fix
-from interlace.verify.graph import Frame
+from interlace.verify.happens_before.build import Builder
+from interlace.verify.happens_before.graph import Frame
+from interlace.verify.happens_before.source import Item, Source
 from interlace.verify.report import Finding
-from interlace.verify.source import Item, Source
 
 Facts = tuple[tuple[object, ...], ...]
 """The collectives that one rank issues, each as what ranks agree on."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
-from interlace.comm.signals import Wait
+from interlace.comm.host.signals import Wait
 from interlace.errors import BackendError
 
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from interlace.comm.board import named
 from interlace.comm.collectives import Spec
 from interlace.comm.cuda.aborts import abort
 from interlace.comm.cuda.collectives import bind_on_stream
 from interlace.comm.cuda.driver import relax_captures
-from interlace.comm.patience import LONGER, Patience
+from interlace.comm.rendezvous.board import named
+from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import BackendError
 
 LOOK_S = 0.05

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from interlace.comm.board import Board, Note, failure
 from interlace.comm.cuda.driver import Driver
-from interlace.comm.sharing import meet
+from interlace.comm.host.sharing import meet
+from interlace.comm.rendezvous.board import Board, Note, failure
 from interlace.errors import InterlaceError, PeerError
 
 GRAIN = 2 << 20

@@ -37,11 +37,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.board import Note, failure
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
-from interlace.comm.registered import Registered, Wanted, tell
-from interlace.comm.sharing import meet
+from interlace.comm.host.registered import Registered, Wanted, tell
+from interlace.comm.host.sharing import meet
+from interlace.comm.rendezvous.board import Note, failure
 from interlace.errors import BackendError, InterlaceError
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.board import Note
 from interlace.comm.cuda.access import WordAccess
 from interlace.comm.cuda.area import Area, area_nbytes
 from interlace.comm.cuda.driver import Driver
@@ -35,7 +34,8 @@ from interlace.comm.cuda.memory import share_memory
 from interlace.comm.cuda.registry import Registry
 from interlace.comm.cuda.slots import CudaSlotPool
 from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
-from interlace.comm.patience import Patience
+from interlace.comm.rendezvous.board import Note
+from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import BackendError, CommTimeoutError
 
 REST_S = 10.0

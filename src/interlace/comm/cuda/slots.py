@@ -12,10 +12,10 @@ from collections.abc import Mapping
 
 import torch
 
-from interlace.comm.board import Board
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import PeerMemory, share_memory, tensor_at
-from interlace.comm.slots import SlotPool, Use
+from interlace.comm.host.slots import SlotPool, Use
+from interlace.comm.rendezvous.board import Board
 from interlace.ir import Buffer
 
 ALIGN = 512

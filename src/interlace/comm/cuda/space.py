@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from interlace.comm.board import Note
 from interlace.comm.cuda.side import CudaSide
 from interlace.comm.cuda.words import RELEASED
+from interlace.comm.rendezvous.board import Note
 
 
 class CudaSpace:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.kernels.cross_entropy import Problem, Shards, Terms, steps_for
+from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, steps_for
 from interlace.nn.functional.vocabulary import Waiting, done, start_gather, start_sum
 
 

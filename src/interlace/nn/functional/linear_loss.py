@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from interlace.errors import InputError
-from interlace.kernels.cross_entropy import Terms, steps_for
 from interlace.nn.autocast import without_autocast
+from interlace.nn.cross_entropy.steps import Terms, steps_for
 from interlace.nn.functional.linear_chunks import Chunks, Grads
 from interlace.nn.functional.row_loss import LOGITS, check_options
 from interlace.nn.functional.targets import check_targets as check_all

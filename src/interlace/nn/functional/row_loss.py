@@ -20,7 +20,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from interlace.errors import InputError
-from interlace.kernels.cross_entropy import Problem, Shards, Terms, steps_for
+from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, steps_for
 from interlace.nn.functional.targets import check_targets as check_all
 from interlace.nn.functional.targets import notes_of
 from interlace.nn.functional.vocabulary import (

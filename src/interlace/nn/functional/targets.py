@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from interlace.errors import TargetError
-from interlace.kernels.cross_entropy import new_word
+from interlace.nn.cross_entropy.steps import new_word
 
 
 class Notes:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import InputError, UnsupportedError
-from interlace.kernels.cross_entropy import Shards
+from interlace.nn.cross_entropy.steps import Shards
 
 Waiting = Callable[[], object]
 """Makes the current stream wait for a communication (on the CPU: the host)."""

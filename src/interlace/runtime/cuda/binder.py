@@ -51,14 +51,14 @@ from interlace.ir import (
     Spot,
     Wait,
 )
-from interlace.runtime.calls import bind_call
+from interlace.runtime.calling.calls import bind_call
 from interlace.runtime.cuda.drops import Drops
-from interlace.runtime.cuda.fused import bind_kernel, bind_member
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
-from interlace.runtime.cuda.sums import bind_sum
-from interlace.runtime.cuda.transfers import collective, messages
-from interlace.runtime.cuda.waiting import holds
-from interlace.runtime.cuda.words import Words
+from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member
+from interlace.runtime.cuda.launches.sums import bind_sum
+from interlace.runtime.cuda.launches.transfers import collective, messages
+from interlace.runtime.cuda.waits.waiting import holds
+from interlace.runtime.cuda.waits.words import Words
 from interlace.runtime.engine import Context, unbound
 
 

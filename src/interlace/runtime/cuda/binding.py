@@ -15,7 +15,7 @@ from interlace.errors import ExecutorError
 from interlace.ir import Fused, HostSync, in_order
 from interlace.runtime.cuda.binder import Binder, Links
 from interlace.runtime.cuda.lanes import Lane, Thunk
-from interlace.runtime.cuda.words import brought_together
+from interlace.runtime.cuda.waits.words import brought_together
 from interlace.runtime.engine import Context
 from interlace.runtime.releases import callers, releases
 

@@ -36,12 +36,12 @@ from interlace.comm import Use
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError, InterlaceError
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.captured import Captured
 from interlace.runtime.cuda.facts import hears_all, keeps_memory
-from interlace.runtime.cuda.graphs import Graphs
-from interlace.runtime.cuda.marks import Marks
+from interlace.runtime.cuda.graphs.captured import Captured
+from interlace.runtime.cuda.graphs.graphs import Graphs
 from interlace.runtime.cuda.timed import Timed
-from interlace.runtime.cuda.watchdog import Watched, watchdog
+from interlace.runtime.cuda.waits.marks import Marks
+from interlace.runtime.cuda.waits.watchdog import Watched, watchdog
 from interlace.runtime.engine import Context
 
 MARKS = 1024

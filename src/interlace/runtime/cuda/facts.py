@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused
 from interlace.runtime.engine import Context
-from interlace.runtime.plan import Plan
+from interlace.runtime.prepare.plan import Plan
 
 
 def hears_all(plan: Plan, team: str) -> bool:

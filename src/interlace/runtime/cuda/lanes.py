@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from interlace.comm.cuda.driver import Driver, Event
-from interlace.runtime.cuda.words import Words
+from interlace.runtime.cuda.waits.words import Words
 
 Thunk = Callable[[], None]
 

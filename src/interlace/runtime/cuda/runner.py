@@ -16,10 +16,10 @@ import torch
 from interlace.comm import TeamComm
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import views_in
-from interlace.runtime.cuda.captured import Source, may_draw
-from interlace.runtime.cuda.changes import Changes
+from interlace.runtime.cuda.graphs.captured import Source, may_draw
+from interlace.runtime.cuda.graphs.changes import Changes
+from interlace.runtime.host.quick import NO_USES
 from interlace.runtime.inputs import Given
-from interlace.runtime.quick import NO_USES
 from interlace.runtime.releases import homes
 from interlace.runtime.results import Results
 

@@ -16,9 +16,9 @@ from interlace.comm import Registered, TeamComm
 from interlace.comm.cuda.slots import CudaSlot, slot_keys
 from interlace.comm.cuda.space import CudaSpace
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
-from interlace.runtime.cuda.exchanges import ensure_area
-from interlace.runtime.plan import Plan
-from interlace.runtime.registered import Wanted, written
+from interlace.runtime.cuda.launches.exchanges import ensure_area
+from interlace.runtime.prepare.plan import Plan
+from interlace.runtime.prepare.registered import Wanted, written
 from interlace.runtime.values import nbytes
 
 GRAPHS = ("even", "odd")

@@ -20,8 +20,8 @@ from interlace.ir.types import Index, Others, RankIndex
 from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import Edit, Fix
 from interlace.verify.fixing.lifetimes import free_later
-from interlace.verify.graph import Part
-from interlace.verify.source import Item, Source
+from interlace.verify.happens_before.graph import Part
+from interlace.verify.happens_before.source import Item, Source
 
 MAX_PLACES = 8
 """Places at which one missing op is tried."""

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from interlace.ir.ops import Collective, Expect, Fused, Notify, Op, Record, Wait
 from interlace.ir.program import Program, spots
 from interlace.ir.types import Index, Others, RankIndex
+from interlace.verify.accesses.memory import Entry
 from interlace.verify.fixing.edits import Edit, Fix
-from interlace.verify.memory import Entry
-from interlace.verify.source import Source
+from interlace.verify.happens_before.source import Source
 
 RankPair = tuple[int, int]
 

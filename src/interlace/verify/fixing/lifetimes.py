@@ -15,10 +15,10 @@ from interlace.ir.ops import (
     Record,
     Wait,
 )
+from interlace.verify.accesses.memory import Entry
 from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import Edit, Fix
-from interlace.verify.memory import Entry
-from interlace.verify.source import Flaw, Source
+from interlace.verify.happens_before.source import Flaw, Source
 
 
 def free_later(edges: Edges, source: Source, number: int) -> list[Fix]:

@@ -20,10 +20,10 @@ from interlace.ir.ops import (
 )
 from interlace.ir.types import Buffer
 from interlace.ir.view import View
+from interlace.verify.accesses.memory import Entry
 from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import Edit, Fix
 from interlace.verify.fixing.lifetimes import alloc_sooner, free_later, own_storage
-from interlace.verify.memory import Entry
 
 Pair = tuple[Entry, Entry]
 

@@ -1,0 +1,88 @@
+"""The kinds of collective through shared memory: the backend `peer`.
+
+Every rank copies what it gives into its staging area, tells so, and reads what it needs from the
+others' areas. The rendezvous before each collective (`Control.reach`) says that everybody has left
+the one before it, so one area is enough. Reductions go in rank order and accumulate in fp32: the
+same bits on every rank, whatever the number of chunks.
+
+    run = bind_peer_collective(workspace, Spec("all_reduce", 4, me=0, parts=(64,), ...), number=1)
+    control.reach(queue, 1, wait)
+    run(src, dst, wait)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from interlace.comm.collectives import Run, Spec, as_bytes, split
+from interlace.comm.host.signals import Wait, stamp
+from interlace.comm.host.workspace import Workspace
+from interlace.comm.reductions import check_reduction, reduce_into
+
+
+def staged_nbytes(spec: Spec) -> int:
+    """Bytes that this rank copies into its staging area."""
+    total, own = sum(spec.parts), spec.parts[spec.me] if len(spec.parts) == spec.size else 0
+    elements = {
+        "all_gather": own,
+        "gather": own,
+        "broadcast": total if spec.me == spec.root else 0,
+        "scatter": total if spec.me == spec.root else 0,
+        "barrier": 0,
+    }
+    if spec.merges:
+        total = spec.size * spec.parts[spec.me]
+    return elements.get(spec.kind, total) * spec.dtype.itemsize
+
+
+def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
+    """The function that runs this collective, the `number`-th of this backend in its Program."""
+    if spec.reduce is not None:
+        check_reduction(spec.reduce, spec.dtype)
+    nbytes, team = staged_nbytes(spec), space.team
+    everyone = range(spec.size)
+
+    def staged(member: int, elements: int) -> torch.Tensor:
+        return space.stages[member][: elements * spec.dtype.itemsize].view(spec.dtype)
+
+    def part_of(member: int) -> torch.Tensor:
+        parts = (spec.parts[member],) * spec.size if spec.merges else spec.parts
+        return split(staged(member, sum(parts)), parts)[spec.me]
+
+    def read(dst: torch.Tensor) -> None:
+        """This rank's result, from everyone's staging areas."""
+        into = dst.reshape(-1)
+        match spec.kind:
+            case "all_gather" | "gather":
+                for member, place in zip(everyone, split(into, spec.parts), strict=True):
+                    place.copy_(staged(member, spec.parts[member]))
+            case "broadcast":
+                into.copy_(staged(spec.root, sum(spec.parts)))
+            case "scatter":
+                into.copy_(part_of(spec.root))
+            case "all_to_all":
+                alike = (spec.parts[spec.me],) * spec.size
+                taken = split(into, spec.parts if spec.merges else alike)
+                for member, place in zip(everyone, taken, strict=True):
+                    place.copy_(part_of(member))
+            case "reduce_scatter":
+                parts = [part_of(member) for member in everyone]
+                reduce_into(into, parts, spec.reduce or "sum")
+            case _:
+                parts = [staged(member, sum(spec.parts)) for member in everyone]
+                reduce_into(into, parts, spec.reduce or "sum")
+
+    wants = spec.kind != "barrier" and (
+        spec.kind not in ("gather", "reduce") or spec.me == spec.root
+    )
+
+    def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+        mark = stamp(team.control.run, number)
+        if nbytes and src is not None:
+            space.stages[spec.me][:nbytes].copy_(as_bytes(src))
+        space.arrived(mark)
+        space.await_arrivals(mark, wait)
+        if wants and dst is not None and dst.numel():
+            read(dst)
+
+    return run

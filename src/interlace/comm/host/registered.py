@@ -1,0 +1,116 @@
+"""Registered parameters: memory that the caller allocated and that peers read and write.
+
+    held = share_on_host(team, "3/tp", {"w": (w, nbytes)}, ("w",), writes=(), time_out_s=60)
+    held["w"].copies[1]        # the bytes of the parameter on rank 1 of the team
+    held["w"].enter()          # on the CPU: what peers read is what the tensor holds now
+
+Ranks exchange where their parameters lie once, while they prepare a Program, all parameters of a
+team at once; runs exchange nothing. What peers reach is found by the Program and the name of the
+parameter, so whether it is known never depends on the rank or on its data.
+
+Note [Registered memory on the CPU]
+    A process cannot map another's private memory. There a parameter has a block of shared memory on
+    each rank, in which the ops of the Program work, and peers. A run copies the tensor in when it
+    begins and out when it has ended, which is when the caller may look. On CUDA nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from interlace.comm.host.shared_memory import align
+from interlace.comm.host.sharing import meet, share
+from interlace.comm.rendezvous.board import Note, failure
+from interlace.errors import InterlaceError
+
+if TYPE_CHECKING:
+    from interlace.comm.teams import TeamComm
+
+Wanted = Mapping[str, tuple[torch.Tensor, int]]
+"""By name: the caller's tensor, and how many bytes from its first element to its last's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One registered parameter, on all ranks of its team."""
+
+    tensor: torch.Tensor
+    """The caller's; it stays alive as long as this does."""
+    me: int
+    copies: tuple[torch.Tensor, ...]
+    """The bytes of each member's, as reached from here, from its first element on."""
+    written: bool
+    """Whether a rank's Program writes it."""
+    input: bool = True
+    staged: torch.Tensor | None = None
+    """On the CPU: the block that peers reach, with the sizes and strides of the tensor."""
+    mappings: tuple[tuple[int, int], ...] = ()
+    """On CUDA: what of the peers' memory is mapped here for it."""
+    address: int = field(init=False)
+    """Where the tensor lay when it was registered: where peers reach it."""
+    memory: torch.UntypedStorage = field(init=False)
+    """Its storage then, which stays alive whatever becomes of the tensor."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.tensor.data_ptr())
+        object.__setattr__(self, "memory", self.tensor.untyped_storage())
+
+    def enter(self) -> None:
+        """A run begins."""
+        if self.staged is not None and self.input:
+            self.staged.copy_(self.tensor)
+
+    def leave(self) -> None:
+        """A run has ended: peers are done with it too."""
+        if self.staged is not None and self.written:
+            self.tensor.copy_(self.staged)
+
+
+def tell(
+    team: TeamComm,
+    topic: str,
+    note: Note,
+    writes: Collection[str],
+    problem: InterlaceError | None,
+    time_out_s: float,
+) -> tuple[list[Note], frozenset[str]]:
+    """Exchanges notes on what is registered; and gives the names that any rank writes.
+
+    All ranks of the team call it; a rank with a problem raises it, and all others a like one.
+    """
+    told = failure(problem) if problem is not None else {"note": note, "writes": sorted(writes)}
+    place = f"{team.topic}/registered/{topic}/registered parameters"
+    notes = meet(team.board, place, team.ranks, team.rank, told, time_out_s, problem)
+    return [n["note"] for n in notes], frozenset(name for n in notes for name in n["writes"])
+
+
+def share_on_host(
+    team: TeamComm,
+    topic: str,
+    wanted: Wanted,
+    inputs: Collection[str],
+    writes: Collection[str],
+    time_out_s: float,
+) -> dict[str, Registered]:
+    """Blocks of shared memory for parameters in the memory of the CPU; all ranks call it."""
+    _, written = tell(team, topic, {}, writes, None, time_out_s)
+    starts: dict[str, int] = {}
+    total = 0
+    for name in sorted(wanted):
+        starts[name] = total
+        total += align(wanted[name][1])
+    place = f"{team.topic}/registered/{topic}"
+    shared = share(team.board, place, team.ranks, team.me, total, {}, time_out_s)
+    held: dict[str, Registered] = {}
+    for name, (tensor, nbytes) in wanted.items():
+        copies = tuple(segment.bytes(starts[name], nbytes) for segment in shared.segments)
+        mine = copies[team.me]
+        staged = torch.empty(0, dtype=tensor.dtype)
+        start = int(mine.storage_offset()) // tensor.itemsize
+        staged.set_(mine.untyped_storage(), start, tensor.shape, tensor.stride())  # pyright: ignore
+        held[name] = Registered(tensor, team.me, copies, name in written, name in inputs, staged)
+    return held

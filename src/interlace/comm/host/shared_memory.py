@@ -1,0 +1,179 @@
+"""Memory that the processes of one host share: what symmetric buffers and signals live in.
+
+One rank creates a segment, its peers open it by name, and the name goes away as soon as all have it
+mapped: the memory then lives as long as somebody maps it. A process that is killed before that
+leaves its names behind; the next one to create a segment there takes them away.
+The pages are reserved at creation, since writing to a full tmpfs is a SIGBUS and not an exception.
+
+    >>> segment = Segment.create(4096)
+    >>> segment.cells[0] = 7
+    >>> peer = Segment.open(segment.path, 4096)
+    >>> segment.unlink()
+    >>> peer.cells[0]
+    7
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+import torch
+
+from interlace.comm.rendezvous.liveness import exists, namespace
+from interlace.errors import BackendError, SharedMemoryError
+
+PAGE = 4096
+MAP_FIXED = 0x10
+_map = ctypes.CDLL(None, use_errno=True).mmap
+_map.restype = ctypes.c_void_p
+_map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(3 * [ctypes.c_int]), ctypes.c_long)
+ALIGN = 256
+"""Bytes at whose multiples buffers start, so that vector loads stay within cache lines."""
+
+
+def default_folder() -> Path:
+    """Where shared memory has its names: `/dev/shm`, or the temporary folder without one."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+
+
+def align(nbytes: int, to: int = ALIGN) -> int:
+    """`nbytes` rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes for people."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+class Segment:
+    """A block of shared memory, mapped into this process."""
+
+    def __init__(self, path: str, nbytes: int, descriptor: int) -> None:
+        """Maps the file; the caller closes the descriptor, which the mapping does not need."""
+        self.path = path
+        self.nbytes = nbytes
+        self._map = _mapped(descriptor, nbytes)
+        self.cells = memoryview(self._map).cast("Q")
+        """The whole segment as 64-bit cells; a cell is read and written in one access."""
+
+    @classmethod
+    def create(cls, nbytes: int, folder: Path | None = None) -> Segment:
+        """A new segment of zeros, its pages reserved; `SharedMemoryError` where there is none."""
+        folder = folder or default_folder()
+        nbytes = align(max(nbytes, 1), PAGE)
+        path = str(folder / f"interlace-{os.getpid()}-{namespace():x}-{secrets.token_hex(8)}")
+        try:
+            sweep(folder)
+            stat = os.statvfs(folder)
+            if nbytes > stat.f_bavail * stat.f_frsize:
+                raise SharedMemoryError(_too_little(nbytes, folder))
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(descriptor, 0, nbytes)
+                else:
+                    os.ftruncate(descriptor, nbytes)  # macOS: no tmpfs, so no SIGBUS to fear
+                return cls(path, nbytes, descriptor)
+            except BaseException:
+                os.unlink(path)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise SharedMemoryError(_why_not(error, nbytes, folder)) from error
+
+    @classmethod
+    def open(cls, path: str, nbytes: int) -> Segment:
+        """A segment that another process created."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                return cls(path, nbytes, descriptor)
+            finally:
+                os.close(descriptor)
+        except (FileNotFoundError, PermissionError) as error:
+            raise BackendError(
+                f"cannot open the shared memory {path} of a peer ({error.strerror}): ranks that "
+                "share memory need one host, one user and one /dev/shm; give containers the same "
+                "/dev/shm (docker: --ipc=host), or choose the transport gloo"
+            ) from error
+        except OSError as error:
+            raise SharedMemoryError(_why_not(error, nbytes, Path(path).parent)) from error
+
+    def unlink(self) -> None:
+        """Takes the name away; the memory stays until the last process that maps it lets go."""
+        with contextlib.suppress(OSError):  # it is gone, or goes with the next segment: `sweep`
+            os.unlink(self.path)
+
+    def bytes(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A part of the segment as a tensor of bytes, which keeps the mapping alive."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+def sweep(folder: Path) -> None:
+    """Takes away the names of segments whose processes are gone: nobody will open them any more.
+
+    Processes of other containers, which may share the folder, are not seen from here: their names
+    stay.
+    """
+    here = namespace()
+    for path in folder.glob(f"interlace-*-{here:x}-*") if here else ():
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and not exists(int(pid)):
+            with contextlib.suppress(OSError):  # another rank was faster, or it is another user's
+                path.unlink()
+
+
+def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
+    """The file's memory. `mmap.mmap` of a file keeps a descriptor for as long as it lives, and
+    processes may have few; so the file takes the place of memory that has none."""
+    found = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(found))
+    access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
+    if _map(address, nbytes, access, flags, descriptor, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def _why_not(error: OSError, needed: int, folder: Path) -> str:
+    """The message for what the system refused."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        fix = "close files, or allow more (ulimit -n)"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        fix = f"make {folder} writable for this user (mount -o remount,rw {folder})"
+    elif error.errno == errno.ENOSPC and os.statvfs(folder).f_favail == 0:
+        fix = f"there is no room for another name: mount -o remount,nr_inodes=0 {folder}"
+    elif error.errno == errno.EFBIG:
+        fix = "let this process write larger files (ulimit -f)"
+    elif error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return _too_little(needed, folder)
+    else:
+        fix = f"see that {folder} is a working tmpfs"
+    return f"cannot have {size(needed)} of shared memory in {folder} ({error.strerror}): {fix}"
+
+
+def _too_little(needed: int, folder: Path) -> str:
+    stat = os.statvfs(folder)
+    free = stat.f_bavail * stat.f_frsize
+    return (
+        f"too little shared memory: this rank needs {size(needed)} and {folder} has {size(free)} "
+        f"free. Give it more (docker run --shm-size=..., or mount -o remount,size=... {folder}), "
+        "use fewer or smaller symmetric buffers (fewer chunks, a shorter sequence), or a strategy "
+        "without them (pipeline, shift, ring, broadcast)"
+    )

@@ -1,0 +1,141 @@
+"""Counters that one process raises and another awaits, and the one bounded wait of this library.
+
+A signal is a 64-bit cell of shared memory with one writer, whose values only grow: a `stamp` puts
+the number of the run above the value that the Program counts from the start of the run, so that
+cells need no reset between runs.
+
+    >>> wait = Wait(time_out_s=5, describe=lambda: "expect(ready, 1)")
+    >>> wait.until(lambda: cells[3] >= stamp(run, 1))
+
+Note [Memory order]
+    x86 keeps the order of stores, and of loads, so data copied before a stamp is seen before it.
+    ARM does not. Python has no fence, but its locks are made of atomic operations: an acquire, a
+    release and an acquire of one lock order everything before them with everything after them (an
+    acquire that reads the value of a release is ordered after it, and that after all that came
+    before). A writer calls `fence()` between its data and its stamp, a reader between seeing a
+    stamp and touching the data. 64-bit cells are aligned and written by one store. Tensors may be
+    copied by stores that go around the cache, which no processor keeps in order; cells are not, so
+    between cells alone `order_cells()` will do.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from interlace.comm.rendezvous.patience import LONGER, Patience
+from interlace.errors import CommTimeoutError
+from interlace.ir import VALUE_BITS
+
+SPINS = 50
+LONGEST_SLEEP_S = 0.001
+CHECK_EVERY_S = 0.005
+SLICE_S = 0.05
+SETTLED_S = 0.5
+"""How long a transfer that is given up may take to end by itself."""
+
+
+def stamp(run: int, value: int) -> int:
+    """The cell's content for `value` in `run`: it grows with the run, then with the value."""
+    assert 0 <= value < 1 << VALUE_BITS, f"signal value {value} does not fit in {VALUE_BITS} bits"
+    return run << VALUE_BITS | value
+
+
+def fence() -> None:
+    """Orders the memory accesses before it with those after it; see Note [Memory order]."""
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+def _nothing() -> None:
+    pass
+
+
+order_cells = _nothing if platform.machine().lower() in ("x86_64", "amd64") else fence
+"""`fence` between cells, where nothing but cells is written or read; see Note [Memory order]."""
+
+
+def _no_detail() -> str:
+    return ""
+
+
+@dataclass(slots=True)
+class Wait:
+    """How an op waits: for how long, what may end it early, and how it says what it was."""
+
+    time_out_s: float
+    describe: Callable[[], str]
+    """The op, as an error should show it."""
+    check: Callable[[], None] = _nothing
+    """Raises when waiting has become pointless: a peer failed, or another stream of this rank."""
+    log: Callable[[], str] = _no_detail
+    """What every stream was doing, for the end of a time-out's message."""
+    behind: Callable[[], str] = _no_detail
+    """Who may hold up a transfer that all have begun."""
+    cut: Callable[[], None] = _nothing
+    """Ends a transfer that this rank waits for no longer."""
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], str] = _no_detail) -> None:
+        """Returns when `ready()`; raises `CommTimeoutError`, or what `check` raises.
+
+        Spins for a moment, then sleeps for growing moments: more than a few threads spinning on a
+        machine with fewer cores would keep the thread they wait for from running.
+        """
+        for _ in range(SPINS):
+            if ready():
+                return fence()
+        now, patience = time.monotonic(), Patience(self.time_out_s)
+        next_check, pause = now + CHECK_EVERY_S, 10e-6
+        while not ready():
+            if now >= next_check:
+                self.check()
+                if patience.is_over(lambda: _lines(self.describe(), missing())):
+                    raise self.late(missing())
+                next_check = now + CHECK_EVERY_S
+            time.sleep(pause)
+            pause = min(pause * 1.3, LONGEST_SLEEP_S)
+            now = time.monotonic()
+        return fence()
+
+    def finish(self, work: Any) -> None:
+        """Waits for a torch `Work`, in slices, so that a peer's failure ends the wait early."""
+        patience = Patience(self.time_out_s)
+        while True:
+            try:
+                work.wait(timedelta(seconds=min(SLICE_S, self.time_out_s)))
+                return
+            except RuntimeError:
+                if work.is_completed():  # its own error, or done just as our slice ended
+                    work.wait(timedelta(seconds=SLICE_S))
+                    return
+            try:
+                self.check()
+                if patience.is_over(lambda: _lines(self.describe(), self.behind())):
+                    raise self.late(self.behind())
+            except BaseException:
+                self._leave(work)
+                raise
+
+    def _leave(self, work: Any) -> None:
+        """Ends a transfer, unless it ends by itself: others may have all that it needs."""
+        patience = Patience(SETTLED_S)
+        while not (work.is_completed() or patience.is_over()):
+            time.sleep(LONGEST_SLEEP_S)
+        if not work.is_completed():
+            self.cut()
+
+    def late(self, missing: str = "") -> CommTimeoutError:
+        """The time-out's error, with what is missing and the flight log."""
+        first = f"no progress in {self.time_out_s:g} s: {self.describe()}"
+        return CommTimeoutError(_lines(first, missing, self.log(), LONGER))
+
+
+def _lines(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)

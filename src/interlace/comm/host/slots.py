@@ -1,0 +1,152 @@
+"""The pool of symmetric slots of a team: where symmetric buffers live, across runs and Programs.
+
+A slot has two copies on every rank, used in turn: take n uses copy n % 2 once every rank has
+given back take n - 2. Counts go on from run to run and from Program to Program, so that a rank
+may be a run ahead of its peers without a barrier, and slots of one name and size are shared by
+all Executors.
+
+    pool.ensure("1", {"s0": 1 << 20}, time_out_s=60)    # all ranks, while they prepare
+    use = pool.slots["s0", 1 << 20].next_use()          # a take: which copy, and its number
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from interlace.comm.host.shared_memory import PAGE, Segment, align
+from interlace.comm.host.sharing import share
+from interlace.comm.host.signals import Wait, fence
+from interlace.comm.rendezvous.board import Board
+
+Members = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One take of a slot: the copy it has, and how often that copy was used before."""
+
+    copy: int
+    count: int
+
+
+class Slot:
+    """Two copies of a block of memory on every rank, and the counts of what was given back."""
+
+    def __init__(
+        self, name: str, nbytes: int, segments: tuple[Segment, ...], me: int, at: int, cell: int
+    ) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.me = me
+        self._cells = [segment.cells for segment in segments]
+        self._cell = cell
+        self._takes = 0
+        self.copies = [
+            tuple(segment.bytes(at + copy * align(nbytes), nbytes) for copy in (0, 1))
+            for segment in segments
+        ]
+        """`copies[member][copy]`: that rank's memory, as bytes."""
+
+    def next_use(self) -> Use:
+        """The next take, which every rank counts alike; `take` waits for its copy."""
+        take = self._takes
+        self._takes += 1
+        return Use(take % 2, take // 2)
+
+    def take(self, use: Use, wait: Wait, where: Members) -> None:
+        """Returns when every rank has given back the previous use of this copy."""
+        at, cells = self._cell + use.copy, self._cells
+
+        def missing() -> str:
+            late = [i for i, theirs in enumerate(cells) if theirs[at] < use.count]
+            return f"slot {self.name} was not given back; {where(late)}"
+
+        wait.until(lambda: all(theirs[at] >= use.count for theirs in cells), missing)
+
+    def free(self, use: Use) -> None:
+        """Gives a use back, for every rank to see."""
+        fence()
+        self._cells[self.me][self._cell + use.copy] = use.count + 1
+
+    def reset(self) -> None:
+        """As if never taken; a barrier of all ranks stands before and after."""
+        self._takes = 0
+        for copy in (0, 1):
+            self._cells[self.me][self._cell + copy] = 0
+
+
+class SlotPool:
+    """The slots of a team, by name and size.
+
+    One that no Executor of any rank holds any more goes when the next Programs are prepared.
+    """
+
+    def __init__(self, board: Board, topic: str, ranks: tuple[int, ...], me: int) -> None:
+        self._board = board
+        self.topic = topic
+        """Where the team's notes are."""
+        self._ranks = ranks
+        self._me = me
+        self.slots: dict[tuple[str, int], Slot] = {}
+        self._holders: dict[tuple[str, int], int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory that this rank gives to the pool."""
+        return sum(2 * align(slot.nbytes) for slot in self.slots.values())
+
+    def ensure(self, topic: str, wanted: Mapping[str, int], time_out_s: float) -> dict[str, Slot]:
+        """The slots of these names, large enough on every rank.
+
+        All ranks call this together, under a topic that is new each time.
+        """
+        idle = [list(key) for key in self.slots if not self._holders.get(key)]
+        topic, told = f"{self.topic}/{topic}", {"slots": dict(wanted), "idle": idle}
+        rank = self._ranks[self._me]
+        notes = self._board.exchange(f"{topic}/slots", self._ranks, rank, told, time_out_s)
+        sizes: dict[str, int] = {}
+        for note in notes:
+            for name, nbytes in note["slots"].items():
+                sizes[name] = max(sizes.get(name, 0), nbytes)
+        idle_here = [{(name, size) for name, size in note["idle"]} for note in notes]
+        gone = sorted(set.intersection(*idle_here) - set(sizes.items()))
+        if gone:
+            self._drop(topic, gone, time_out_s)
+        missing = sorted(key for key in sizes.items() if key not in self.slots)
+        if missing:
+            self._add(topic, missing, time_out_s)
+        for name in wanted:
+            key = name, sizes[name]
+            self._holders[key] = self._holders.get(key, 0) + 1
+        return {name: self.slots[name, sizes[name]] for name in wanted}
+
+    def let_go(self, slot: Slot) -> None:
+        """What `ensure` gave is not needed any more, by one of those who got it."""
+        key = slot.name, slot.nbytes
+        if self._holders.get(key):
+            self._holders[key] -= 1
+
+    def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+        """Forgets slots that nobody holds; all ranks do it together."""
+        for key in keys:
+            del self.slots[key]
+            self._holders.pop(key, None)
+
+    def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+        header = align(16 * len(keys), PAGE)
+        at = header
+        starts: list[int] = []
+        for _, nbytes in keys:
+            starts.append(at)
+            at += 2 * align(nbytes)
+        shared = share(self._board, topic, self._ranks, self._me, at, {}, time_out_s)
+        for index, ((name, nbytes), start) in enumerate(zip(keys, starts, strict=True)):
+            self.slots[name, nbytes] = Slot(
+                name, nbytes, shared.segments, self._me, start, 2 * index
+            )
+
+    def reset(self) -> None:
+        """Every slot as if never taken."""
+        for slot in self.slots.values():
+            slot.reset()

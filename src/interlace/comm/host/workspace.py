@@ -1,0 +1,168 @@
+"""What one Executor needs of a team beside slots: signals, message boxes and a staging area.
+
+    demand = Demand(signals=("ready",), sends=(Message(1, 4096),), recvs=(Message(1, 0),))
+    space = Workspace(team, "forward", demand, time_out_s=60)      # all ranks, together
+    space.notify("ready", member=1, value=2)
+    space.expect("ready", member=1, value=2, wait=wait)
+
+Every rank has one segment: cells that count, then bytes. Its layout may differ from rank to rank,
+so each tells it to the others. Stamps carry the number of the run and are never reset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from interlace.comm.host.shared_memory import PAGE, align
+from interlace.comm.host.sharing import share
+from interlace.comm.host.signals import Wait, fence, stamp
+from interlace.comm.rendezvous.board import Note
+from interlace.comm.teams import TeamComm
+from interlace.errors import ProgramError
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A Send to (or a Recv from) a member of the team; `nbytes` pass through shared memory."""
+
+    member: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a rank's Program needs on a team."""
+
+    signals: tuple[str, ...] = ()
+    """The signals that it expects."""
+    sends: tuple[Message, ...] = ()
+    recvs: tuple[Message, ...] = ()
+    stage_nbytes: int = 0
+    """The largest part that one rank gives to a collective of the backend `peer`."""
+
+
+@dataclass(slots=True)
+class Box:
+    """Where a message is: counters of both sides, and the bytes if they pass through memory."""
+
+    sent: memoryview
+    sent_at: int
+    ready: memoryview
+    ready_at: int
+    data: torch.Tensor | None = field(default=None)
+
+
+class Workspace:
+    """The segments of one Executor on one team."""
+
+    def __init__(self, team: TeamComm, topic: str, demand: Demand, time_out_s: float) -> None:
+        self.team = team
+        size, me = team.size, team.me
+        cell = 0
+
+        def cells(count: int) -> int:
+            nonlocal cell
+            cell += count
+            return cell - count
+
+        note: Note = {"arrived": cells(1)}
+        note["signals"] = {name: cells(size) for name in demand.signals}
+        note["sends"] = [[m.member, cells(1), m.nbytes] for m in demand.sends]
+        note["recvs"] = [[m.member, cells(1)] for m in demand.recvs]
+        at = align(cell * 8, PAGE)
+        for entry in note["sends"]:
+            nbytes, entry[2] = entry[2], at
+            at += align(nbytes)
+        note["stage"] = [at, align(demand.stage_nbytes)]
+        at += align(demand.stage_nbytes)
+        shared = share(
+            team.board, f"{team.topic}/space/{topic}", team.ranks, me, at, note, time_out_s
+        )
+        self._demand = demand
+        self._segments = shared.segments
+        self._notes = shared.notes
+        self._cells = [segment.cells for segment in shared.segments]
+        self.stages = [
+            segment.bytes(*note["stage"])
+            for segment, note in zip(shared.segments, shared.notes, strict=True)
+        ]
+        """Every member's staging area, as bytes."""
+
+    # -- signals ---------------------------------------------------------------------------------
+
+    def notifier(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
+        """The cells that raise `signal` on these members; a member that never looks has none."""
+        found: list[tuple[memoryview, int]] = []
+        for member in members:
+            first = self._notes[member]["signals"].get(signal)
+            if first is not None:
+                found.append((self._cells[member], first + self.team.me))
+        return found
+
+    def notify(self, cells: list[tuple[memoryview, int]], value: int) -> None:
+        """Raises a signal, after everything that came before it."""
+        mark = stamp(self.team.control.run, value)
+        fence()
+        for cell, at in cells:
+            cell[at] = mark
+
+    def expect(self, signal: str, members: tuple[int, ...], value: int, wait: Wait) -> None:
+        """Returns when all these members have raised `signal` to `value` in this run."""
+        control, mine = self.team.control, self._cells[self.team.me]
+        mark = stamp(control.run, value)
+        first = self._notes[self.team.me]["signals"][signal]
+        for member in members:
+            at = first + member
+            if mine[at] < mark:
+                control.meet(member, wait)
+                wait.until(lambda at=at: mine[at] >= mark, lambda m=member: control.where([m]))
+        fence()
+
+    # -- collectives through shared memory -------------------------------------------------------
+
+    def arrived(self, mark: int) -> None:
+        """This rank's staging area holds what it gives to the collective with this stamp."""
+        fence()
+        self._cells[self.team.me][self._notes[self.team.me]["arrived"]] = mark
+
+    def await_arrivals(self, mark: int, wait: Wait) -> None:
+        """Returns when every member has arrived at the stamp."""
+        pairs = [
+            (cells, note["arrived"]) for cells, note in zip(self._cells, self._notes, strict=True)
+        ]
+
+        def missing() -> str:
+            late = [i for i, (cells, at) in enumerate(pairs) if cells[at] < mark]
+            return self.team.control.where(late)
+
+        wait.until(lambda: all(cells[at] >= mark for cells, at in pairs), missing)
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def outbox(self, number: int) -> Box:
+        """Where this rank's Send of that number (among all its sends) meets its Recv."""
+        me = self.team.me
+        message = self._demand.sends[number]
+        nth = sum(m.member == message.member for m in self._demand.sends[:number])
+        return self._box(me, message.member, nth, message.nbytes)
+
+    def inbox(self, number: int) -> Box:
+        """Where this rank's Recv of that number (among all its receipts) meets its Send."""
+        message = self._demand.recvs[number]
+        nth = sum(m.member == message.member for m in self._demand.recvs[:number])
+        return self._box(message.member, self.team.me, nth, message.nbytes)
+
+    def _box(self, sender: int, receiver: int, nth: int, nbytes: int) -> Box:
+        sends = [entry for entry in self._notes[sender]["sends"] if entry[0] == receiver]
+        recvs = [entry for entry in self._notes[receiver]["recvs"] if entry[0] == sender]
+        if nth >= len(sends) or nth >= len(recvs):
+            ranks = self.team.ranks
+            raise ProgramError(
+                f"rank {ranks[sender]} sends {len(sends)} messages to rank {ranks[receiver]} in "
+                f"team {self.team.name}, which receives {len(recvs)}: each Send needs its Recv"
+            )
+        _, sent_at, data_at = sends[nth]
+        data = self._segments[sender].bytes(data_at, nbytes) if nbytes else None
+        return Box(self._cells[sender], sent_at, self._cells[receiver], recvs[nth][1], data)

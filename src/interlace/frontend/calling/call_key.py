@@ -1,0 +1,248 @@
+"""What a call of a compiled function is known by, without a walk through its modules.
+
+    keys = CallKeys(State.of(fn))
+    call = keys.of(args, kwargs)
+    entry = entries.get(call.key)         # compiled for calls like this one, or None
+
+A key has all that a compilation rests on: how the arguments nest, their plain values, and of every
+tensor (the modules' parameters and buffers too) sizes, strides, element type, device, layout and
+whether it shares memory with another; types of modules; training, gradient and autocast modes.
+
+Note [A module that has not changed]
+    To walk a module and describe its parameters takes many times longer than all else here. So
+    what was found is kept as a `Snapshot`, with what shows that it still holds: every submodule has
+    the very children that it had, its parameters and buffers are of the same kinds and lie where
+    they lay, and the same of them are one tensor. No tensor is kept alive, nor referred to weakly,
+    which `torch.utils.swap_tensors` would refuse.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from interlace.frontend.calling.specialise import signature
+from interlace.frontend.calling.state import State
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_LEAVES = {*_PLAIN, DTensor, int, float, bool, str, type(None)}
+"""Types of most arguments, which nest nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of a call, taken apart, and what it is known by."""
+
+    key: Hashable
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    names: tuple[str, ...]
+    """Of the modules' tensors, which come first among `tensors`."""
+    held: tuple[str, ...]
+    """Of the tensors that the function reaches by other ways, which come next."""
+    tensors: list[torch.Tensor]
+
+
+class CallKeys:
+    """The keys of one function's calls."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._snapshot: Snapshot | None = None
+        self._flat: dict[tuple[Any, ...], Known] = {}
+
+    def __reduce__(self) -> Any:  # a copy has modules of its own
+        return CallKeys, (self._state,)
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The call with these arguments, in the modes of now."""
+        snapshot = self._snapshot
+        own = snapshot.tensors() if snapshot is not None else None
+        if snapshot is None or own is None:
+            named = self._state.tensors()
+            snapshot = self._snapshot = Snapshot(self._state, named)
+            own = list(named.values())
+        leaves, spec = self._flatten(args, kwargs)
+        held = self._state.held()
+        given = [*held.values(), *(x for x in leaves if isinstance(x, torch.Tensor))]
+        fixed = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_autocast())
+        tensors = [*own, *given]
+        shared = None if snapshot.apart_from(given) else _sharing(tensors)
+        kinds = tuple(map(_kind, given))
+        key = (spec, _hashable(fixed), snapshot.known, tuple(held), kinds, shared, modes)
+        return Call(key, leaves, spec.value, snapshot.names, tuple(held), tensors)
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Known]:
+        """The leaves and how they nest, which is remembered where none does."""
+        leaves = [*args, *kwargs.values()]
+        if not all(type(leaf) in _LEAVES for leaf in leaves):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            return leaves, Known(spec)
+        names = len(args), *kwargs
+        spec = self._flat.get(names)
+        if spec is None:
+            spec = self._flat[names] = Known(pytree.tree_structure((args, kwargs)))
+        return leaves, spec
+
+
+class Snapshot:
+    """The modules' tensors and modes as they were: Note [A module that has not changed]."""
+
+    def __init__(self, state: State, named: Mapping[str, torch.Tensor]) -> None:
+        tensors = list(named.values())
+        modules = [m for _, root in state.modules for m in root.modules()]
+        self.names = tuple(named)
+        kinds = tuple((type(module), module.training) for module in modules)
+        self.known = Known((self.names, tuple(map(_kind, tensors)), kinds))
+        starts = [_start(tensor) for tensor in tensors]
+        self._starts = {start for start in starts if start}
+        self._apart = None not in starts and _sharing(tensors) is None
+        self._modules = [(weakref.ref(m), m.training) for m in modules]
+        self._shape, held = _held(modules)
+        places: dict[int, int] = {}
+        for place, tensor in enumerate(held):
+            if tensor is not None:
+                places.setdefault(id(tensor), place)
+        self._places = [places.get(id(tensor), -1) for tensor in tensors]
+        first = [(i, places[id(tensor)]) for i, tensor in enumerate(held) if tensor is not None]
+        self._again = [(i, j) for i, j in first if i != j]
+        """Places that hold what an earlier one holds."""
+        self._lasts = None not in starts and set(self._places) == set(places.values())
+        self._marks = _marks(held) if self._lasts else []
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """The modules' tensors as they are now, if a new look would find the same."""
+        if not self._lasts:
+            return None
+        modules: list[nn.Module] = []
+        for of_module, training in self._modules:
+            module = of_module()
+            if module is None or module.training is not training:
+                return None
+            modules.append(module)
+        shape, held = _held(modules)
+        if shape != self._shape or _marks(held) != self._marks:
+            return None
+        for place, first in self._again:
+            if held[place] is not held[first]:
+                return None
+        found = [held[place] for place in self._places]
+        return found if len(set(map(id, found))) == len(found) else None
+
+    def apart_from(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether no two tensors of the modules and these can share memory."""
+        starts = {_start(tensor) for tensor in tensors}
+        return (
+            self._apart
+            and len(starts) == len(tensors)
+            and starts.isdisjoint((None, 0))
+            and self._starts.isdisjoint(starts)
+        )
+
+
+class Known:
+    """A part of keys that is hashed once, and as a rule compared with itself."""
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Known) and self.value == other.value)
+
+
+def _held(modules: Sequence[nn.Module]) -> tuple[list[int | str], list[Any]]:
+    """Which children each has and what its tensors are called, unique while the children live;
+    and the tensors."""
+    shape: list[int | str] = []
+    held: list[Any] = []
+    for module in modules:
+        if module._modules:
+            shape += module._modules
+            shape += map(id, module._modules.values())
+        for values in (module._parameters, module._buffers):
+            if values:
+                shape += values
+                held += values.values()
+            shape.append(len(held))
+    return shape, held
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _start(tensor: torch.Tensor) -> int | None:
+    """Where a tensor's storage begins, 0 if it is empty; None of one that is not like most."""
+    if type(tensor) not in _PLAIN and type(tensor) is not DTensor:
+        return None
+    local = _local(tensor)
+    return local.untyped_storage().data_ptr() if type(local) in _PLAIN else None
+
+
+def _marks(held: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Of each its kind, where it lies and how, and whether it wants a gradient."""
+    found: list[Any] = []
+    for tensor in held:
+        kind = type(tensor)
+        found.append(kind)
+        if tensor is None:
+            continue
+        local: Any = tensor
+        if kind is DTensor:
+            local = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+            found += tensor._spec, type(local)  # pyright: ignore[reportAttributeAccessIssue]
+        found += local.untyped_storage().data_ptr(), local.data_ptr(), local.shape
+        found += local.stride(), local.dtype, local.device
+        found.append(tensor.requires_grad)
+    return found
+
+
+def _kind(tensor: torch.Tensor) -> Hashable:
+    spec = getattr(tensor, "_spec", None)
+    types = type(tensor), type(getattr(tensor, "_local_tensor", None))  # which may still be awaited
+    return signature([tensor]), tensor.requires_grad, tensor.device, types, spec
+
+
+def _sharing(tensors: Sequence[torch.Tensor]) -> Hashable:
+    """Which arguments share memory, and where in it: a graph that writes one counts on that."""
+    plain = [_local(tensor) for tensor in tensors]
+    storages = [tensor.untyped_storage()._cdata for tensor in plain]
+    if len(set(storages)) == len(storages):
+        return None
+    return tuple(
+        (storages.index(storage), tensor.storage_offset())
+        for storage, tensor in zip(storages, plain, strict=True)
+    )
+
+
+def _autocast() -> tuple[Hashable, ...]:
+    """What autocast is on, by device."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    types = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
+    return tuple((name, torch.get_autocast_dtype(name)) for name in types)
+
+
+def _hashable(fixed: Sequence[Any]) -> Hashable:
+    """Plain arguments as part of a key; one that has no hash counts as itself alone."""
+    found: list[Hashable] = []
+    for value in fixed:
+        try:
+            hash(value)
+            found.append((type(value), value))
+        except TypeError:
+            found.append((type(value), id(value)))
+    return tuple(found)

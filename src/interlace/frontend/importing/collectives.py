@@ -1,0 +1,263 @@
+"""Functional collectives as Collectives of a serial Program.
+
+A functional collective returns at once and `wait_tensor` waits; in a serial Program the Collective
+is complete where it stands, so the wait vanishes. Results are fresh buffers; sources are made
+contiguous, as torch does. A team of one rank communicates nothing.
+
+    full = empty(f32[8, 4])
+    main: all_gather(x, full, team=tp)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from interlace.frontend.importing.importer import Importer, Lowering
+from interlace.ir import Alloc, Collective, Copy, DType, Group, Op, Recv, Send, Team, View
+
+REDUCTIONS = {"sum": "sum", "avg": "avg", "product": "prod", "prod": "prod"} | {
+    name: name for name in ("min", "max")
+}
+
+
+def _reduction(imp: Importer, node: fx.Node, name: str) -> str:
+    found = REDUCTIONS.get(str(name).lower())
+    if found is None:
+        raise imp.unsupported(node, f"reduction {name!r}", f"Use one of {sorted(REDUCTIONS)}")
+    return found
+
+
+def _emit(
+    imp: Importer,
+    kind: str,
+    team: Team,
+    src: View,
+    sizes: tuple[int, ...],
+    reduce: str | None = None,
+) -> View:
+    """One collective into a fresh buffer of `sizes`."""
+    src = imp.contiguous(src)
+    dtype: DType = imp.box(src).dtype
+    dst = imp.empty(kind, dtype, sizes)
+    imp.emit(Collective(kind=kind, team=team.name, src=src, dst=dst, reduce=reduce, loc=imp.loc))
+    return dst
+
+
+def _rows(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return sizes or (1,)
+
+
+def all_gather(imp: Importer, node: fx.Node, src: View, group: Any) -> View:
+    """Every rank's `src`, one after another along dimension 0."""
+    team = imp.team(node, group)
+    first, *rest = _rows(imp.sizes(src))
+    if team.size == 1:
+        return imp.reshaped(imp.copied(src), (first, *rest))
+    return _emit(
+        imp, "all_gather", team, imp.reshaped(src, (first, *rest)), (first * team.size, *rest)
+    )
+
+
+def reduce_scatter(imp: Importer, node: fx.Node, src: View, reduce: str, group: Any) -> View:
+    """This rank's part, along dimension 0, of the reduction of every rank's `src`."""
+    team, (first, *rest) = imp.team(node, group), imp.sizes(src)
+    if team.size == 1:
+        return imp.copied(src)
+    if first % team.size:
+        raise imp.unsupported(
+            node,
+            f"{first} rows do not divide among the {team.size} ranks of {team.name}",
+            "Pad dimension 0 to a multiple, as DTensor does",
+        )
+    sizes = (first // team.size, *rest)
+    return _emit(imp, "reduce_scatter", team, src, sizes, _reduction(imp, node, reduce))
+
+
+def all_reduce(imp: Importer, node: fx.Node, src: View, reduce: str, group: Any) -> View:
+    """The reduction of every rank's `src`."""
+    team = imp.team(node, group)
+    if team.size == 1:
+        return imp.copied(src)
+    return _emit(imp, "all_reduce", team, src, imp.sizes(src), _reduction(imp, node, reduce))
+
+
+def _all_gather(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    return all_gather(imp, node, imp.view(args[0]), args[2])
+
+
+def _reduce_scatter(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    return reduce_scatter(imp, node, imp.view(args[0]), args[1], args[3])
+
+
+def _all_reduce(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    return all_reduce(imp, node, imp.view(args[0]), args[1], args[2])
+
+
+def _all_gathers(imp: Importer, node: fx.Node, args: list[Any]) -> tuple[View, ...]:
+    return tuple(all_gather(imp, node, src, args[2]) for src in imp.arg(args[0]))
+
+
+def _reduce_scatters(imp: Importer, node: fx.Node, args: list[Any]) -> tuple[View, ...]:
+    return tuple(reduce_scatter(imp, node, src, args[1], args[3]) for src in imp.arg(args[0]))
+
+
+def _all_reduces(imp: Importer, node: fx.Node, args: list[Any]) -> tuple[View, ...]:
+    return tuple(all_reduce(imp, node, src, args[1], args[2]) for src in imp.arg(args[0]))
+
+
+def _in_place(lower: Lowering, out: int | None = None) -> Lowering:
+    """A collective that writes an argument: `lower`, then a copy where it cannot write at once."""
+
+    def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+        targets = imp.arg(args[0] if out is None else args[out])
+        start = len(imp.ops)
+        results = lower(imp, node, args)
+        single = isinstance(targets, View)
+        pairs = zip([targets] if single else targets, [results] if single else results, strict=True)
+        for target, result in pairs:
+            _into(imp, start, result, target)
+        return targets
+
+    return lowering
+
+
+def _into(imp: Importer, start: int, result: View, target: View) -> None:
+    """Makes a collective's fresh result `target` itself where that is contiguous, else copies."""
+    for i in range(start, len(imp.ops)):
+        op = imp.ops[i]
+        if isinstance(op, Collective) and op.dst == result and imp.box(target).contiguous:
+            reads_target = op.src is not None and op.src.buffer == target.buffer
+            if op.kind == "all_reduce" or not reads_target:
+                imp.ops[i] = Collective(
+                    kind=op.kind, team=op.team, src=op.src, dst=target, reduce=op.reduce,
+                    root=op.root, loc=op.loc,
+                )  # fmt: skip
+                imp.ops[start:] = [
+                    made
+                    for made in imp.ops[start:]
+                    if not (isinstance(made, Alloc) and made.buffer.name == result.buffer)
+                ]
+                return
+    imp.copy_into(result, target)
+
+
+def _broadcast(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    src, team = imp.view(args[0]), imp.team(node, args[2])
+    if team.size == 1:
+        return imp.copied(src)
+    src = imp.contiguous(src)
+    box = imp.box(src)
+    dst = imp.empty("broadcast", box.dtype, box.sizes)
+    imp.emit(
+        Collective(
+            kind="broadcast", team=team.name, src=src, dst=dst, root=int(args[1]), loc=imp.loc
+        )
+    )
+    return dst
+
+
+def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    src, team = imp.contiguous(imp.view(args[0])), imp.team(node, args[3])
+    received, sent = imp.arg(args[1]), imp.arg(args[2])
+    if team.size == 1:
+        return imp.copied(src)
+    _, *rest = imp.sizes(src)
+    sizes = (sum(received), *rest)
+    if imp.agreed(team, len({*received, *sent}) == 1):
+        return _emit(imp, "all_to_all", team, src, sizes)
+    me = imp.teams.index(team.name)
+    dst = imp.empty("all_to_all", imp.box(src).dtype, sizes)
+    site = imp.site("all_to_all", "its parts are uneven on some rank: they travel as messages")
+    at = {"team": team.name, "site": site, "loc": imp.loc}
+    messages: list[Send | Recv] = []
+    own: list[Op] = []
+    for peer in range(team.size):
+        taken = src.slice(0, sum(sent[:peer]), sum(sent[: peer + 1]))
+        given = dst.slice(0, sum(received[:peer]), sum(received[: peer + 1]))
+        if peer == me and sent[peer]:
+            own.append(Copy(src=taken, dst=given, site=site, loc=imp.loc))
+            continue
+        if sent[peer]:
+            messages.append(Send(src=taken, peer=peer, **at))
+        if received[peer]:
+            messages.append(Recv(dst=given, peer=peer, **at))
+    for op in own:
+        imp.emit(op)
+    if messages:
+        imp.emit(Group(ops=tuple(messages), site=site, loc=imp.loc))
+    return dst
+
+
+def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """Gathers along one dimension and shards another: blocks of one become blocks of the other."""
+    src, gather_dim, shard_dim, group = imp.view(args[0]), args[1], args[2], args[3]
+    team, sizes = imp.team(node, group), list(imp.sizes(src))
+    if team.size == 1:
+        return imp.copied(src)
+    gather_dim, shard_dim = gather_dim % len(sizes), shard_dim % len(sizes)
+    if sizes[shard_dim] % team.size:
+        raise imp.unsupported(
+            node,
+            f"dimension {shard_dim} of {sizes[shard_dim]} does not divide among {team.size} ranks",
+            "Pad it to a multiple",
+        )
+    width = sizes[shard_dim] // team.size
+    block = [*sizes]
+    block[shard_dim] = width
+    pieces = [src.slice(shard_dim, i * width, (i + 1) * width) for i in range(team.size)]
+    stacked = [block[0] * team.size, *block[1:]]
+    sent = imp.concatenated(pieces, 0, tuple(stacked), f"{node.name}_in")
+    got = _emit(imp, "all_to_all", team, sent, tuple(stacked))
+    parts = [got.slice(0, i * block[0], (i + 1) * block[0]) for i in range(team.size)]
+    block[gather_dim] *= team.size
+    return imp.concatenated(parts, gather_dim, tuple(block), node.name)
+
+
+def _wait(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    return imp.view(args[0])
+
+
+def _refused(why: str, fix: str) -> Lowering:
+    def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+        raise imp.unsupported(node, why, fix)
+
+    return lowering
+
+
+_POINT_TO_POINT = _refused(
+    "point-to-point messages carry tags, and a Program matches them in order",
+    "Write the exchange as a Program with Send and Recv (`interlace.program`)",
+)
+
+_PLAIN: dict[str, Lowering] = {
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all_to_all_single": _all_to_all,
+    "all_gather_into_tensor_coalesced": _all_gathers,
+    "reduce_scatter_tensor_coalesced": _reduce_scatters,
+    "all_reduce_coalesced": _all_reduces,
+    "all_reduce_": _in_place(_all_reduce),
+    "all_reduce_coalesced_": _in_place(_all_reduces),
+    "broadcast_": _in_place(_broadcast),
+    "all_gather_into_tensor_out": _in_place(_all_gather, out=3),
+    "reduce_scatter_tensor_out": _in_place(_reduce_scatter, out=4),
+    "wait_tensor": _wait,
+    "_wrap_tensor_autograd": _wait,
+    "isend": _POINT_TO_POINT,
+    "irecv": _POINT_TO_POINT,
+    "batch_p2p_ops": _POINT_TO_POINT,
+}
+
+COLLECTIVES: dict[str, Callable[[Importer, fx.Node, list[Any]], Any]] = {
+    **{f"_c10d_functional.{name}.default": lower for name, lower in _PLAIN.items()},
+    "_c10d_functional_autograd.all_gather_into_tensor.default": _all_gather,
+    "_c10d_functional_autograd.reduce_scatter_tensor.default": _reduce_scatter,
+    "_c10d_functional_autograd.all_to_all_single.default": _all_to_all,
+    "_dtensor.shard_dim_alltoall.default": _shard_dim_all_to_all,
+}
+"""Lowerings by operator."""

@@ -1,0 +1,347 @@
+"""The walk over an AOT graph that writes a serial Program, node by node.
+
+A node becomes a Call, a View or whatever its lowering makes of it; the tables of lowerings stand in
+`normalise.py`, `collectives.py` and `rng.py`, and `import_fx.py` joins them.
+
+    imported = Importer(gm, "forward", teams, lowerings).run()
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from interlace.errors import UnsupportedError
+from interlace.frontend.consent import Consent
+from interlace.frontend.importing.devices import device_of
+from interlace.frontend.importing.emitter import Emitter
+from interlace.frontend.importing.graphs import (
+    aliases,
+    bound,
+    draws_random_numbers,
+    flatten,
+    is_mutable,
+    is_view,
+    live_nodes,
+    made,
+    output_nodes,
+)
+from interlace.frontend.importing.imported import Fixed, Imported, Opaque
+from interlace.frontend.importing.inplace import InPlace
+from interlace.frontend.importing.locs import describe, location, parameter_name
+from interlace.frontend.importing.types import buffer_like, scalar_word
+from interlace.frontend.importing.views import RULES, SPLITS, extend, split_dim, strided
+from interlace.frontend.teams import Teams
+from interlace.ir import Alloc, Buffer, Call, Program, Team, View
+from interlace.runtime.inputs import may_be_lazy
+from interlace.runtime.values import whole
+
+Value = Any
+"""What a node stands for: a View, a scalar, None, an `Opaque`, or a tuple of these."""
+
+
+Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
+"""Makes a value of a node and its bound arguments."""
+
+
+class Importer(Emitter):
+    """Walks a graph once, in order; the lowerings of `normalise` and others call its methods."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        name: str,
+        teams: Teams,
+        lowerings: Mapping[str, Lowering],
+        values: Mapping[fx.Node, Any] | None = None,
+        labels: Sequence[str] = (),
+    ) -> None:
+        self.gm = gm
+        self.program_name = name
+        self.teams = teams
+        self.lowerings = lowerings
+        self.recorded = values
+        self.labels = labels
+        super().__init__(self._main_device())
+        self.consent: Consent | None = None
+        self.values: dict[fx.Node, Value] = {}
+        self.params: list[Buffer] = []
+        self.inputs: list[int] = []
+        self.constants: list[torch.Tensor] = []
+        self.constant_params: list[Buffer] = []
+        self.in_place = InPlace(gm.graph)
+        self.written: set[str] = set()
+        """Buffers of inputs that the graph writes: no copy of them may become a view."""
+        returned = set(output_nodes(gm.graph))
+        self.leaving = {
+            node for node in gm.graph.nodes if not returned.isdisjoint(aliases(node, True))
+        }
+        """Nodes that the output holds, or a view of them: they must not share with another."""
+
+    def agreed(self, team: Team, wish: bool) -> bool:
+        """Whether all ranks of a team want what this one does: each decides by its own sizes."""
+        if self.consent is None:
+            return wish
+        group = self.teams.process_groups()[team.name]
+        return self.consent([(group, wish)])[0]
+
+    def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
+        """Whether a node that copies `views` may be a view of them instead."""
+        return node not in self.leaving and all(view.buffer not in self.written for view in views)
+
+    def run(self, static: Collection[int] = ()) -> Imported:
+        """The Program of the whole graph; `static` arguments stay at their addresses."""
+        live = live_nodes(self.gm.graph)
+        outputs: list[Value] = []
+        position = 0
+        for node in self.gm.graph.nodes:
+            self.loc = location(node)
+            if node.op == "placeholder":
+                self.values[node] = self._parameter(node, position)
+                position += 1
+            elif node.op == "output":
+                outputs = [self._output(item) for item in flatten(node.args[0])]
+            elif node in live and node not in self.in_place.absorbed:
+                self.values[node] = self._lower(node)
+        results = [value for value in outputs if not isinstance(value, Opaque | Fixed)]
+        index = iter(range(len(results)))
+        places = [value if isinstance(value, Opaque | Fixed) else next(index) for value in outputs]
+        teams, ranks = self.teams.used()
+        program = Program(
+            name=self.program_name,
+            teams=teams,
+            params=(*self.params, *self.constant_params),
+            ops=tuple(self.ops),
+            results=tuple(results),
+            sites=tuple(self.sites),
+            ranks=ranks,
+        )
+        self._check_host()
+        pairs = zip(self.inputs, self.params, strict=True)
+        staying = {buffer.name for position, buffer in pairs if position in static}
+        staying |= {buffer.name for buffer in self.constant_params}
+        changed = {access.view.buffer for op in self.ops for access in op.writes()}
+        lazy = [may_be_lazy(whole(b)) and b.name not in changed for b in program.params]
+        return Imported(
+            program,
+            tuple(self.inputs),
+            tuple(self.constants),
+            tuple(places),
+            frozenset(self.host),
+            frozenset(staying),
+            direct=places == list(range(len(places))),
+            lazy=tuple(index for index, may in enumerate(lazy) if may),
+        )
+
+    def _check_host(self) -> None:
+        """Nothing but torch's operators touches what stays on the CPU of a graph on a GPU."""
+        for op in self.ops:
+            if self.host and not isinstance(op, Call | Alloc):
+                views = [access.view for access in (*op.reads(), *op.writes())]
+                found = [view.buffer for view in views if view.buffer in self.host]
+                if found:
+                    raise UnsupportedError(
+                        f"{found[0]} is on the CPU, and {type(op).__name__.lower()}"
+                        f"{f' in {op.loc}' if str(op.loc) else ''} would move it between ranks in a"
+                        f" graph on {self.device.type}: move it to that device first, or out of "
+                        "the compiled function"
+                    )
+
+    def _output(self, item: Any) -> Value:
+        value = self.arg(item)
+        plain = value is None or isinstance(value, View | Opaque | bool | int | float)
+        return value if plain else Fixed(getattr(value, "real_obj", value))
+
+    def value(self, node: Any) -> Any:
+        """The fake value that tracing recorded for a node."""
+        return self.recorded[node] if self.recorded is not None else node.meta.get("val")
+
+    def arg(self, value: Any) -> Any:
+        """An argument of a node as a Program spells it."""
+        if isinstance(value, fx.Node):
+            return self.values[value]
+        if isinstance(value, list | tuple):
+            return tuple(self.arg(item) for item in value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise self._symbolic(value)
+        return scalar_word(value, self.device)
+
+    def view(self, value: Any) -> View:
+        """An argument that must be a tensor."""
+        found = self.arg(value)
+        assert isinstance(found, View), f"{value} is {found}, not a tensor"
+        return found
+
+    def team(self, node: fx.Node, group: Any) -> Team:
+        """The team that a process group, or its name, stands for."""
+        return self.teams.team(self.value(group) if isinstance(group, fx.Node) else group)
+
+    def unsupported(self, node: fx.Node, why: str, fix: str) -> UnsupportedError:
+        """The error for a node that cannot be lowered."""
+        return UnsupportedError(f"{describe(node)} cannot be lowered: {why}. {fix}")
+
+    def call_like(self, node: fx.Node, fn: str, args: Any, kwargs: Any, value: Any) -> Value:
+        """A Call with results like the fake `value`, in which None and numbers stay as they are."""
+        fresh: list[Buffer] = []
+
+        def declare(item: Any) -> Value:
+            if isinstance(item, torch.Tensor):
+                base = node.name if not fresh else f"{node.name}_{len(fresh)}"
+                fresh.append(buffer_like(self.name(base), item, "fresh"))
+                return self.declare(fresh[-1], item)
+            return tuple(map(declare, item)) if isinstance(item, list | tuple) else item
+
+        result = declare(value)
+        self._call(node, fn, args, kwargs, fresh=tuple(fresh))
+        return result
+
+    def _call(self, node: fx.Node, fn: str, args: Any, kwargs: Any, **results: Any) -> None:
+        given = tuple(map(self.arg, args))
+        named = tuple((key, self.arg(item)) for key, item in kwargs.items())
+        for item in flatten((given, tuple(value for _, value in named))):
+            if isinstance(item, Opaque | torch.nn.Module):
+                raise self.unsupported(
+                    node,
+                    "an argument is neither a tensor nor a number",
+                    "Move it out of the compiled function (torch.compiler.disable)",
+                )
+        rng = draws_random_numbers(node)
+        self.emit(Call(fn=fn, args=given, kwargs=named, rng=rng, loc=self.loc, **results))
+
+    def _main_device(self) -> torch.device:
+        nodes = [node for node in self.gm.graph.nodes if node.op != "output"]
+        values = [item for node in nodes for item in flatten(self.value(node))]
+        return torch.device(torch.device(device_of(values)).type)
+
+    def _parameter(self, node: fx.Node, position: int) -> Value:
+        value = self.value(node)
+        if isinstance(value, torch.Tensor):
+            buffer = buffer_like(self.name(parameter_name(node, self.labels)), value, "input")
+            self.inputs.append(position)
+            self.params.append(buffer)
+            if node in self.in_place.targets:
+                self.written.add(buffer.name)
+            return self.declare(buffer, value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise self._symbolic(value)
+        return value if isinstance(value, bool | int | float | None) else Opaque(position)
+
+    def _symbolic(self, value: Any) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.program_name} has the symbolic size {value}: make it concrete before the import"
+        )
+
+    def _constant(self, node: fx.Node) -> Value:
+        tensor: Any = self.gm
+        for part in str(node.target).split("."):
+            tensor = getattr(tensor, part)
+        if not isinstance(tensor, torch.Tensor):
+            return tensor  # the body of a higher-order operator, refused where it is used
+        if tensor.ndim == 0:
+            result = buffer_like(self.name(node.name), tensor, "fresh")
+            kwargs = {"dtype": result.dtype, "device": scalar_word(tensor.device, self.device)}
+            self.declare(result, tensor)
+            return self.call("aten.full.default", ((), tensor.item()), result, kwargs)
+        buffer = buffer_like(self.name("constant"), tensor, "input")
+        self.constants.append(tensor)
+        self.constant_params.append(buffer)
+        return self.declare(buffer, tensor)
+
+    def _lower(self, node: fx.Node) -> Value:
+        if node.op == "get_attr":
+            return self._constant(node)
+        if node.op != "call_function":
+            raise self.unsupported(node, f"a {node.op} node", "Trace with AOTAutograd or make_fx")
+        if node in self.in_place.states:
+            return self.in_place.write(self, node)
+        value = self.value(node)
+        if isinstance(value, bool | int | float):
+            return value
+        if node.target is operator.getitem:
+            return self.arg(node.args[0])[node.args[1]]
+        name = str(node.target)
+        lowering = self.lowerings.get(name)
+        if lowering is not None:
+            return lowering(self, node, bound(node))
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise self.unsupported(node, *_opaque(node, name))
+        if name in SPLITS:
+            return self._split(node, name, bound(node), value)
+        if name in RULES or is_view(node):
+            return self._view(name, bound(node), value)
+        if is_mutable(node):
+            return self._mutation(node)
+        return self.call_like(node, name, node.args, node.kwargs, made(node, value))
+
+    def _view(self, name: str, args: list[Any], value: torch.Tensor) -> View:
+        source = self.view(args[0])
+        buffer, box = self.buffers[source.buffer], self.box(source)
+        if not box.numel and (empty := self.viewed(source, tuple(value.shape))) is not None:
+            return empty
+        steps = RULES[name]([None, *map(self.arg, args[1:])], box, value) if name in RULES else ()
+        found = extend(source, buffer, steps, value)
+        if found is not None:
+            return found
+        if name in ("aten.reshape.default", "aten._unsafe_view.default", "aten.view.default"):
+            return self.reshaped(source, tuple(int(size) for size in value.shape))
+        return strided(box, self.value(args[0]), value, source)
+
+    def _split(self, node: fx.Node, name: str, args: list[Any], parts: Any) -> tuple[View, ...]:
+        source = self.view(args[0])
+        dim = split_dim(name, [None, *map(self.arg, args[1:])], len(self.sizes(source)))
+        start, found = 0, []
+        for i, part in enumerate(parts):
+            if name == "aten.unbind.int":
+                piece = View("").select(dim, i)
+            else:
+                stop = start + int(part.shape[dim])
+                piece = View("").slice(dim, start, stop)
+                start = stop
+            view = extend(source, self.buffers[source.buffer], piece.steps, part)
+            assert view is not None, f"{describe(node)}: part {i} of {source} is not {piece}"
+            found.append(view)
+        return tuple(found)
+
+    def _mutation(self, node: fx.Node) -> Value:
+        args, schema = bound(node), node.target._schema  # pyright: ignore
+        infos = [argument.alias_info for argument in schema.arguments]
+        written = [arg for arg, info in zip(args, infos, strict=True) if info and info.is_write]
+        views = [view for arg in written for view in flatten(self.arg(arg))]
+        if str(node.target) == "aten.copy_.default":
+            self.copy_into(self.view(args[1]), views[0])
+            return views[0]
+        fresh = [result for result in schema.returns if result.alias_info is None]
+        if fresh or not all(isinstance(view, View) for view in views):
+            raise self.unsupported(
+                node,
+                "it writes an argument and makes new results at once",
+                "Wrap it in a custom operator that does one of the two",
+            )
+        self._call(node, str(node.target), node.args, node.kwargs, outs=tuple(views), mutates=True)
+        return views[0] if len(views) == 1 else tuple(views)
+
+
+def _opaque(node: fx.Node, name: str) -> tuple[str, str]:
+    """What a node is that is no plain operator, and what to do about it."""
+    if name == "with_effects":
+        return (
+            f"it calls {node.args[1]} for its effect, as collectives of torch.distributed that "
+            "write into a tensor do",
+            "Write it with a functional collective (torch.distributed._functional_collectives), or "
+            'use torch.compile(..., backend="interlace"), which makes it one',
+        )
+    if name.startswith("device_mesh."):
+        return (
+            "it takes a device mesh apart, as torch does where models were given equal meshes that "
+            "are not one and the same",
+            'Take the parts of a mesh once (tp = mesh["tp"]), and give all models that one',
+        )
+    return (
+        "it holds another graph or calls back into Python, which a Program cannot",
+        "Move it out of the compiled function (torch.compiler.disable), or write it with plain "
+        "operators",
+    )

@@ -1,0 +1,97 @@
+"""What torch calls things, in the words of a Program: element types, buffers, arguments.
+
+    >>> buffer_like("x", torch.empty(2, 3), "input")
+    Buffer(name='x', dtype=<DType.f32: 'f32'>, shape=(2, 3), kind='input', ...)
+
+Values that come from FX are fake tensors with concrete sizes; symbolic ones are made concrete first
+(`interlace.frontend.calling.specialise`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.errors import UnsupportedError
+from interlace.ir import Box, Buffer, DType, Where, contiguous_strides
+
+DTYPES: dict[torch.dtype, DType] = {
+    torch.float64: DType.f64,
+    torch.float32: DType.f32,
+    torch.bfloat16: DType.bf16,
+    torch.float16: DType.f16,
+    torch.float8_e4m3fn: DType.f8e4m3,
+    torch.float8_e5m2: DType.f8e5m2,
+    torch.int64: DType.i64,
+    torch.int32: DType.i32,
+    torch.int16: DType.i16,
+    torch.int8: DType.i8,
+    torch.uint64: DType.u64,
+    torch.uint32: DType.u32,
+    torch.uint16: DType.u16,
+    torch.uint8: DType.u8,
+    torch.bool: DType.bool,
+    torch.complex64: DType.c64,
+    torch.complex128: DType.c128,
+}
+
+MEMORY_FORMATS: dict[torch.memory_format, str] = {
+    torch.contiguous_format: "@contiguous_format",
+    torch.preserve_format: "@preserve_format",
+    torch.channels_last: "@channels_last",
+    torch.channels_last_3d: "@channels_last_3d",
+}
+
+NOWHERE = Where(0, {}, {})
+"""Who asks for boxes of an imported Program, in which nothing depends on the rank."""
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The element type's short name."""
+    found = DTYPES.get(dtype)
+    if found is None:
+        raise UnsupportedError(
+            f"element type {dtype} has no name in a Program: cast it to one of "
+            f"{', '.join(str(known).removeprefix('torch.') for known in DTYPES)}"
+        )
+    return found
+
+
+def buffer_like(name: str, tensor: torch.Tensor, kind: str) -> Buffer:
+    """A buffer with the sizes, strides and element type of a (fake) tensor."""
+    sizes = tuple(int(size) for size in tensor.shape)
+    strides = tuple(int(stride) for stride in tensor.stride())
+    return Buffer(
+        name,
+        dtype_of(tensor.dtype),
+        sizes,
+        kind,
+        strides=None if strides == contiguous_strides(sizes) else strides,
+    )
+
+
+def same_layout(box: Box, tensor: torch.Tensor) -> bool:
+    """Whether a box has a tensor's sizes, and its strides wherever a stride means something."""
+    sizes = tuple(int(size) for size in tensor.shape)
+    if box.sizes != sizes or box.dtype != dtype_of(tensor.dtype):
+        return False
+    return box.numel == 0 or all(
+        size == 1 or mine == int(theirs)
+        for size, mine, theirs in zip(sizes, box.strides, tensor.stride(), strict=True)
+    )
+
+
+def scalar_word(value: Any, device: torch.device) -> Any:
+    """An argument that is no tensor, as a Program spells it; other values come back unchanged."""
+    if isinstance(value, torch.dtype):
+        return dtype_of(value)
+    if isinstance(value, torch.device):
+        return "@device" if value.type == device.type else value.type
+    if isinstance(value, torch.layout):
+        if value != torch.strided:
+            raise UnsupportedError(f"layout {value}: only dense (strided) tensors are supported")
+        return "@strided"
+    if isinstance(value, torch.memory_format):
+        return MEMORY_FORMATS[value]
+    return value

@@ -1,0 +1,188 @@
+"""Launches the kernels of grouped linear layers with little host work.
+
+    ends = group_ends(group_sizes, tokens=9)
+    finish_rows(y, bias, ends)
+    weight_gradient(dy, x, ends, out, accumulate=True)
+
+A kernel is compiled once for what decides its code, as Triton itself would tell launches apart: the
+types, and which numbers and addresses are multiples of 16. So the code is that of Triton's own
+launch path, which works this out for every argument of every call.
+
+Everything is enqueued on the current stream; nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from interlace.kernels.launch import (
+    RECENT,
+    TYPES,
+    Descriptors,
+    Program,
+    Source,
+    block_type,
+    on,
+    stream_of,
+)
+from interlace.nn.grouped.kernel import ends_kernel, rows_kernel, sums_kernel, wgrad_kernel
+from interlace.nn.grouped.products import ROWS, SUMS, TILE
+
+ELEMENTS = {
+    **TYPES,
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+"""Triton's names of the types that a gradient may be added in."""
+SIZES = {torch.int32: "*i32", torch.int64: "*i64"}
+BF, INT = "*bf16", "*i32"
+STAGES = 3
+"""Of loops, as Triton has them where nobody says."""
+MOST_GROUPS = 4096
+"""One block adds up the sizes of no more."""
+
+Whole = tuple[bool, ...]
+"""Which of some arguments are multiples of 16."""
+
+
+def wgrad_source(out: torch.dtype, accumulate: bool, whole: Whole) -> Source:
+    """`whole`: tokens, rows, columns and the address of `out`."""
+    return Source(
+        kernel=wgrad_kernel,
+        types={
+            "dy_desc": block_type(torch.bfloat16, TILE["BK"], TILE["BM"]),
+            "x_desc": block_type(torch.bfloat16, TILE["BK"], TILE["BN"]),
+            **{"dy": BF, "x": BF, "ends": INT, "out": "*" + ELEMENTS[out]},
+            **dict.fromkeys(("tokens", "rows", "columns"), "i32"),
+        },
+        constants={**TILE, "ACCUMULATE": accumulate},
+        num_warps=8,
+        num_stages=STAGES,
+        divisible=_divisible(("tokens", "rows", "columns", "out"), whole),
+    )
+
+
+def rows_source(bias: bool, whole: Whole) -> Source:
+    """`whole`: groups, tokens, columns and the address of `bias`."""
+    numbers = ("groups", "tokens", "columns")
+    return Source(
+        kernel=rows_kernel,
+        types={"y": BF, "bias": BF, "ends": INT, **dict.fromkeys(numbers, "i32")},
+        constants={**ROWS, "BIAS": bias},
+        num_warps=4,
+        num_stages=STAGES,
+        divisible=_divisible((*numbers, "bias"), whole),
+    )
+
+
+def sums_source(whole: Whole) -> Source:
+    """`whole`: tokens and columns."""
+    return Source(
+        kernel=sums_kernel,
+        types={"dy": BF, "ends": INT, "out": BF, "tokens": "i32", "columns": "i32"},
+        constants=SUMS,
+        num_warps=4,
+        num_stages=STAGES,
+        divisible=_divisible(("tokens", "columns"), whole),
+    )
+
+
+def ends_source(sizes: torch.dtype, block: int) -> Source:
+    """The sizes may lie anywhere."""
+    return Source(
+        kernel=ends_kernel,
+        types={"sizes": SIZES[sizes], "ends": INT, "groups": "i32", "stride": "i64",
+               "tokens": "i32"},
+        constants={"BLOCK": block},
+        num_warps=1 if block <= 256 else 4,
+        divisible={"sizes": 1},
+    )  # fmt: skip
+
+
+def _divisible(names: tuple[str, ...], whole: Whole) -> dict[str, int]:
+    return {name: 16 if by16 else 1 for name, by16 in zip(names, whole, strict=True)}
+
+
+@lru_cache(maxsize=256)
+def program_of(
+    source: Callable[..., Source], given: tuple[Any, ...], device: torch.device
+) -> Program:
+    """A kernel ready on a device; `given` is what its source takes."""
+    return Program(source(*given), device)
+
+
+class Wgrad:
+    """`wgrad_kernel` ready on a device, with the tensor maps of what it read last."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.operands = lru_cache(maxsize=RECENT)(self._operands)
+
+    def _operands(self, dy: int, x: int, tokens: int, rows: int, columns: int) -> tuple[Any, ...]:
+        """The arguments that stand for the matrices at these addresses; nothing else is in them."""
+        left = Descriptors(self.program, 0, (tokens, rows)).make(dy)
+        right = Descriptors(self.program, 1, (tokens, columns)).make(x)
+        return (*left, *right, dy, x)
+
+
+@lru_cache(maxsize=64)
+def wgrad_of(out: torch.dtype, accumulate: bool, whole: Whole, device: torch.device) -> Wgrad:
+    """The kernel for gradients of a weight, ready on a device."""
+    return Wgrad(Program(wgrad_source(out, accumulate, whole), device))
+
+
+def weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, out: torch.Tensor, accumulate: bool
+) -> None:
+    """`out[g] (+)= dy[rows of g].T @ x[rows of g]`; dy and x dense, from multiples of 16 bytes."""
+    num, rows, columns = out.shape
+    tokens, device, address = dy.shape[0], dy.device, out.data_ptr()
+    whole = tokens % 16 == 0, rows % 16 == 0, columns % 16 == 0, address % 16 == 0
+    grid = num * -(-rows // TILE["BM"]) * -(-columns // TILE["BN"])
+    with on(device):
+        kernel = wgrad_of(out.dtype, accumulate, whole, device)
+        operands = kernel.operands(dy.data_ptr(), x.data_ptr(), tokens, rows, columns)
+        numbers = ends.data_ptr(), address, tokens, rows, columns
+        kernel.program.launch(stream_of(device), grid, (*operands, *numbers))
+
+
+def finish_rows(y: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor) -> None:
+    """Adds each group's bias to its rows of y (dense), and clears the rows behind the last."""
+    (tokens, columns), num, device = y.shape, ends.shape[0], y.device
+    added = 0 if bias is None else bias.data_ptr()
+    whole = num % 16 == 0, tokens % 16 == 0, columns % 16 == 0, added % 16 == 0
+    with on(device):
+        program = program_of(rows_source, (bias is not None, whole), device)
+        program.launch(
+            stream_of(device), -(-tokens // ROWS["BK"]),
+            (y.data_ptr(), added, ends.data_ptr(), num, tokens, columns),
+            -(-columns // ROWS["BN"]),
+        )  # fmt: skip
+
+
+def row_sums(dy: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[g] = dy[rows of g].sum(0)`, all dense, from multiples of 16 bytes."""
+    (tokens, columns), num, device = dy.shape, ends.shape[0], dy.device
+    with on(device):
+        program = program_of(sums_source, ((tokens % 16 == 0, columns % 16 == 0),), device)
+        numbers = dy.data_ptr(), ends.data_ptr(), out.data_ptr(), tokens, columns
+        program.launch(stream_of(device), num * -(-columns // SUMS["BN"]), numbers)
+
+
+def group_ends(sizes: torch.Tensor, tokens: int) -> torch.Tensor:
+    """`sizes.cumsum(0, dtype=torch.int32).clamp_(0, tokens)`, of sizes on a GPU, in one launch."""
+    num, device = sizes.shape[0], sizes.device
+    if type(sizes) is not torch.Tensor or num > MOST_GROUPS:
+        return sizes.cumsum(0, dtype=torch.int32).clamp_(0, tokens)
+    ends = torch.empty(num, dtype=torch.int32, device=device)
+    block = max(32, 1 << (num - 1).bit_length())
+    with on(device):
+        program = program_of(ends_source, (sizes.dtype, block), device)
+        numbers = sizes.data_ptr(), ends.data_ptr(), num, sizes.stride(0), tokens
+        program.launch(stream_of(device), 1, numbers)
+    return ends

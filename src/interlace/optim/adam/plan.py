@@ -1,0 +1,281 @@
+"""How one step runs over all parameters, worked out once and used for as long as nothing moves.
+
+    grads = arrived(params)
+    if plan is None or not plan.holds(optimizer, params, grads):
+        plan = Plan(optimizer, params, grads)       # another grad is None, a state was replaced...
+    plan.run(scale=None, found_inf=None)
+
+Parameters of one kind on one GPU go in one launch (interlace.optim.adam.table). Others, which is
+all on a CPU, go one after another through the twin.
+
+Note [Steps]
+    Every parameter has a step of its own, as in torch.optim. Counting hundreds of tensors one by
+    one takes longer than all else here, so the steps that the host counts are views of one tensor,
+    the bank. Where the device counts (capturable or fused) they stay the tensors that they are,
+    since a captured graph has their addresses.
+
+Note [What is looked at]
+    Anything may have moved since the last step: gradients do, states are offloaded, parameters are
+    cast or cut. A step therefore compares the addresses of all tensors, and how the parameters lie
+    there, with what the plan was made for.
+    It keeps no state tensor alive but through the state's own dict, so who offloads gets memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from itertools import chain
+from operator import eq, itemgetter, or_
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from interlace.errors import OptimizerError
+from interlace.optim.adam.arithmetic import Hyper, Scalars, Spec, scalars
+from interlace.optim.adam.entry import (
+    check_grad,
+    laid_out,
+    make_entry,
+    refuse_overlap,
+    update_singly,
+)
+from interlace.optim.adam.state import KEPT, local
+
+if TYPE_CHECKING:
+    from interlace.optim.adam.table import Launch
+
+DECIDING = itemgetter("amsgrad", "seed", *KEPT)
+"""The options of a group that a plan is made for."""
+UNUSED = Scalars(*(0.0,) * len(Scalars._fields))
+
+
+class Plan:
+    """The parameters that have gradients, grouped by how they are updated."""
+
+    def __init__(self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]) -> None:
+        self._on_gpu = any(p.is_cuda for p in params)
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise OptimizerError(
+                "this optimizer step is captured in a CUDA graph, but no step has run before with "
+                "the same parameters, gradients and options: run one, on a side stream, first"
+            )
+        self._groups, self._coupled = optimizer.param_groups, optimizer.coupled
+        self._present = [grad is not None for grad in grads]
+        group_of = [i for i, group in enumerate(self._groups) for _ in group["params"]]
+        self.entries = [
+            make_entry(
+                *(param, grad, optimizer.state[param], self._groups[group_of[number]]),
+                coupled=self._coupled,
+                number=number,
+                at=group_of[number],
+            )
+            for number, (param, grad) in enumerate(zip(params, grads, strict=True))
+            if grad is not None
+        ]
+        refuse_overlap(self.entries)
+        self._bank_steps()
+        self._group_of = [entry.group for entry in self.entries]
+        self._states = [entry.state for entry in self.entries]
+        extra = chain.from_iterable(map(dict.values, self._states))
+        self._plain = all(
+            isinstance(t, Tensor) and not isinstance(t, DTensor) for t in chain(params, extra)
+        )
+        self._contiguous = all(local(entry.param).is_contiguous() for entry in self.entries)
+        self._take(grads)
+        self._kinds = self._kinds_of_grads()
+        self.singly = [i for i, entry in enumerate(self.entries) if not entry.by_kernel]
+        self.launches = self._launches()
+        self._written = [entry.param for entry in self.entries if entry.by_kernel]
+        self._seen = list(self._observe(optimizer, params))
+
+    def holds(self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]) -> bool:
+        """Whether everything still lies where it lay; takes the gradients, which may have moved."""
+        if [grad is not None for grad in grads] != self._present:
+            return False
+        if not all(map(eq, self._seen, self._observe(optimizer, params))):
+            return False
+        self._take(grads)
+        return self._kinds == self._kinds_of_grads()
+
+    def run(self, *, scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """Updates every parameter by the gradients that were taken last, and lets go of them."""
+        self._check_capture()
+        rows, row_of = self._count(scale, found_inf)
+        for launch, members in self.launches:
+            there = self.entries[members[0]].counted_there
+            with torch.cuda.device(launch.device) if launch.pins else nullcontext():
+                addresses = list(map(self._addresses.__getitem__, members))
+                if there:
+                    self._launch_counting(launch, addresses, members, scale, found_inf)
+                elif rows:
+                    launch.run(addresses, rows, [row_of[i] for i in members])
+        increment_version(self._written)  # autograd does not see what is written by address
+        if rows:
+            for i in self.singly:
+                update_singly(self.entries[i], self._grads[i], rows[row_of[i]])
+        self._grads = []
+
+    def _check_capture(self) -> None:
+        """Raises OptimizerError where a step would be captured that cannot be replayed."""
+        for launch, _ in self.launches:
+            launch.check()
+        if self.singly and self._on_gpu and torch.cuda.is_current_stream_capturing():
+            entry = self.entries[self.singly[0]]
+            raise OptimizerError(
+                f"an optimizer step is captured in a CUDA graph, but the steps of a parameter of "
+                f"shape {tuple(entry.param.shape)}, strides {entry.param.stride()} on "
+                f"{entry.param.device} are counted on the host, which no replay does: only dense "
+                "parameters on NVIDIA GPUs, with Triton installed, can be stepped in a graph"
+            )
+
+    def _bank_steps(self) -> None:
+        """See Note [Steps]."""
+        self._by_host = [i for i, entry in enumerate(self.entries) if not entry.counted_there]
+        states = [self.entries[i].state for i in self._by_host]
+        counts = [float(state.get("step", 0)) for state in states]
+        self._bank = torch.tensor(counts, dtype=torch.float32, device="cpu")
+        for state, view in zip(states, self._bank.unbind(), strict=True):
+            state["step"] = view
+
+    def _launches(self) -> list[tuple[Launch, list[int]]]:
+        alike: defaultdict[tuple[torch.device, Spec, bool, bool], list[int]] = defaultdict(list)
+        works: dict[int, tuple[int, ...]] = {}
+        for i, entry in enumerate(self.entries):
+            if entry.by_kernel:
+                tensors = (local(entry.param), *entry.tensors())
+                works[i] = tuple(0 if t is None else t.data_ptr() for t in tensors)
+                aligned = not any(a % 16 for a in (*works[i], self._addresses[i]))
+                device = local(entry.param).device
+                alike[device, entry.spec, aligned, entry.counted_there].append(i)
+        if not alike:
+            return []
+        from interlace.optim.adam.table import Launch, Work
+
+        def work(i: int) -> Work:
+            entry = self.entries[i]
+            step = entry.state["step"].data_ptr() if entry.counted_there else 0
+            count = local(entry.param).numel()
+            return Work(*works[i], count=count, base=entry.base, key=entry.key, step=step)
+
+        return [
+            (Launch(device, spec, list(map(work, members)), aligned=aligned, counts=there), members)
+            for (device, spec, aligned, there), members in alike.items()
+        ]
+
+    def _observe(self, optimizer: Any, params: Sequence[Tensor]) -> Iterator[object]:
+        """See Note [What is looked at]. One after another: what differs may be no tensor at all."""
+        values = list(chain.from_iterable(map(dict.values, self._states)))
+        yield id(optimizer.param_groups)
+        yield [(DECIDING(group), len(group["params"])) for group in self._groups]
+        yield list(map(id, params))
+        yield list(map(id, optimizer.state.values()))
+        yield list(map(id, values))
+        if not self._plain:
+            params = list(map(local, params))
+            values = [local(value) for value in values if isinstance(value, Tensor)]
+        yield list(map(Tensor.data_ptr, chain(params, values)))
+        yield list(map(Tensor.numel, params))
+        yield list(map(Tensor.stride, params))
+
+    def _take(self, grads: Sequence[Any]) -> None:
+        """Gradients laid out as their states, and their addresses; they have `arrived`."""
+        there = [grad for grad in grads if grad is not None]
+        if not (self._contiguous and all(map(Tensor.is_contiguous, there))):  # sparse: neither
+            for i, (grad, entry) in enumerate(zip(there, self.entries, strict=True)):
+                check_grad(grad, entry.param)
+                there[i] = laid_out(grad, local(entry.param))
+        self._grads = there
+        self._addresses = list(map(Tensor.data_ptr, there))
+
+    def _kinds_of_grads(self) -> tuple[list[torch.dtype], list[int]]:
+        """What of the gradients decides on the kernel: dtypes, and which are not aligned."""
+        odd = reduce(or_, self._addresses, 0) & 15
+        places = [i for i, at in enumerate(self._addresses) if at & 15] if odd else []
+        return [grad.dtype for grad in self._grads], places
+
+    def _count(
+        self, scale: Tensor | None, found_inf: Tensor | None
+    ) -> tuple[list[Scalars], list[int]]:
+        """Counts the host's steps; rows of scalars, and which each entry has. No rows: skipped."""
+        if not self._by_host or (found_inf is not None and float(found_inf)):
+            return [], []
+        factor = 1.0 if scale is None else float(scale)
+        self._bank.add_(1)
+        steps = self._bank.tolist()
+        if steps.count(steps[0]) == len(steps):
+            used = set(self._group_of)
+            rows = [
+                scalars(self._hyper(group), int(steps[0]), factor) if i in used else UNUSED
+                for i, group in enumerate(self._groups)
+            ]
+            return rows, self._group_of
+        row_of, rows = [0] * len(self.entries), []
+        for i, step in zip(self._by_host, steps, strict=True):
+            row_of[i] = len(rows)
+            rows.append(scalars(self._hyper(self._groups[self._group_of[i]]), int(step), factor))
+        return rows, row_of
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        beta1, beta2 = group["betas"]
+        return Hyper(
+            lr=float(group["lr"]),
+            betas=(float(beta1), float(beta2)),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            maximize=bool(group["maximize"]),
+            coupled=self._coupled,
+        )
+
+    def _launch_counting(
+        self,
+        launch: Launch,
+        addresses: list[int],
+        members: list[int],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Where the device counts steps; a learning rate that lies there is read there."""
+        rates: list[Any] = []
+        for group in self._groups:
+            lr = group["lr"]
+            there = isinstance(lr, Tensor) and lr.device.type == launch.device.type
+            rates.append(lr.to(launch.device, torch.float32) if there else float(lr))
+        hypers = [
+            (lr, self._hyper({**group, "lr": 0.0}))
+            for lr, group in zip(rates, self._groups, strict=True)
+        ]
+        launch.run_counting(
+            addresses,
+            hypers,
+            [self._group_of[i] for i in members],
+            scale=None if scale is None else scale.to(launch.device, torch.float32),
+            found_inf=None if found_inf is None else found_inf.to(launch.device, torch.float32),
+        )
+
+
+def arrived(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """This rank's parts of the gradients, placed as their parameters.
+
+    That may communicate, so it is done once a step, whatever else is found on this rank alone.
+    """
+    grads = [param.grad for param in params]
+    if set(map(type, grads)) <= {Tensor, NoneType}:
+        return grads
+    return [
+        None if grad is None else _placed(grad, param)
+        for grad, param in zip(grads, params, strict=True)
+    ]
+
+
+def _placed(grad: Tensor, param: Tensor) -> Tensor:
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        if grad.placements != param.placements:
+            grad = grad.redistribute(param.device_mesh, param.placements)
+    return local(grad)

@@ -1,0 +1,177 @@
+"""What Adam keeps for a parameter: which tensors, of which dtype and layout; made and mended here.
+
+    ready(param, group, state)      # state now holds what a step needs, and nothing else
+    state["exp_avg_sq"].dtype       # group["exp_avg_sq_dtype"]
+
+States lie as their parameter does (dense memory in the same order; for a DTensor the same
+placements), so a step runs over memory from end to end. What was loaded from elsewhere (fp32
+states of torch.optim, a master where a remainder is kept) is converted when a step first needs it,
+tensor by tensor; what already fits is taken as it is, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from interlace.errors import OptimizerError
+from interlace.optim.adam.arithmetic import join, split
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASTERS = (None, "fp32", "remainder")
+REMAINDER = torch.bfloat16
+"""What the 16 bits of a remainder are declared as. They are an int16, which neither NCCL nor gloo
+gathers: no full state dict could be had of sharded ones. Read them as `.view(torch.int16)`."""
+KEPT = (
+    "exp_avg_dtype", "exp_avg_sq_dtype", "master_weights", "stochastic_rounding",
+    "foreach", "fused", "capturable", "differentiable",
+)  # fmt: skip
+"""A group's options that loading leaves alone: how this optimizer stores and runs, not what it
+was trained with (learning rate, betas, seed, ...), which come from the checkpoint."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, any other tensor itself; arrived, if a collective makes it."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one span of memory, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    at = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != at:
+                return False
+            at *= size
+    return True
+
+
+def check_param(param: Tensor) -> None:
+    """Raises OptimizerError for a parameter that Adam cannot serve."""
+    part = local(param)
+    if part.layout != torch.strided or part.dtype not in PARAM_DTYPES:
+        raise OptimizerError(
+            f"a parameter is {part.dtype} with layout {part.layout}: interlace.optim takes dense "
+            "float32, bfloat16 and float16; use torch.optim for the others, in a group of its own"
+        )
+    if is_traceable_wrapper_subclass(part):
+        raise OptimizerError(
+            f"a parameter is a {type(part).__name__}, which has no memory of its own that Adam "
+            "could write: use torch.optim for it, in an optimizer of its own"
+        )
+    if any(stride == 0 < size - 1 for stride, size in zip(part.stride(), part.shape, strict=True)):
+        raise OptimizerError(
+            f"a parameter of shape {tuple(part.shape)} has strides {part.stride()}: elements that "
+            "share memory cannot be updated apart; give the tensor that it was expanded from"
+        )
+
+
+def master_of(param: Tensor, group: Mapping[str, Any]) -> str | None:
+    """What is kept beside this parameter: None, `fp32` or `remainder`."""
+    kind = None if param.dtype == torch.float32 else group["master_weights"]
+    if kind == "remainder" and param.dtype != torch.bfloat16:
+        raise OptimizerError(
+            f"master_weights='remainder' with a parameter of {param.dtype}: only bfloat16 is the "
+            "upper half of a float32; use master_weights='fp32'"
+        )
+    return kind
+
+
+def tensors_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """The names and dtypes of the state tensors that lie like the parameter."""
+    names = {"exp_avg": group["exp_avg_dtype"], "exp_avg_sq": group["exp_avg_sq_dtype"]}
+    if group["amsgrad"]:
+        names["max_exp_avg_sq"] = group["exp_avg_sq_dtype"]
+    kind = master_of(param, group)
+    if kind is not None:
+        names[{"fp32": "master", "remainder": "remainder"}[kind]] = (
+            torch.float32 if kind == "fp32" else REMAINDER
+        )
+    return names
+
+
+def empty_like(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised, laid out as a state of that parameter is."""
+    keep = torch.preserve_format if is_dense(local(param)) else torch.contiguous_format
+    return torch.empty_like(param.detach(), dtype=dtype, memory_format=keep)
+
+
+def conform(name: str, value: Any, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value as a state of this parameter: itself if it fits, else converted, to nearest."""
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        shape = tuple(value.shape) if isinstance(value, Tensor) else value
+        raise OptimizerError(
+            f"the state {name!r} is {shape}, but its parameter has shape {tuple(param.shape)}: "
+            "was it saved from another model, or with the parameters in another order?"
+        )
+    if isinstance(value, DTensor) != isinstance(param, DTensor):
+        raise OptimizerError(
+            f"the state {name!r} is a {type(value).__name__} and its parameter a "
+            f"{type(param).__name__}: load it with torch.distributed.checkpoint.state_dict"
+        )
+    mine, its = local(param), local(value)
+    if name == "remainder" and its.dtype != REMAINDER:
+        raise OptimizerError(
+            f"the state 'remainder' is {its.dtype}: its 16 bits are kept as {REMAINDER} and have "
+            "been lost in a cast; load the checkpoint without it, and masters start anew"
+        )
+    if its.dtype == dtype and its.device == mine.device and its.shape == mine.shape:
+        want = mine.stride() if is_dense(mine) else its.contiguous().stride()
+        if its.stride() == want:
+            return value
+    return empty_like(param, dtype).copy_(value)
+
+
+def ready(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Makes what is missing and converts what does not fit."""
+    names = tensors_of(param, group)
+    _convert_master(param, names, state)
+    for name, dtype in names.items():
+        if name in state:
+            state[name] = conform(name, state[name], param, dtype)
+        elif name == "master":
+            state[name] = empty_like(param, dtype).copy_(param.detach())
+        else:
+            state[name] = empty_like(param, dtype).zero_()
+    for name in ("master", "remainder", "max_exp_avg_sq"):
+        if name not in names:
+            state.pop(name, None)
+
+
+def _convert_master(param: Tensor, names: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """A master where a remainder is kept, or the other way round: the exact value goes over."""
+    if "remainder" in names and "remainder" not in state and "master" in state:
+        master = conform("master", state.pop("master"), param, torch.float32)
+        state["remainder"] = empty_like(param, REMAINDER)
+        split_into = empty_like(param, param.dtype)
+        split(local(master), local(split_into), local(state["remainder"]).view(torch.int16))
+        param.detach().copy_(split_into)
+    elif "master" in names and "master" not in state and "remainder" in state:
+        rest = conform("remainder", state.pop("remainder"), param, REMAINDER)
+        state["master"] = empty_like(param, torch.float32)
+        source = empty_like(param, param.dtype).copy_(param.detach())
+        local(state["master"]).copy_(join(local(source), local(rest).view(torch.int16)))
+
+
+def fit(name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
+    """A loaded value, in the dtype that this optimizer keeps it in and where its parameter lies."""
+    if name == "step":
+        return torch.as_tensor(value, dtype=torch.float32).clone()  # it is counted in place
+    if not isinstance(value, Tensor):
+        return value
+    moments = {
+        "exp_avg": group["exp_avg_dtype"],
+        "exp_avg_sq": group["exp_avg_sq_dtype"],
+        "max_exp_avg_sq": group["exp_avg_sq_dtype"],
+    }
+    return value.to(device=param.device, dtype=moments.get(name, value.dtype))

@@ -1,0 +1,214 @@
+"""Many parameters in one launch: the table that adam/kernel.py reads, and what changes in it.
+
+    launch = Launch(device, spec, works, aligned=True, counts=False)
+    launch.run([g.data_ptr() for g in grads], rows=[scalars], row_of=[0] * len(grads))
+
+The table holds addresses and lengths and is uploaded once. Gradients may lie elsewhere at each
+step and the scalars change, so these go up at every step, in one small copy from pinned memory:
+a fresh buffer each time, of torch's caching allocators, so nothing that is in use is overwritten
+and nobody waits. See Note [Capture] for CUDA graphs.
+
+Note [Capture]
+    A captured copy reads its pinned source again at every replay, and a captured kernel the table;
+    both are kept for good (`Launch.baked`). No pinned memory may be asked for during a capture, so
+    a buffer is set aside at the step before. Steps are counted, and scalars worked out, by a small
+    kernel before the large one, so that a replay counts as a step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from interlace.errors import OptimizerError
+from interlace.kernels.launch import Program
+from interlace.optim.adam.arithmetic import ROW, Hyper, Spec
+from interlace.optim.adam.kernel import CHUNK, FIELDS, PREPARE, adam_source, prepare_source
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One parameter: where its memory lies, by address (0: there is none)."""
+
+    p: int
+    m: int
+    v: int
+    vmax: int
+    w: int
+    count: int
+    base: int
+    key: int
+    step: int
+    """The address of its count of steps, where the device counts."""
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Of all that the kernel reads wide."""
+        return self.p, self.m, self.v, self.vmax, self.w
+
+
+class Launch:
+    """Parameters of one kind on one device, and the kernel that updates them.
+
+    `counts`: the device counts steps, and `run_counting` is called; else the host, and `run`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        spec: Spec,
+        works: Sequence[Work],
+        *,
+        aligned: bool,
+        counts: bool,
+    ) -> None:
+        self.device, self.pins = device, device.type == "cuda"
+        self.baked: list[tuple[Tensor | None, ...]] = []
+        self._count = len(works)
+        self._program = _update_program(device, spec, aligned, counts)
+        self._prepare = _prepare_program(device) if counts else None
+        blocks = torch.tensor([-(-work.count // CHUNK) for work in works], device="cpu")
+        first = blocks.cumsum(0) - blocks
+        words = [
+            [*work.addresses, work.count, work.base, _signed(work.key), at, work.step]
+            for work, at in zip(works, first.tolist(), strict=True)
+        ]
+        assert len(words[0]) == FIELDS
+        self._blocks = int(blocks.sum())
+        numbers = torch.arange(self._count, dtype=torch.int32, device="cpu")
+        self._stream = self._current()
+        self._table = self._upload(torch.tensor(words, dtype=torch.int64, device="cpu"))
+        self._owners = self._upload(numbers.repeat_interleave(blocks))
+        self._rows, self._spare = None, None
+        if counts:
+            self._rows = torch.empty(self._count, ROW, dtype=torch.float64, device=device)
+
+    def check(self) -> None:
+        """Raises OptimizerError where a step would be captured that cannot be."""
+        if self.pins and self._spare is None and torch.cuda.is_current_stream_capturing():
+            raise OptimizerError(
+                "an optimizer step is captured in a CUDA graph with capturable=False, or without a "
+                "step outside of it since the last capture: construct the optimizer with "
+                "capturable=True and run one step, on a side stream, before each capture"
+            )
+
+    def run(
+        self, grads: Sequence[int], rows: Sequence[Sequence[float]], row_of: Sequence[int]
+    ) -> None:
+        """One step. `grads` are addresses; `row_of` says which row of `rows` a parameter has."""
+        dynamic = self._upload_words(grads, row_of, rows, ())
+        at = dynamic.data_ptr()
+        self._launch(at, at + 16 * self._count)
+
+    def run_counting(
+        self,
+        grads: Sequence[int],
+        hypers: Sequence[tuple[float | Tensor, Hyper]],
+        row_of: Sequence[int],
+        *,
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        """The same where the device counts; a learning rate that lies there is read there.
+
+        `found_inf` (fp32, one element) skips the step if it is not 0; gradients come multiplied by
+        `scale`.
+        """
+        assert self._prepare is not None
+        assert self._rows is not None
+        given = [_hyper_row(lr, hyper) for lr, hyper in hypers]
+        rates = [lr for lr, _ in hypers if isinstance(lr, Tensor)]
+        dynamic = self._upload_words(grads, row_of, given, (scale, found_inf, *rates))
+        at, rows = dynamic.data_ptr(), self._rows.data_ptr()
+        flags = [0 if t is None else t.data_ptr() for t in (scale, found_inf)]
+        args = (self._table.data_ptr(), at, self._count, at + 16 * self._count, rows, *flags)
+        self._prepare.launch(self._current(), -(-self._count // PREPARE), args)
+        self._launch(at, rows)
+
+    def _launch(self, dynamic: int, rows: int) -> None:
+        if self._blocks:
+            args = (self._table.data_ptr(), self._owners.data_ptr(), dynamic, self._count, rows)
+            self._program.launch(self._current(), self._blocks, args)
+
+    def _current(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream if self.pins else 0
+
+    def _upload(self, host: Tensor) -> Tensor:
+        if not self.pins:
+            return host.clone()
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def _upload_words(
+        self,
+        grads: Sequence[int],
+        row_of: Sequence[int],
+        rows: Sequence[Sequence[float]],
+        kept: tuple[Tensor | None, ...],
+    ) -> Tensor:
+        """Addresses, numbers of rows and the rows; `kept` are what a capture must keep as well."""
+        words = array("q", grads)
+        words.extend(row_of)
+        padded = array("d")
+        for row in rows:
+            padded.extend(row)
+            padded.extend((0.0,) * (ROW - len(row)))
+        words.frombytes(padded.tobytes())
+        host = torch.frombuffer(words, dtype=torch.int64)
+        if self.pins and torch.cuda.is_current_stream_capturing():
+            return self._bake(host, kept)
+        if self.pins:
+            self._follow(len(host))
+        return self._upload(host)
+
+    def _follow(self, words: int) -> None:
+        """Outside of a capture: sets pinned memory aside, and tells the allocator of a new stream.
+
+        A capture sends up as many `words` as any step: more groups would be another launch.
+        Whoever steps on another stream has ordered it after the last one, for the parameters' sake.
+        """
+        if self._prepare is not None and self._spare is None:
+            self._spare = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
+        if self._current() != self._stream:
+            stream = torch.cuda.current_stream(self.device)
+            for tensor in (self._table, self._owners, self._rows):
+                if tensor is not None:
+                    tensor.record_stream(stream)
+
+    def _bake(self, host: Tensor, kept: tuple[Tensor | None, ...]) -> Tensor:
+        """Uploads in a capture; see Note [Capture]."""
+        assert self._spare is not None, "see `check`"
+        staged, self._spare = self._spare, None
+        staged.copy_(host)
+        dynamic = torch.empty(len(host), dtype=torch.int64, device=self.device)
+        dynamic.copy_(staged, non_blocking=True)
+        self.baked.append((staged, dynamic, *kept))
+        return dynamic
+
+
+@cache
+def _update_program(device: torch.device, spec: Spec, aligned: bool, counted: bool) -> Program:
+    """Loaded once: plans come and go, with experts that have gradients only now and then."""
+    return Program(adam_source(spec, aligned=aligned, counted=counted), device)
+
+
+@cache
+def _prepare_program(device: torch.device) -> Program:
+    return Program(prepare_source(), device)
+
+
+def _hyper_row(lr: float | Tensor, hyper: Hyper) -> tuple[float, ...]:
+    """What `prepare_kernel` works scalars out of; a learning rate on the device, by address."""
+    address = array("q", [lr.data_ptr() if isinstance(lr, Tensor) else 0])
+    (at,) = array("d", address.tobytes())
+    value = 0.0 if isinstance(lr, Tensor) else lr
+    sign = -1.0 if hyper.maximize else 1.0
+    return value, at, *hyper.betas, hyper.eps, hyper.weight_decay, sign, float(hyper.coupled)
+
+
+def _signed(key: int) -> int:
+    return key - (1 << 64) if key >> 63 else key

@@ -1,0 +1,229 @@
+"""The computation behind a reduction that can be cut along its rows: matmuls, what follows them.
+
+Going back from the reduced value, every matmul and every pointwise operator or cast whose row i
+needs row i of its operands belongs to the cone; the rest are operands, there beforehand.
+
+    y1 = mm(a, w1); y2 = mm(b, w2); z = y1 + y2; reduce_scatter(z)      # cone: both mm and the add
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from interlace.errors import ProgramError
+from interlace.ir import Arg, Call, Op, View
+from interlace.ir.operators import by_data, is_kind, matmul_of
+from interlace.passes.sites.rows import Refused
+from interlace.passes.sites.values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class Cone:
+    """The ops behind `value`, a matrix of `rows` rows of `width` elements."""
+
+    value: str
+    rows: int
+    width: int
+    ops: tuple[int, ...]
+    used: frozenset[str]
+    """Values of the cone that others use as well."""
+    transposed: bool
+    """Whether every matmul contracts over rows, as the gradient of a weight does."""
+    stacks: int = 0
+    """How many stacks of rows, each times a matrix of its own; 0: one matrix for all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The rows of a matmul, and its stacks."""
+
+    rows: int
+    stacks: int = 0
+
+
+def result_of(op: Op) -> View | None:
+    """The one whole buffer that a call makes."""
+    if isinstance(op, Call) and not op.rng and not op.mutates:
+        if len(op.fresh) == 1 and not op.outs:
+            return View(op.fresh[0].name)
+        if len(op.outs) == 1 and not op.fresh and op.outs[0].covers_buffer:
+            return op.outs[0]
+    return None
+
+
+def cone_of(
+    values: Values, value: str, taken: set[int], inside: Iterable[int], batched: bool = False
+) -> Cone:
+    """The cone behind a value; `inside` are the ops that use it within the site. Or Refused.
+
+    `batched` also takes matmuls of several stacks.
+    """
+    found: dict[int, Call] = {}
+    shape = _find_rows(values, value, taken, set(), batched)
+    if shape is None:
+        made = values.maker(value)
+        what = made[1].fn if made and isinstance(made[1], Call) else "no operator of the program"
+        if made and made[0] in taken:
+            raise Refused("its matmul is overlapped with another communication")
+        kind = f"not a matmul{by_data(what)} with pointwise operators after it"
+        raise Refused(f"{what}, {kind}, makes its rows")
+    kept_out = set(taken)
+    while True:
+        found.clear()
+        _collect(values, value, shape, kept_out, found)
+        results = {out.buffer: i for i, op in found.items() if (out := result_of(op)) is not None}
+        needed_whole = {results[name] for name in _needed_whole(values, found) if name in results}
+        if not needed_whole:
+            break
+        kept_out |= needed_whole
+    if value not in results:
+        raise Refused("its matmuls depend on one another's whole results")
+    ops = tuple(sorted(found))
+    known = {*ops, *inside}
+    used = frozenset(
+        name
+        for name in results
+        if name in values.returned
+        or values.buffers[name].kind == "output"
+        or not known.issuperset(values.users.get(name, ()))
+    )
+    lhs = [values.box(lhs_of(op)) for op in found.values() if matmul_of(op.fn)]
+    transposed = all(box.strides[-2] == 1 and box.strides[-1] > 1 for box in lhs)
+    rows = shape.rows
+    width = values.box(View(value)).numel // rows if rows else values.box(View(value)).sizes[-1]
+    return Cone(value, rows, width, ops, used, transposed, shape.stacks)
+
+
+def lhs_of(op: Call) -> View:
+    """The matrix whose rows become the rows of a matmul's result."""
+    matmul = matmul_of(op.fn)
+    assert matmul is not None, op.fn
+    lhs = op.args[matmul.lhs]
+    assert isinstance(lhs, View)
+    return lhs
+
+
+def operands(op: Call) -> tuple[Arg, ...]:
+    """The arguments of a pointwise call or a cast, by position and by name."""
+    return (*op.args, *(value for _, value in op.kwargs))
+
+
+def _matmul_shape(values: Values, op: Op) -> _Shape | None:
+    """The rows of a call that is a matmul."""
+    matmul = matmul_of(op.fn) if isinstance(op, Call) else None
+    if not isinstance(op, Call) or matmul is None or result_of(op) is None:
+        return None
+    lhs = op.args[matmul.lhs]
+    if not isinstance(lhs, View):
+        return None
+    sizes = values.box(lhs).sizes
+    if len(sizes) != (3 if matmul.batched else 2) or not sizes[-1]:
+        return None
+    return _Shape(sizes[0] * sizes[1], sizes[0]) if matmul.batched else _Shape(sizes[0])
+
+
+def _is_rowwise(values: Values, op: Op, shape: _Shape) -> bool:
+    """Whether a pointwise call or a cast can be cut into chunks of such rows."""
+    out = result_of(op)
+    if not isinstance(op, Call) or out is None or not is_kind(op.fn, "pointwise", "cast"):
+        return False
+    if not values.whole(out):
+        return False
+    sizes = values.box(out).sizes
+    return all(
+        operand_kind(values, view, sizes, shape.rows, shape.stacks) is not None
+        for arg in operands(op)
+        if isinstance(view := arg, View)
+    )
+
+
+def operand_kind(
+    values: Values, view: View, sizes: tuple[int, ...], rows: int, stacks: int = 0
+) -> str | None:
+    """How a pointwise operand goes with a result of these sizes that is cut into rows.
+
+    `rows` (cut alike), `column` (one element a row), `vector` (the same for every row), `scalar`,
+    `stack` (the same for every row of a stack: the bias of an expert).
+    """
+    box = values.box(view)
+    last = sizes[-1] if sizes else 1
+    numel = 1
+    for size in sizes:
+        numel *= size
+    if box.sizes == sizes:
+        width = numel // rows if rows else last
+        return "rows" if _viewable(values, view, (rows, width)) else None
+    if box.numel == 1:
+        return "scalar"
+    padded = (*(1,) * (len(sizes) - len(box.sizes)), *box.sizes)
+    if numel == rows * last and len(padded) == len(sizes):
+        if all(size == 1 for size in padded[:-1]):
+            return "vector"
+        if padded[:-1] == sizes[:-1] and padded[-1] == 1:
+            return "column" if _viewable(values, view, (rows, 1)) else None
+        if len(sizes) == 3 and padded[:2] == (stacks, 1) and padded[2] in (1, last):
+            return "stack"
+    return None
+
+
+def _viewable(values: Values, view: View, sizes: tuple[int, ...]) -> bool:
+    try:
+        values.box(view.view(*sizes))
+    except ProgramError:
+        return False
+    return True
+
+
+def _inner(values: Values, op: Call) -> Iterable[View]:
+    """The operands of a pointwise call that may themselves belong to the cone."""
+    out = result_of(op)
+    assert out is not None
+    sizes = values.box(out).sizes
+    for arg in operands(op):
+        if isinstance(arg, View) and values.box(arg).sizes == sizes and values.whole(arg):
+            yield arg
+
+
+def _needed_whole(values: Values, found: dict[int, Call]) -> Iterable[str]:
+    """The operands of the cone's ops that are not cut along with them."""
+    for op in found.values():
+        cut = set[View]() if matmul_of(op.fn) else set(_inner(values, op))
+        yield from (view.buffer for view in op.views() if view not in cut)
+
+
+def _find_rows(
+    values: Values, name: str, taken: set[int], seen: set[str], batched: bool
+) -> _Shape | None:
+    """The rows of the first matmul behind a value."""
+    made = values.maker(name)
+    if made is None or made[0] in taken or name in seen:
+        return None
+    seen.add(name)
+    op = made[1]
+    shape = _matmul_shape(values, op)
+    if shape is not None:
+        return shape if batched or not shape.stacks else None
+    if isinstance(op, Call) and is_kind(op.fn, "pointwise", "cast") and result_of(op) is not None:
+        for view in _inner(values, op):
+            shape = _find_rows(values, view.buffer, taken, seen, batched)
+            if shape is not None and _is_rowwise(values, op, shape):
+                return shape
+    return None
+
+
+def _collect(
+    values: Values, name: str, shape: _Shape, taken: set[int], found: dict[int, Call]
+) -> None:
+    made = values.maker(name)
+    if made is None or made[0] in taken or made[0] in found:
+        return
+    op = made[1]
+    if not isinstance(op, Call):
+        return
+    if _matmul_shape(values, op) == shape:
+        found[made[0]] = op
+    elif _is_rowwise(values, op, shape):
+        found[made[0]] = op
+        for view in _inner(values, op):
+            _collect(values, view.buffer, shape, taken, found)

@@ -1,0 +1,286 @@
+"""One collective at a time: the rows it brings to matmuls, or the matmuls whose rows it takes away.
+
+By meaning, not by spelling: `Values` follows the rows through views and data movement, and
+`layout.py` says how they are dealt to the ranks. What is no site is refused with a reason.
+
+    >>> recognise(values, 2, program.ops[2], taken=set())
+    GatherSite(collective=2, layout=Layout(batch=1, rows=(3, 3), pitch=(3, 3)), width=8, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from interlace.ir import Call, Collective, Op, View
+from interlace.ir.operators import by_data, matmul_of
+from interlace.passes.sites.cone import Cone, cone_of, lhs_of, result_of
+from interlace.passes.sites.layout import Layout, balanced_sizes, gather_layout, scatter_layout
+from interlace.passes.sites.rows import Refused, Run
+from interlace.passes.sites.values import Values
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSite:
+    """An all-gather, or an all-to-all, and the matmuls that take its rows."""
+
+    collective: int
+    layout: Layout
+    width: int
+    matmuls: tuple[int, ...]
+    moves: tuple[int, ...]
+    """Ops that only put the gathered rows in order, for these matmuls alone."""
+    kept: tuple[int, ...]
+    """Ops that do so for others as well: the site no longer needs them."""
+    whole: bool
+    """Whether other ops use the gathered tensor too."""
+    declared: tuple[int, ...]
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """All its ops."""
+        found = (self.collective, *self.matmuls, *self.moves, *self.declared)
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSite:
+    """Matmuls, row by row what follows them, and the reduction or the all-to-all of the result."""
+
+    collective: int
+    layout: Layout
+    cone: Cone
+    moves: tuple[int, ...]
+    """Ops that only put the rows in order for the collective."""
+    kept: tuple[int, ...]
+    """Ops that do so for others as well: the site no longer needs them."""
+    declared: tuple[int, ...]
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """All its ops."""
+        return tuple(sorted((self.collective, *self.cone.ops, *self.moves, *self.declared)))
+
+
+SITE_KINDS = {
+    "all_gather": "all_gather_matmul",
+    "reduce_scatter": "matmul_reduce_scatter",
+    "all_reduce": "matmul_all_reduce",
+}
+EXCHANGE = "all_to_all"
+
+
+def site_kind(kind: str, site: GatherSite | ScatterSite) -> str:
+    """What a site of a collective of this kind is called."""
+    if kind != EXCHANGE:
+        return SITE_KINDS[kind]
+    return "all_to_all_matmul" if isinstance(site, GatherSite) else "matmul_all_to_all"
+
+
+def recognise(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
+    """The site of collective `i`, or Refused; the ops `taken` belong to others."""
+    if op.kind == "barrier":
+        raise Refused("it moves nothing")
+    if op.kind not in {*SITE_KINDS, EXCHANGE}:
+        raise Refused(f"{op.kind} is not overlapped chunk by chunk")
+    if op.src is None or op.dst is None or not op.dst.covers_buffer:
+        raise Refused("it does not fill a buffer of its own")
+    if values.maker(op.dst.buffer) is None:
+        raise Refused(f"{op.dst.buffer} is written by others too")
+    if op.kind == EXCHANGE:
+        return _exchange(values, i, op, taken)
+    made = _gather if op.kind == "all_gather" else _scatter
+    return made(values, i, op, taken)
+
+
+def _exchange(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
+    """An all-to-all of even parts: before matmuls (tokens go to experts), or else after them."""
+    if op.splits is not None:
+        raise Refused("its parts are uneven")
+    try:
+        return _gather(values, i, op, taken)
+    except Refused as before:
+        try:
+            return _scatter(values, i, op, taken)
+        except Refused as after:
+            raise Refused(f"after it: {before}; before it: {after}") from None
+
+
+# gathers
+
+
+def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite:
+    assert op.dst is not None
+    name = op.dst.buffer
+    shards = parts_of(values, op, op.dst)
+    starts = [sum(shards[:rank]) for rank in range(len(shards))]
+    origin = tuple(Run(starts[r], size, r, 0) for r, size in enumerate(shards) if size)
+    accepted: list[int] = []
+    shape: tuple[Layout, int] | None = None
+    reasons: list[str] = []
+    moved: dict[str, int] = {}
+    uses, related = uses_of(values, name)
+    for j in uses:
+        call = values.program.ops[j]
+        try:
+            layout, width = _rows_of(values, call, name, related, origin, shards, op.kind)
+            if j in taken:
+                raise Refused("its matmul is overlapped with another communication")
+            if shape is not None and shape != (layout, width):
+                raise Refused("its matmuls take the rows in different orders")
+        except Refused as refusal:
+            reasons.append(str(refusal))
+            continue
+        shape = layout, width
+        accepted.append(j)
+        moved |= values.between(_lhs(call).buffer, name)
+    if shape is None:
+        raise Refused(reasons[0] if reasons else _unused(values, name, op.kind))
+    moves = _dead(values, moved, set(accepted))
+    others = set(values.users.get(name, ())) - set(accepted) - set(moves)
+    whole = bool(others) or name in values.returned or values.buffers[name].kind == "output"
+    layout, width = shape
+    outs = [result_of(values.program.ops[j]) for j in accepted]
+    names = [name, *(out.buffer for out in outs if out is not None)]
+    declared = tuple(values.allocs[n] for n in names if n in values.allocs)
+    kept = tuple(sorted(set(moved.values()) - set(moves)))
+    return GatherSite(i, layout, width, tuple(accepted), moves, kept, whole, declared)
+
+
+def parts_of(values: Values, op: Collective, whole: View) -> list[int]:
+    """Bytes of each rank's part of the whole tensor of a gather or scatter."""
+    team, box = values.program.team(op.team), values.box(whole)
+    if op.splits is None:
+        return [box.nbytes // team.size] * team.size
+    table = next(t for t in values.program.tables if t.name == op.splits)
+    row = box.nbytes // max(sum(table.values), 1)
+    return [rows * row for rows in table.values]
+
+
+def uses_of(values: Values, name: str) -> tuple[list[int], set[str]]:
+    """Ops that use a buffer, directly or moved; and the buffers that hold it moved."""
+    found: set[int] = set()
+    related: set[str] = set()
+    stack = [name]
+    while stack:
+        current = stack.pop()
+        if current in related:
+            continue
+        related.add(current)
+        for j in values.users.get(current, ()):
+            outs = [access.view.buffer for access in values.program.ops[j].writes()]
+            if len(outs) == 1 and values.moved(outs[0]):
+                stack.append(outs[0])
+            else:
+                found.add(j)
+    return sorted(found), related
+
+
+def _lhs(op: Op) -> View:
+    assert isinstance(op, Call)
+    return lhs_of(op)
+
+
+def _rows_of(
+    values: Values,
+    call: Op,
+    name: str,
+    related: set[str],
+    origin: tuple[Run, ...],
+    shards: Sequence[int],
+    kind: str,
+) -> tuple[Layout, int]:
+    what = "received" if kind == EXCHANGE else "gathered"
+    matmul = matmul_of(call.fn) if isinstance(call, Call) else None
+    if not isinstance(call, Call) or matmul is None or (matmul.batched and kind != EXCHANGE):
+        taker = call.fn if isinstance(call, Call) else type(call).__name__.lower()
+        raise Refused(f"{taker}, not a matmul{by_data(taker)}, takes the {what} tensor")
+    lhs = call.args[matmul.lhs]
+    rest = [view for view in call.views() if view != lhs and view.buffer in related]
+    if not isinstance(lhs, View) or lhs.buffer not in related:
+        raise Refused(
+            f"{call.fn} takes the {what} tensor as its right-hand side or its bias: it travels "
+            "as a whole, under other computation"
+        )
+    if rest or call.views().count(lhs) > 1:
+        raise Refused(f"{call.fn} takes the {what} tensor twice")
+    if result_of(call) is None or values.root(lhs.buffer) != name:
+        raise Refused(f"{call.fn} takes more than the {what} tensor as its rows")
+    box = values.box(lhs)
+    if len(box.sizes) != (3 if matmul.batched else 2) or box.sizes[-1] == 0:
+        raise Refused(f"{call.fn} contracts over nothing")
+    width = box.sizes[-1]
+    row = width * box.dtype.itemsize
+    layout = gather_layout(values.contents(lhs, name, origin, row), row, shards, what)
+    _check_stacks(layout, box.sizes[0] if matmul.batched else 0)
+    return layout, width
+
+
+def _check_stacks(layout: Layout, stacks: int) -> None:
+    """Every rank has rows, one after another, of every stack of a matmul of several."""
+    if stacks and layout.total and layout.batch != stacks:
+        raise Refused(
+            f"the rows of each rank are not one stretch of each of the matmul's {stacks} stacks"
+        )
+
+
+def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, ...]:
+    """The moves of which all users are these ops or other such moves."""
+    dead: set[int] = set()
+    changed = True
+    while changed:
+        changed = False
+        for name, i in moved.items():
+            held = name in values.returned or values.buffers[name].kind == "output"
+            if i not in dead and not held and set(values.users.get(name, ())) <= users | dead:
+                dead.add(i)
+                changed = True
+    return tuple(sorted(dead))
+
+
+def _unused(values: Values, name: str, kind: str) -> str:
+    held = uses_of(values, name)[1]
+    leaves = any(n in values.returned or values.buffers[n].kind == "output" for n in held)
+    what = "received" if kind == EXCHANGE else "gathered"
+    return "its result leaves the program" if leaves else f"nothing takes the {what} tensor"
+
+
+# scatters
+
+
+def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> ScatterSite:
+    assert op.src is not None and op.dst is not None  # noqa: PT018
+    root = values.root(op.src.buffer)
+    moved = values.between(op.src.buffer, root)
+    moves = _dead(values, moved, {i})
+    kept = tuple(sorted(set(moved.values()) - set(moves)))
+    exchange = op.kind == EXCHANGE
+    cone = cone_of(values, root, taken, {i, *moves}, exchange)
+    if cone.transposed and not exchange and not values.users.get(op.dst.buffer):
+        raise Refused(
+            "it reduces the gradient of a weight, for which nothing here waits: "
+            "it runs under the computation that follows"
+        )
+    box = values.box(op.src)
+    if box.dtype != values.buffers[root].dtype or not values.whole(View(root)):
+        does = "sends" if exchange else "reduces"
+        raise Refused(f"it {does} other bytes than the matmul's rows")
+    row = cone.width * box.dtype.itemsize
+    if not row:
+        raise Refused("its matmul's rows have no columns")
+    total = cone.rows
+    origin = (Run(0, total * row, 0, 0),) if total * row else ()
+    contents = values.contents(op.src, root, origin, 0 if op.kind == "all_reduce" else row)
+    team = values.program.team(op.team)
+    if op.kind == "all_reduce":
+        if contents not in ((Run(0, total * row, 0, 0),), ()) or box.nbytes != total * row:
+            raise Refused("it reduces the matmul's rows in another order, or not all of them")
+        rows = balanced_sizes(total, team.size)
+        layout = Layout(1, rows, rows)
+    else:
+        layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)
+        _check_stacks(layout, cone.stacks)
+    outs = (result_of(values.program.ops[j]) for j in cone.ops)
+    names = [op.dst.buffer, *(out.buffer for out in outs if out is not None)]
+    declared = tuple(values.allocs[n] for n in names if n in values.allocs)
+    return ScatterSite(i, layout, cone, moves, kept, declared)

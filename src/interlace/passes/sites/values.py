@@ -1,0 +1,182 @@
+"""Who makes and who uses each value of a serial Program, and what its bytes are made of.
+
+A buffer is a value where one op makes all of it; views and data movement (cat, clone, slice, pad,
+...) are looked through down to a root:
+
+    >>> values = Values(program, rank=0)
+    >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row=16)
+    (Run(start=0, length=64, source=0, offset=0), ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
+from interlace.ir.operators import is_kind
+from interlace.ir.types import TableEntry
+from interlace.passes.order.overlaps import rank_dependent
+from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
+from interlace.passes.strategies.emitter import Names
+
+
+class Values:
+    """The values of a Program as one rank sees them."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program = program
+        self.buffers: dict[str, Buffer] = program.buffers()
+        self._box = program.boxes(rank)
+        self._uneven = {
+            name
+            for name, buffer in self.buffers.items()
+            if any(isinstance(dim, TableEntry) for dim in buffer.shape)
+        }
+        self.ranked = False
+        """Whether a box was asked for that may be another one on another rank."""
+        self.makers: dict[str, list[int]] = {}
+        self.users: dict[str, list[int]] = {}
+        self.allocs: dict[str, int] = {}
+        for i, op in enumerate(program.ops):
+            if isinstance(op, Alloc):
+                self.allocs[op.buffer.name] = i
+            for name in dict.fromkeys(access.view.buffer for access in op.writes()):
+                self.makers.setdefault(name, []).append(i)
+            for name in dict.fromkeys(access.view.buffer for access in op.reads()):
+                self.users.setdefault(name, []).append(i)
+        self.returned = {v.buffer for arg in program.returned() for v in views_in(arg)}
+
+    @cached_property
+    def names(self) -> Names:
+        """The names that the Program takes; what is tried out adds to a copy."""
+        return Names(self.program)
+
+    def box(self, view: View) -> Box:
+        """The box of a view on this rank."""
+        if not self.ranked:
+            self.ranked = view.buffer in self._uneven or any(map(rank_dependent, view.steps))
+        return self._box(view)
+
+    def maker(self, name: str) -> tuple[int, Op] | None:
+        """The one op that makes all of a value, or None where there is none or more than one."""
+        made = self.makers.get(name, [])
+        if len(made) != 1 or self.buffers[name].kind == "input":
+            return None
+        op = self.program.ops[made[0]]
+        return (made[0], op) if View(name) in (access.view for access in op.writes()) else None
+
+    def whole(self, view: View) -> bool:
+        """Whether a view is its whole buffer in row-major order, whatever its sizes."""
+        box, full = self.box(view), self.box(View(view.buffer))
+        same = box.numel * box.dtype.itemsize == full.numel * full.dtype.itemsize
+        return same and box.contiguous and full.contiguous and box.offset == full.offset == 0
+
+    def moved(self, name: str) -> tuple[View, ...] | None:
+        """The views whose elements a buffer holds in another order, if an op did only that."""
+        made = self.maker(name)
+        if made is None:
+            return None
+        match made[1]:
+            case Copy(src=src, dst=dst) if dst.covers_buffer and self._alike(src, dst):
+                return (src,)
+            case Call(fn="aten.cat.default", args=(tuple() as parts, *_), fresh=(_,)):
+                return tuple(v for v in parts if isinstance(v, View))
+            case Call(fn=fn, args=args, fresh=(_,)) if is_kind(fn, "movement"):
+                filled = fn == "aten.constant_pad_nd.default" and len(args) > 2 and args[2] != 0
+                return None if filled else _first_view(args)
+            case _:
+                return None
+
+    def _alike(self, one: View, other: View) -> bool:
+        return self.box(one).dtype == self.box(other).dtype
+
+    def root(self, name: str) -> str:
+        """The buffer that this one's elements come from; itself where an op computed them."""
+        sources = self.moved(name)
+        if not sources:
+            return name
+        roots = {self.root(view.buffer) for view in sources}
+        if len(roots) > 1:
+            raise Refused("several values are put together here")
+        return roots.pop()
+
+    def between(self, name: str, root: str) -> dict[str, int]:
+        """The moved buffers from `name` back to its root, with the ops that make them."""
+        found: dict[str, int] = {}
+        stack = [name]
+        while stack:
+            current = stack.pop()
+            made = self.maker(current)
+            if current != root and current not in found and made is not None:
+                found[current] = made[0]
+                stack += [view.buffer for view in self.moved(current) or ()]
+        return found
+
+    def contents(self, view: View, root: str, origin: Contents, row: int) -> Contents:
+        """What a view holds, given what the buffer `root` holds (in storage order); Refused where
+        that cuts rows of `row` bytes, if there are to be such rows."""
+        memory: dict[str, Contents] = {root: origin}
+        return seen(self._stored(view.buffer, memory), self.box(view), row)
+
+    def _stored(self, name: str, memory: dict[str, Contents]) -> Contents:
+        if name not in memory:
+            made = self.maker(name)
+            assert made is not None, f"{name} is neither the root nor moved"
+            memory[name] = stored(self._moved(made[1], memory), self.box(View(name)))
+        return memory[name]
+
+    def _seen(self, view: View, memory: dict[str, Contents]) -> Contents:
+        return seen(self._stored(view.buffer, memory), self.box(view))
+
+    def _moved(self, op: Op, memory: dict[str, Contents]) -> Contents:
+        match op:
+            case Copy(src=src):
+                return self._seen(src, memory)
+            case Call(fn="aten.cat.default", args=(tuple() as listed, *rest)):
+                views = [v for v in listed if isinstance(v, View)]
+                views = [v for v in views if self.box(v).sizes != (0,)]  # torch skips these
+                parts = [
+                    (self._seen(v, memory), self.box(v).sizes, self.box(v).dtype.itemsize)
+                    for v in views
+                ]
+                dim = rest[0] if rest else dict(op.kwargs).get("dim", 0)
+                return concatenated(parts, _int(dim)) if parts else ()
+            case Call(fn="aten.constant_pad_nd.default", args=(View() as src, pads, *_)):
+                box = self.box(src)
+                assert isinstance(pads, tuple)
+                before = self._seen(src, memory)
+                return padded(before, box.sizes, box.dtype.itemsize, list(map(_int, pads)))
+            case Call(fn=fn, args=(View() as src, *rest)):
+                if fn == "aten.slice.Tensor":
+                    src = _sliced(src, self.box(src), rest)
+                elif fn == "aten.narrow.default":
+                    dim, start, length = map(_int, rest[:3])
+                    src = src.slice(dim, start, start + length)
+                return self._seen(src, memory)
+            case _:
+                raise AssertionError(f"{op} moves nothing")
+
+
+def _first_view(args: Sequence[Arg]) -> tuple[View, ...] | None:
+    return (args[0],) if args and isinstance(args[0], View) else None
+
+
+def _int(arg: Arg) -> int:
+    if not isinstance(arg, int):
+        raise Refused(f"an operator has {arg!r} where a number was expected")
+    return arg
+
+
+def _sliced(src: View, box: Box, rest: Sequence[Arg]) -> View:
+    given = [*rest, *(None,) * 4]
+    dim = _int(given[0]) if given[0] is not None else 0
+    dim %= len(box.sizes)
+    size = box.sizes[dim]
+    start, stop = (
+        _int(v) if v is not None else d for v, d in zip(given[1:3], (0, size), strict=True)
+    )
+    if given[3] not in (None, 1):
+        raise Refused("a slice takes every n-th row")
+    start, stop = (max(0, min(size, v + size if v < 0 else v)) for v in (start, stop))
+    return src.slice(dim, start, max(start, stop))

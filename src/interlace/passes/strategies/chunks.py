@@ -1,0 +1,276 @@
+"""Chunks of rows of a site's matrices, and the matmuls and pointwise operators on them.
+
+A `Pick` says which rows of the full matrices are meant; a `Place` is where a chunk's rows lie.
+Where a chunk has rows in each of several stacks (a batch), its rows in a full matrix are no matrix:
+then each stack gets a matmul of its own, or, where those would be small, the rows are packed.
+
+    pick = Pick.ranks(emitter, layout, emitter.rank + 1)
+    matmul(emitter, call, lhs, pick.of(View("y"), 64), pick, box)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
+from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
+from interlace.passes.sites.cone import Cone, lhs_of, operand_kind, result_of
+from interlace.passes.sites.layout import Layout
+from interlace.passes.sites.values import Values
+from interlace.passes.strategies.emitter import Emitter
+
+DIRECT_ROWS = 128
+"""Stacks of at least this many rows get a matmul each; smaller ones are packed into one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk lies: as one matrix (`flat`), if it is one, and with its stacks (`rows`)."""
+
+    flat: View | None
+    rows: View
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Some rows of each of `stacks` stacks of `height` rows."""
+
+    stacks: int
+    height: int
+    step: Chunk | Slice
+    counts: tuple[int, ...]
+    """Rows in all stacks, for each `index`."""
+    index: Index
+    within: Chunk | Slice | None = None
+    """Only some of them; where there is one stack."""
+
+    @classmethod
+    def ranks(
+        cls, emitter: Emitter, layout: Layout, index: Index, within: Slice | None = None
+    ) -> Pick:
+        """The rows of one rank, or some `within` them."""
+        step = emitter.chunk(index, layout.rows)
+        counts = tuple(layout.batch * rows for rows in layout.rows)
+        return cls(layout.batch, sum(layout.rows), step, counts, index, within)
+
+    @classmethod
+    def slice(cls, emitter: Emitter, stacks: int, height: int, start: int, stop: int) -> Pick:
+        """The same rows of every stack, on all ranks."""
+        counts = (stacks * (stop - start),) * emitter.size
+        return cls(stacks, height, Slice(0, start, stop), counts, 0)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no such rows on any rank."""
+        return isinstance(self.index, int) and not self.counts[self.index]
+
+    def of(self, matrix: View, width: int) -> Place:
+        """These rows of a full matrix, given with two dimensions."""
+        if self.stacks == 1:
+            view = matrix.then(self.step)
+            view = view if self.within is None else view.then(self.within)
+            return Place(view, view)
+        stacked = matrix.view(self.stacks, self.height, width)
+        return Place(None, stacked.then(dataclasses.replace(self.step, dim=1)))
+
+    def cut(self, view: View, box: Box, width: int) -> Place:
+        """These rows of a value: of a full matrix, or of its stacks as they are."""
+        if self.stacks > 1 and box.sizes == (self.stacks, self.height, width):
+            return Place(None, view.then(dataclasses.replace(self.step, dim=1)))
+        return self.of(matrix(view, box, self.stacks * self.height, width), width)
+
+    def packed(self, emitter: Emitter, matrix: View, width: int) -> Place:
+        """These rows lying together at the head of a matrix of `max(counts)` rows."""
+        flat = emitter.head(matrix, self.counts, self.index, max(self.counts))
+        return self.shaped(flat, width)
+
+    def shaped(self, flat: View, width: int) -> Place:
+        """The place of a chunk that is one matrix."""
+        return Place(flat, flat if self.stacks == 1 else flat.view(self.stacks, -1, width))
+
+
+def in_shard(emitter: Emitter, shard: View, layout: Layout, index: Index, width: int) -> Place:
+    """The rows of a rank in its shard (a matrix), which may have padding between."""
+    pitch = layout.pitch[0]
+    if layout.batch == 1:
+        flat = emitter.head(shard, layout.rows, index, pitch) if layout.padded else shard
+        return Place(flat, flat)
+    if not layout.padded:
+        return Place(shard, shard.view(layout.batch, -1, width))
+    stacked = shard.view(layout.batch, pitch, width)
+    return Place(None, emitter.head(stacked, layout.rows, index, pitch, dim=1))
+
+
+def zero_padding(emitter: Emitter, shard: View, layout: Layout, width: int) -> None:
+    """Zeros for the rows of a shard that may be padding (before the others are computed)."""
+    least, pitch = min(layout.rows), max(layout.pitch)
+    if layout.padded and least < pitch:
+        view = shard.view(layout.batch, pitch, width).slice(1, least, pitch)
+        sizes = (layout.batch, pitch - least, width)
+        emitter.emit(Call(fn="aten.zeros.out", args=(sizes,), outs=(view,)))
+
+
+def matrix(view: View, box: Box, rows: int, width: int) -> View:
+    """A value as a matrix of `rows` rows."""
+    return view if box.sizes == (rows, width) else view.view(rows, width)
+
+
+def _select(i: int) -> Callable[[View], View]:
+    return lambda view: view.select(0, i)
+
+
+class Compute:
+    """Emits the computation of a site, chunk by chunk."""
+
+    def __init__(self, emitter: Emitter, values: Values) -> None:
+        self.emitter, self.values = emitter, values
+
+    def matmul(self, op: Call, lhs: Place, out: Place, pick: Pick) -> None:
+        """The rows that `pick` names of a matmul's result, from `lhs` into `out`."""
+        if pick.empty:
+            return
+        spec, result = matmul_of(op.fn), result_of(op)
+        assert spec is not None and result is not None  # noqa: PT018
+        if spec.batched:
+            self._batched(op, spec, lhs.rows, out.rows, pick)
+            return
+        width = self.values.box(result).sizes[1]
+        rows = self.values.box(lhs_of(op)).sizes[0]
+        cut = {i: self._rows_of(arg, pick, rows) for i, arg in enumerate(op.args) if i in spec.rows}
+        cut_args = {i: place for i, place in cut.items() if place is not None}
+
+        def call(left: View, right: View, row: Callable[[View], View]) -> None:
+            args: list[Arg] = list(op.args)
+            args[spec.lhs] = left
+            for i, place in cut_args.items():
+                args[i] = row(place.rows)
+            changed = {"fn": spec.into, "args": tuple(args), "outs": (right,), "fresh": ()}
+            self.emitter.emit(dataclasses.replace(op, **changed))
+
+        if pick.stacks == 1:
+            call(lhs.rows, out.rows, lambda view: view)
+        elif lhs.flat is not None and out.flat is not None and not cut_args:
+            call(lhs.flat, out.flat, lambda view: view)
+        elif cut_args or min(pick.counts) >= DIRECT_ROWS * pick.stacks:
+            for i in range(pick.stacks):
+                stack = _select(i)
+                call(stack(lhs.rows), stack(out.rows), stack)
+        else:
+            self._packed(op, lhs, out, pick, width, call)
+
+    def _batched(self, op: Call, spec: Operator, left: View, right: View, pick: Pick) -> None:
+        """The same of several stacks, each times a matrix of its own: all of them in one call."""
+
+        def stacked(view: View, width: int) -> View:
+            return view if pick.stacks > 1 else view.view(1, -1, width)
+
+        args: list[Arg] = list(op.args)
+        args[spec.lhs] = stacked(left, self.values.box(lhs_of(op)).sizes[-1])
+        for i in spec.rows:
+            arg = args[i]
+            sizes = self.values.box(arg).sizes if isinstance(arg, View) else ()
+            if isinstance(arg, View) and len(sizes) > 1 and sizes[-2] == pick.height > 1:
+                args[i] = arg.then(dataclasses.replace(pick.step, dim=len(sizes) - 2))
+        result = result_of(op)
+        assert result is not None
+        out = stacked(right, self.values.box(result).sizes[-1])
+        changed = {"fn": spec.into, "args": tuple(args), "outs": (out,), "fresh": ()}
+        self.emitter.emit(dataclasses.replace(op, **changed))
+
+    def _packed(
+        self,
+        op: Call,
+        lhs: Place,
+        out: Place,
+        pick: Pick,
+        width: int,
+        call: Callable[[View, View, Callable[[View], View]], None],
+    ) -> None:
+        left, right = lhs.flat, out.flat
+        if left is None:
+            box = self.values.box(lhs_of(op))
+            packed = self._scratch(f"{lhs_of(op).buffer}_rows", box.dtype, pick, box.sizes[1])
+            self.emitter.copy(lhs.rows, packed.rows, op.loc)
+            left = packed.flat
+        result = result_of(op)
+        assert result is not None and left is not None  # noqa: PT018
+        if right is None:
+            dtype = self.values.buffers[result.buffer].dtype
+            packed = self._scratch(f"{result.buffer}_rows", dtype, pick, width)
+            assert packed.flat is not None
+            call(left, packed.flat, lambda view: view)
+            self.emitter.copy(packed.rows, out.rows, op.loc)
+        else:
+            call(left, right, lambda view: view)
+
+    def _rows_of(self, arg: Arg, pick: Pick, rows: int) -> Place | None:
+        """An argument with one row for each row of the result, cut; None if it is passed whole."""
+        if not isinstance(arg, View):
+            return None
+        sizes = self.values.box(arg).sizes
+        return pick.of(arg, sizes[1]) if len(sizes) == 2 and sizes[0] == rows > 1 else None
+
+    def _scratch(self, name: str, dtype: DType, pick: Pick, width: int) -> Place:
+        buffer = self.emitter.scratch(name, dtype, (max(pick.counts), width))
+        return pick.packed(self.emitter, buffer, width)
+
+    def cone(self, cone: Cone, pick: Pick, target: Place) -> None:
+        """The rows that `pick` names of the cone's value, into `target`."""
+        if pick.empty:
+            return
+        places: dict[str, Place] = {}
+        for i in cone.ops:
+            op = self.values.program.ops[i]
+            result = result_of(op)
+            assert isinstance(op, Call) and result is not None  # noqa: PT018
+            name = result.buffer
+            box = self.values.box(result)
+            width = box.numel // cone.rows
+            if name in cone.used:
+                place = pick.cut(View(name), box, width)
+            elif name == cone.value:
+                place = target
+            else:
+                place = self._scratch(f"{name}_chunk", box.dtype, pick, width)
+            places[name] = place
+            if matmul_of(op.fn):
+                lhs = self.values.box(lhs_of(op))
+                self.matmul(op, pick.cut(lhs_of(op), lhs, lhs.sizes[-1]), place, pick)
+            else:
+                self._pointwise(op, box, places, place, pick, cone)
+        self.emitter.copy(places[cone.value].rows, target.rows)
+
+    def _pointwise(
+        self, op: Call, box: Box, places: dict[str, Place], out: Place, pick: Pick, cone: Cone
+    ) -> None:
+        rows = cone.rows
+
+        def cut(arg: Arg) -> Arg:
+            if not isinstance(arg, View):
+                return arg
+            here = self.values.box(arg)
+            if here.sizes == box.sizes and arg.buffer in places and self.values.whole(arg):
+                return places[arg.buffer].rows
+            match operand_kind(self.values, arg, box.sizes, rows, cone.stacks):
+                case "rows" | "column":
+                    return pick.cut(arg, here, here.numel // rows).rows
+                case "stack":
+                    return arg
+                case _:
+                    return arg if len(here.sizes) <= 1 else arg.view(here.numel)
+
+        if is_kind(op.fn, "cast"):
+            src = cut(op.args[0])
+            assert isinstance(src, View)
+            self.emitter.emit(Copy(src=src, dst=out.rows, loc=op.loc))
+            return
+        changed = {
+            "fn": POINTWISE[op.fn],
+            "args": tuple(map(cut, op.args)),
+            "kwargs": tuple((key, cut(value)) for key, value in op.kwargs),
+            "outs": (out.rows,),
+            "fresh": (),
+        }
+        self.emitter.emit(dataclasses.replace(op, **changed))

@@ -1,0 +1,117 @@
+"""How finely a site is cut: slices of `pipeline`, and pieces of each rank's rows.
+
+>>> pieces(values, site, chunks=0, fused=True)
+4
+"""
+
+from __future__ import annotations
+
+from interlace.ir import Call, Collective
+from interlace.passes.sites.cone import lhs_of
+from interlace.passes.sites.recognise import GatherSite, ScatterSite
+from interlace.passes.sites.values import Values
+
+DEFAULT_SLICES = 4
+PIECE_BYTES = 16 << 20
+"""What a put should move at least, if nothing else speaks for smaller ones: below it a copy engine
+does not reach its speed."""
+BESIDE_BYTES = 8 << 20
+"""A piece of own rows that is summed while others are computed: some 130 tiles of a kernel, one for
+each processor."""
+SLAB_FLOPS = 120e9
+"""A slab of an all-reduce: its parts travel, are summed and travel back in some 120 us, while the
+next is computed."""
+SLAB_BYTES = 4 << 20
+"""A rank's part of a slab: copies of less are slow."""
+LEAST_SLABS, MOST_SLABS = 3, 8
+"""Two gain nothing over a reduce-scatter and a gather."""
+SMALL_BYTES = 16 << 20
+"""Sums up to this size go back to the peers by one kernel, larger ones by copies."""
+MOST_PIECES = 4
+PIECE_ROWS = 128
+"""Pieces of a kernel are multiples of so many rows, its tiles, and others unless asked for."""
+GROUP_ROWS = 1024
+"""Rows that a kernel goes through column by column before the next ones, a group of its tiles: in
+pieces of 512 it reads the weight twice as often, and takes 3 % longer where memory is busy."""
+
+
+def slices(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
+    """How many slices `pipeline` cuts a site into: as asked, or a few; a row each at least."""
+    whole = collective_of(values, site).kind == "all_reduce"
+    rows = site.layout.total if whole else max(site.layout.shard)
+    return min(chunks or DEFAULT_SLICES, rows)
+
+
+def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: bool = False) -> int:
+    """In how many pieces each rank's rows are computed and put: `chunks` are of all ranks.
+
+    Pieces let bytes leave sooner, and the last be summed alone; a gather's rows are there from the
+    start. Those of `fused` may be smaller, as all but the last are summed beside the kernel, but
+    are of GROUP_ROWS at least: of whole groups, where some number of them gives that.
+    """
+    if isinstance(site, GatherSite):
+        return 1
+    rows = site.layout.rows[0]
+    if chunks:
+        most = min(chunks // len(site.layout.rows), rows)
+        step = _tiles(rows) if fused else 1
+        return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
+    least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, PIECE_ROWS)
+    most = min(MOST_PIECES, part_bytes(values, site) // least, rows // height)
+    fits = [n for n in range(most, 1, -1) if rows % (n * PIECE_ROWS) == 0]
+    return next((n for n in fits if rows % (n * height) == 0), fits[0] if fits else 1)
+
+
+def slabs(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
+    """In how many slabs the all-reduce behind a kernel goes; 0: it takes too little time for them.
+
+    `chunks` are the parts that ranks have of slabs, of all ranks. The rows that a matmul contracts
+    over count too: they must be as many on all ranks, as for every site.
+    """
+    if isinstance(site, GatherSite) or collective_of(values, site).kind != "all_reduce":
+        return 0
+    (matmul,) = (values.program.ops[i] for i in site.cone.ops)
+    assert isinstance(matmul, Call)
+    inner = values.box(lhs_of(matmul)).sizes[-1]
+    flops = 2 * site.cone.rows * site.cone.width * inner
+    most = min(MOST_SLABS, int(flops / SLAB_FLOPS), part_bytes(values, site) // SLAB_BYTES)
+    if chunks:
+        most = min(most, chunks // len(site.layout.rows))
+    rows = site.layout.rows[0]
+    step = _tiles(rows) if chunks else PIECE_ROWS
+    fits = (n for n in range(most, LEAST_SLABS - 1, -1) if rows % (n * step) == 0)
+    return next(fits, 0)
+
+
+def _tiles(rows: int) -> int:
+    """What the pieces that are asked of a kernel are multiples of: its tiles. Fewer rows are cut as
+    they come, though no kernel makes such pieces."""
+    return PIECE_ROWS if rows >= PIECE_ROWS else 1
+
+
+def kernel_parts(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
+    """How many ranges of rows `fused` moves, of all ranks."""
+    count = slabs(values, site, chunks) or pieces(values, site, chunks, fused=True)
+    return count * len(site.layout.rows)
+
+
+def sums_beside(values: Values, site: ScatterSite, count: int) -> bool:
+    """Whether the own rows, in so many pieces, are summed while others are computed."""
+    return count > 1 and part_bytes(values, site) >= count * BESIDE_BYTES
+
+
+def by_kernel(nbytes: int) -> bool:
+    """Whether sums of so many bytes a rank go back to the peers by one kernel, or by copies."""
+    return nbytes <= SMALL_BYTES
+
+
+def part_bytes(values: Values, site: ScatterSite) -> int:
+    """Bytes of the rows that each rank keeps, where all keep as many."""
+    return site.layout.rows[0] * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
+
+
+def collective_of(values: Values, site: GatherSite | ScatterSite) -> Collective:
+    """The collective of a site."""
+    op = values.program.ops[site.collective]
+    assert isinstance(op, Collective)
+    return op

@@ -1,0 +1,289 @@
+"""Calls: from the name of an operator and the places of its arguments to one bound function.
+
+    run = bind_call(op, values, regions={}, device=torch.device("cpu"))
+    run()                    # torch.ops.aten.mm.out(a, b, out=y), whatever a, b and y are this time
+
+A Call without `fresh` and without an `out` form is computed and copied into its `outs`; results
+that the Program declares with other strides than torch gives are copied into those strides.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from interlace.errors import ExecutorError, ProgramError
+from interlace.ir import Arg, Buffer, Call, Region, View
+from interlace.kernels import KERNELS
+from interlace.runtime.calling import regions as region_calls
+from interlace.runtime.calling.operators import decode, resolve
+from interlace.runtime.calling.quick_calls import QUICK, Thunk, quick_call, resized
+from interlace.runtime.values import DTYPES, Values, whole
+
+Read = Callable[[], Sequence[Any]]
+
+
+def reader(args: Sequence[Arg], values: Values, device: torch.device) -> tuple[Read, bool]:
+    """A function that gives the arguments, and whether they are the same in every run."""
+    specs = [_spec(arg, values, device) for arg in args]
+    items = values.items
+    if _constant(specs, values):
+        fixed = [_take(spec, items) for spec in specs]
+        return (lambda: fixed), True
+    if any(isinstance(spec, list) for spec in specs):
+        return (lambda: [_take(spec, items) for spec in specs]), False
+    places = [spec for spec in specs if isinstance(spec, int)]
+    if len(places) == 1:
+        (only,) = places
+        return (lambda: (items[only],)), False
+    getter = operator.itemgetter(*places)
+    return (lambda: getter(items)), False
+
+
+Spec = int | list["Spec"]
+
+
+def _spec(arg: Arg, values: Values, device: torch.device) -> Spec:
+    """The place of an argument, or the list of the places of a list's items."""
+    if isinstance(arg, View):
+        return values.own(arg)
+    if isinstance(arg, tuple):
+        return [_spec(item, values, device) for item in arg]
+    return values.constant(decode(arg, device))
+
+
+def _take(spec: Spec, items: list[Any]) -> Any:
+    return [_take(item, items) for item in spec] if isinstance(spec, list) else items[spec]
+
+
+def _constant(spec: Spec, values: Values) -> bool:
+    if isinstance(spec, list):
+        return all(_constant(item, values) for item in spec)
+    return values.is_constant(spec)
+
+
+def bind_call(
+    op: Call,
+    values: Values,
+    regions: Mapping[str, Region],
+    device: torch.device,
+    compile_regions: bool = False,
+) -> Thunk:
+    """The function that runs a Call."""
+    fn: Callable[..., Any]
+    if op.fn in regions:
+        fn = _region(op, regions[op.fn], values, device, compile_regions)
+    else:
+        fn = resolve(op.fn)
+    read, fixed = reader(op.args, values, device)
+    names = tuple(name for name, _ in op.kwargs)
+    read_named, named_fixed = reader([value for _, value in op.kwargs], values, device)
+    call: Callable[[], Any]
+    if fixed and named_fixed:
+        call = functools.partial(fn, *read(), **dict(zip(names, read_named(), strict=True)))
+    elif names:
+        call = lambda: fn(*read(), **dict(zip(names, read_named(), strict=False)))  # noqa: E731
+    else:
+        call = lambda: fn(*read())  # noqa: E731
+    if op.fresh:
+        return _fresh(op, fn, call, values)
+    if op.mutates or not op.outs:
+        return _plain(call)
+    out_names = _out_names(fn)
+    fn = QUICK.get(op.fn, fn)
+    outs = [values.own(view) for view in op.outs]
+    if op.fn in QUICK and not names and all(isinstance(arg, View) for arg in op.args):
+        return quick_call(op, fn, values)
+    if out_names:
+        if len(out_names) != len(outs):
+            raise ProgramError(f"{op.fn} fills {len(out_names)} outputs, not {len(outs)}")
+        return _into(op, functools.partial(_call, fn, read, names, read_named), out_names, values)
+    return _copied(op, call, outs, values)
+
+
+def _region(
+    op: Call, region: Region, values: Values, device: torch.device, compile_regions: bool
+) -> Callable[..., Any]:
+    decoded = functools.partial(decode, device=device)
+    views = op.views()
+    touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
+    if not compile_regions or not values.host.isdisjoint(touched):
+        return region_calls.eager(region, resolve, decoded)
+    boxes = [values.box(view) for view in views]
+    layouts = tuple((box.sizes, box.strides, DTYPES[box.dtype]) for box in boxes)
+    return region_calls.inductor(region, resolve, decoded, layouts, device)
+
+
+def _out_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The keyword arguments by which an operator takes what it fills."""
+    schema = getattr(fn, "_schema", None)
+    if schema is not None:
+        return tuple(argument.name for argument in schema.arguments if argument.is_out)
+    return ("out",) if fn in KERNELS.values() else ()
+
+
+def _plain(call: Callable[[], Any]) -> Thunk:
+    def run() -> None:
+        call()
+
+    return run
+
+
+def _call(
+    fn: Callable[..., Any], read: Read, names: tuple[str, ...], read_named: Read, **outs: Any
+) -> None:
+    if names:
+        fn(*read(), **dict(zip(names, read_named(), strict=True)), **outs)
+    else:
+        fn(*read(), **outs)
+
+
+def _into(op: Call, call: Callable[..., None], out_names: tuple[str, ...], values: Values) -> Thunk:
+    """A call that fills its outputs; one that would resize them is an error, not a surprise."""
+    items = values.items
+    outs = [
+        (name, values.own(view), values.box(view).sizes)
+        for name, view in zip(out_names, op.outs, strict=True)
+    ]
+    if len(outs) == 1:
+        ((name, place, size),) = outs
+
+        def run_one() -> None:
+            out = items[place]
+            call(**{name: out})
+            if out.shape != size:
+                raise resized(op, out.shape, size)
+
+        return run_one
+
+    def run() -> None:
+        into = {name: items[place] for name, place, _ in outs}
+        call(**into)
+        for name, _, size in outs:
+            if into[name].shape != size:
+                raise resized(op, into[name].shape, size)
+
+    return run
+
+
+def _copied(op: Call, call: Callable[[], Any], outs: list[int], values: Values) -> Thunk:
+    items = values.items
+
+    def run() -> None:
+        results = _flat(call())
+        if len(results) != len(outs):
+            raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(outs)}")
+        for place, result in zip(outs, results, strict=True):
+            out = items[place]
+            if out.shape != result.shape:
+                raise resized(op, result.shape, out.shape)
+            out.copy_(result)
+
+    return run
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, tuple | list):
+        return [tensor for item in result for tensor in _flat(item)]
+    return []
+
+
+def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Values) -> Thunk:
+    """A call that makes its own outputs; they never share memory with its arguments."""
+    binds = [
+        (buffer, *_layout(buffer), functools.partial(values.bind, buffer.name))
+        for buffer in op.fresh
+    ]
+    schema = getattr(fn, "_schema", None)
+    aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    if len(binds) == 1 and not aliases:
+        ((buffer, dtype, sizes, strides, bind),) = binds
+
+        def run_one() -> None:
+            result = call()
+            if not isinstance(result, torch.Tensor):
+                (result,) = _flat(result)
+            if result.stride() != strides or result.shape != sizes or result.dtype != dtype:
+                result = _as_declared(op, buffer, result)
+            bind(result)
+
+        return run_one
+
+    missing = _missing(op, values)
+
+    def run() -> None:
+        given = call()
+        results: Sequence[torch.Tensor | None] = _flat(given)
+        if len(results) != len(binds):
+            results = missing(given, results)
+        for (buffer, dtype, sizes, strides, bind), result in zip(binds, results, strict=True):
+            if result is None:
+                continue
+            if aliases:
+                result = result.clone()
+            if result.stride() != strides or result.shape != sizes or result.dtype != dtype:
+                result = _as_declared(op, buffer, result)
+            bind(result)
+
+    return run
+
+
+def _missing(
+    op: Call, values: Values
+) -> Callable[[Any, Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]:
+    """The results with zeros for those that an operator left out, as attention without gradients
+    does with what only its backward needs, although its shapes were told; None for what nobody
+    uses either."""
+    declared = [(*_layout(buffer), buffer.name in values.used) for buffer in op.fresh]
+
+    def fill(given: Any, results: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        placed: Sequence[Any] = [item for item in given if item is None or torch.is_tensor(item)]
+        by_place = len(placed) == len(declared)
+        left, found = iter(placed if by_place else results), list[torch.Tensor | None]()
+        here = next(left, None)
+        for dtype, sizes, strides, used in declared:
+            fits = here is not None and here.dtype == dtype and here.shape == sizes
+            if fits:
+                found.append(here)
+            elif used:
+                new = torch.empty_strided(sizes, strides, dtype=dtype, device=values.device)
+                found.append(new.zero_())
+            else:
+                found.append(None)
+            if by_place or fits:
+                here = next(left, None)
+        if here is not None or not results:
+            raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(declared)}")
+        return found
+
+    return fill
+
+
+def _layout(buffer: Buffer) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    box = whole(buffer)
+    return DTYPES[box.dtype], box.sizes, box.strides
+
+
+def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor:
+    """The result with the strides that the Program's views count on."""
+    dtype, sizes, strides = _layout(buffer)
+    if result.dtype != dtype or tuple(result.shape) != sizes:
+        raise ExecutorError(
+            f"{op.fn} gives {result.dtype} of shape {list(result.shape)}, but the Program declares "
+            f"{buffer.name} as {dtype} of shape {list(sizes)}"
+        )
+    if result.numel() == 0:
+        return result
+    same = all(
+        size == 1 or got == wanted
+        for size, got, wanted in zip(sizes, result.stride(), strides, strict=True)
+    )
+    if same:
+        return result.as_strided(sizes, strides)
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=result.device).copy_(result)

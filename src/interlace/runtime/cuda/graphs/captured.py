@@ -1,0 +1,158 @@
+"""A Program in two CUDA graphs, which read and write at the addresses that they were captured with.
+
+captured = Captured(given, num_inputs, moved, written, bound)  # `moved` have places of their own
+tensors = captured.tensors(given)                              # what is to be captured
+captured.keep(results, tensors, kept, static)                  # once for each of its `graphs`
+captured.bring(driver, stream, given)                          # before a replay, where it `moves`,
+captured.take(given)                                           # and after it
+captured.gives[turn](given)                                    # its results
+
+No tensor of the caller's is kept alive, so between runs its memory is free for others: a graph is
+replayed with tensors that lie at its addresses, and these are what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from interlace.comm.cuda.driver import Driver
+from interlace.ir import Call, Fused, Program
+from interlace.runtime.calling.operators import resolve
+from interlace.runtime.copies import once
+from interlace.runtime.cuda.graphs.homes import Give, giver
+
+Launch = Callable[[int], None]
+"""Launches a graph on a stream, the caller's current one."""
+
+
+class Source(NamedTuple):
+    """What is captured, besides the ops."""
+
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    new: Callable[[], Sequence[torch.Tensor]]
+    """Makes outputs where the caller gives none."""
+    results: Callable[[], tuple[Any, ...]]
+    """Reads the results of the run under way."""
+
+
+def may_draw(program: Program) -> bool:
+    """Whether a run may draw random numbers, as far as is known."""
+    regions = {region.name for region in program.regions}
+    items = [m for op in program.ops for m in (op.members if isinstance(op, Fused) else (op,))]
+    return any(
+        op.rng
+        or op.fn in regions
+        or not op.fn.startswith("aten.")
+        or torch.Tag.nondeterministic_seeded in getattr(resolve(op.fn), "tags", ())
+        for op in items
+        if isinstance(op, Call)
+    )
+
+
+def launcher(program: Program, driver: Driver) -> Callable[[Any], Launch]:
+    """What makes of a captured graph that which launches it."""
+    return (lambda graph: lambda _: graph.replay()) if may_draw(program) else driver.launcher
+
+
+def _in_one_piece(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's memory; 0 where it is not all the tensor's."""
+    each = once(tensor)
+    steps = zip(each.shape, each.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in steps)
+    return span * tensor.itemsize if span == each.numel() else 0
+
+
+class Captured:
+    """Both graphs, what is copied into and out of them, and what gives their results."""
+
+    def __init__(
+        self,
+        given: Sequence[torch.Tensor],
+        num_inputs: int,
+        moved: frozenset[int],
+        written: frozenset[int],
+        bound: frozenset[int],
+    ) -> None:
+        """`moved` are the numbers of the tensors that come at any address, `written` of those that
+        the Program changes, `bound` of those of which the storage counts: see
+        Note [NCCL and addresses] in graphs.py."""
+        self.graphs: list[Any] = []
+        self.launch: list[Launch] = []
+        """What launches each of them."""
+        self.gives: list[Give] = []
+        """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
+        self.used = 0
+        """The number of its last run."""
+        self.moved, self.moves = moved, bool(moved)
+        self._num_inputs = num_inputs
+        self._still = [
+            (i, t.data_ptr(), StorageWeakRef(t.untyped_storage()) if i in bound else None)
+            for i, t in enumerate(given)
+            if i not in moved
+        ]
+        with torch.inference_mode(False):  # later runs may copy into them outside of it
+            self._places = {
+                i: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+                for i, t in enumerate(given)
+                if i in moved
+            }
+        self._ins = [
+            (i, once(place), place.data_ptr(), _in_one_piece(place))
+            for i, place in self._places.items()
+            if i < num_inputs
+        ]
+        self._outs = [
+            (i, place) for i, place in self._places.items() if i >= num_inputs or i in written
+        ]
+
+    def off(self, addresses: Sequence[int]) -> set[int]:
+        """The tensors that do not lie where the graphs have them, but for those that are copied."""
+        return {
+            index
+            for index, address, storage in self._still
+            if addresses[index] != address or (storage is not None and storage.expired())
+        }
+
+    def takes(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether all that is copied is on a GPU."""
+        return all(given[index].is_cuda for index in self._places)
+
+    def tensors(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the graphs read and write: what is given, or places of their own."""
+        return [self._places.get(index, tensor) for index, tensor in enumerate(given)]
+
+    def keep(
+        self,
+        results: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        kept: Sequence[torch.Tensor],
+        static: bool,
+    ) -> None:
+        """Takes the results of a graph that was captured with these `tensors`: some lie in tensors
+        of the caller's, or in `kept`; the graph's own are given as they are, if `static`."""
+        outs = [(i, tensor) for i, tensor in enumerate(tensors) if i >= self._num_inputs]
+        self.gives.append(giver(results, outs, kept, tensors if static else None))
+
+    def bring(self, driver: Driver, stream: int, given: Sequence[torch.Tensor]) -> None:
+        """Copies what comes at any address to where the graphs read it."""
+        for index, place, address, nbytes in self._ins:
+            if nbytes:
+                driver.copy(stream, address, given[index].data_ptr(), nbytes)
+            else:
+                place.copy_(once(given[index]))
+
+    def take(self, given: Sequence[torch.Tensor]) -> None:
+        """Copies what the graphs wrote to where the caller wants it."""
+        for index, place in self._outs:
+            given[index].copy_(place)
+
+    def reset(self) -> None:
+        """Lets go of the graphs."""
+        self.launch.clear()
+        for graph in self.graphs:
+            graph.reset()

@@ -1,0 +1,349 @@
+"""A Program captured in CUDA graphs, one for even and one for odd runs, which are replayed in turn.
+
+A graph has its addresses and the values of its words in it, so each of the two has its own words
+and copies of the slots, and takes back at its end what was raised.
+
+Note [Words in graphs]
+    Words of a graph are 0 before its run, which waits until they reach the values that the Program
+    says. The next run, of the other graph, begins by writing 0 to them again, and then tells the
+    peers that the run has ended. A peer writes them for the run after next only once it has heard
+    that (in its words `ended`, which it clears), so no word is written while its last value is
+    still awaited. All of this stands on a stream aside, under the computation. Before the first
+    run, of the even graph, its words `ended` say 1; those of the odd one are told by the first run.
+    A word that a peer raises further than the Program waits for is awaited at the end of the graph:
+    what came only after the word was 0 again would be taken for what the run after next awaits.
+
+Note [Addresses in graphs]
+    A graph reads and writes at the addresses that it was captured with. An allocator gives a caller
+    the same few again and again, so each set of addresses gets a pair of graphs of its own, up to
+    `MOST`, and nothing is copied. What comes at still others goes through one more pair, in which
+    every tensor that has moved so far has a place that it is copied through; such addresses get
+    graphs of their own when they come again and others have not been used for `STALE` runs.
+    All graphs of the even runs use the same words, slots and memory, and so do those of the odd
+    ones: one run at a time. Capturing runs nothing, so no peer need do the same at that time.
+
+Note [NCCL and addresses]
+    With NCCL_GRAPH_REGISTER, NCCL's own default, it maps what a captured collective reads into the
+    peers, goes on reading that memory when its address has become another allocation's
+    (github.com/fzyzcjy/torch_memory_saver/issues/88), and with multicast all ranks must do it
+    together. So it is turned off, if it is not too late or the user's wish; and Programs with ops
+    of a backend have the one pair only, in which a tensor that such an op uses counts as moved also
+    when the storage that it was captured with is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from interlace.comm import Use
+from interlace.comm.cuda.collectives import leave_unregistered
+from interlace.comm.cuda.collector import uncollected
+from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.space import CudaSpace
+from interlace.errors import ExecutorError
+from interlace.ir import Collective, Expect, Group, Recv, Send
+from interlace.runtime.cuda.binding import Binding
+from interlace.runtime.cuda.graphs.captured import Captured, Source, launcher
+from interlace.runtime.cuda.lanes import Lane, Thunk
+from interlace.runtime.cuda.sharing import reaches
+from interlace.runtime.cuda.waits.words import Words
+from interlace.runtime.engine import Context
+from interlace.runtime.prepare.plan import own_backends
+
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.engine import CudaEngine
+
+
+class GraphWords:
+    """The words of one graph on one team: a `CudaSpace` whose base never moves."""
+
+    def __init__(self, space: CudaSpace, signals: Sequence[str], first: bool) -> None:
+        self.side, self.uses, self.span, self.base = space.side, space.uses, space.span, 0
+        self.own, self.theirs, self.value = space.own, space.theirs, space.value
+        self.last = space.last
+        self._space = space
+        size, me = self.side.size, self.side.me
+        others = [member for member in range(size) if member != me]
+        self.heard = [space.own("ended", member) for member in others] if self.uses else []
+        self.told = space.theirs("ended", others) if self.uses else []
+        self.raised = [space.own(name, member) for name in signals for member in range(size)]
+        self.gotten = space.gotten
+        for word in self.heard:
+            self.side.driver.fill(word, int(first), 1)
+
+    def begin(self) -> int:
+        """Values count from 0 in every run."""
+        return 0
+
+    def local(self, count: int) -> int:
+        """Words of this rank's own, which a run raises."""
+        address = self._space.local(count)
+        self.raised += [address + 4 * i for i in range(count)]
+        return address
+
+
+class GraphBinding(Binding):
+    """The ops of a Program as one graph issues them."""
+
+    other: Mapping[str, GraphWords]
+    """The words of the other graph, whose run was the last."""
+
+    def __init__(
+        self,
+        context: Context,
+        driver: Driver,
+        spaces: Mapping[str, GraphWords],
+        engine: CudaEngine,
+    ) -> None:
+        self._taken = driver.event()
+        super().__init__(context, driver, spaces, engine)
+        self.steps += self._late()
+
+    def _late(self) -> Iterator[Thunk]:
+        """Waits for the last value of each word, where the ops await only one before it."""
+        for team, signals in reaches(self.context.plan, Expect).items():
+            words = self.spaces[team]
+            for signal, values in signals.items():
+                for member, value in enumerate(values):
+                    last = words.last(signal, member) if value else 0
+                    if last > value:
+                        part = "wait", (words.own(signal, member),), lambda last=last: last
+                        yield Words(self.driver, self.aside, (part,))
+
+    def take(self, team: str, lane: Lane) -> Thunk | None:
+        """Where the hand-over stands on another stream, that is waited for."""
+        if lane is self.aside:
+            return None
+        return lambda: self.driver.wait_event(lane.handle, self._taken)
+
+    def begin(self) -> None:
+        """The hand-over: Note [Words in graphs]."""
+        aside, self.runs = self.aside.handle, 1
+        mine, others = self.spaces.values(), self.other.values()
+        todo = [("wait", word, 1) for words in mine for word in words.heard]
+        todo += [("write", word, 0) for words in mine for word in words.heard]
+        todo += [("write", word, 0) for words in others for word in words.raised]
+        todo += [("write", word, 1) for words in others for word in words.told]
+        batch = self.driver.batch(*((kind, (word,)) for kind, word, _ in todo))
+        batch.run(aside, *(value for _, _, value in todo))
+        self.driver.record(aside, self._taken)
+
+    def close(self) -> None:
+        """Gives events back."""
+        super().close()
+        self.driver.destroy_event(self._taken)
+
+
+MOST = 8
+"""Sets of addresses that have graphs of their own."""
+STALE = 1000
+"""Runs after which graphs that were not used make room for others."""
+SEEN = 64
+"""Other sets of addresses that are remembered."""
+
+Key = tuple[int, ...]
+"""The addresses of all tensors that a run is given."""
+
+
+class Graphs:
+    """The graphs of an engine."""
+
+    def __init__(self, engine: CudaEngine) -> None:
+        self._engine, self._context = engine, engine.context
+        demands = self._context.plan.demands
+        self._bindings: list[Any] = []
+        for number, spaces in enumerate(self._context.crew.graph_spaces):
+            words = {
+                team: GraphWords(space, demands[team].signals, first=number == 0)
+                for team, space in spaces.items()
+            }
+            self._bindings.append(GraphBinding(self._context, engine.driver, words, engine))
+        for binding, other in zip(self._bindings, reversed(self._bindings), strict=True):
+            binding.other = other.spaces
+        self._entry = engine.driver.event()
+        self._launcher = launcher(self._context.plan.program, engine.driver)
+        self._stream: Any = torch.cuda.Stream(self._context.device)
+        self.at: dict[Key, Captured] = {}
+        """What serves tensors at these addresses, with nothing to copy."""
+        self._through: dict[int, Captured] = {}
+        """What serves all other addresses, by the number of tensors."""
+        self._seen: dict[Key, None] = {}
+        self._single = bool(own_backends(self._context.plan))
+        """Whether there is only the pair for all addresses: Note [NCCL and addresses]."""
+        if self._single:
+            leave_unregistered()
+        ops = self._context.plan.program.ops
+        between = [op for op in ops if isinstance(op, Collective | Group | Recv | Send)]
+        self._bound = {
+            access.view.buffer for op in between for access in (*op.reads(), *op.writes())
+        }
+        """Buffers that a backend may have mapped into the peers."""
+        self._changed = {access.view.buffer for op in ops for access in op.writes()}
+        self._made: dict[int, dict[str, torch.Tensor]] = {}
+        """Memory that the graphs of a turn return, where the caller gives none."""
+        self._runs = 0
+
+    @property
+    def spaces(self) -> Mapping[str, Any]:
+        """The words of the last run, by team."""
+        return self._bindings[(self._runs - 1) & 1].spaces
+
+    def run(
+        self, source: Source, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        """Replays the graph whose turn it is; captures both first, where need be."""
+        given = [*inputs, *(out or ())]
+        key = tuple([tensor.data_ptr() for tensor in given])
+        found = self.at.get(key)
+        if found is None:
+            found = self._find(key, source, given, len(inputs))
+        return self._engine.replay(found, self.turn(found), given)
+
+    def turn(self, found: Captured) -> int:
+        """Which of a pair the next run is, that begins now."""
+        self._runs = found.used = self._runs + 1
+        return self._runs - 1 & 1
+
+    def _find(
+        self, key: Key, source: Source, given: Sequence[torch.Tensor], num_inputs: int
+    ) -> Captured:
+        """Graphs for addresses that have none: Note [Addresses in graphs]."""
+        count, take = len(key), (source, given, num_inputs)
+        through = self._through.get(count)
+        off = set[int]() if through is None else through.off(key)
+        if through is not None and self._single and not off and through.takes(given):
+            return through
+        if not all(tensor.is_cuda for tensor in given):
+            raise ExecutorError(
+                f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
+                "give it on the GPU, or leave out graph=True"
+            )
+        if not self._single:
+            oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
+            full = len(self.at) >= MOST
+            if full and key in self._seen and self._runs - self.at[oldest].used >= STALE:
+                self._give_up(self.at, oldest)
+                full = False
+            if not full:
+                self._seen.pop(key, None)
+                self.at[key] = self._capture(*take, frozenset())
+                return self.at[key]
+            self._seen[key] = None
+            if len(self._seen) > SEEN:
+                del self._seen[next(iter(self._seen))]
+        if through is not None and not off:
+            return through
+        moved = {i for at in self.at if len(at) == count for i in range(count) if at[i] != key[i]}
+        if through is not None:
+            moved |= through.moved | off
+            self._give_up(self._through, count)
+        self._through[count] = self._capture(*take, frozenset(moved))
+        return self._through[count]
+
+    def _give_up(self, where: dict[Any, Captured], key: Any) -> None:
+        """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
+        self._engine.synchronize()
+        where.pop(key).reset()
+
+    def _capture(
+        self,
+        source: Source,
+        given: Sequence[torch.Tensor],
+        num_inputs: int,
+        moved: frozenset[int],
+    ) -> Captured:
+        """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
+        registered, options = self._context.values.registered, self._context.options
+        names = (*source.inputs, *source.outputs)
+        changed, bound = (
+            frozenset(i for i, name in enumerate(names) if name in buffers)
+            for buffers in (self._changed, self._bound)
+        )
+        others = [*self.at.values(), *self._through.values()]
+        made = Captured(given, num_inputs, moved, changed, bound)
+        tensors = made.tensors(given)
+        kept = [held.tensor for held in registered.values()]
+        self._engine.synchronize()  # the first capture waits for the device: here it is bounded
+        try:
+            for turn in range(len(self._bindings)):
+                graph: Any = torch.cuda.CUDAGraph()
+                made.graphs.append(graph)
+                wanted = () if len(given) > num_inputs else source.outputs
+                named = self._memory(turn, wanted, source)
+                named |= zip(names, tensors, strict=False)
+                self._engine.check()  # in a capture it would be told badly
+                pool = others[0].graphs[turn].pool() if others else None
+                with uncollected(), self._capturing(graph, pool):
+                    results = self._issue(turn, named, source)
+                made.launch.append(self._launcher(graph))
+                made.keep(results, tensors, kept, options.static_outputs)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                made.reset()  # NCCL would wait for them for as long as the error is kept
+            raise
+        return made
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: Any, pool: Any) -> Iterator[None]:
+        """A capture on the stream of the graphs. The first waits for the device, and lets go of
+        cached memory; later ones share its memory, and must not wait for what the caller awaits."""
+        mode = "thread_local"  # NCCL's watchdog asks about events meanwhile
+        if pool is None:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):
+                yield
+            return
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool, capture_error_mode=mode)
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
+    def _issue(
+        self, turn: int, named: Mapping[str, torch.Tensor], source: Source
+    ) -> tuple[Any, ...]:
+        """Issues the ops into the capture; gives the results."""
+        values, binding = self._context.values, self._bindings[turn]
+        binding.main.handle = int(self._stream.cuda_stream)
+        try:
+            values.begin(named, dict.fromkeys(self._context.plan.takes, Use(turn, 0)))
+            binding.issue(self._entry)
+            return source.results()
+        except BaseException:  # else the capture's end would hide it: streams not joined
+            with contextlib.suppress(Exception):
+                binding.join()
+            raise
+        finally:
+            values.end()
+
+    def _memory(self, turn: int, names: Sequence[str], source: Source) -> dict[str, torch.Tensor]:
+        """What the graphs of a turn return, where the caller gives no tensors for `names`.
+
+        Each capture gets tensors with version counters of their own: it writes nothing, and what
+        was returned before may be saved for a backward.
+        """
+        with torch.inference_mode(False):
+            if turn not in self._made:
+                self._made[turn] = self._context.values.new()
+            made = self._made[turn]
+            if not made.keys() >= set(names):
+                made |= zip(names, source.new(), strict=True)
+            return {name: tensor.data for name, tensor in made.items()}
+
+    def drop(self) -> None:
+        """Lets go of the graphs; the next run would capture them anew."""
+        dropped = [*self.at.values(), *self._through.values()]
+        self.at, self._through, self._seen, self._made = {}, {}, {}, {}
+        for captured in dropped:
+            captured.reset()
+
+    def close(self) -> None:
+        """Lets go of the graphs and their events."""
+        self.drop()
+        self._engine.driver.destroy_event(self._entry)
+        for binding in self._bindings:
+            binding.close()

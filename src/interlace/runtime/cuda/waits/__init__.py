@@ -1,0 +1,7 @@
+"""What streams wait for, and what bounds it.
+
+words.py      words that streams write and wait for
+waiting.py    when a kernel that waits for peers may begin
+marks.py      events by which the watchdog sees how far runs are
+watchdog.py   finds what stalls and ends it;  stalls.py: says what it was
+"""

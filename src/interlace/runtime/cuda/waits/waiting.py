@@ -1,0 +1,80 @@
+"""When a kernel that waits for peers may begin.
+
+    holds(plan)[index]        # what must be at hand, or done, before the Fused at `index` begins
+
+Note [Kernels that wait]
+    A gather's kernel holds all processors while it waits for what the peers put. Whatever a rank
+    has to do before its own puts must not need a processor then: each rank would wait for a put
+    that stands behind a collective or a sum that no processor is left for. So the computing stream
+    waits, before such a kernel, until no such op stands before any put that the peers' kernels
+    wait for. Puts of bytes in a row are copies, and need none. What makes chunks for a reduction
+    waits for nobody.
+
+    Streams may share a queue of the device, which goes by the order of issue. So a sum that runs
+    beside a kernel, on its own stream, stands before all puts that are issued after it. And on a
+    peer whose streams share otherwise, puts may stand behind what it fetches of such sums: where
+    peers are told of a sum, it is done before the kernel begins.
+
+    What awaits a signal that its own stream raised before adds nothing, where all ranks have one
+    list: the peers raise it on that stream too, behind what stands before it in the list, which
+    counts by itself. So a rank that awaits its turn in a reduction does not hold up the kernel of a
+    gather behind it.
+"""
+
+from __future__ import annotations
+
+from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused, Notify, Op, Put, Record, Wait
+from interlace.runtime.prepare.plan import Plan
+from interlace.runtime.releases import callers
+
+Hold = tuple[int, bool]
+"""An op, and whether it must be done; else all that stands before it."""
+
+
+def holds(plan: Plan) -> dict[int, list[Hold]]:
+    """By Fused that awaits signals: on each stream, the first put behind the last op that may need
+    a processor, of those into the slots that it reads; and the last sum that peers are told of."""
+    found: dict[int, list[Hold]] = {}
+    main, ops = callers(plan.program), plan.program.ops
+    last: dict[str, int] = {}  # by stream: the last op that may need a processor
+    beside: dict[
+        str, int
+    ] = {}  # by stream but main: the last Call or Copy that main has not awaited,
+    told: dict[str, int] = {}  # and the last such Call that a Notify follows
+    tells = {op.stream: index for index, op in enumerate(ops) if isinstance(op, Notify)}
+    puts: dict[str, dict[str, int]] = {}  # by buffer and stream: the put that waits for it
+    raised: dict[tuple[str, str, str], int] = {}  # by team, signal and stream: how far
+    for index, op in enumerate(ops):
+        if isinstance(op, Notify) and plan.alike:
+            raised[op.team, op.signal, op.stream] = op.value
+        if isinstance(op, Expect) and raised.get((op.team, op.signal, op.stream), 0) >= op.value:
+            continue
+        if isinstance(op, Put):
+            mine = puts.setdefault(op.dst.buffer, {})
+            if max(last.get(op.stream, -1), -1, *beside.values()) > mine.get(op.stream, -1):
+                mine[op.stream] = index
+        if isinstance(op, Fused) and any(isinstance(member, Expect) for member in op.members):
+            read = {v.buffer for m in op.members if isinstance(m, Call) for v in m.views()}
+            needed = {(put, False) for name in read for put in puts.get(name, {}).values()}
+            found[index] = sorted(needed | {(call, True) for call in told.values()})
+        if _may_need_processor(plan, index, op, main):
+            last[op.stream] = index
+        if isinstance(op, Call | Copy) and op.stream != main:
+            beside[op.stream] = index
+            if isinstance(op, Call) and index < tells.get(op.stream, -1):
+                told[op.stream] = index
+        if isinstance(op, Wait) and op.stream == main:
+            record = plan.waits[index, 0][0]
+            for awaited in (beside, told):
+                if record > awaited.get(ops[record].stream, record):
+                    del awaited[ops[record].stream]
+    return {index: needed for index, needed in found.items() if needed}
+
+
+def _may_need_processor(plan: Plan, index: int, op: Op, main: str) -> bool:
+    """Whether an op, or what it waits for, may need one; what `main` did before is over."""
+    if isinstance(op, Put):
+        return not (plan.box(op.src).contiguous and plan.box(op.dst).contiguous)
+    if isinstance(op, Wait):
+        return plan.program.ops[plan.waits[index, 0][0]].stream != main
+    return not isinstance(op, Alloc | Free | Record | Notify)

@@ -1,0 +1,377 @@
+"""Bounds what streams wait for: a thread that looks at all runs under way, a few times a second.
+
+A stream cannot time out by itself. So every run of a Program with teams has an event where it
+begins on the device and one where it ends. Where the oldest run under way does not end within the
+time-out, or a peer has failed, the watchdog finds out what is missing, tells the peers, writes the
+words that streams and kernels of this rank wait for (so that they end, with results that nobody may
+use) and keeps the error for the next call. Where the CUDA driver is held up it cannot, and ends the
+process with the error: Note [Held up] in access.py. Without teams there is nothing of that kind to
+find.
+
+    watched = Watched(engine, context)
+    watchdog().add(watched)
+    watched.finish()        # returns when all runs are over, or raises
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+from interlace.comm.cuda.aborts import abort, all_ended
+from interlace.comm.cuda.access import DriverHeldUpError
+from interlace.comm.cuda.collector import uncollected
+from interlace.comm.cuda.driver import relax_captures
+from interlace.comm.rendezvous.patience import LONGER, Patience
+from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
+from interlace.runtime.cuda.waits.stalls import stalled
+from interlace.runtime.engine import Context
+
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.engine import CudaEngine
+
+PERIOD_S = 0.05
+GRACE_S = 5.0
+"""How long released streams get to end."""
+HELD_UP_S = 3.0
+"""How long after a failure the driver may be held up: an abort of NCCL may still release it."""
+EXIT_CODE = 70
+"""The exit code of a process that ends itself."""
+PATIENCE_S = 1.0
+"""How long a thread that is issuing a run gets to be done, before communicators are aborted."""
+
+
+class Watched:
+    """The runs of one engine, as the watchdog sees them."""
+
+    def __init__(self, engine: CudaEngine, context: Context) -> None:
+        self._engine = weakref.ref(engine)
+        self._context = context
+        self._ended = self._seen = 0
+        """The last run that is known to have ended, and what of that the watchdog has seen."""
+        self._patience = Patience(context.time_out_s)
+        self._lock, self._counting = threading.RLock(), threading.Lock()
+        self.failure: BaseException | None = None
+        self.issuing = False
+        """Whether a thread is issuing a run: Note [Aborts] in aborts.py."""
+        self._failed_at = 0.0
+        self._aborting = False
+        self._aborts: list[threading.Thread] | None = None
+        self._backends = list(context.crew.backends.values())
+        self._teams = list(context.crew.teams.values())
+        self._resets = [(team, team.resets) for team in self._teams]
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was issued has ended."""
+        engine = self._engine()
+        return engine is None or self._progress(engine) == engine.entered
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no run is under way, or about to be, and none failed that still counts."""
+        return not self.issuing and (self.failure is None or self.past) and self.idle
+
+    @property
+    def mended(self) -> bool:
+        """Whether nothing is under way, and all teams were reset since this was made."""
+        resets = [team.is_set_up and team.resets != count for team, count in self._resets]
+        return bool(resets) and all(resets) and self.idle
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing is under way, and all teams were released."""
+        return bool(self._teams) and self.idle and not any(team.is_set_up for team in self._teams)
+
+    @property
+    def past(self) -> bool:
+        """Whether a team of this engine was reset or released since it was made."""
+        return any(team.resets != count or not team.is_set_up for team, count in self._resets)
+
+    def _progress(self, engine: CudaEngine) -> int:
+        """The last run that is known to have ended. Those who wait count too, not only `look`."""
+        if not self._counting.acquire(timeout=0.1):  # the garbage collector came, amid this count
+            return self._ended
+        try:
+            issued, marks = engine.issued, engine.marks
+            ended = max(self._ended, marks.passed())
+            if ended < issued and engine.ended(issued):
+                ended = issued
+            while ended < issued < ended + marks.num and engine.ended(ended + 1):
+                ended += 1
+            self._ended = ended
+        finally:
+            self._counting.release()
+        return ended
+
+    def look(self) -> None:
+        """One look: notes progress, finds failures, lets go what is stuck."""
+        engine = self._engine()
+        if engine is None or not self._teams:
+            return
+        if self.past:
+            return
+        idle = self.idle
+        if self.failure is not None:
+            if not idle or self.issuing:  # it may be issuing what has not begun a run: a capture
+                try:
+                    with uncollected():
+                        engine.release()
+                except DriverHeldUpError as error:
+                    if time.monotonic() - self._failed_at > HELD_UP_S:
+                        end_process(self._held_up(error))
+                    raise
+                finally:
+                    self._end_backends()
+            return
+        before, ended = self._seen, self._progress(engine)
+        self._seen, under_way = ended, engine.issued - ended
+        if under_way == 0 and not idle:
+            if engine.since > self._patience.since:  # the host is at it, or is kept from it
+                self._patience.restart()
+        elif (
+            idle
+            or ended != before
+            or (under_way < engine.marks.num and not engine.marks.begun(ended + 1))
+        ):
+            self._patience.restart()
+        for team in self._teams:
+            found = team.control.failure() or (None if idle else team.control.disagreement())
+            if found is not None:
+                self.fail(found)
+                return
+        if not idle and self._patience.is_over(self._stalled):
+            self.fail(CommTimeoutError(f"{self._stalled()}\n{LONGER}"))
+
+    def _stalled(self) -> str:
+        engine = self._engine()
+        with uncollected():
+            return "" if engine is None else stalled(engine, self._context, self._ended)
+
+    def _held_up(self, error: DriverHeldUpError) -> str:
+        return (
+            f"interlace: rank {self._context.plan.rank} ends its process, as it cannot release a "
+            f"failed run of {self._context.plan.program.name}: {error}. A thread of this process "
+            "waits in the driver behind that run, as in .cpu(), empty_cache() or a launch into a "
+            f"full queue, or all streams share one queue. The run failed with\n{self.failure}\n"
+            "Stacks of the threads of this process:"
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the error, tells the peers, and ends what waits for them.
+
+        Outside of teams nothing waits, and what was issued ends by itself: the next run may come.
+        """
+        if not self._teams:
+            return
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure, self._failed_at = error, time.monotonic()
+        for team, resets in self._resets:
+            if team.resets == resets:
+                with contextlib.suppress(TeamError):  # released by now
+                    team.control.fail(error)
+        engine = self._engine()
+        with contextlib.suppress(BackendError), uncollected():  # of a device that is past asking
+            if engine is not None and not self.idle:
+                engine.release()
+
+    def hear(self) -> None:
+        """Asks for failures that `look` has not come to yet. Before a rank that stopped lets go of
+        what others wait for, it says so: who looks after the end of a run cannot miss it."""
+        for team, resets in self._resets:
+            found = team.control.failure() if team.resets == resets else None
+            if found is not None:
+                self.fail(found)
+
+    def _end_backends(self) -> None:
+        """Aborts the communicators, when it may: Note [Aborts] in aborts.py."""
+        if self._aborting or not self._backends or self.failure is None:
+            return
+        sharers = self._sharers()
+        for other in sharers:
+            other.fail(self.failure)
+        issuing = any(other.issuing for other in sharers)
+        if issuing and time.monotonic() - self._failed_at < PATIENCE_S:
+            return
+        with self._lock:
+            begun, self._aborting = self._aborting, True
+        if not begun:
+            self._aborts = abort(self._backends)
+
+    def _sharers(self) -> list[Watched]:
+        """All that use a backend of this one's, itself among them."""
+        mine = set(map(id, self._backends))
+        others = [w for w in watchdog().all() if w is not self]
+        return [self, *(w for w in others if not mine.isdisjoint(map(id, w._backends)))]
+
+    def finish(self) -> None:
+        """Returns when all that was issued has ended; raises what failed."""
+        engine = self._engine()
+        if engine is not None and self.failure is None:
+            engine.finish_unmarked()
+        del engine
+        pause = 20e-6
+        while not self.idle and self.failure is None:
+            if self.past:  # the watchdog, which bounds this loop, looks at it no more
+                raise TeamError("runs were under way when their team was reset or released")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.002)
+        if self.failure is None and not self.past:
+            self.hear()
+        if self.failure is not None:
+            self.settle()
+            if not self.mended:
+                raise self.failure
+
+    def settle(self) -> None:
+        """Gives what was issued some time to end."""
+        deadline = time.monotonic() + GRACE_S
+        while not (self.idle and self._aborted()) and time.monotonic() < deadline:
+            with contextlib.suppress(BackendError):  # what failed is raised, not that this did
+                self.look()
+            time.sleep(0.002)
+
+    def _aborted(self) -> bool:
+        """Whether no abort is under way. NCCL waits for the graphs that it is in, of any engine."""
+        if not self._aborting:
+            return True
+        for other in self._sharers():
+            engine, free = other._engine(), other.idle and not other.issuing
+            if engine is not None and engine.graphs is not None and free:
+                engine.graphs.drop()
+        return self._aborts is not None and all_ended(self._aborts, 0)
+
+
+class Watchdog:
+    """The thread, and what it looks at."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._leaving = threading.RLock()  # the garbage collector may end an Executor in it
+        self._later: list[tuple[Watched, Callable[[], None]]] = []
+
+    def add(self, watched: Watched) -> None:
+        """From now on this is looked at."""
+        self._watched[id(watched)] = watched
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._live, name="interlace watchdog", daemon=True
+                )
+                self._thread.start()
+
+    def drop(self, watched: Watched) -> None:
+        """This is looked at no more. The garbage collector may call this at any moment, also in
+        the midst of `all`, so it takes no lock."""
+        self._watched.pop(id(watched), None)
+
+    def all(self) -> list[Watched]:
+        """What is looked at."""
+        found = [ref() for ref in self._watched.valuerefs()]
+        return [watched for watched in found if watched is not None]
+
+    def later(self, watched: Watched, end: Callable[[], None]) -> None:
+        """Calls `end` once nothing of it is under way any more, and looks at it until then."""
+        self._later.append((watched, end))
+
+    def leave(self) -> None:
+        """Notes of each team that its runs up to here are over, where they are: of all Executors.
+
+        A thread that enters a run is `issuing` before it does, so none is missed.
+        """
+        teams = {id(team): team for watched in self.all() for team in watched._teams}
+        with self._leaving:
+            runs = [(team, team.control.run) for team in teams.values() if team.is_set_up]
+            busy = {id(t) for w in self.all() if not w.at_rest for t in w._teams}
+            for team, run in runs:
+                if id(team) not in busy and team.is_set_up:
+                    team.control.leave(run)
+
+    def _live(self) -> None:
+        relax_captures()  # else a look at an event would end a capture of the user's
+        while True:
+            time.sleep(PERIOD_S)
+            with contextlib.suppress(Exception):  # kept by those that failed
+                self.once()
+
+    def once(self) -> None:
+        """One look at everything."""
+        for watched in self.all():
+            try:
+                watched.look()
+            except Exception as error:
+                if watched.past:  # by now: its teams' memory went while it was looked at
+                    self.drop(watched)
+                    continue
+                told = error
+                if not isinstance(error, InterlaceError):
+                    told = CommTimeoutError(f"the watchdog failed: {error!r}")
+                    told.__cause__ = error
+                with contextlib.suppress(Exception):
+                    watched.fail(told)
+            finally:
+                del watched
+        for kept in list(self._later):
+            with contextlib.suppress(Exception):  # of a device that is past asking: it stays
+                if kept[0].idle:
+                    self._later.remove(kept)
+                    _apart(kept[1])
+        self.leave()
+
+
+def _apart(end: Callable[[], None]) -> None:
+    """In a thread of its own. It frees graphs, events and mappings, and may wait in the driver
+    behind a run that stalls, which the watchdog is there to find."""
+
+    def act() -> None:
+        with contextlib.suppress(Exception):
+            relax_captures()
+        with contextlib.suppress(Exception):
+            end()
+
+    try:
+        threading.Thread(target=act, name="interlace end", daemon=True).start()
+    except RuntimeError:  # there is no room for one
+        act()
+
+
+def end_process(report: str) -> None:
+    """Ends this process at once, with a report and every thread's stack on stderr."""
+    with contextlib.suppress(Exception):  # of a stderr that is closed, or is no file
+        print(report, file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(sys.stderr)
+    os._exit(EXIT_CODE)
+
+
+@cache
+def watchdog() -> Watchdog:
+    """The watchdog of this process."""
+    return Watchdog()
+
+
+def synchronize() -> None:
+    """Returns when every run of every CUDA Executor of this process has ended; raises what failed.
+
+    Bounded by the time-out of each Executor that is in teams. What runs leave in tensors is known
+    to be right after it.
+    """
+    dog = watchdog()
+    for watched in dog.all():
+        try:
+            watched.finish()
+        finally:
+            if watched.gone:  # told once
+                dog.drop(watched)
+    dog.leave()

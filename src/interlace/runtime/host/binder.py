@@ -1,0 +1,251 @@
+"""The ops that order and communicate, bound for an executor whose streams are threads of the host.
+
+    binder = HostBinder(context, order, check)
+    run = binder.bind(index, op)         # a function without arguments
+    run = binder.bind(index, op, 2)      # the same for a member of a Fused
+
+`order` (a `StreamOrder`) is what the streams of one rank share: events, and the queue of each
+team's collectives. `check` raises where a wait has become pointless.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from interlace.comm import (
+    BACKENDS,
+    Incoming,
+    Outgoing,
+    PeerIncoming,
+    PeerOutgoing,
+    Wait,
+    bind_collective,
+    bind_peer_collective,
+    exchange,
+)
+from interlace.comm.backends import cut
+from interlace.comm.host.messages import Part
+from interlace.comm.rendezvous.patience import Patience
+from interlace.ir import (
+    Alloc,
+    Collective,
+    Copy,
+    Expect,
+    Free,
+    Get,
+    Group,
+    HostSync,
+    Notify,
+    Op,
+    Put,
+    Record,
+    Recv,
+    Send,
+    Spot,
+)
+from interlace.ir import Wait as WaitOp
+from interlace.runtime.calling.calls import Thunk
+from interlace.runtime.engine import Context, unbound
+from interlace.runtime.flight import Flight
+
+SLICE_S = 0.05
+GRACE_S = 1.0
+
+
+class StreamOrder:
+    """Points that the streams of one rank await: events, and turns in the teams' queues."""
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+        self._changed = threading.Condition()
+        self._reached: dict[object, int] = {}
+        self.run = 0
+
+    def begin(self) -> None:
+        """A new run: every point lies ahead again."""
+        self.run += 1
+
+    def reach(self, point: object) -> None:
+        """The run got to this point."""
+        with self._changed:
+            self._reached[point] = self.run
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Lets every waiting stream look whether it should still wait."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def pass_by(self, point: object, wait: Wait) -> None:
+        """Returns when the run has got to this point.
+
+        What it waits for is another stream, whose own waits are bounded and know more of the cause,
+        so this one gives up only when no stream has begun an op for longer than that.
+        """
+        reached, run = self._reached, self.run
+        if reached.get(point) == run:
+            return
+        patience, begun = Patience(wait.time_out_s + GRACE_S), 0.0
+        with self._changed:
+            while reached.get(point) != run:
+                wait.check()
+                if self._flight.last_begun != begun:
+                    begun = self._flight.last_begun
+                    patience.restart()
+                if patience.is_over():
+                    raise wait.late()
+                self._changed.wait(SLICE_S)
+
+
+class HostBinder:
+    """Binds every op but Calls."""
+
+    def __init__(self, context: Context, order: StreamOrder, check: Callable[[], None]) -> None:
+        self.plan = context.plan
+        self.values = context.values
+        self.crew = context.crew
+        self.order = order
+        self.wait_of = lambda index, member=0: context.wait(index, check, member)
+
+    def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
+        """The function that runs an op; None where there is nothing to do.
+
+        `member` is its number in the Fused at `index`, if it stands in one.
+        """
+        match op:
+            case Copy():
+                return self.copy(self.values.own(op.src), self.values.own(op.dst))
+            case Alloc(buffer=buffer) if buffer.kind == "symmetric":
+                return self.take(index, buffer.name)
+            case Free(buffer=name):
+                return self.free(name)
+            case Record() | HostSync():
+                return lambda: self.order.reach((index, member))
+            case WaitOp():
+                return self.pass_by(self.plan.waits[index, member], index, member)
+            case Collective():
+                return self.collective(index, op)
+            case Send() | Recv():
+                return self.messages(index, (op,))
+            case Group():
+                return self.messages(index, op.ops)
+            case Put():
+                (peer,) = self.plan.members(op.team, op.peer)
+                dst = self.values.remote(op.dst, peer)
+                return self.meeting(index, op.team, peer, self.values.own(op.src), dst)
+            case Get():
+                (peer,) = self.plan.members(op.team, op.peer)
+                src = self.values.remote(op.src, peer)
+                return self.meeting(index, op.team, peer, src, self.values.own(op.target))
+            case Notify():
+                space, value = self.crew.spaces[op.team], op.value
+                cells = space.notifier(op.signal, self.plan.members(op.team, op.peer))
+                return lambda: space.notify(cells, value)
+            case Expect():
+                space, wait = self.crew.spaces[op.team], self.wait_of(index, member)
+                members, signal = self.plan.members(op.team, op.peer), op.signal
+                value = op.value
+                return lambda: space.expect(signal, members, value, wait)
+            case Alloc():
+                return None  # its memory is there
+            case _:
+                raise unbound(op, "the CPU")
+
+    def pass_by(self, point: Spot, index: int, member: int = 0) -> Thunk:
+        """Waits for an event, or for the host to have waited."""
+        order, wait = self.order, self.wait_of(index, member)
+        return lambda: order.pass_by(point, wait)
+
+    def copy(self, src: int, dst: int) -> Thunk:
+        items = self.values.items
+        if self.values.is_constant(src) and self.values.is_constant(dst):
+            source, target = items[src], items[dst]
+            return lambda: target.copy_(source)
+        return lambda: items[dst].copy_(items[src])
+
+    def meeting(self, index: int, team: str, peer: int, src: int, dst: int) -> Thunk:
+        """A one-sided copy, once the peer is known to run the same Program."""
+        control, items, wait = self.crew.teams[team].control, self.values.items, self.wait_of(index)
+
+        def run() -> None:
+            control.meet(peer, wait)
+            items[dst].copy_(items[src])
+
+        return run
+
+    def take(self, index: int, name: str) -> Thunk:
+        slot, uses, wait = self.crew.slots[name], self.crew.uses, self.wait_of(index)
+        control = self.crew.teams[self.plan.takes[name]].control
+        return lambda: slot.take(uses[name], wait, control.where)
+
+    def free(self, name: str) -> Thunk | None:
+        kind = self.plan.buffers[name].kind
+        if kind == "symmetric":
+            slot, uses = self.crew.slots[name], self.crew.uses
+            return lambda: slot.free(uses[name])
+        if kind == "fresh":
+            items, places = self.values.items, self.values.family(name)
+
+            def run() -> None:
+                for place in places:
+                    items[place] = None
+
+            return run
+        return None
+
+    def collective(self, index: int, op: Collective) -> Thunk:
+        """Waits for its turn in the team's queue and for every member; then runs."""
+        turn, spec, wait = self.plan.turns[index], self.plan.specs[index], self.wait_of(index)
+        team, order, items = self.crew.teams[op.team], self.order, self.values.items
+        control, queue = team.control, BACKENDS.index(turn.backend)
+        src = None if op.src is None else self.values.own(op.src)
+        dst = None if op.dst is None else self.values.own(op.dst)
+        if turn.backend == "peer":
+            run = bind_peer_collective(self.crew.spaces[op.team], spec, turn.number)
+        else:
+            backend = self.crew.backends[op.team, turn.backend]
+            wait = replace(wait, behind=control.behind, cut=partial(cut, backend))
+            run = bind_collective(backend, spec, wait.time_out_s)
+        before = (op.team, turn.backend, turn.number - 1) if turn.number > 1 else None
+        mine = (op.team, turn.backend, turn.number)
+
+        def thunk() -> None:
+            if before is not None:
+                order.pass_by(before, wait)
+            control.reach(queue, turn.number, wait)
+            run(
+                None if src is None else items[src],
+                None if dst is None else items[dst],
+                wait,
+            )
+            order.reach(mine)
+
+        return thunk
+
+    def messages(self, index: int, ops: tuple[Send | Recv, ...]) -> Thunk:
+        """Sends and receipts that start together."""
+        parts: list[Part] = []
+        places: list[int] = []
+        for number, op in enumerate(ops):
+            parts.append(self._part(index, number, op))
+            places.append(self.values.own(op.src if isinstance(op, Send) else op.dst))
+        wait, items = self.wait_of(index), self.values.items
+        return lambda: exchange(parts, [items[place] for place in places], wait)
+
+    def _part(self, index: int, number: int, op: Send | Recv) -> Part:
+        letter, team = self.plan.letters[index, number], self.crew.teams[op.team]
+        space, (peer,) = self.crew.spaces[op.team], self.plan.members(op.team, op.peer)
+        if isinstance(op, Send):
+            box = space.outbox(letter.number)
+            if letter.backend == "peer":
+                return PeerOutgoing(team, peer, box)
+            return Outgoing(
+                team, peer, box, self.crew.backends[op.team, letter.backend], letter.nth
+            )
+        box = space.inbox(letter.number)
+        if letter.backend == "peer":
+            return PeerIncoming(team, peer, box)
+        return Incoming(team, peer, box, self.crew.backends[op.team, letter.backend], letter.nth)

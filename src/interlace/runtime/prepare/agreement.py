@@ -1,0 +1,341 @@
+"""Before ranks run a Program together they agree on it, through the store and within a time-out.
+
+Each rank posts what it prepares and reads what the others do: its team mates, their team mates, and
+so on. Equal hashes agree. So do equal skeletons: Programs that differ only in scalars of Calls (a
+vocabulary's offset on each rank, say), or in the part that Calls read of an input that nothing
+writes. Others are verified as a set, as a pipeline's stages are.
+
+    agreement = agree(program, rank, teams, time_out_s=60)
+    agreement.tag                # 64 bits that name what all of these ranks prepared together
+
+A rank that does not come is named, which also tells a recompilation on one rank alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from interlace.comm import TeamComm
+from interlace.comm.rendezvous.board import Board, Note, failure, named
+from interlace.comm.rendezvous.greeting import meet
+from interlace.comm.rendezvous.patience import LONGER
+from interlace.errors import AgreementError, ProgramError, SoundnessError
+from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
+from interlace.runtime.prepare.registered import Found, judge
+from interlace.verify import Report, check
+
+LATER_S = 0.5
+"""How much later than this rank another may have begun: one that waits for a rank of another team
+then gives up first, and its verdict names that rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What a component of ranks prepared together."""
+
+    tag: int
+    report: Report
+    """The verifier's, of the Program; or of the Programs of all ranks as a set, if they differ."""
+    texts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Programs that differ, each as text with the ranks that run it."""
+    backends: tuple[tuple[str, ...], ...] = ()
+    """For each of the teams, the backends of torch that one of its ranks needs: all have them."""
+
+    def programs(self, own: Program, rank: int) -> tuple[Program, ...]:
+        """The Programs of all ranks; `own`, which names its sites, is what `rank` runs."""
+        if not self.texts:
+            return (own,)
+        found: list[Program] = []
+        for text, ranks in self.texts:
+            found += _for_ranks(own if rank in ranks else parse(text), ranks)
+        return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def verdict(program: Program) -> Report:
+    """The verifier's report of a Program, once per Program and process."""
+    return check(program)
+
+
+def digest(text: str) -> str:
+    """A hash for texts."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def essence(program: Program) -> Program:
+    """What a Program does: without its sites, remarks and source lines."""
+    ops = tuple(replace(op, loc=Loc(), site=None) for op in program.ops)
+    return program.replace(ops=ops, sites=(), remarks=())
+
+
+def skeleton(program: Program) -> Program:
+    """A Program without the scalars of its Calls, and without what no access can race for: which
+    part a Call reads of an input that nothing writes."""
+    written = {access.view.buffer for op in program.ops for access in op.writes()}
+    inputs = {b.name for b in program.params if b.kind == "input" and b.team is None} - written
+
+    def bare(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(bare, arg))
+        if isinstance(arg, View):
+            return View(arg.buffer) if arg.buffer in inputs else arg
+        return arg if isinstance(arg, Name) else None
+
+    def strip(op: Op) -> Op:
+        if not isinstance(op, Call):
+            return op
+        kwargs = tuple((key, bare(value)) for key, value in op.kwargs)
+        return replace(op, args=tuple(map(bare, op.args)), kwargs=kwargs)
+
+    regions = tuple(
+        replace(
+            region,
+            body=tuple(
+                replace(
+                    node,
+                    args=tuple(map(bare, node.args)),
+                    kwargs=tuple((key, bare(value)) for key, value in node.kwargs),
+                )
+                for node in region.body
+            ),
+        )
+        for region in program.regions
+    )
+    return program.replace(ops=tuple(map(strip, program.ops)), regions=regions)
+
+
+def agree(
+    program: Program,
+    rank: int,
+    teams: Sequence[TeamComm],
+    time_out_s: float,
+    found: Found | None = None,
+    backends: Sequence[Sequence[str]] = (),
+) -> Agreement:
+    """Agrees with every rank that is joined to this one by teams, and proves what they run.
+
+    `rank` is the Program's. `found` is what this rank registers: what is wrong with that on any
+    rank, all of them raise. `backends` has those that this rank's Program needs, for each
+    of the teams.
+    """
+    found = found or Found()
+    plain = essence(program)
+    text = print_program(plain)
+    mine: Note = {
+        "rank": rank,
+        "name": program.name,
+        "hash": digest(text),
+        "skeleton": digest(print_program(skeleton(plain))),
+        "teams": [],
+        "backends": {},
+        "registered": found.note,
+    }
+    if found.problem is not None:
+        mine |= failure(found.problem)
+    if not teams:
+        judge(program.name, {0: mine}, 0, found.problem)
+        return Agreement(int(mine["hash"][:16], 16), _proof(program))
+    meet(teams, f"prepare Program {program.name!r}", time_out_s)
+    left: list[str] = []
+    for team in teams:
+        before = team.num_prepared
+        team.num_prepared = team.board.round(f"{team.topic}/prepare", before)
+        rounds = range(before, team.num_prepared) if team.me == 0 else ()
+        left += [f"{team.topic}/prepare/{number}/verdict" for number in rounds]
+        place = f"{team.topic}/prepare/{team.num_prepared}"
+        mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
+    board = teams[0].board
+    needs = backends or [()] * len(teams)
+    mine["backends"] = {p: list(n) for (p, *_), n in zip(mine["teams"], needs, strict=True)}
+    for team in teams:
+        team.board.limit_s = time_out_s
+    board.announce(teams[0].rank)
+    for place, *_ in mine["teams"]:
+        board.post(f"{place}/{teams[0].rank}", mine)
+    with contextlib.ExitStack() as meetings:
+        places = [place for place, *_ in mine["teams"]]
+        looks = [meetings.enter_context(t.attending(p)) for t, p in zip(teams, places, strict=True)]
+        entries = _collect(
+            board, teams[0].rank, mine, time_out_s, lambda: [look() for look in looks]
+        )
+    left += [f"{place}/{teams[0].rank}" for place, *_ in mine["teams"]]
+    board.forget(entries, [*left, _text_of(teams[0].rank, mine)])
+    judge(program.name, entries, teams[0].rank, found.problem)
+    _check_backends(entries)
+    if len({entry["skeleton"] for entry in entries.values()}) > 1:
+        report, texts = _verify_set(board, entries, teams[0].rank, text, time_out_s)
+    else:
+        report, texts = _proof(program), ()
+    parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
+    # With where it was prepared: two Executors of equal Programs must not take each other's data.
+    places = _places(entries.values())
+    needed = [
+        sorted({name for entry in entries.values() for name in entry["backends"].get(place, ())})
+        for place, *_ in mine["teams"]
+    ]
+    tag = int(digest(repr((parts, places)))[:16], 16)
+    return Agreement(tag, report, texts, tuple(map(tuple, needed)))
+
+
+def _proof(program: Program) -> Report:
+    report = verdict(program)
+    report.raise_if_unsound()
+    return report
+
+
+def _check_backends(entries: Mapping[int, Note]) -> None:
+    """Ranks that run one Program go by the same backends; that follows from their options."""
+    known: dict[tuple[str, str], tuple[int, list[str]]] = {}
+    for rank, entry in sorted(entries.items()):
+        for place, names in entry["backends"].items():
+            other, theirs = known.setdefault((place, entry["hash"]), (rank, names))
+            if names != theirs:
+                raise AgreementError(
+                    f"rank {other} would run {entry['name']!r} by {_listed(theirs)}, and rank "
+                    f"{rank} by {_listed(names)}: give all ranks the same `transport`, and their "
+                    "groups the same backends"
+                )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names) or "peer"
+
+
+def _collect(
+    board: Board,
+    me: int,
+    mine: Note,
+    time_out_s: float,
+    look: Callable[[], object] = lambda: None,
+) -> dict[int, Note]:
+    """The entries of all ranks that teams join to this one, by global rank.
+
+    All of these ranks get them, or none: Note [All or none] in board.py. Here that takes the
+    verdicts of all teams: who sees everybody asks for all of them, who gives up for its own.
+    """
+    own, found = _places([mine]), {me: mine}
+    with board.attending(own, me):
+        while wanted := _unknown(found):
+            topics = {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}
+            came = board.collect(topics, time_out_s + LATER_S, own, board.ended, look)
+            missing = [rank for rank in wanted if rank not in came]
+            if missing:
+                _, team, number = wanted[missing[0]]
+                why = (
+                    f"{named(missing)} did not come to prepare Program {mine['name']!r} (number "
+                    f"{number} of team {team}) within {time_out_s:g} s, as {named(sorted(found))} "
+                    "did: see whether it failed, stalled, did not recompile as the others did, or "
+                    f"took another path through the model; {LONGER}"
+                )
+                if gone := sorted(board.ended(missing) & {*missing}):
+                    why = board.farewell(gone, f"come to prepare Program {mine['name']!r}")
+                # One that is over ended the wait. If its verdict raises nothing, all are there by
+                # now, and the other teams' may not be given up.
+                for place in [p for p in own if board.is_over(p)] or own:
+                    board.decide(place, me, why)
+            found.update(came)
+        for place in _places(found.values()):
+            board.decide(place, me)
+    return found
+
+
+def _places(entries: Iterable[Note]) -> list[str]:
+    """Where these ranks prepare: a meeting for each of their teams."""
+    return sorted({place for entry in entries for place, *_ in entry["teams"]})
+
+
+def _unknown(found: Mapping[int, Note]) -> dict[int, tuple[str, str, int]]:
+    """Ranks that entries name and that are not known yet, with where to read of them."""
+    return {
+        rank: (place, team, number)
+        for entry in found.values()
+        for place, ranks, team, number in entry["teams"]
+        for rank in ranks
+        if rank not in found
+    }
+
+
+def _verify_set(
+    board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
+) -> tuple[Report, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Ranks that prepare different Programs: sound together, or an error for all of them.
+
+    The report, and the texts of the Programs with the ranks that run each.
+    """
+    place = entries[me]["teams"][0][0]
+    board.post(_text_of(me, entries[me]), {"text": text})
+    holders = {entry["hash"]: rank for rank, entry in entries.items()}
+    topics = {rank: _text_of(rank, entries[rank]) for rank in holders.values()}
+    found = board.collect(topics, time_out_s)
+    notes = {key: found[rank] for key, rank in holders.items() if rank in found}
+    silent = sorted(rank for rank, entry in entries.items() if entry["hash"] not in notes)
+    if silent:
+        raise AgreementError(f"{named(silent)} did not tell its Program ({place})")
+    texts = {rank: notes[entry["hash"]]["text"] for rank, entry in entries.items()}
+    try:
+        ranks = {key: _ranks(entries, key) for key in sorted(notes)}
+        _refuse_twice(ranks)
+        parsed = {key: parse(note["text"]) for key, note in notes.items()}
+        report = check([p for key in ranks for p in _for_ranks(parsed[key], ranks[key])])
+        report.raise_if_unsound()
+    except (SoundnessError, ProgramError) as error:
+        raise AgreementError(_difference(entries, texts, str(error))) from error
+    return report, tuple((notes[key]["text"], of) for key, of in ranks.items())
+
+
+def _text_of(rank: int, entry: Note) -> str:
+    """Where a rank tells its Program."""
+    return f"{entry['teams'][0][0]}/text/{rank}"
+
+
+def _ranks(entries: Mapping[int, Note], key: str) -> tuple[int, ...]:
+    """The Program's ranks that prepare the text with this hash."""
+    return tuple(sorted(entry["rank"] for entry in entries.values() if entry["hash"] == key))
+
+
+def _for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
+    """The Program for these of its ranks: itself where they are all that it has."""
+    whole = program.rank is None and ranks == tuple(sorted(program.world))
+    return [program] if whole else [program.instantiate(rank) for rank in ranks]
+
+
+def _refuse_twice(ranks: Mapping[str, tuple[int, ...]]) -> None:
+    taken = Counter(rank for found in ranks.values() for rank in found)
+    twice = [rank for rank, count in taken.items() if count > 1]
+    if twice:
+        raise ProgramError(f"rank {twice[0]} of the Programs is prepared by more than one process")
+
+
+def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str) -> str:
+    """The message for Programs that do not go together: who, and the first line that differs."""
+    ranks = sorted(entries)
+    first = ranks[0]
+    other = next(rank for rank in ranks if texts[rank] != texts[first])
+    like = {
+        rank: [r for r in ranks if entries[r]["hash"] == entries[rank]["hash"]]
+        for rank in (first, other)
+    }
+    lines = [texts[first].splitlines(), texts[other].splitlines()]
+    matcher = difflib.SequenceMatcher(None, *lines, autojunk=False)
+    at = next((op for op in matcher.get_opcodes() if op[0] != "equal"), ("", 0, 0, 0, 0))
+    shown = []
+    for rank, text, start in ((first, lines[0], at[1]), (other, lines[1], at[3])):
+        line = text[start].strip() if start < len(text) else "(the end)"
+        name = entries[rank]["name"]
+        shown.append(f"  {named(like[rank])}, {name!r}, line {start + 1}: {line}")
+    return "\n".join(
+        [
+            "ranks prepare Programs that do not go together; the first line that differs is",
+            *shown,
+            "and as a set they are not sound:",
+            why,
+            "Every rank must prepare the same Programs in the same order; look for code that "
+            "depends on the rank, or for inputs whose shapes differ between ranks",
+        ]
+    )

@@ -1,0 +1,136 @@
+"""The tensors that a caller registers with an Executor, checked before they are shared.
+
+found = collect(program, rank, {"w": w}, device)
+found.wanted["tp"]["w"]          # the tensor, and its bytes
+found.problem                    # what is wrong: told to all ranks that agree on the Program
+
+Note [Verdicts that all share]
+    What is wrong on one rank must stop all, and before anything is allocated. So each tells what it
+    found while the ranks agree on the Program, with what its Program writes and which of its
+    tensors overlap; everybody then judges the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from interlace.comm.rendezvous.board import Note, as_told
+from interlace.errors import ExecutorError, InterlaceError
+from interlace.ir import Buffer, Program
+from interlace.runtime.inputs import Given
+from interlace.runtime.values import nbytes
+
+Wanted = dict[str, dict[str, tuple[torch.Tensor, int]]]
+"""By team and name: the tensor, and its bytes from the first element to the end of the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a rank registers."""
+
+    wanted: Wanted = field(default_factory=dict[str, dict[str, tuple[torch.Tensor, int]]])
+    note: Note = field(default_factory=dict[str, object])
+    """What the other ranks must know to judge: names that are written, pairs that overlap."""
+    problem: InterlaceError | None = None
+
+
+def collect(
+    program: Program, rank: int, given: Mapping[str, torch.Tensor], device: torch.device
+) -> Found:
+    """What a Program registers, by team; and what is wrong with what was given, if anything is."""
+    if not given and not any(buffer.registered for buffer in program.params):
+        return Found()
+    program = program.instantiate(rank) if program.rank is None else program
+    buffers = [buffer for buffer in program.params if buffer.registered]
+    wanted: Wanted = {}
+    try:
+        _check(program, buffers, given, device)
+    except InterlaceError as error:
+        return Found(problem=error)
+    for buffer in buffers:
+        assert buffer.team is not None
+        wanted.setdefault(buffer.team, {})[buffer.name] = given[buffer.name], nbytes(buffer)
+    overlaps = _overlaps([(given[b.name].data_ptr(), nbytes(b), b.name) for b in buffers])
+    return Found(wanted, {"writes": sorted(written(program)), "overlaps": overlaps})
+
+
+def judge(program: str, entries: Mapping[int, Note], me: int, mine: InterlaceError | None) -> None:
+    """Raises what any rank found wrong, of the entries of all; a rank's own error as it is."""
+    if mine is not None:
+        raise mine
+    for rank, entry in sorted(entries.items()):
+        if "error" in entry:
+            raise as_told(rank, entry["error"])
+    notes = {rank: entry.get("registered", {}) for rank, entry in sorted(entries.items())}
+    changed = {name for note in notes.values() for name in note.get("writes", ())}
+    for rank, note in notes.items():
+        for one, other in note.get("overlaps", ()):
+            if {one, other} & changed:
+                raise ExecutorError(
+                    f"{'' if rank == me else f'rank {rank}: '}the registered parameters {one!r} "
+                    f"and {other!r} of {program} overlap, and one of them is written: give each "
+                    "memory of its own"
+                )
+
+
+def _overlaps(extents: list[tuple[int, int, str]]) -> list[list[str]]:
+    """The pairs of names that share bytes."""
+    return [
+        [name, other]
+        for start, size, name in extents
+        for at, length, other in extents
+        if name < other and start < at + length and at < start + size
+    ]
+
+
+def written(program: Program) -> frozenset[str]:
+    """The registered parameters that a Program writes, of its own rank or of peers."""
+    names = {buffer.name for buffer in program.params if buffer.registered}
+    return frozenset(names & {a.view.buffer for op in program.ops for a in op.writes()})
+
+
+def _check(
+    program: Program,
+    buffers: list[Buffer],
+    given: Mapping[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    names = [buffer.name for buffer in buffers]
+    for name in names:
+        if name not in given:
+            raise ExecutorError(
+                f"{program.name} has the registered parameter {name!r}, and the Executor was given "
+                f"no tensor for it: make it with registered={{{name!r}: tensor}}"
+            )
+    for name in given:
+        if name not in names:
+            raise ExecutorError(
+                f"{program.name} has no registered parameter {name!r}: it has {names or 'none'}; "
+                f"declare one as {name}: f32[8, 4].registered(tp)"
+            )
+    for name in names:
+        _check_memory(program, name, given[name], device, name in written(program))
+    Given(program.name, "registered parameter", buffers, device).check([given[n] for n in names])
+
+
+def _check_memory(
+    program: Program, name: str, tensor: torch.Tensor, device: torch.device, changed: bool
+) -> None:
+    """Whether it is a plain tensor with memory of its own, there."""
+    what = f"the registered parameter {name!r} of {program.name}"
+    if not isinstance(tensor, torch.Tensor):
+        raise ExecutorError(f"{what} is a {type(tensor).__name__}, not a tensor")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise ExecutorError(
+            f"{what} is a {type(tensor).__name__}, whose memory is not its own: register the plain "
+            "tensor inside (of a DTensor: .to_local())"
+        )
+    if tensor.device.type != device.type:
+        raise ExecutorError(f"{what} is on {tensor.device}, not on {device}")
+    if changed and tensor.is_inference():
+        raise ExecutorError(
+            f"{what} is written, and was made in inference mode: make it outside, or clone it there"
+        )

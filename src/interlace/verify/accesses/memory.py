@@ -1,0 +1,167 @@
+"""What is known of memory while the graph is walked: who touched which bytes last, what is written.
+
+    Content   the bytes of one buffer on one rank: which of them have been written
+    Memory    a storage, cut into cells where buffers that share it begin and end
+    Cell      the accesses that a later one must still be compared with (the frontier)
+
+Note [Frontier]
+    Nodes come in an order that agrees with happens-before. Once a write covers an earlier access
+    and comes after it, whatever conflicts with the earlier one conflicts with the write as well, so
+    the earlier one is dropped. A read displaces a read of the same bytes earlier on the same chain.
+    What stays is small: in a schedule, about as many entries as there are chunks.
+
+    Accesses of one buffer conflict where their boxes meet, those of buffers that share a storage
+    where their hulls do. So what was done through another buffer is covered by a write of a whole
+    buffer alone, as a Free is: a box of its own buffer could pass through the gaps of less.
+
+Note [Any order]
+    Which of two unordered accesses is met first is chance, and what is told must not depend on it.
+    What was dropped is covered by what conflicts with all that it conflicted with, and meets all
+    that it met: so whether something races for what a read meets comes out the same in every order,
+    though not which accesses are named. What a read finds written is the same in every order only
+    where nothing does; elsewhere nothing uninitialized is told.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from interlace.ir.types import DType
+from interlace.ir.view import Box
+from interlace.verify.accesses.bytesets import covered
+from interlace.verify.accesses.regions import Region, Regions
+from interlace.verify.happens_before.graph import Frame
+from interlace.verify.happens_before.source import Item
+
+
+@dataclass(slots=True, eq=False)
+class Content:
+    """Which bytes of a buffer hold what was written through it."""
+
+    name: str
+    size: int
+    memory: Memory
+    full: bool
+    """Whether all of them do (inputs do from the start)."""
+    parts: dict[Region, None] = field(default_factory=dict[Region, None])
+    log: list[Region | tuple[int, int]] | None = None
+    """From the first time another buffer overwrote some of the bytes: writes, and such losses."""
+    freed: bool = False
+    """Whether its Free has been met: what others write is no loss to it any more."""
+
+    def write(self, region: Region) -> None:
+        """A write through the buffer."""
+        if self.log is not None:
+            self.log.append(region)
+        if region.dense and region.lo == 0 and region.hi >= self.size and not region.strided:
+            self.full, self.log = True, None
+        elif not self.full:
+            self.parts[region] = None
+
+    def lose(self, lo: int, hi: int) -> None:
+        """A write to these bytes through another buffer that shares the storage."""
+        lo, hi = max(lo, 0), min(hi, self.size)
+        if lo < hi and (self.full or self.parts):
+            if self.log is None:
+                self.log = [_dense(0, self.size)] if self.full else list(self.parts)
+            self.full = False
+            self.log.append((lo, hi))
+
+    def holds(self, region: Region, regions: Regions) -> bool:
+        """Whether every byte of the region has been written, and not lost."""
+        if self.full or (self.log is None and region in self.parts):
+            return True
+        if self.log is None:
+            for part in self.parts:
+                if part.contains(region) and not part.strided:
+                    return True
+            return regions.covered(region, self.parts)
+        later: list[Box] = []
+        for event in reversed(self.log):
+            if isinstance(event, Region):
+                later.append(event.exact)
+            else:
+                outside = [_dense(0, event[0]).exact, _dense(event[1], self.size).exact]
+                if not covered(region.exact, [*later, *outside]):
+                    return False
+        return covered(region.exact, later)
+
+
+def _dense(lo: int, hi: int) -> Region:
+    box = Box(lo, (hi - lo,), (1,), DType.u8)
+    return Region(box, box, lo, hi, True, False)
+
+
+class Entry(NamedTuple):
+    """An access that later ones are compared with."""
+
+    lo: int
+    hi: int
+    """Bytes from the start of the storage."""
+    region: Region
+    content: Content
+    node: int
+    frame: Frame
+    item: Item
+    write: bool
+    free: bool = False
+
+    @property
+    def by_caller(self) -> bool:
+        """Whether it is what a caller may do out of a run, to a registered parameter."""
+        return self.write and self.item.op is None
+
+
+class Cell:
+    """A range of a storage that no buffer begins or ends within."""
+
+    __slots__ = ("hi", "live", "lo", "reads", "writes")
+
+    def __init__(self, lo: int, hi: int) -> None:
+        self.lo = lo
+        self.hi = hi
+        self.writes: list[Entry] = []
+        self.reads: dict[tuple[Region, Content, int], Entry] = {}
+        self.live: dict[Content, int] = {}
+        """What has been written here and not freed, with its offset in the storage."""
+
+    def covers(self, new: Entry, old: Entry) -> bool:
+        """Whether the new access stands for the old one in this cell: see Note [Frontier]."""
+        if by_box(new, old):
+            return new.region.contains(old.region)
+        return (
+            new.region.dense
+            and new.hi - new.lo == new.content.size
+            and new.lo <= max(old.lo, self.lo)
+            and min(old.hi, self.hi) <= new.hi
+        )  # fmt: skip
+
+
+def by_box(one: Entry, other: Entry) -> bool:
+    """Whether two accesses of one memory are compared by their boxes, and not by their hulls."""
+    return one.content is other.content or not one.content.memory.arena
+
+
+class Memory:
+    """A storage and its cells."""
+
+    __slots__ = ("arena", "bounds", "cells")
+
+    def __init__(self, bounds: list[int] | None = None) -> None:
+        self.arena = bounds is not None
+        """Whether several buffers share it."""
+        self.bounds = bounds if bounds is not None and len(bounds) > 2 else None
+        if self.bounds is None:
+            last = bounds[-1] if bounds else 1 << 62
+            self.cells = [Cell(0, last)]
+        else:
+            self.cells = [Cell(lo, hi) for lo, hi in pairwise(self.bounds)]
+
+    def within(self, lo: int, hi: int) -> list[Cell]:
+        """The cells that the bytes from `lo` to `hi` are in."""
+        if self.bounds is None:
+            return self.cells
+        return self.cells[bisect_right(self.bounds, lo) - 1 : bisect_left(self.bounds, hi)]

@@ -1,0 +1,308 @@
+"""Walks the graph in an order that agrees with it, and compares every access with those before it.
+
+It finds races, reads of bytes that nothing wrote, and uses outside of a buffer's lifetime. A Free
+and the Alloc of a symmetric buffer count as writes of the whole buffer by their rank; what peers do
+in a rank's slot is ordered with that rank's Free by the pool (no slot is taken again before every
+rank has freed it), so it need not be ordered by the program.
+
+Note [Registered parameters]
+    Their memory is the caller's, one and the same in every run, and peers reach it. Before a run
+    of its rank begins, and once it has ended, the caller may do with it what it likes; so the begin
+    and the return count as writes of the whole of it, which write no content: what a peer does in a
+    run of its own must come after the one and before the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from interlace.ir.order import Slot
+from interlace.verify.accesses.memory import Cell, Content, Entry, Memory, by_box
+from interlace.verify.accesses.regions import Region, Regions
+from interlace.verify.happens_before.graph import Frame, Graph
+from interlace.verify.happens_before.source import Item, Touch, Version
+from interlace.verify.report import MAX_FAULTS
+
+Pair = tuple[Region, Content, Region, Content]
+"""What two accesses that race touch."""
+MAX_REPEATS = 256
+"""Of one fault on many ranks and in many runs, so many are kept."""
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One buffer in one run of one rank: what it holds, and from when to when it may be used."""
+
+    version: Version
+    content: Content
+    offset: int
+    slot: Slot | None = None
+    take: int = -1
+    alloc: int = -1
+    """The node that takes the slot; -1 for a buffer that is there from the start."""
+    freed: int = -1
+    """The node of its Free, once the walk has passed it."""
+    uses: list[Entry] = field(default_factory=list[Entry])
+    """The rank's accesses before the walk passes the Free, wherever the bytes are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something found between two accesses, or about one."""
+
+    kind: str
+    first: Entry | None
+    second: Entry
+
+
+class Sweep:
+    """The walk. `faults` holds what it found, by the pair of ops that it is about."""
+
+    def __init__(self, graph: Graph, regions: Regions, slot: Callable[[Frame, int], Slot]) -> None:
+        self.graph = graph
+        self.regions = regions
+        self.slot = slot
+        self.faults: dict[tuple[object, ...], list[Fault]] = {}
+        self._races: dict[Memory, dict[Pair, tuple[Entry, Entry]]] = {}
+        """Of each memory, accesses that race; of those that touch the same, the first."""
+        self._lives: dict[Frame, list[Life | None]] = {
+            frame: [None] * len(frame.place.source.versions) for frame in graph.frames
+        }
+        self._arenas: dict[tuple[Frame, str], Memory] = {}
+        self._slots: dict[tuple[Slot, int, int], Content] = {}
+        self._registered: dict[tuple[Slot, int], Memory] = {}
+        self._given: dict[tuple[Slot, int, int], Content] = {}
+
+    def run(self) -> None:
+        """Visits every node that can finish."""
+        graph = self.graph
+        for node in graph.order:
+            part = graph.part[node]
+            if part is None:
+                continue
+            frame, item = part
+            if frame.nodes[item.place] != node:
+                continue  # the begin of what has an end as well
+            if item.is_group:
+                found = [(one, touch) for one in item.members for touch in one.touches]
+                for one, touch in sorted(found, key=lambda each: each[1].write):
+                    self._touch(node, frame, one, touch)
+            for touch in item.touches:
+                self._touch(node, frame, item, touch)
+            if item.ordering.frees is not None and item.version >= 0:
+                self._free(node, frame, item)
+
+    def _fault(self, kind: str, first: Entry | None, second: Entry) -> None:
+        """Keeps a fault under what it is about, so that ranks and runs that repeat it share it."""
+        pair = () if first is None else (first.frame.place.source, first.item.index, first.free)
+        key = (kind, pair, second.frame.place.source, second.item.index, second.free)
+        found = self.faults.setdefault(key, [])
+        if first is None or len(found) < MAX_REPEATS:
+            found.append(Fault(kind, first, second))
+
+    def _life(self, frame: Frame, version: int) -> Life:
+        lives = self._lives[frame]
+        life = lives[version]
+        if life is None:
+            life = lives[version] = self._start(frame, version)
+        return life
+
+    def _start(self, frame: Frame, number: int) -> Life:
+        version = frame.place.source.versions[number]
+        buffer = version.buffer
+        whole = self.regions.at(version.spot, frame.place.where)
+        if version.symmetric:
+            slot, take = self.slot(frame, number), frame.takes.get(number, -1 - frame.run)
+            content = self._copy(slot, take, frame.place.rank, buffer.name, whole.hi)
+            alloc = frame.nodes[version.alloc] if version.alloc >= 0 else -1
+            return Life(version, content, 0, slot, take, alloc)
+        if version.registered:
+            slot, rank = self.slot(frame, number), frame.place.rank
+            content = self._param(slot, frame.run, rank, version, whole.hi)
+            return Life(version, content, 0, slot, frame.run)
+        memory = self._arena(frame, version.storage) if version.shared else Memory()
+        content = Content(buffer.name, whole.hi, memory, buffer.kind == "input")
+        return Life(version, content, buffer.offset if version.shared else 0)
+
+    def _copy(self, slot: Slot, take: int, rank: int, name: str, size: int) -> Content:
+        """One rank's copy of a slot, for one take of it."""
+        found = self._slots.get((slot, take, rank))
+        if found is None:
+            found = self._slots[slot, take, rank] = Content(name, size, Memory(), False)
+        return found
+
+    def _param(self, slot: Slot, run: int, rank: int, version: Version, size: int) -> Content:
+        """What one rank's registered memory, the same in all runs, holds in one of them."""
+        content = self._given.get((slot, run, rank))
+        if content is None:
+            name, full = version.buffer.name, version.buffer.kind == "input"
+            memory = self._registered.setdefault((slot, rank), Memory())
+            content = self._given[slot, run, rank] = Content(name, size, memory, full)
+        return content
+
+    def _arena(self, frame: Frame, storage: str) -> Memory:
+        found = self._arenas.get((frame, storage))
+        if found is None:
+            bounds: set[int] = set()
+            for version in frame.place.source.versions:
+                if version.shared and version.storage == storage:
+                    whole = self.regions.at(version.spot, frame.place.where)
+                    bounds |= {version.buffer.offset, version.buffer.offset + whole.hi}
+            found = self._arenas[frame, storage] = Memory(sorted(bounds))
+        return found
+
+    def _touch(self, node: int, frame: Frame, item: Item, touch: Touch) -> None:
+        where = frame.place.where
+        if not item.does(touch, where):
+            return
+        region = self.regions.at(touch.spot, where)
+        if region.lo >= region.hi:
+            return
+        life = self._life(frame, touch.version)
+        content = life.content
+        if touch.peer is not None and touch.team is not None and life.slot is not None:
+            rank = where.member(touch.team).ranks[where.index(touch.peer)]
+            name, size = life.version.buffer.name, content.size
+            if life.version.registered:
+                content = self._param(life.slot, life.take, rank, life.version, size)
+            else:
+                content = self._copy(life.slot, life.take, rank, name, size)
+        offset = life.offset
+        entry = Entry(
+            offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
+        )
+        if life.alloc >= 0 or life.version.free >= 0:
+            self._check_life(life, entry)
+        for cell in content.memory.within(entry.lo, entry.hi):
+            if touch.write:
+                self._write(cell, entry, offset)
+            else:
+                self._read(cell, entry)
+        if entry.by_caller:
+            pass
+        elif touch.write:
+            content.write(region)
+        elif not content.full and not content.holds(region, self.regions):
+            kind = "uninitialized" if content.log is None else "overwritten"
+            self._fault(kind, None, entry)
+
+    def _check_life(self, life: Life, entry: Entry) -> None:
+        graph, node, frame = self.graph, entry.node, entry.frame
+        if life.alloc >= 0 and not graph.before(life.alloc, node):
+            if graph.clocks[life.alloc] is None:  # it never comes: the list alone has an order
+                early = entry.item.index < life.version.alloc
+            else:
+                early = graph.before(node, life.alloc)
+            alloc = self._whole(life, life.alloc, frame, life.version.alloc)
+            self._fault("use-before-alloc" if early else "race", alloc, entry)
+        if life.freed >= 0:
+            late = graph.before(life.freed, node)
+            free = self._whole(life, life.freed, frame, life.version.free)
+            self._fault("use-after-free" if late else "race", free, entry)
+            if not late and life.version.shared:
+                self._mark(free, entry)
+        elif life.version.free >= 0:
+            life.uses.append(entry)
+
+    def _whole(self, life: Life, node: int, frame: Frame, index: int) -> Entry:
+        """An Alloc or a Free as an access of the whole buffer."""
+        region = self.regions.at(life.version.spot, frame.place.where)
+        lo, hi = life.offset + region.lo, life.offset + region.hi
+        item = frame.place.source.items[index]
+        return Entry(lo, hi, region, life.content, node, frame, item, True, True)
+
+    def _free(self, node: int, frame: Frame, item: Item) -> None:
+        life = self._life(frame, item.version)
+        life.freed = node
+        free = self._whole(life, node, frame, item.index)
+        if life.alloc >= 0 and not self.graph.before(life.alloc, node):
+            alloc = self._whole(life, life.alloc, frame, life.version.alloc)
+            self._fault("race", alloc, free)
+        last: dict[int, Entry] = {}  # of each chain: one finding says it of all before
+        for entry in life.uses:
+            if not self.graph.before(entry.node, node):
+                last[self.graph.chain[entry.node]] = entry
+                if life.version.shared:
+                    self._mark(entry, free)
+        for entry in last.values():
+            self._fault("race", entry, free)
+        life.uses.clear()
+        if life.version.shared and free.lo < free.hi:
+            life.content.freed = True
+            for cell in life.content.memory.within(free.lo, free.hi):
+                self._write(cell, free, life.offset)
+                cell.live.pop(life.content, None)
+
+    def _read(self, cell: Cell, new: Entry) -> None:
+        for old in cell.writes:
+            if old.lo < new.hi and new.lo < old.hi and not self._before(old, new):
+                self._conflict(old, new)
+        cell.reads[new.region, new.content, self.graph.chain[new.node]] = new
+
+    def _before(self, old: Entry, new: Entry) -> bool:
+        """Whether two accesses are ordered (those of one op are, for this purpose)."""
+        if old.node == new.node:
+            return old.item is new.item
+        if len(self.faults) >= MAX_FAULTS:
+            return True
+        return self.graph.before(old.node, new.node)
+
+    def _write(self, cell: Cell, new: Entry, offset: int) -> None:
+        kept: list[Entry] = []
+        for old in cell.writes:
+            if old.lo < new.hi and new.lo < old.hi:
+                if not self._before(old, new):
+                    self._conflict(old, new)
+                elif cell.covers(new, old):
+                    continue
+            kept.append(old)
+        kept.append(new)
+        cell.writes = kept
+        gone: list[tuple[Region, Content, int]] = []
+        for key, old in cell.reads.items():
+            if old.lo < new.hi and new.lo < old.hi:
+                if not self._before(old, new):
+                    self._conflict(old, new)
+                elif cell.covers(new, old):
+                    gone.append(key)
+        for key in gone:
+            del cell.reads[key]
+        # Else there is one buffer, or one that is registered: another run's writes race with it.
+        if new.content.memory.arena and not new.free:
+            for content, start in cell.live.items():
+                if content is not new.content:
+                    content.lose(new.lo - start, new.hi - start)
+            if not new.content.freed:
+                cell.live[new.content] = offset
+
+    def _conflict(self, old: Entry, new: Entry) -> None:
+        """Two unordered accesses whose hulls meet: a race, unless the boxes interleave."""
+        if old.content is new.content and (old.free or new.free):
+            return  # compared by `_check_life` and `_free`
+        if self._meet(old, new, by_box(old, new)):
+            self._mark(old, new)
+            self._fault("race", old, new)
+
+    def _mark(self, one: Entry, other: Entry) -> None:
+        """Keeps what is raced for.
+
+        A Free is kept with the uses that it races with where others share the storage: there it
+        may stand for accesses that race with them.
+        """
+        pair = (one.region, one.content, other.region, other.content)
+        self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))
+
+    def _meet(self, one: Entry, other: Entry, boxes: bool) -> bool:
+        """Whether two accesses of a memory meet, by their boxes or by their hulls."""
+        if boxes:
+            return self.regions.overlap(one.region, other.region)
+        return one.lo < other.hi and other.lo < one.hi
+
+    def raced_for(self, read: Entry) -> bool:
+        """Whether accesses race that both meet this read; see Note [Any order]."""
+        memory = read.content.memory
+        return any(
+            all(self._meet(read, one, boxes=not memory.arena) for one in pair)
+            for pair in self._races.get(memory, {}).values()
+        )

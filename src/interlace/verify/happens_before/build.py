@@ -1,0 +1,199 @@
+"""Builds the happens-before graph of a set of Programs.
+
+Note [One run stands for all]
+    Say that in one run every queue is balanced: members of a team issue equally many collectives,
+    each channel has as many sends as receives, each slot is taken equally often on every rank, and
+    what is taken is freed in the same run. Then nothing of a run is ever matched with another run,
+    so every edge stays in its run or leads to a later one: no cycle spans runs, and two ops of one
+    run are ordered as they would be in the first. Ops of different runs on one rank's own memory
+    are ordered by the end of the earlier run; on a symmetric slot by the Frees and the Alloc
+    between them (use outside of which is a finding in itself); on a registered parameter, which
+    peers reach too, by the begin and the end of its owner's run, both of which stand for all that
+    its caller may do. So the first run shows every fault, and it alone is unrolled; a set that is
+    not balanced is unrolled in full. The tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from interlace.errors import TeamError
+from interlace.ir.ops import KINDS, Collective
+from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Retake, Slot
+from interlace.verify.accesses.regions import Regions
+from interlace.verify.happens_before.frames import FrameBuilder
+from interlace.verify.happens_before.graph import Graph, Place, Point
+from interlace.verify.happens_before.source import Source
+
+
+class Builder:
+    """The graph while it grows, run by run, and what the matching checks need to know about it."""
+
+    def __init__(self, sources: Sequence[Source], regions: Regions) -> None:
+        self.graph = Graph()
+        self.regions = regions
+        self.places = _places(sources)
+        self.ranks = {place.rank for place in self.places}
+        self.meetings = Meetings[Point]()
+        self.num_runs = 0
+        num_chains = 0
+        for place in self.places:
+            num_chains += len(place.source.streams)
+        self.graph.num_chains = num_chains
+        self.heights = [0] * num_chains
+        self.exits: dict[int, int] = {}
+
+    def build(self, runs: int, unroll: bool = False) -> Graph:
+        """The solved graph of `runs` runs, or of one where one stands for all."""
+        self._run()
+        if unroll or not self._balanced():
+            for _ in range(runs - 1):
+                self._run()
+        self._match()
+        self.graph.solve()
+        return self.graph
+
+    def _run(self) -> None:
+        for place in self.places:
+            FrameBuilder(self, place, self.num_runs).run()
+        self.num_runs += 1
+
+    def _balanced(self) -> bool:
+        met = self.meetings
+        for (team, _), members in met.queues.items():
+            if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
+                return False
+        for sends, receives in met.channels.values():
+            if len(sends) != len(receives):
+                return False
+        for (team, name), members in met.taken.items():
+            if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
+                return False
+            for rank, taken in members.items():
+                if any(((team, name), n, rank) not in met.freed for n in range(len(taken))):
+                    return False
+        return True
+
+    def slot(self, place: Place, version: int) -> Slot:
+        """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
+        return self.meetings.slot(place.where, place.source.versions[version].buffer)
+
+    def _match(self) -> None:
+        """Adds the edges between ranks that wait for the whole to be known."""
+        for queue, k, come in self.meetings.collectives():
+            self._meet(queue, k, come)
+        for delivery in self.meetings.deliveries():
+            self._deliver(delivery)
+        for retake in self.meetings.retakes():
+            self._await_frees(retake)
+        for awaited in self.meetings.levels():
+            self._await_signal(awaited)
+
+    def _meet(self, queue: Queue, k: int, come: Mapping[int, Point]) -> None:
+        """The k-th collective of a queue: Note [Meetings] in graph.py."""
+        graph, team = self.graph, queue[0]
+        meeting = graph.add()
+        others: list[int] = []
+        for at in come.values():
+            (graph.preds[meeting] if self._has_part(at, False) else others).append(at.begin)
+        if others:
+            graph.blocks[meeting] = others
+        contributors = set(graph.preds[meeting])
+        absent = (
+            None if len(come) == len(team.ranks) else next(r for r in team.ranks if r not in come)
+        )
+        for rank, at in come.items():
+            if contributors and self._has_part(at, True):
+                graph.preds[at.end].append(meeting)
+                if at.begin in contributors:
+                    graph.after_meeting.add(at.end)
+            else:
+                graph.blocks[at.end] = [meeting]
+            if absent is not None:
+                graph.never[at.end] = self._missing(absent, rank, queue)
+
+    def _has_part(self, at: Point, write: bool) -> bool:
+        """Whether a rank gives bytes to what it meets others in, or (`write`) gets some; a barrier
+        is both."""
+        op = at.item.op
+        if isinstance(op, Collective) and KINDS[op.kind].reads == "none":
+            return True
+        where = at.frame.place.where
+        for touch in at.item.touches:
+            if touch.write == write and at.item.does(touch, where):
+                region = self.regions.at(touch.spot, where)
+                if region.lo < region.hi:
+                    return True
+        return False
+
+    def _deliver(self, delivery: Delivery[Point]) -> None:
+        """A message: a Send with its Recv."""
+        graph, (team, sender, receiver) = self.graph, delivery.channel
+        send, recv = delivery.send, delivery.recv
+        if send is not None and recv is not None:
+            if self._has_part(send, False):
+                graph.preds[recv.end].append(send.begin)
+            else:
+                graph.blocks.setdefault(recv.end, []).append(send.begin)
+            graph.blocks.setdefault(send.end, []).append(recv.begin)
+            return
+        at = send or recv
+        assert at is not None
+        verb, other = ("receive", receiver) if send else ("send", sender)
+        graph.never.setdefault(
+            at.end,
+            f"rank {other} to {verb} message {delivery.number + 1} of team {team.name} from rank "
+            f"{sender} to rank {receiver}, which it never does",
+        )
+
+    def _missing(self, absent: int, rank: int, queue: Queue) -> str:
+        team, members = queue[0], self.meetings.queues[queue]
+        if absent not in self.ranks:
+            return f"rank {absent} of team {team.name}, and no Program of the set runs there"
+        count, most = (len(members.get(each, ())) // self.num_runs for each in (absent, rank))
+        return (
+            f"rank {absent} to issue a collective of team {team.name}: it issues {count} in a run, "
+            f"and this rank {most}"
+        )
+
+    def _await_frees(self, retake: Retake[Point]) -> None:
+        """What every rank has to free before any takes the slot again."""
+        meeting = self.graph.add()
+        found = retake.frees
+        self.graph.preds[meeting] = [free.end for free in found.values() if free is not None]
+        missing = [rank for rank, free in found.items() if free is None]
+        for taker in retake.takers:
+            self.graph.preds[taker.end].append(meeting)
+            if missing:
+                self.graph.never[taker.end] = (
+                    f"rank {missing[-1]} to free take {retake.number - 1} of slot "
+                    f"{retake.slot[1]}, which it never does"
+                )
+
+    def _await_signal(self, awaited: Awaited[Point]) -> None:
+        node, (name, _, writer, _) = awaited.expect.end, awaited.signal
+        if awaited.notify is not None:
+            self.graph.preds[node].append(awaited.notify.end)
+            return
+        raises = f"raises it to {awaited.highest} at most" if awaited.highest else "never raises it"
+        self.graph.never[node] = (
+            f"rank {writer} to raise signal {name} to {awaited.value}, and it {raises}"
+        )
+
+
+def _places(sources: Sequence[Source]) -> list[Place]:
+    places: list[Place] = []
+    chain = 0
+    seen: dict[int, Source] = {}
+    for source in sources:
+        for where in source.program.wheres(source.ranks):
+            rank = where.rank
+            if rank in seen:
+                raise TeamError(
+                    f"rank {rank} runs both {seen[rank].program.name} and {source.program.name}: "
+                    f"the Programs of a set must run on different ranks"
+                )
+            seen[rank] = source
+            places.append(Place(source, rank, where, chain))
+            chain += len(source.streams)
+    return places

@@ -1,0 +1,229 @@
+"""The happens-before graph of all ranks, over several runs, and a clock for every node of it.
+
+A node is one point in time on one rank. Most ops are one node; what waits for other ranks (a
+collective, a message, a group) is two, its begin and its end, and may touch its memory anywhere
+between. Edges are what docs/semantics.md says, and nothing else:
+
+    stream order                 an op after the op before it on its stream
+    Record -> Wait               the last Record listed before the Wait
+    HostSync -> later ops        whatever their stream, because the host itself waited
+    collective -> next one       of one (team, backend) on one rank, whatever their streams
+    begin of a collective        on each member that contributes -> its end on each that needs it
+    begin of a Send -> end of its Recv
+    begin of a group -> its end  members lie between the two, and do not order each other
+    fused -> parts -> its end    parts do not order each other, but are begun in order
+    Notify -> Expect             the first Notify of the writer with a value that suffices
+    Free -> Alloc                take n of a slot after every rank's Free of take n - 2
+    end of run -> next run       on the same rank; ranks are not joined
+
+Note [Two extremes]
+    A library may wait for more than it has to: all members of a broadcast, the Recv of a Send. What
+    an op may have to wait for, but nobody can rely on, is in `blocks` and not in `preds`: deadlocks
+    are sought with both, and order is what `preds` alone give.
+
+Note [Meetings]
+    The members of a collective meet in a node without a place: it comes after the begin of all who
+    contribute, and before the end of all who need that. So a collective of n ranks has n edges to
+    the meeting and n from it, and the ends share its clock. The Frees of one take of a slot meet
+    likewise, before the Allocs of the take after the next.
+
+Note [Clocks]
+    A chain is one stream of one rank. A node's clock says how far each chain has surely come when
+    the node starts, so "a happens before b" is one comparison: clock(begin of b)[chain of a] >=
+    position of a's end. Nodes whose only predecessor is the one before them on the chain share its
+    clock. A clock is a tuple for all chains, which many nodes have in common, and what came since:
+    so what ranks do by themselves costs the same however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from interlace.ir.types import Where
+from interlace.verify.happens_before.source import Item, Source
+
+Part = tuple["Frame", Item]
+MAX_SINCE = 128
+"""Chains that a clock holds apart from its base, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One rank: its Source, what resolves its indices, and where its chains begin."""
+
+    source: Source
+    rank: int
+    where: Where
+    chain: int
+    """The chain of its first stream; the others follow."""
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One run on one rank."""
+
+    place: Place
+    run: int
+    nodes: list[int]
+    """The node at which each item is complete, by index; the return is the last."""
+    takes: dict[int, int] = field(default_factory=dict[int, int])
+    """Symmetric version -> which take of its slot this is, counted over all runs."""
+
+
+class Point(NamedTuple):
+    """An op of one rank that orders ops of others: its begin and its end, often one node."""
+
+    frame: Frame
+    item: Item
+    begin: int
+    end: int
+
+
+class Clock(NamedTuple):
+    """How far each chain has come: `since` where it says so, else `base`."""
+
+    base: tuple[int, ...]
+    """Many clocks have one and the same."""
+    since: dict[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """Nodes by number, each with its predecessors and the op that it is a point of."""
+
+    num_chains: int = 0
+    preds: list[list[int]] = field(default_factory=list[list[int]])
+    part: list[Part | None] = field(default_factory=list["Part | None"])
+    """The op that the node is a point of; None for a meeting."""
+    chain: list[int] = field(default_factory=list[int])
+    """The node's chain; -1 for a meeting."""
+    pos: list[int] = field(default_factory=list[int])
+    begins: dict[int, int] = field(default_factory=dict[int, int])
+    """End of an op -> its begin, where the two are apart."""
+    blocks: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    """Node -> what it may have to wait for though it is not ordered by it: Note [Two extremes]."""
+    after_meeting: set[int] = field(default_factory=set[int])
+    """Ends of collectives that come after nothing but a meeting which their begin is part of."""
+    never: dict[int, str] = field(default_factory=dict[int, str])
+    """Node -> what it waits for that never comes."""
+    frames: list[Frame] = field(default_factory=list[Frame])
+    clocks: list[Clock | None] = field(default_factory=list["Clock | None"])
+    made_from: dict[int, tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict[int, tuple[tuple[int, ...], ...]]
+    )
+    """By the id of a base (which the clocks keep alive): the bases that it is nowhere behind."""
+    order: list[int] = field(default_factory=list[int])
+    """The nodes that can finish, in an order in which they can."""
+
+    def add(self, part: Part | None = None) -> int:
+        """A node without predecessors or place."""
+        self.preds.append([])
+        self.part.append(part)
+        self.chain.append(-1)
+        self.pos.append(0)
+        return len(self.preds) - 1
+
+    def awaited(self, node: int) -> list[int]:
+        """All that must be done before a node can be."""
+        before = self.preds[node]
+        return [*before, *self.blocks[node]] if node in self.blocks else before
+
+    def solve(self) -> None:
+        """Fills `order` and `clocks`; what cannot finish is left out of them."""
+        self.order, self.clocks = self.sequence(), [None] * len(self.preds)
+        start = Clock((0,) * self.num_chains, {})
+        for node in self.order:
+            self.clocks[node] = self._clock(node, start)
+
+    def sequence(self) -> list[int]:
+        """The nodes that can finish, in an order in which they can."""
+        count = len(self.preds)
+        followers: list[list[int]] = [[] for _ in range(count)]
+        waiting = [0] * count
+        for node in range(count):
+            before = self.awaited(node)
+            waiting[node] = len(before) + (node in self.never)
+            for other in before:
+                followers[other].append(node)
+        order = [node for node in range(count) if not waiting[node]]
+        for node in order:  # grows while it is walked
+            for other in followers[node]:
+                waiting[other] -= 1
+                if not waiting[other]:
+                    order.append(other)
+        return order
+
+    def _clock(self, node: int, start: Clock) -> Clock:
+        before, chain = self.preds[node], self.chain
+        if not before:
+            return start
+        last = before[-1]
+        known = self.clocks[last]
+        assert known is not None
+        if len(before) == 1 and chain[last] == chain[node]:
+            return known
+        if node in self.after_meeting:
+            return known
+        return self._joined(before)
+
+    def _joined(self, before: list[int]) -> Clock:
+        """The clock after several nodes: their clocks, and the nodes themselves."""
+        clocks = {id(clock): clock for node in before if (clock := self.clocks[node]) is not None}
+        bases = {id(clock.base): clock.base for clock in clocks.values()}
+        base = self._joined_base(list(bases.values()))
+        since: dict[int, int] = {}
+        for node in before:
+            chain, position = self.chain[node], self.pos[node]
+            if chain >= 0 and position > base[chain] and position > since.get(chain, 0):
+                since[chain] = position
+        for clock in clocks.values():
+            for chain, position in clock.since.items():
+                if position > base[chain] and position > since.get(chain, 0):
+                    since[chain] = position
+        if not since or len(since) <= MAX_SINCE < self.num_chains:
+            return Clock(base, since)
+        full = list(base)
+        for chain, position in since.items():
+            full[chain] = position
+        return Clock(self._new_base(full, base), {})
+
+    def _joined_base(self, bases: list[tuple[int, ...]]) -> tuple[int, ...]:
+        """The furthest of several bases for each chain: one of them, where that is known."""
+        tops = [bases.pop()]
+        for other in bases:
+            if self._includes(other, tops[-1]):
+                tops[-1] = other
+            elif not self._includes(tops[-1], other):
+                tops.append(other)
+        if len(tops) > 2:
+            return self._new_base(map(max, *tops), *tops)
+        one, other = tops[0], tops[-1]
+        if one is other:
+            return one
+        return self._new_base([a if a > b else b for a, b in zip(one, other, strict=True)], *tops)
+
+    def _new_base(self, positions: Iterable[int], *earlier: tuple[int, ...]) -> tuple[int, ...]:
+        base = tuple(positions)
+        if self.num_chains > MAX_SINCE:
+            self.made_from[id(base)] = earlier
+        return base
+
+    def _includes(self, base: tuple[int, ...], other: tuple[int, ...]) -> bool:
+        """Whether a base is known to be nowhere behind another: made from it, or once removed."""
+        for one in self.made_from.get(id(base), ()):
+            if one is other or any(two is other for two in self.made_from.get(id(one), ())):
+                return True
+        return False
+
+    def before(self, one: int, other: int) -> bool:
+        """Whether op `one` has ended before op `other` begins, in every run of the programs."""
+        other = self.begins.get(other, other)
+        at = self.chain[one]
+        if self.chain[other] == at:
+            return self.pos[one] < self.pos[other]
+        clock = self.clocks[other]
+        if clock is None:
+            return False
+        return clock.since.get(at, clock.base[at]) >= self.pos[one]
