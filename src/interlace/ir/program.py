@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from interlace.errors import ProgramError
-from interlace.ir.fields import form_of, written
+from interlace.ir.fields import NAMES, form_of, written
 from interlace.ir.ops import Alloc, Arg, Call, Fused, FusedMember, Op
 from interlace.ir.types import Buffer, Layout, RankIndex, Table, Team, Where, spanned
 from interlace.ir.view import Box, Chunk, Slice, Step, View
@@ -199,15 +199,20 @@ def map_views(op: Op, change: Callable[[View], View]) -> Op:
 def map_values(op: Op, change: Callable[[object], object]) -> Op:
     """The op with every value of its fields changed, also within tuples and ops that it holds."""
     changes: dict[str, Any] = {}
-    for each in form_of(type(op)).fields:
-        value = getattr(op, each.name)
-        if each.role not in _PLAIN and value is not None:
-            changes[each.name] = _mapped(value, change)
+    for name in _mapped_fields(type(op)):
+        value = getattr(op, name)
+        if value is not None:
+            changes[name] = _mapped(value, change)
     return dataclasses.replace(op, **changes) if changes else op
 
 
-_PLAIN = frozenset({"string", "name", "table", "team", "integer", "flag"})
-"""Roles of fields without views, ranks and buffers."""
+@functools.cache
+def _mapped_fields(kind: type[Op]) -> tuple[str, ...]:
+    """The fields that may hold more than names, numbers and flags."""
+    return tuple(each.name for each in form_of(kind).fields if each.role not in _PLAIN)
+
+
+_PLAIN = frozenset({"string", *NAMES, "integer", "flag"})
 
 
 def _mapped(value: Any, change: Callable[[object], object]) -> Any:

@@ -10,6 +10,7 @@ written as a string: `wait("end of step")`, `buffer["layers.0.x"][tp.rank]`.
 from __future__ import annotations
 
 import difflib
+import functools
 import keyword
 import re
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,7 @@ WIDEST = 400
 """Characters of a line that an excerpt shows."""
 
 
+@functools.lru_cache(4096)
 def plain(name: str) -> bool:
     """Whether `name` can stand in the text as it is."""
     return (
