@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from interlace.errors import InterlaceError, ProgramError
-from interlace.ir import Box, Buffer, DType, RankIndex, Table, TableEntry, Team, View
+from interlace.ir import (
+    Box,
+    Buffer,
+    DType,
+    RankIndex,
+    Table,
+    TableEntry,
+    Team,
+    View,
+    parse,
+    validate,
+)
 from interlace.ir.box import MAX_RUNS, byte_runs
 from interlace.ir.types import Where
 
@@ -177,3 +188,33 @@ def test_unknown_names_of_a_place() -> None:
         where(0).table("row")
     with pytest.raises(ProgramError, match="has 3 entries, not one at 3"):
         where(0).dim(TableEntry("rows", 3))
+
+
+def test_what_overlaps_itself_is_what_has_two_elements_in_one_place(seed: int) -> None:
+    rng = random.Random(seed)
+    met = {False: 0, True: 0}
+    for _ in range(3000):
+        rank = rng.randint(0, 4)
+        sizes = tuple(rng.randint(0 if rng.random() < 0.05 else 1, 5) for _ in range(rank))
+        strides = tuple(rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 12, 20, 31)) for _ in range(rank))
+        box = Box(rng.randint(0, 3), sizes, strides, DType.f32)
+        places = [
+            sum(map(int.__mul__, index, strides)) for index in itertools.product(*map(range, sizes))
+        ]
+        assert box.overlaps_itself == (len(set(places)) < len(places)), (seed, box)
+        met[box.overlaps_itself] += 1
+    assert min(met.values()) > 300, met
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "copy(x, y.as_strided((3, 4), (2, 1), 0))",
+        "copy(x, z)",
+        'call("aten.neg.out", x, out=y.as_strided((3, 4), (2, 1), 0))',
+    ],
+)
+def test_rows_that_overlap_are_not_written(line: str) -> None:
+    params = "x: f32[3, 4], y: out[f32[12]], z: f32[3, 4].strides(2, 1)"
+    with pytest.raises(ProgramError, match="elements overlap"):
+        validate(parse(f"def f({params}):\n    main: copy(x.view(12), y)\n    main: {line}"))

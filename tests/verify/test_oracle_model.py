@@ -369,6 +369,18 @@ def test_a_view_without_elements_touches_nothing(stream: str, line: str) -> None
         assert (verdict.race or verdict.use_after_free) == touches
 
 
+def test_a_parameter_may_have_no_elements() -> None:
+    """On some rank alone, as what a table deals out may."""
+    program = parse(
+        """def f(tp: Team[2], x: f32[3, 2], y: out[f32[rows[tp.rank], 2]]):
+    rows = table(tp, 3, 0)
+    main: reduce_scatter(x, y, reduce="sum", team=tp, splits=rows)"""
+    )
+    verdict = explore(program)
+    assert verdict.complete
+    assert not {verdict.race, verdict.deadlock, verdict.uninitialized} & {True}
+
+
 def test_what_nothing_has_written() -> None:
     alloc, write, read = "a = alloc(f32[4])", "main: copy(x, a)", "main: copy(a, y)"
     assert not spmd(alloc, write, read).uninitialized

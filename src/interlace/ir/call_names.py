@@ -28,8 +28,9 @@ WORDS = (
 """What an argument may say of torch's values: the device of the run, a layout, memory formats."""
 
 KNOWN_NAMESPACES = ("aten", "prims", "interlace")
-"""Namespaces whose operators touch their arguments and results alone, as Interlace knows. Others,
-torch's own too, reach files (debugprims), other ranks (c10d) or foreign memory (inductor)."""
+"""Namespaces whose operators are meant to touch their arguments and results alone (those known not
+to are refused by name). Others, torch's own too, reach files (debugprims), other ranks (c10d) or
+foreign memory (inductor)."""
 
 _NO_NAMESPACES = {
     "operator": "Python's own functions are not reached from a schedule",

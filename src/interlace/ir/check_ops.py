@@ -116,12 +116,19 @@ class OpChecker:
 
     def writable(self, view: View) -> None:
         """Two elements of what is written are never the same bytes."""
-        box = self.context.boxes(view)[0]
-        if any(size > 1 and step == 0 for size, step in zip(box.sizes, box.strides, strict=True)):
-            raise self.context.fault(
-                f"{self.show(view)} is written, but its elements overlap (a stride of 0)",
-                "write the view that was expanded",
+        boxes = self.context.boxes(view)
+        if not any(box.overlaps_itself for box in boxes):
+            return
+        if any(0 in box.strides for box in boxes):
+            why, fix = "a stride of 0", "write the view that was expanded"
+        else:
+            why, fix = (
+                f"strides {boxes[0].strides}",
+                "write a view whose strides step over its rows",
             )
+        raise self.context.fault(
+            f"{self.show(view)} is written, but its elements overlap ({why})", fix
+        )
 
     def same(self, op: Copy | Put | Get) -> None:
         """Two views have equal sizes, and equal element types if these are not converted."""

@@ -111,12 +111,20 @@ OPERATORS: dict[str, Operator] = {
 tags such operators (`nondeterministic_seeded`), and an import marks their calls with `rng`."""
 
 _PERMUTED = " (it puts rows in an order that is data: no chunk's place is known beforehand)"
+_NO_BOUNDS = "it makes a view without a look at where its memory ends"
 BY_NAME: dict[str, Operator] = {
     **{
         f"aten.{name}": Operator(kind="indexed", why=_PERMUTED)
         for name in ("index", "gather", "take", "scatter")
     },
     "aten._grouped_mm": Operator(kind="indexed", why=" whose groups have sizes known beforehand"),
+    **{
+        f"aten.{name}": Operator(kind="effect", why=_NO_BOUNDS)
+        for name in (
+            *("_reshape_alias", "_reshape_alias_copy", "set_", "set"),
+            *("_nested_view_from_buffer", "_nested_view_from_buffer_copy"),
+        )
+    },
     "aten.from_file": Operator(
         kind="effect", why="it maps a file into memory, and may make or change it"
     ),

@@ -13,7 +13,9 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
+from interlace.errors import ProgramError
 from interlace.ir.program import Program
+from interlace.ir.types import Others
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.accesses.sweep import MAX_REPEATS, Fault, Sweep
 from interlace.verify.accesses.unwritten import Unwritten
@@ -22,6 +24,7 @@ from interlace.verify.explain import Explainer
 from interlace.verify.fixing.trials import Trials
 from interlace.verify.happens_before.build import Builder
 from interlace.verify.happens_before.lower import lower
+from interlace.verify.happens_before.source import Source
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import mismatches
 from interlace.verify.registered import disagreements
@@ -30,6 +33,8 @@ from interlace.verify.report import Finding, Report
 from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
+MAX_PAIRS = 1 << 21
+"""Of ranks, that signals go between in one run, counted for each op."""
 MAX_FINDINGS = 100
 """More faults than these are counted and not listed."""
 
@@ -52,6 +57,7 @@ def check(
     together = [programs] if isinstance(programs, Program) else list(programs)
     regions = Regions()
     sources = [lower(program, regions, in_order) for program in together]
+    _refuse_too_many_pairs(sources)
     builder = Builder(sources, regions)
     graph = builder.build(max(runs, 1), unroll)
     sweep = Sweep(graph, regions, lambda frame, version: builder.slot(frame.place, version))
@@ -82,6 +88,22 @@ def check(
         return report
     again = partial(check, runs=runs, in_order=in_order, unroll=unroll)
     return Trials(together, again).of(report)
+
+
+def _refuse_too_many_pairs(sources: Sequence[Source]) -> None:
+    """A signal between all ranks of a team is one for each pair of them."""
+    pairs = 0
+    for source in sources:
+        for item in source.items:
+            for level in (item.ordering.raises, item.ordering.expects):
+                if level is not None and isinstance(level.peer, Others):
+                    pairs += (source.program.team(level.team).size - 1) * len(source.ranks)
+                if pairs > MAX_PAIRS:
+                    raise ProgramError(
+                        f"{source.program.name}: signals between more than {MAX_PAIRS:,} pairs of "
+                        "ranks, which would take minutes and gigabytes to check: check the "
+                        "schedule on fewer ranks"
+                    )
 
 
 def _told(sweep: Sweep) -> list[list[Fault]]:

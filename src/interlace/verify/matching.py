@@ -123,10 +123,11 @@ class _Matcher:
     def differs(self, met: Sequence[Point]) -> tuple[str, int, int, tuple[str, str]] | None:
         """The first fact that two members disagree on: what, which two, what they say."""
         facts = [self.facts(issue) for issue in met]
-        for i, other in enumerate(facts[1:], 1):
-            for name, value in facts[0].items():
-                if value is not None and other[name] is not None and value != other[name]:
-                    return name, 0, i, (str(value), str(other[name]))
+        for name in facts[0]:
+            known = [(i, fact[name]) for i, fact in enumerate(facts) if fact[name] is not None]
+            for i, value in known[1:]:
+                if value != known[0][1]:
+                    return name, known[0][0], i, (str(known[0][1]), str(value))
         return self.sizes(met)
 
     def facts(self, issue: Point) -> dict[str, object]:
@@ -135,17 +136,21 @@ class _Matcher:
         assert isinstance(op, Collective)
         src, dst = self.box(issue, "src"), self.box(issue, "dst")
         known = src or dst
-        row = KINDS[op.kind]
+        row, even = KINDS[op.kind], op.splits is None
+        parts = op.kind == "all_to_all" and not even  # one side holds all, the other its own parts
         return {
             "kind": op.kind,
             "reduction": op.reduce or "none",
             "root": "none" if op.root is None else str(where.index(op.root)),
             "splits": "even" if op.splits is None else str(where.table(op.splits).values),
             "element type": None if known is None else str(known.dtype),
-            "source shape": _shape(src, whole=row.scales != "gather", even=op.splits is None)
+            "cut side": _cut_side(src, dst, where.table(op.splits).values)
+            if parts and op.splits is not None
+            else None,
+            "source shape": _shape(src, whole=row.scales != "gather" and not parts, even=even)
             if row.reads == "all"
             else None,
-            "destination shape": _shape(dst, whole=row.scales != "scatter", even=op.splits is None)
+            "destination shape": _shape(dst, whole=row.scales != "scatter" and not parts, even=even)
             if row.writes == "all"
             else None,
         }
@@ -168,6 +173,8 @@ class _Matcher:
             elif row.scales == "scatter":
                 wanted = all_out
                 given = src.numel if src is not None else wanted
+            elif op.kind == "all_to_all" and op.splits is not None:
+                given, wanted = all_in, all_out
             else:
                 given = src.numel if src is not None else -1
                 wanted = dst.numel if dst is not None else -1
@@ -313,6 +320,14 @@ def _times(count: int, what: str) -> str:
 
 def _backend(name: str | None) -> str:
     return "the team's own backend" if name is None else f"backend {name}"
+
+
+def _cut_side(src: Box | None, dst: Box | None, rows: tuple[int, ...]) -> str | None:
+    """Which side of an uneven all-to-all holds the parts of all ranks, as the table cuts them; None
+    where a rank's own part is the mean, so that both sides have as many rows."""
+    if src is None or dst is None or src.sizes[0] == dst.sizes[0]:
+        return None
+    return "source" if src.sizes[0] == sum(rows) else "destination"
 
 
 def _shape(box: Box | None, *, whole: bool, even: bool) -> str | None:

@@ -167,8 +167,15 @@ def merging(source: Program) -> frozenset[int]:
             if op.team not in where.members or op.src is None or op.dst is None:
                 continue
             src, dst = box(op.src).sizes[0], box(op.dst).sizes[0]
-            if src != dst and dst == sum(where.table(op.splits).values):
+            rows = where.table(op.splits).values
+            if src != dst and dst == sum(rows):
                 found.add(index)
+            if src == dst and source.rank is not None and len(set(rows)) > 1:
+                raise ProgramError(
+                    f"op {index}: rank {rank}'s part of this all_to_all is the mean of {rows}, so "
+                    "its own Program does not say which side holds the parts of all ranks: write "
+                    "one Program for all ranks"
+                )
     return frozenset(found)
 
 

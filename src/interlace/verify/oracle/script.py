@@ -149,8 +149,9 @@ class _Rank:
         self.run = run
         params = self.program.params
         start = self.act(None, [(self.acts[-1].ended,)] if self.acts else [])
-        start.touches = [self.caller(b) for b in params if b.registered]
-        start.empties = [self.caller(b) for b in params if b.kind == "output"]
+        start.touches = [touch for b in params if b.registered for touch in self.whole(b)]
+        outputs = [b for b in params if b.kind == "output"]
+        start.empties = [touch for b in outputs for touch in self.whole(b)]
         lanes: dict[str, Act] = {}
         self.host, self.events = start, dict[str, Act]()
         for op in self.program.ops:
@@ -226,8 +227,7 @@ class _Rank:
                     number = self.takes.get((self.run, name), 0)
                     script.frees[*self.slot(buffer), self.rank, number] = act
                 else:  # the bytes are others' only after it
-                    (whole, _) = self.touch(Access(View(name)), True)
-                    act.touches.append(dataclasses.replace(whole, marks=True))
+                    act.touches += self.whole(buffer)
             case Notify():
                 for reader in self.peers(op.peer, op.team):
                     key = (op.signal, *self.team(op.team), self.rank, reader, self.run)
@@ -294,9 +294,10 @@ class _Rank:
         found = Touch(memory, name, exact << at, covers << at, hull << at, write)
         return [found, dataclasses.replace(self.life(buffer), write=False)]
 
-    def caller(self, buffer: Buffer) -> Touch:
-        """What the caller may do with a parameter out of a run."""
-        return dataclasses.replace(self.touch(Access(View(buffer.name)), True)[0], marks=True)
+    def whole(self, buffer: Buffer) -> list[Touch]:
+        """A touch of the whole buffer, as the caller may touch a parameter out of a run."""
+        found = self.touch(Access(View(buffer.name)), True)[:1]
+        return [dataclasses.replace(touch, marks=True) for touch in found]
 
     def life(self, buffer: Buffer) -> Touch:
         """What a use and a Free of a buffer, or a use and the take of a slot, conflict in."""
