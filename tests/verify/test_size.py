@@ -98,3 +98,14 @@ def test_two_thousand_streams_that_race() -> None:
     assert report.kinds() == {"race"}
     assert report.num_left_out > 5000
     assert "10000 faults or more (" in str(report).splitlines()[0]
+
+
+def test_signals_between_too_many_pairs_are_refused_at_once() -> None:
+    text = """
+def f(tp: Team[60000], x: f32[4], y: out[f32[4]]):
+    main: copy(x, y)
+    main: notify(done, to=tp.others)
+    main: expect(done, tp.others)
+"""
+    with pytest.raises(ProgramError, match="check the schedule on fewer ranks"):
+        check(parse(text.strip()))
