@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from tests.support.line_count import per_op
 
+from interlace.errors import ProgramError
 from interlace.ir import parse
 from interlace.verify import check
 from interlace.verify.happens_before.graph import Graph
