@@ -365,7 +365,7 @@ def fake_engine(
     context = Context(plan, values, crew, *facts, None)
     engines: list[CudaEngine] = []
     kernels = {
-        f"interlace.kernels.{kind}_matmul": types.SimpleNamespace(
+        f"interlace.kernels.gemm.{kind}_matmul": types.SimpleNamespace(
             **{f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)}
         )
         for kind in ("gather", "scatter")
