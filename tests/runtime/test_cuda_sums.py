@@ -29,7 +29,7 @@ def test_sums_are_one_launch_unless_an_address_is_odd(
         def launch(self, *args: int) -> None:
             launches.append(args)
 
-    kernels = {"sums": {"SumSlots": Noted}, "launch": {"TYPES": {torch.float32: "fp32"}}}
+    kernels = {"exchange.sums": {"SumSlots": Noted}, "launch": {"TYPES": {torch.float32: "fp32"}}}
     for name, content in kernels.items():
         monkeypatch.setitem(sys.modules, f"interlace.kernels.{name}", SimpleNamespace(**content))
     start = {name: int(name == odd) for name in ("slots", "out")}
