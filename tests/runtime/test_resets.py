@@ -1,7 +1,8 @@
-"""`interlace.reset()` after an error of a rank's own code, which no team has heard of."""
+"""`interlace.reset()` after an error of a rank's own code, heard of by its teams or not."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.pool import Pool
 from interlace.comm import team_of
 from interlace.comm.teams import reset_teams
 from interlace.frontend.consent import consent_of_ranks
+from interlace.frontend.membership import learn_groups
 from interlace.ir import Notify, Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -21,13 +23,22 @@ from interlace.runtime import Executor
 TIME_OUT_S = 20.0
 
 
-def reset_alone(kind: str, first: int, early: bool, seed: int) -> list[Outcome]:
+def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> list[Outcome]:
     """Rank `first` leaves out what the others do, and resets: while they wait for it, or before
-    they come to it."""
-    executor, me = prepared("get", time_out_s=TIME_OUT_S), dist.get_rank()
+    they come to it. A run of its own may have `failed` before, which all have heard of."""
+
+    def stop(rank: int, index: int, op: Op) -> None:
+        if armed and rank == first:
+            raise ValueError("of its own code")
+
+    armed, me = False, dist.get_rank()
+    executor = prepared("get", stop, time_out_s=TIME_OUT_S)
     inputs = inputs_of(executor.program, me, seed)
     (before,) = executor.run(inputs)
     dist.barrier()
+    armed = failed
+    assert not failed or attempt(lambda: executor.run(inputs))[0] != "result"
+    armed = False
 
     def act() -> object:
         groups, options = {"tp": world_group()}, Options(time_out_s=TIME_OUT_S)
@@ -35,6 +46,9 @@ def reset_alone(kind: str, first: int, early: bool, seed: int) -> list[Outcome]:
             consent = consent_of_ranks(["mlp"], TIME_OUT_S)
             assert consent is not None
             return consent([(world_group(), True)])
+        if kind == "learn":
+            store = dist.PrefixStore(str(seed), dist.distributed_c10d._get_default_store())
+            return learn_groups([(3, ((0, 1, 2),), False)], me, TIME_OUT_S, store)
         if kind == "prepare":
             return Executor(program_of("shift", 3), groups=groups, options=options).prepare()
         return executor.run(inputs)
@@ -51,14 +65,18 @@ def reset_alone(kind: str, first: int, early: bool, seed: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("kind", ["run", "prepare", "compile"])
+@pytest.mark.parametrize(
+    ("kind", "failed"),
+    [("run", False), *itertools.product(["prepare", "compile", "learn"], [False, True])],
+)
 def test_who_resets_first_is_heard_at_once_and_met(
-    pool: Pool, kind: str, early: bool, seed: int
+    pool: Pool, kind: str, failed: bool, early: bool, seed: int
 ) -> None:
     first = seed % 3
-    results = pool(3).run(reset_alone, kind, first, early, seed)
+    results = pool(3).run(reset_alone, kind, first, failed, early, seed)
     for rank, (*heard, reset, after) in enumerate(results):
         assert [len(heard), reset[0]] == [rank != first, "result"], reset
+        assert reset[2] < 5
         assert after[:2] == ("result", "True")
         for error, text, seconds in heard:
             assert error in ("PeerError", "AgreementError")

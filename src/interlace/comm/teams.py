@@ -20,7 +20,7 @@ import contextlib
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.backends import apart, limit_s
 from interlace.comm.connections import Connections
-from interlace.comm.control import NBYTES, RESETTING, Control
+from interlace.comm.control import NBYTES, Control
 from interlace.comm.host.sharing import share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import STORE_S, Board, Note, named
@@ -217,7 +217,7 @@ class TeamComm:
             if self._cuda is not None:
                 self._cuda.finish(self.control.quiet, time_out_s)
             renew = renew or self.control.failed
-            self._tell_of_reset()
+            self.control.begin_reset()
             if self._cuda is not None:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
@@ -233,7 +233,7 @@ class TeamComm:
                     self._connections.end(time_out_s)
             except BaseException as error:
                 self.resets = before
-                self.control.fail(error)
+                self.control.give_up_reset(error)
                 raise
             try:
                 self.control.reset(max(note["run"] for note in told))
@@ -245,16 +245,8 @@ class TeamComm:
                 if renew:
                     self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
             except BaseException as error:
-                self.control.fail(error)
+                self.control.give_up_reset(error)
                 raise
-
-    def _tell_of_reset(self) -> None:
-        """Ends what peers wait for this rank in: runs, and meetings to compile or to prepare."""
-        why = self.control.resetting() or (  # of several ranks the first is told
-            f"rank {self.rank} called reset(), as after an error of its own code: every rank of "
-            "its teams calls interlace.reset()"
-        )
-        self.control.fail(PeerError(why), RESETTING)
 
     def used_by(self, user: User) -> None:
         """From now on this is told when the team goes."""
@@ -304,10 +296,6 @@ class _Registry:
                 team = self._teams[group] = TeamComm(group, name, limit_s)
             return team
 
-    def find(self, group: dist.ProcessGroup) -> TeamComm | None:
-        with self._lock:
-            return self._teams.get(group)
-
     def live(self) -> list[TeamComm]:
         """The teams of groups that were not destroyed, in an order that all ranks share."""
         with self._lock:
@@ -332,9 +320,17 @@ def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> Te
     return _registry.get(group, name, limit_s)
 
 
-def known_team(group: dist.ProcessGroup) -> TeamComm | None:
-    """The TeamComm of a process group, if it was made."""
-    return _registry.find(group)
+def known_teams(groups: Collection[tuple[int, ...]]) -> list[TeamComm]:
+    """The teams of these ranks, as far as they were made and their process groups live."""
+    return [team for team in _registry.live() if team.ranks in groups]
+
+
+@contextlib.contextmanager
+def attending(meetings: Iterable[tuple[TeamComm, str]]) -> Iterator[Callable[[], object]]:
+    """While this rank waits in a meeting of each team: gives what raises a failure of any."""
+    with contextlib.ExitStack() as attended:
+        looks = [attended.enter_context(team.attending(topic)) for team, topic in meetings]
+        yield lambda: [look() for look in looks]
 
 
 def known_lives() -> dict[int, Life]:
