@@ -85,6 +85,35 @@ def test_who_resets_first_is_heard_at_once_and_met(
             assert seconds < 5
 
 
+def reset_of_several(seed: int) -> list[Outcome]:
+    """Rank 1 resets all teams while rank 0 waits for it in a run of one, and then of the other."""
+    program, options = program_of("get", 2), Options(time_out_s=TIME_OUT_S)
+    inputs = inputs_of(program, dist.get_rank(), seed)
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
+    executors = [Executor(program, groups={"tp": g}, options=options).prepare() for g in groups]
+    found: list[Outcome] = []
+    for executor in executors:
+        executor.run(inputs)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found.append(attempt(lambda executor=executor: executor.run(inputs)))
+        found.append(attempt(lambda: reset_teams(TIME_OUT_S)))
+    for executor in executors:
+        executor.run(inputs)
+        executor.close()
+    for group in groups:
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_a_reset_is_heard_at_once_in_each_of_several_teams(pool: Pool, seed: int) -> None:
+    waiting, resetting = pool(2).run(reset_of_several, seed)
+    assert [outcome for outcome, _, _ in waiting] == ["PeerError", "result"] * 2, waiting
+    assert [outcome for outcome, _, _ in resetting] == ["result"] * 2, resetting
+    assert all(seconds < 5 for _, _, seconds in waiting + resetting)
+    assert all("interlace.reset()" in text for _, text, _ in waiting[::2])
+
+
 def reset_unasked(seed: int) -> tuple[bool, bool]:
     """A reset when nothing failed: whether the user's connections stay, and runs go on."""
     executor, me = prepared("pipeline", time_out_s=TIME_OUT_S), dist.get_rank()

@@ -269,7 +269,7 @@ class Control:
     @property
     def failed(self) -> bool:
         """Whether this rank itself has reported an error since the last reset."""
-        return bool(self._mine[ERROR])
+        return self._mine[ERROR] not in (0, RESETTING)
 
     # -- progress --------------------------------------------------------------------------------
 
@@ -362,9 +362,10 @@ class Control:
         self.fail(PeerError(_called_reset(first)), RESETTING)
 
     def give_up_reset(self, error: BaseException) -> None:
-        """This rank left reset() by an error: the team stays out of order."""
-        self._mine[RESETS] = 0
-        self.fail(error)
+        """If this rank is in reset(), it leaves by an error: the team stays out of order."""
+        if self._mine[RESETS]:
+            self._mine[RESETS] = 0
+            self.fail(error)
 
     def reset(self, run: int) -> None:
         """Forgets this rank's own words; a barrier stands before and after.

@@ -20,7 +20,7 @@ import contextlib
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -205,6 +205,13 @@ class TeamComm:
         """The device side, if there is one."""
         return self._cuda
 
+    def begin_reset(self, time_out_s: float) -> None:
+        """Peers that wait for this rank, in a run or in a meeting, hear that it resets."""
+        with self.lock:
+            if self._cuda is not None:
+                self._cuda.finish(self.control.quiet, time_out_s)
+            self.control.begin_reset()
+
     def reset(self, time_out_s: float, renew: bool = True) -> None:
         """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
 
@@ -214,10 +221,8 @@ class TeamComm:
         of order. Peers that wait for this rank, in a run or in a meeting, hear of it at once.
         """
         with self.lock:
-            if self._cuda is not None:
-                self._cuda.finish(self.control.quiet, time_out_s)
+            self.begin_reset(time_out_s)
             renew = renew or self.control.failed
-            self.control.begin_reset()
             if self._cuda is not None:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
@@ -245,7 +250,7 @@ class TeamComm:
                 if renew:
                     self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
             except BaseException as error:
-                self.control.give_up_reset(error)
+                self.control.fail(error)
                 raise
 
     def used_by(self, user: User) -> None:
@@ -344,9 +349,21 @@ def reset_teams(time_out_s: float | None = None) -> None:
     Collective: every rank calls it, and meets the others on each of its teams. Who waits in a run
     for a rank that is here already hears of it at once. Where nothing failed, connections stay.
     """
-    for team in _registry.live():
-        if team.is_set_up:
-            team.reset(limit_s(time_out_s), renew=False)
+    teams = [team for team in _registry.live() if team.is_set_up]
+    reset_in_turn(teams, limit_s(time_out_s), renew=False)
+
+
+def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = True) -> None:
+    """Resets these teams, in an order that all ranks share; peers hear of it in all at once."""
+    try:
+        for team in teams:
+            team.begin_reset(time_out_s)
+        for team in teams:
+            team.reset(time_out_s, renew)
+    except BaseException as error:
+        for team in teams:
+            team.control.give_up_reset(error)
+        raise
 
 
 def release_teams() -> None:
