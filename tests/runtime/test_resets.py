@@ -1,7 +1,8 @@
-"""`interlace.reset()` after an error of a rank's own code, which no team has heard of."""
+"""`interlace.reset()` after an error of a rank's own code, heard of by its teams or not."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.pool import Pool
 from interlace.comm import team_of
 from interlace.comm.teams import reset_teams
 from interlace.frontend.consent import consent_of_ranks
+from interlace.frontend.membership import learn_groups
 from interlace.ir import Notify, Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -21,13 +23,22 @@ from interlace.runtime import Executor
 TIME_OUT_S = 20.0
 
 
-def reset_alone(kind: str, first: int, early: bool, seed: int) -> list[Outcome]:
+def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> list[Outcome]:
     """Rank `first` leaves out what the others do, and resets: while they wait for it, or before
-    they come to it."""
-    executor, me = prepared("get", time_out_s=TIME_OUT_S), dist.get_rank()
+    they come to it. A run of its own may have `failed` before, which all have heard of."""
+
+    def stop(rank: int, index: int, op: Op) -> None:
+        if armed and rank == first:
+            raise ValueError("of its own code")
+
+    armed, me = False, dist.get_rank()
+    executor = prepared("get", stop, time_out_s=TIME_OUT_S)
     inputs = inputs_of(executor.program, me, seed)
     (before,) = executor.run(inputs)
     dist.barrier()
+    armed = failed
+    assert not failed or attempt(lambda: executor.run(inputs))[0] != "result"
+    armed = False
 
     def act() -> object:
         groups, options = {"tp": world_group()}, Options(time_out_s=TIME_OUT_S)
@@ -35,6 +46,9 @@ def reset_alone(kind: str, first: int, early: bool, seed: int) -> list[Outcome]:
             consent = consent_of_ranks(["mlp"], TIME_OUT_S)
             assert consent is not None
             return consent([(world_group(), True)])
+        if kind == "learn":
+            store = dist.PrefixStore(str(seed), dist.distributed_c10d._get_default_store())
+            return learn_groups([(3, ((0, 1, 2),), False)], me, TIME_OUT_S, store)
         if kind == "prepare":
             return Executor(program_of("shift", 3), groups=groups, options=options).prepare()
         return executor.run(inputs)
@@ -51,20 +65,53 @@ def reset_alone(kind: str, first: int, early: bool, seed: int) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("kind", ["run", "prepare", "compile"])
+@pytest.mark.parametrize(
+    ("kind", "failed"),
+    [("run", False), *itertools.product(["prepare", "compile", "learn"], [False, True])],
+)
 def test_who_resets_first_is_heard_at_once_and_met(
-    pool: Pool, kind: str, early: bool, seed: int
+    pool: Pool, kind: str, failed: bool, early: bool, seed: int
 ) -> None:
     first = seed % 3
-    results = pool(3).run(reset_alone, kind, first, early, seed)
+    results = pool(3).run(reset_alone, kind, first, failed, early, seed)
     for rank, (*heard, reset, after) in enumerate(results):
         assert [len(heard), reset[0]] == [rank != first, "result"], reset
+        assert reset[2] < 5
         assert after[:2] == ("result", "True")
         for error, text, seconds in heard:
             assert error in ("PeerError", "AgreementError")
             assert f"rank {first}" in text
             assert "interlace.reset()" in text
             assert seconds < 5
+
+
+def reset_of_several(seed: int) -> list[Outcome]:
+    """Rank 1 resets all teams while rank 0 waits for it in a run of one, and then of the other."""
+    program, options = program_of("get", 2), Options(time_out_s=TIME_OUT_S)
+    inputs = inputs_of(program, dist.get_rank(), seed)
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
+    executors = [Executor(program, groups={"tp": g}, options=options).prepare() for g in groups]
+    found: list[Outcome] = []
+    for executor in executors:
+        executor.run(inputs)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            found.append(attempt(lambda executor=executor: executor.run(inputs)))
+        found.append(attempt(lambda: reset_teams(TIME_OUT_S)))
+    for executor in executors:
+        executor.run(inputs)
+        executor.close()
+    for group in groups:
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_a_reset_is_heard_at_once_in_each_of_several_teams(pool: Pool, seed: int) -> None:
+    waiting, resetting = pool(2).run(reset_of_several, seed)
+    assert [outcome for outcome, _, _ in waiting] == ["PeerError", "result"] * 2, waiting
+    assert [outcome for outcome, _, _ in resetting] == ["result"] * 2, resetting
+    assert all(seconds < 5 for _, _, seconds in waiting + resetting)
+    assert all("interlace.reset()" in text for _, text, _ in waiting[::2])
 
 
 def reset_unasked(seed: int) -> tuple[bool, bool]:

@@ -22,7 +22,14 @@ from interlace.comm.host.signals import Wait, fence, stamp
 from interlace.comm.host.slots import Slot, SlotPool, Use
 from interlace.comm.host.workspace import Demand, Message, Workspace
 from interlace.comm.rendezvous.board import Board
-from interlace.comm.teams import TeamComm, known_lives, known_team, release_teams, team_of
+from interlace.comm.teams import (
+    TeamComm,
+    attending,
+    known_lives,
+    known_teams,
+    release_teams,
+    team_of,
+)
 
 __all__ = [
     "BACKENDS",
@@ -43,12 +50,13 @@ __all__ = [
     "Use",
     "Wait",
     "Workspace",
+    "attending",
     "bind_collective",
     "bind_peer_collective",
     "exchange",
     "fence",
     "known_lives",
-    "known_team",
+    "known_teams",
     "limit_s",
     "release_teams",
     "share_on_host",

@@ -8,6 +8,7 @@ Each rank writes its own part and reads the others':
     progress   the op that each stream is at, and since when: who is late, in a time-out's message
     reached    how many collectives of each backend it has got to in this run
     attends    the meeting in the store that it waits in: no run of the team goes on meanwhile
+    resets     that it is in reset(), whatever made it stop before, and who called that first
 
 `run` counts the Programs that this process ran on the team, whatever Executor ran them, so the same
 number means the same call on every rank.
@@ -27,7 +28,7 @@ from interlace.errors import AgreementError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS
 
 ERROR, ERROR_LENGTH = range(2)
-ENTERED, EXITED, ATTENDS = 8, 9, 10
+ENTERED, EXITED, ATTENDS, RESETS = 8, 9, 10, 11
 """In a cache line that peers do not read in every run, as they do the error's."""
 REACHED = 16
 MAX_BACKENDS = 8
@@ -43,7 +44,7 @@ NBYTES = ERROR_TEXT * 8 + ERROR_BYTES
 
 FAILED, DISAGREED, PASSED_ON, RESETTING = 1, 2, 3, 4
 """What the error cell holds: an error of this rank, of several, or one heard of another rank; or
-that this rank is in reset(), which concerns who waits for it in a later run or in a meeting."""
+that this rank is in reset(), which concerns who waits for it in a later run."""
 
 
 class Control:
@@ -229,12 +230,15 @@ class Control:
         return passed_on
 
     def resetting(self) -> str:
-        """What a peer said that is in reset(), and comes to no other meeting until this rank comes
-        there; empty if none is."""
-        for member, _ in self._peers:
-            if self._cells[member][ERROR] == RESETTING:
-                return self._told(member)
-        return ""
+        """What to say of a peer that is in reset(), and comes to no other meeting until this rank
+        comes there; empty if none is."""
+        first = self._first_in_reset()
+        return _called_reset(first) if first is not None else ""
+
+    def _first_in_reset(self) -> int | None:
+        """The rank that called reset() first, as the peers that are there say."""
+        told = (self._cells[member][RESETS] for member, _ in self._peers)
+        return next((mark - 1 for mark in told if mark), None)
 
     def _told(self, member: int) -> str:
         """The message of a member whose error cell is set."""
@@ -265,7 +269,7 @@ class Control:
     @property
     def failed(self) -> bool:
         """Whether this rank itself has reported an error since the last reset."""
-        return bool(self._mine[ERROR])
+        return self._mine[ERROR] not in (0, RESETTING)
 
     # -- progress --------------------------------------------------------------------------------
 
@@ -350,6 +354,19 @@ class Control:
 
     # -- reset -----------------------------------------------------------------------------------
 
+    def begin_reset(self) -> None:
+        """Ends what peers wait for this rank in: runs, and meetings to compile or to prepare."""
+        first = self._first_in_reset()
+        first = self.ranks[self.me] if first is None else first
+        self._mine[RESETS] = first + 1
+        self.fail(PeerError(_called_reset(first)), RESETTING)
+
+    def give_up_reset(self, error: BaseException) -> None:
+        """If this rank is in reset(), it leaves by an error: the team stays out of order."""
+        if self._mine[RESETS]:
+            self._mine[RESETS] = 0
+            self.fail(error)
+
     def reset(self, run: int) -> None:
         """Forgets this rank's own words; a barrier stands before and after.
 
@@ -370,3 +387,10 @@ class Control:
     def _read(segment: Segment, offset: int, length: int) -> str:
         data = bytes(segment.cells.cast("B")[offset : offset + length])
         return data.decode(errors="replace")
+
+
+def _called_reset(rank: int) -> str:
+    return (
+        f"rank {rank} called reset(), as after an error of its own code: every rank of its teams "
+        "calls interlace.reset()"
+    )

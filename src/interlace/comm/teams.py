@@ -20,7 +20,7 @@ import contextlib
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.backends import apart, limit_s
 from interlace.comm.connections import Connections
-from interlace.comm.control import NBYTES, RESETTING, Control
+from interlace.comm.control import NBYTES, Control
 from interlace.comm.host.sharing import share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import STORE_S, Board, Note, named
@@ -205,6 +205,13 @@ class TeamComm:
         """The device side, if there is one."""
         return self._cuda
 
+    def begin_reset(self, time_out_s: float) -> None:
+        """Peers that wait for this rank, in a run or in a meeting, hear that it resets."""
+        with self.lock:
+            if self._cuda is not None:
+                self._cuda.finish(self.control.quiet, time_out_s)
+            self.control.begin_reset()
+
     def reset(self, time_out_s: float, renew: bool = True) -> None:
         """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
 
@@ -214,10 +221,8 @@ class TeamComm:
         of order. Peers that wait for this rank, in a run or in a meeting, hear of it at once.
         """
         with self.lock:
-            if self._cuda is not None:
-                self._cuda.finish(self.control.quiet, time_out_s)
+            self.begin_reset(time_out_s)
             renew = renew or self.control.failed
-            self._tell_of_reset()
             if self._cuda is not None:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
@@ -233,7 +238,7 @@ class TeamComm:
                     self._connections.end(time_out_s)
             except BaseException as error:
                 self.resets = before
-                self.control.fail(error)
+                self.control.give_up_reset(error)
                 raise
             try:
                 self.control.reset(max(note["run"] for note in told))
@@ -247,14 +252,6 @@ class TeamComm:
             except BaseException as error:
                 self.control.fail(error)
                 raise
-
-    def _tell_of_reset(self) -> None:
-        """Ends what peers wait for this rank in: runs, and meetings to compile or to prepare."""
-        why = self.control.resetting() or (  # of several ranks the first is told
-            f"rank {self.rank} called reset(), as after an error of its own code: every rank of "
-            "its teams calls interlace.reset()"
-        )
-        self.control.fail(PeerError(why), RESETTING)
 
     def used_by(self, user: User) -> None:
         """From now on this is told when the team goes."""
@@ -304,10 +301,6 @@ class _Registry:
                 team = self._teams[group] = TeamComm(group, name, limit_s)
             return team
 
-    def find(self, group: dist.ProcessGroup) -> TeamComm | None:
-        with self._lock:
-            return self._teams.get(group)
-
     def live(self) -> list[TeamComm]:
         """The teams of groups that were not destroyed, in an order that all ranks share."""
         with self._lock:
@@ -332,9 +325,17 @@ def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> Te
     return _registry.get(group, name, limit_s)
 
 
-def known_team(group: dist.ProcessGroup) -> TeamComm | None:
-    """The TeamComm of a process group, if it was made."""
-    return _registry.find(group)
+def known_teams(groups: Collection[tuple[int, ...]]) -> list[TeamComm]:
+    """The teams of these ranks, as far as they were made and their process groups live."""
+    return [team for team in _registry.live() if team.ranks in groups]
+
+
+@contextlib.contextmanager
+def attending(meetings: Iterable[tuple[TeamComm, str]]) -> Iterator[Callable[[], object]]:
+    """While this rank waits in a meeting of each team: gives what raises a failure of any."""
+    with contextlib.ExitStack() as attended:
+        looks = [attended.enter_context(team.attending(topic)) for team, topic in meetings]
+        yield lambda: [look() for look in looks]
 
 
 def known_lives() -> dict[int, Life]:
@@ -348,9 +349,21 @@ def reset_teams(time_out_s: float | None = None) -> None:
     Collective: every rank calls it, and meets the others on each of its teams. Who waits in a run
     for a rank that is here already hears of it at once. Where nothing failed, connections stay.
     """
-    for team in _registry.live():
-        if team.is_set_up:
-            team.reset(limit_s(time_out_s), renew=False)
+    teams = [team for team in _registry.live() if team.is_set_up]
+    reset_in_turn(teams, limit_s(time_out_s), renew=False)
+
+
+def reset_in_turn(teams: Sequence[TeamComm], time_out_s: float, renew: bool = True) -> None:
+    """Resets these teams, in an order that all ranks share; peers hear of it in all at once."""
+    try:
+        for team in teams:
+            team.begin_reset(time_out_s)
+        for team in teams:
+            team.reset(time_out_s, renew)
+    except BaseException as error:
+        for team in teams:
+            team.control.give_up_reset(error)
+        raise
 
 
 def release_teams() -> None:

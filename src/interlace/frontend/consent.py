@@ -12,14 +12,13 @@ A rank that compiles alone waits for the others and then says who did not come.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from interlace.comm import Board, known_lives, known_team, limit_s
+from interlace.comm import Board, attending, known_lives, known_teams, limit_s
 from interlace.comm.rendezvous.greeting import Party, greet
 from interlace.errors import AgreementError
 
@@ -51,8 +50,7 @@ def consent_of_ranks(
         for members in sorted(set(ranks)):  # in an order that all ranks share
             mine = [i for i, own in enumerate(ranks) if own == members]
             told = [agreed[i] for i in mine]
-            used = [groups[i] for i in mine]
-            found = _exchange(board, f"{members}/{digest}", what, members, told, limit, used)
+            found = _exchange(board, f"{members}/{digest}", what, members, told, limit)
             for place, i in enumerate(mine):
                 agreed[i] = all(wish[place] for wish in found)
         return agreed
@@ -67,14 +65,10 @@ def _exchange(
     members: tuple[int, ...],
     told: list[bool],
     time_out_s: float,
-    groups: Iterable[dist.ProcessGroup],
 ) -> list[list[bool]]:
     me = dist.get_rank()
     party = Party(f"{topic}/{what}", members, me)
-    with contextlib.ExitStack() as meetings:
-        teams = filter(None, map(known_team, dict.fromkeys(groups)))
-        looks = [meetings.enter_context(team.attending(party.topic)) for team in teams]
-        look = lambda: [look() for look in looks]  # noqa: E731
+    with attending((team, party.topic) for team in known_teams([members])) as look:
         greet(board, [party], repr(what), time_out_s, look)
         place, note = f"{party.topic}/{party.name}", {"wishes": told}
         notes = board.exchange(place, members, me, note, time_out_s, look)

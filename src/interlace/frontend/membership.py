@@ -10,12 +10,12 @@ bounded wait and an error that names it, not a hang.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from interlace.comm import Board, known_lives, limit_s
+from interlace.comm import Board, attending, known_lives, known_teams, limit_s
 from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import AgreementError
 
@@ -43,9 +43,11 @@ def learn_groups(
     _publish(board, f"{sizes}/{rank}", mine)
     known: dict[int, Mine] = {rank: mine}
     patience = Patience(board.limit_s)
-    while missing := {r for groups in known.values() for g in groups for r in g} - set(known):
-        for other in sorted(missing):
-            known[other] = _read(board, f"{sizes}/{other}", other, known, patience)
+    meetings = ((team, f"interlace/teams/{sizes}") for team in known_teams(mine))
+    with attending(meetings) as look:
+        while missing := {r for groups in known.values() for g in groups for r in g} - set(known):
+            for other in sorted(missing):
+                known[other] = _read(board, f"{sizes}/{other}", other, known, patience, look)
     return [tuple(sorted({groups[i] for groups in known.values()})) for i in range(len(teams))]
 
 
@@ -61,8 +63,15 @@ def _published(board: Board, topic: str) -> list[Mine]:
     return [tuple(tuple(group) for group in mine) for mine in note["groups"]]
 
 
-def _read(board: Board, topic: str, other: int, known: dict[int, Mine], patience: Patience) -> Mine:
-    """What `other` published that agrees with what is known; waits for it."""
+def _read(
+    board: Board,
+    topic: str,
+    other: int,
+    known: dict[int, Mine],
+    patience: Patience,
+    look: Callable[[], object],
+) -> Mine:
+    """What `other` published that agrees with what is known; waits for it, until `look` raises."""
     while True:
         gone = other in board.ended([other])
         for theirs in reversed(_published(board, topic)):
@@ -81,6 +90,7 @@ def _read(board: Board, topic: str, other: int, known: dict[int, Mine], patience
                 f"groups it runs this graph, which connects ranks {sorted(known)} with it: compile "
                 f"and run the same model on every rank of its process groups; {LONGER}"
             )
+        look()
         time.sleep(POLL_S)
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, limit_s, team_of
-from interlace.comm.teams import check_size
+from interlace.comm.teams import check_size, reset_in_turn
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, TeamError, UnsupportedError
 from interlace.ir import Program, validate
@@ -320,8 +320,7 @@ class Executor:
         if self._context is None:
             return
         getattr(self._engine, "settle", tuple)()
-        for team in self._ordered():
-            team.reset(self.limit_s)
+        reset_in_turn(self._ordered(), self.limit_s)
         self._poison = None
 
     def synchronize(self) -> None:

@@ -13,7 +13,6 @@ A rank that does not come is named, which also tells a recompilation on one rank
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 from collections import Counter
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from interlace.comm import TeamComm
+from interlace.comm import TeamComm, attending
 from interlace.comm.rendezvous.board import Board, Note, failure, named
 from interlace.comm.rendezvous.greeting import meet
 from interlace.comm.rendezvous.patience import LONGER
@@ -158,12 +157,9 @@ def agree(
     board.announce(teams[0].rank)
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
-    with contextlib.ExitStack() as meetings:
-        places = [place for place, *_ in mine["teams"]]
-        looks = [meetings.enter_context(t.attending(p)) for t, p in zip(teams, places, strict=True)]
-        entries = _collect(
-            board, teams[0].rank, mine, time_out_s, lambda: [look() for look in looks]
-        )
+    places = [place for place, *_ in mine["teams"]]
+    with attending(zip(teams, places, strict=True)) as look:
+        entries = _collect(board, teams[0].rank, mine, time_out_s, look)
     left += [f"{place}/{teams[0].rank}" for place, *_ in mine["teams"]]
     board.forget(entries, [*left, _text_of(teams[0].rank, mine)])
     judge(program.name, entries, teams[0].rank, found.problem)
