@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -50,7 +51,7 @@ def hostile(text: str) -> tuple[Program, Timeline]:
     loc = Loc(module=text, file=text, line=1)
     program = program.replace(
         name=text,
-        ops=tuple(op.__class__(**{**fields(op), "loc": loc}) for op in (first, *rest)),
+        ops=tuple(dataclasses.replace(op, loc=loc) for op in (first, *rest)),
         sites=(Site(id=1, kind=text, module=text, strategy=text, reason=text),),
         remarks=(Remark(text, text),),
     )
@@ -59,10 +60,6 @@ def hostile(text: str) -> tuple[Program, Timeline]:
         for s in run(sample()).spans
     )
     return program, Timeline(spans, text, "measured")
-
-
-def fields(op: object) -> dict[str, object]:
-    return {name: getattr(op, name) for name in op.__class__.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
 def test_the_page_is_one_file_that_fetches_nothing(tmp_path: Path):

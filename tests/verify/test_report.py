@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -63,14 +64,10 @@ def test_lines_are_those_of_the_file() -> None:
 def test_lines_of_a_built_program_are_those_of_its_text() -> None:
     program = parse(without(text_of("slots"), "main: wait(copied)")).instantiate(1)
     stripped = program.replace(
-        ops=tuple(type(op)(**{**_fields(op), "loc": type(op.loc)()}) for op in program.ops)
+        ops=tuple(dataclasses.replace(op, loc=type(op.loc)()) for op in program.ops)
     )
     op = check([stripped, parse(text_of("slots")).instantiate(0)]).errors[0].ops[0]
     assert str(stripped).splitlines()[op.line - 1].strip() == op.text
-
-
-def _fields(op: object) -> dict[str, object]:
-    return {name: getattr(op, name) for name in op.__dataclass_fields__}  # pyright: ignore
 
 
 def test_json_has_a_stable_shape() -> None:

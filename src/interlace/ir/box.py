@@ -80,23 +80,7 @@ class Box:
     def overlaps_itself(self) -> bool:
         """Whether two elements share a byte. Never misses it, and exact unless that takes more than
         `MAX_STEPS` steps."""
-        dims = sorted((s, n) for n, s in zip(self.sizes, self.strides, strict=True) if n > 1)
-        if self.numel == 0 or not dims:
-            return False
-        if dims[0][0] == 0:
-            return True
-        reach = 0  # of the dimensions of smaller strides
-        for number, (stride, size) in enumerate(dims):
-            if stride <= reach:
-                # Elements a steps apart in this dimension, 1 <= a < size, and closer by as much in
-                # smaller ones: a sum of a - 1 steps, and of steps counted from the other end.
-                most = {stride: size - 2}
-                for step, count in dims[:number]:
-                    most[step] = most.get(step, 0) + 2 * (count - 1)
-                if _reach(most, reach - stride, reach - stride):
-                    return True
-            reach += stride * (size - 1)
-        return False
+        return _meets_itself(self.sizes, self.strides)
 
 
 MAX_STEPS = 1 << 17
@@ -126,6 +110,27 @@ def _reach(most: dict[int, int], low: int, high: int) -> bool:
         if budget < 0:
             return True
         left += [(place + 1, low - n * step, high - n * step) for n in range(first, last + 1)]
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _meets_itself(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    dims = sorted((step, size) for size, step in zip(sizes, strides, strict=True) if size > 1)
+    if 0 in sizes or not dims:
+        return False
+    if dims[0][0] == 0:
+        return True
+    reach = 0  # of the dimensions of smaller strides
+    for number, (stride, size) in enumerate(dims):
+        if stride <= reach:
+            # Elements a steps apart in this dimension, 1 <= a < size, and closer by as much in
+            # smaller ones: a sum of a - 1 steps, and of steps counted from the other end.
+            most = {stride: size - 2}
+            for step, count in dims[:number]:
+                most[step] = most.get(step, 0) + 2 * (count - 1)
+            if _reach(most, reach - stride, reach - stride):
+                return True
+        reach += stride * (size - 1)
     return False
 
 
