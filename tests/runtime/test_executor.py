@@ -11,6 +11,10 @@ from tests.runtime.programs import TEXTS, inputs_of, prepared, program_of
 from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 
+from interlace.ir import parse
+from interlace.runtime import Executor
+from interlace.verify import check
+
 
 def run_kind(kind: str, seed: int, runs: int, options: dict[str, Any]) -> list[torch.Tensor]:
     with prepared(kind, **options) as executor:
@@ -37,3 +41,20 @@ def test_program_equals_the_interpreter(
             (y,) = wanted[rank]
             assert isinstance(y, torch.Tensor)
             assert torch.equal(results[rank][run], y)
+
+
+def test_a_view_without_elements_of_what_is_not_there_yet() -> None:
+    """Nothing orders the two, and nothing needs to: it touches no bytes."""
+    text = """
+def f(x: f32[4], y: out[f32[4]]):
+    main: call("aten.neg.default", x, out=(t := f32[4]))
+    side: copy(t[0:0], y[0:0])
+    main: copy(t, y)
+"""
+    program = parse(text.strip())
+    assert check(program).sound
+    with Executor(program) as executor:
+        executor.prepare()
+        for _ in range(20):
+            (y,) = executor.run([torch.ones(4)])
+            assert torch.equal(y, torch.full((4,), -1.0))

@@ -271,11 +271,14 @@ class Rank:
         self.queues[self.ops[i].stream].pop(0)
 
     def tensor(self, view: View) -> torch.Tensor:
-        """The view in this rank's memory."""
+        """The view in this rank's memory; without elements, it touches nothing there."""
+        box = self.box(view)
+        if not box.numel:
+            return torch.empty_strided(box.sizes, box.strides, dtype=DTYPES[box.dtype])
         if view.buffer not in self.memory or view.buffer in self.freed:
             state = "after its free" if view.buffer in self.freed else "before its alloc"
             raise LifetimeFault(f"rank {self.rank} uses {view.buffer} {state}")
-        return self.memory[view.buffer].tensor(self.box(view))
+        return self.memory[view.buffer].tensor(box)
 
     def bind(self, buffer: Buffer, value: torch.Tensor) -> None:
         """Gives a fresh buffer storage of the strides it declares, and its contents."""

@@ -204,6 +204,10 @@ class Values:
                 self._places[key] = self._add(tensor, constant=True)
             elif box == whole(buffer):
                 self._places[key] = family.place
+            elif not box.numel and buffer.kind == "fresh":  # it may be gone, or not there yet
+                device = torch.device("cpu") if name in self.host else self.device
+                tensor = torch.empty(box.sizes, dtype=DTYPES[box.dtype], device=device)
+                self._places[key] = self._add(tensor, constant=True)
             else:
                 place = self._places[key] = self._add(None, constant=False)
                 family.views.append((place, box))
