@@ -16,7 +16,7 @@ if ROOT not in sys.path:  # so that `tests.support` can be imported, here and in
 if importlib.util.find_spec("interlace") is None:  # not installed: as on a machine lent for a while
     sys.path.insert(0, f"{ROOT}/src")
 
-from tests.support.pool import Pool  # noqa: E402
+from tests.support.pool import Pool, preload  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +37,13 @@ def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_forks(request: pytest.FixtureRequest, no_calibration: None) -> None:
+    """Loads what ranks need before a test starts any, where there is a test that does."""
+    if any("pool" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        preload()
 
 
 @pytest.fixture(scope="session")

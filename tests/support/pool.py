@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -106,6 +107,18 @@ class Ranks:
     ) -> list[Any]:
         """`function(*args)` on every rank; the results by rank, `Died` for a rank in `may_die`."""
         return self.pool.run(self.world, function, args, time_out_s, may_die, replace)
+
+
+def preload() -> None:
+    """Starts the server of forks with what ranks find loaded, if none runs in this process yet.
+
+    All that a process forks comes from one server, and the first to start it says what it loads:
+    so this comes before the tests, some of which run commands that start ranks themselves.
+    """
+    from torch.cuda import device_count
+
+    multiprocessing.set_forkserver_preload(list(TORCH if device_count() else LOADED))
+    forkserver.ensure_running()
 
 
 class Pool:
@@ -204,10 +217,9 @@ class Pool:
 
     def _start(self, world: int) -> None:
         if self._store is None:
-            from torch.cuda import device_count
             from torch.distributed import TCPStore
 
-            self._context.set_forkserver_preload(list(TORCH if device_count() else LOADED))
+            preload()
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if not self._workers:
             self._generation += 1
