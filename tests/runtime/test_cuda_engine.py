@@ -18,14 +18,13 @@ from tests.runtime.cuda_sites import (
     writes_what_peers_use,
 )
 from tests.support.fake_cuda import MAIN, TILES, WORD, Launch, fake_engine, word
-from tests.support.fake_device import Entry, Order
+from tests.support.fake_device import Entry, Order, ranges
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.errors import BackendError, ExecutorError, TeamError
+from interlace.errors import BackendError, ExecutorError, ProgramError, TeamError
 from interlace.ir import Get, parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.cuda.launches.parts import turns
 
 sites = pytest.mark.parametrize("site", ["gather", "scatter"])
 served = pytest.mark.parametrize(("site", "strategy"), SERVED)
@@ -257,7 +256,7 @@ def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
 
     for subs in range(1, 5):
         for lead in range(subs + 1):
-            wanted = turns(size, subs, lead)
+            wanted = ranges(size, subs, lead)
             assert sorted(wanted) == [(part, sub) for part in range(size) for sub in range(subs)]
             for module in (scatter_kernel, specialized_scatter):
                 turn_of: Any = module.turn_of
@@ -276,7 +275,13 @@ def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
 def test_own_ranges_elsewhere_have_no_kernel(old: str, new: str) -> None:
     text = str(program("scatter", "beside"))
     assert old in text
-    with fake_engine(parse(text.replace(old, new, 1)), 1) as fake:
+    edited = text.replace(old, new, 1)
+    with pytest.raises(ProgramError, match="its parts have not the rows of one matrix"):
+        with fake_engine(parse(edited), 1):
+            pass
+    with fake_engine(
+        parse(edited.replace("kernel=scatter_matmul(pieces=4, lead=2), ", "")), 1
+    ) as fake:
         assert not fake.engine.binding.binder.kernels
     with fake_engine(parse(text), 1) as fake:
         assert fake.engine.binding.binder.kernels

@@ -30,6 +30,7 @@ from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.rendezvous.liveness import Life, identity
 from interlace.ir import Call, Get, Program, View
+from interlace.ir import kernels as kernels_file
 from interlace.kernels.gemm import support
 from interlace.options import Options
 from interlace.runtime.cuda import binder as binder_file
@@ -192,10 +193,6 @@ class FakeKernel:
 
     raised = TILES
 
-    def sub_rows(self, sub: int) -> range:
-        length = self._facts["rows"] // self.subs
-        return range(sub * length, (sub + 1) * length)
-
     def launch(self, stream: int, *args: Any) -> None:
         gather = self._kind == "gather"
         names = ("x", "w", "slots", "y", "bias")
@@ -293,11 +290,6 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device)
 
 
-def but_for_the_device(why: str | None) -> str | None:
-    """What a kernel refuses, sizes and element types, as if tensors were a GPU's."""
-    return None if why is not None and why.startswith("the device is") else why
-
-
 def alone_or_teamed(
     plan: Plan, driver: FakeDriver, beside: Fake | None
 ) -> tuple[Crew, list[Segment]]:
@@ -341,10 +333,12 @@ def fake_engine(
     options: Options | None = None,
     beside: Fake | None = None,
     registered: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    refuses: str | None = None,
 ) -> Iterator[Fake]:
     """The engine of one rank of a Program with one team or none; `beside` is another's of it.
 
-    `registered` has each registered parameter's tensor on every rank.
+    `registered` has each registered parameter's tensor on every rank; `refuses` says why the GPU
+    has no kernels for Fused ops.
     """
     driver = FakeDriver() if beside is None else beside.driver
     device = torch.device("cpu")
@@ -384,8 +378,8 @@ def fake_engine(
         stack.enter_context(device_of).return_value = 0
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        refuse = support.refuse
-        patch(support, "refuse", lambda **facts: but_for_the_device(refuse(**facts)))
+        patch(support, "refuse_device", lambda device: refuses)
+        patch(kernels_file, "TILE_ROWS", 1)
         capturing = mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", create=True)
         stack.enter_context(capturing).return_value = False
         patch(Lane, "own", lambda lane, device: Lane(lane, next(driver.streams)))

@@ -18,6 +18,7 @@ from interlace.ir.ops import (
     Expect,
     Free,
     Fused,
+    FusedKernel,
     FusedMember,
     Get,
     Group,
@@ -92,7 +93,7 @@ class BuilderOps:
         name = type(op).__name__
         if self.open_part is not None:
             if not isinstance(op, FusedMember):
-                (parts,) = form_of(Fused).fields
+                parts, _ = form_of(Fused).fields
                 raise ProgramError(
                     f"a part holds {parts.how.holding} only: move the {name} out of it"
                 )
@@ -115,12 +116,12 @@ class BuilderOps:
         self.emit(Group(ops=tuple(members), **common))
 
     @contextmanager
-    def fused(self) -> Generator[None]:
-        """The parts inside run as one kernel."""
+    def fused(self, kernel: FusedKernel | None = None) -> Generator[None]:
+        """The parts inside are one op: what `kernel` does, or else done one after another."""
         common = self.common()
         with self._holding("open_fused", []) as parts:
             yield
-        self.emit(Fused(parts=tuple(parts), **common))
+        self.emit(Fused(parts=tuple(parts), kernel=kernel, **common))
 
     @contextmanager
     def part(self) -> Generator[None]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from interlace.errors import InterlaceError
 from interlace.ir.box import Box
 from interlace.ir.check_context import Context, check_arguments, check_buffer, check_operator
 from interlace.ir.fields import FieldForm, form_of
+from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
 from interlace.ir.ops import (
     KINDS,
@@ -279,6 +281,18 @@ class OpChecker:
                     f"a fused {member.fn} makes its outputs itself",
                     "allocate them before the fused op, and give them as out=",
                 )
+        if op.kernel is None:
+            return
+        context = self.context
+        for rank, where in enumerate(context.wheres):
+            try:
+                box: Callable[[View], Box] = lambda view, at=rank: context.boxes(view)[at]  # noqa: E731
+                kernel_matmul(op, box, context.buffers, where)
+            except InterlaceError as error:
+                raise context.fault(
+                    f"the parts are not what {op.kernel.kind} does: {error}",
+                    "write them as it does, or leave kernel= out: they then run one after another",
+                ) from None
 
     def free(self, op: Free) -> None:
         if self.context.buffer(View(op.buffer)).kind in ("input", "output"):

@@ -7,14 +7,16 @@ become the parts of one `Fused`:
     main: fused(
         part(call("aten.mm.out", x, w, out=y[tp.rank])),
         part(expect(arrived, tp.rank + 1), call("aten.mm.out", slots[tp.rank + 1], w, out=...)),
-        ...)
+        ...,
+        kernel=gather_matmul())
 
 Before a reduction each part records the event that its put waits for, or the sum beside the kernel.
 
 What else stands between the chunks on their stream goes before the op, or after it. The op takes
 the place in the list of the last chunk, or of the first thing that waits for one of them. Parts are
 not ordered, so the result is proved once more; if that fails, or the chunks cannot be brought
-together, they stay as they are: peer copies, with a remark.
+together, they stay as they are: peer copies, with a remark. Parts that are not what a kernel does
+get none, and a remark: they run one after another.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from interlace.errors import ProgramError
 from interlace.ir import (
     Alloc,
     Call,
     Expect,
     Free,
     Fused,
+    FusedKernel,
     FusedMember,
     Notify,
     Op,
@@ -38,8 +42,10 @@ from interlace.ir import (
     Remark,
     Wait,
 )
+from interlace.ir.kernels import kernel_matmul
 from interlace.passes.base import add_remarks
 from interlace.passes.order.groups import groups
+from interlace.passes.order.overlaps import representatives
 from interlace.verify import check
 
 
@@ -62,7 +68,7 @@ class Fuse:
                 kept[number] = True
                 kept[number] = _sound(self._all(program, kept)[0], program)
             made, apart = self._all(program, kept)
-        return _told(made, apart)
+        return _told(_with_kernels(made), apart)
 
     def _all(self, program: Program, wanted: Sequence[bool]) -> tuple[Program, dict[int, str]]:
         """The Program with these groups fused, and why sites have one that is not."""
@@ -104,6 +110,50 @@ def _told(program: Program, apart: dict[int, str]) -> Program:
         Remark(Fuse.name, f"a matmul stays in chunks: {why}", site) for site, why in apart.items()
     ]
     return add_remarks(program.replace(sites=sites), remarks)
+
+
+def _with_kernels(program: Program) -> Program:
+    """The Program whose fused ops name the kernel that does their parts."""
+    kinds = {site.id: site.kind for site in program.sites}
+    ops, remarks = list(program.ops), list[Remark]()
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Fused) and op.kernel is None and op.site in kinds:
+            gathers = kinds[op.site] == "all_gather_matmul"
+            ops[index], why = _with_kernel(program, op, gathers)
+            if why:
+                text = f"a matmul's parts run one after another, without a kernel: {why}"
+                remarks.append(Remark(Fuse.name, text, op.site))
+    return add_remarks(program.replace(ops=tuple(ops)), remarks)
+
+
+def _with_kernel(program: Program, op: Fused, gathers: bool) -> tuple[Fused, str]:
+    """The op with its kernel; or as it is, and why there is none."""
+    buffers, why = program.buffers(), ""
+    for kernel in [FusedKernel(kind="gather_matmul")] if gathers else _scatters(program, op):
+        made = dataclasses.replace(op, kernel=kernel)
+        try:
+            for rank in representatives(program):
+                kernel_matmul(made, program.boxes(rank), buffers, program.where(rank))
+        except ProgramError as error:
+            why = why or str(error)
+        else:
+            return made, ""
+    return op, why
+
+
+def _scatters(program: Program, op: Fused) -> list[FusedKernel]:
+    """The kernels with as many ranges as a scatter's parts, and the rank's own rows where they are:
+    rank after rank, or slab by slab."""
+    buffers = program.buffers()
+    calls = [next(m for m in part if isinstance(m, Call)) for part in op.parts]
+    slots = buffers[calls[-1].outs[0].buffer]
+    if slots.team is None:
+        raise AssertionError("a reduction ends with the rank's own rows, in their slot")
+    size = program.team(slots.team).size
+    own = [i for i, call in enumerate(calls) if call.outs[0].buffer == slots.name]
+    pieces = (len(calls) - len(own)) // (size - 1)
+    lead = min(own[0] - (size - 2) * pieces, pieces)
+    return [FusedKernel(kind="scatter_matmul", pieces=pieces, lead=at) for at in (lead, 0)]
 
 
 class _Bringing:

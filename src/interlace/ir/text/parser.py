@@ -18,7 +18,7 @@ from typing import Any
 
 from interlace.errors import ParseError
 from interlace.ir.fields import FieldForm, Form, form_of
-from interlace.ir.ops import Alloc, Arg, Loc, Op, kinds_of_op
+from interlace.ir.ops import Alloc, Arg, FusedKernel, Loc, Op, kinds_of_op
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.text.expressions import Expressions, is_team, parse_teams
 from interlace.ir.text.source import Arguments, Signature, Source
@@ -91,6 +91,7 @@ class OpParser(Expressions):
             **{"team": self.team, "flag": self.flag, "member": self.members, "part": self.parts_of},
             **{"keywords": self.keywords, "outs": self.outs, "fresh": self.fresh},
         }
+        self.one["kernel"] = self.kernel
 
     def op(self, node: ast.expr, stream: str, within: Common | None = None) -> Op:
         """The op that a call is, on `stream`; inside another op it shares what that has."""
@@ -211,6 +212,16 @@ class OpParser(Expressions):
             inner = Arguments(self.source, call, "part", _PART)
             found.append(self.members(inner, field, within))
         return tuple(found)
+
+    def kernel(self, node: ast.expr) -> FusedKernel:
+        """`gather_matmul()` or `scatter_matmul(pieces=2, lead=1)`."""
+        call = node if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        word = call.func.id if call is not None and isinstance(call.func, ast.Name) else ""
+        words = form_of(FusedKernel).words
+        if call is None or word not in words:
+            fix = did_you_mean(word, words, "write the call of one, such as gather_matmul(): of")
+            raise self.fail(node, "expected a kernel", fix)
+        return self.make(words[word], self.arguments(words[word], call))
 
 
 class _Body(OpParser):

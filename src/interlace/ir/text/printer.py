@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from interlace.ir.fields import FieldForm, form_of
-from interlace.ir.ops import Alloc, Arg, Call, Loc, Name, Op
+from interlace.ir.ops import Alloc, Arg, Call, FusedKernel, Loc, Name, Op
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.text.layout import Block, Item, flat, layout, prefixed
 from interlace.ir.text.spelling import accessor, name_or_string, plain, quote, scalar
@@ -88,7 +88,7 @@ class Printer:
             **{"string": quote, "name": name_or_string, "table": name_or_string, "dtype": str},
             **{"integer": str, "integers": str, "flag": str, "real": scalar, "parts": _parts},
             **{"view": self.view, "index": self.index, "peer": self.peer, "dim": self.dim},
-            "arg": self.arg,
+            **{"arg": self.arg, "kernel": self.kernel},
         }
         """Writes the value of a field, by its role."""
         self.several: dict[str, Callable[[Any, FieldForm], Iterable[Item]]] = {
@@ -108,7 +108,7 @@ class Printer:
         word, items = self.call(op)
         return Block(f"{word}(", items + self.common(op, within), ")")
 
-    def call(self, thing: Op | Site | Remark | Step) -> tuple[str, list[Item]]:
+    def call(self, thing: Op | Site | Remark | Step | FusedKernel) -> tuple[str, list[Item]]:
         """The word and the arguments that a dataclass is written with."""
         form = form_of(type(thing)).of(thing)
         items: list[Item] = []
@@ -180,6 +180,10 @@ class Printer:
     def parts(self, op: Op, field: FieldForm) -> list[Item]:
         parts: Iterable[Iterable[Op]] = getattr(op, field.name)
         return [Block("part(", [self.op(member, op) for member in part], ")") for part in parts]
+
+    def kernel(self, kernel: FusedKernel) -> Block:
+        word, items = self.call(kernel)
+        return Block(f"{word}(", items, ")")
 
     def outs(self, op: Call, field: FieldForm) -> list[Item]:
         """What a call fills and what it makes, in one `out=`."""

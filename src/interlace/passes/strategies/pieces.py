@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from interlace.ir import Call, Collective
+from interlace.ir.kernels import TILE_ROWS
 from interlace.passes.sites.cone import lhs_of
 from interlace.passes.sites.recognise import GatherSite, ScatterSite
 from interlace.passes.sites.values import Values
@@ -28,8 +29,6 @@ LEAST_SLABS, MOST_SLABS = 3, 8
 SMALL_BYTES = 16 << 20
 """Sums up to this size go back to the peers by one kernel, larger ones by copies."""
 MOST_PIECES = 4
-PIECE_ROWS = 128
-"""Pieces of a kernel are multiples of so many rows, its tiles, and others unless asked for."""
 GROUP_ROWS = 1024
 """Rows that a kernel goes through column by column before the next ones, a group of its tiles: in
 pieces of 512 it reads the weight twice as often, and takes 3 % longer where memory is busy."""
@@ -56,9 +55,9 @@ def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: b
         most = min(chunks // len(site.layout.rows), rows)
         step = _tiles(rows) if fused else 1
         return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
-    least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, PIECE_ROWS)
+    least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, TILE_ROWS)
     most = min(MOST_PIECES, part_bytes(values, site) // least, rows // height)
-    fits = [n for n in range(most, 1, -1) if rows % (n * PIECE_ROWS) == 0]
+    fits = [n for n in range(most, 1, -1) if rows % (n * TILE_ROWS) == 0]
     return next((n for n in fits if rows % (n * height) == 0), fits[0] if fits else 1)
 
 
@@ -78,7 +77,7 @@ def slabs(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
     if chunks:
         most = min(most, chunks // len(site.layout.rows))
     rows = site.layout.rows[0]
-    step = _tiles(rows) if chunks else PIECE_ROWS
+    step = _tiles(rows) if chunks else TILE_ROWS
     fits = (n for n in range(most, LEAST_SLABS - 1, -1) if rows % (n * step) == 0)
     return next(fits, 0)
 
@@ -86,7 +85,7 @@ def slabs(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
 def _tiles(rows: int) -> int:
     """What the pieces that are asked of a kernel are multiples of: its tiles. Fewer rows are cut as
     they come, though no kernel makes such pieces."""
-    return PIECE_ROWS if rows >= PIECE_ROWS else 1
+    return TILE_ROWS if rows >= TILE_ROWS else 1
 
 
 def kernel_parts(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:

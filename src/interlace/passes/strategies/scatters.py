@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from interlace.ir import Call, DType, Get, Group, Index, Put, Recv, Send, Slice, View
+from interlace.ir import Call, DType, FusedKernel, Get, Group, Index, Put, Recv, Send, Slice, View
+from interlace.ir.kernels import turns
 from interlace.passes.strategies.emitter import Emitter
 from interlace.passes.strategies.table import Path, Strategy
 
@@ -162,22 +163,19 @@ class Scatter:
         arrived = e.names.new(f"{slots.buffer}_arrived")
         pieces = self._pieces()
         mine = self._rows(slots, e.rank, e.rank)
-        own = [(e.rank, _cut(mine, within), within) for within in pieces]
-        if not self.beside:
-            own = [(e.rank, mine, None)]
+        own = pieces if self.beside else [None]
         lead = len(pieces) // 2 if self.beside else len(pieces)
-        for k in e.others:
-            chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
-            into = self._rows(slots, e.rank, chunk)
-            for number, within in enumerate(pieces, start=1):
-                if k == e.others[-1] and number > lead:
-                    compute(*own.pop(0))
-                src, dst = _cut(staged(chunk), within), _cut(into, within)
-                compute(chunk, src, within)
-                e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
-                e.notify(arrived, to, number)
-        for rows in own:
-            compute(*rows)
+        kernel = FusedKernel(kind="scatter_matmul", pieces=len(pieces), lead=lead)
+        for k, number in turns(kernel, e.size):
+            if not k:
+                compute(e.rank, _cut(mine, own[number]), own[number])
+                continue
+            chunk, to, within = e.at(path.chunk.at(k)), e.at(path.to.at(k)), pieces[number]
+            dst = _cut(self._rows(slots, e.rank, chunk), within)
+            src = _cut(staged(chunk), within)
+            compute(chunk, src, within)
+            e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
+            e.notify(arrived, to, number + 1)
         for number, within in enumerate(pieces, start=1):
             for k in e.others:
                 e.expect(arrived, e.at(path.source.at(k)), number)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
 from interlace.passes.sites.cone import result_of
-from interlace.passes.sites.fusable import unfit
+from interlace.passes.sites.fusable import unfusable
 from interlace.passes.sites.layout import Layout
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, ScatterSite
 from interlace.passes.sites.values import Values
@@ -52,7 +52,7 @@ def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> st
     if row.name == "exchange" and op.reduce is not None and op.src is not None:
         if (dtype := values.box(op.src).dtype) not in EXCHANGED:
             return f"its kernel does not reduce {dtype}"
-    return unfit(values, site) if row.name == "fused" else ""
+    return unfusable(values, site) if row.name == "fused" else ""
 
 
 def write(

@@ -324,13 +324,13 @@ class Binder:
         """One member of a Fused, for itself."""
         item, lane = op.members[number], self.lanes[op.stream]
         if isinstance(item, Call):
-            bound = bind_member(self, lane, index, op, item)
+            bound = bind_member(self, lane, op, item)
             if bound is not None:
                 return bound
         return self.bind(index, item, number)
 
     def fused(self, lane: Lane, index: int, op: Fused) -> Thunk | None:
-        """One kernel where there is one for these parts, else their members in turn."""
+        """The kernel that the op names, or its members in turn."""
         bound = bind_kernel(self, lane, index, op)
         if bound is not None:
             self.kernels.append(index)

@@ -72,7 +72,7 @@ def members_in_order(edges: Edges, source: Source, item: Item, other: Item) -> l
         moved[mine[0]] = tuple(part)
     else:
         moved.insert(theirs[0], moved.pop(mine[0]))
-    new = dataclasses.replace(op, parts=tuple(moved))
+    new = dataclasses.replace(op, parts=tuple(moved), kernel=None)
     return [(Edit(edges.number(source), new, index=item.index),)]
 
 

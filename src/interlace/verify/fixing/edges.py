@@ -119,7 +119,11 @@ class Edges:
                 parts[p] = (*part[:place], new, *part[place:])
                 break
             point, place = point._replace(member=point.member - len(part)), place - len(part)
-        return Edit(point.program, dataclasses.replace(fused, parts=tuple(parts)), index=point.at)
+        return Edit(
+            point.program,
+            dataclasses.replace(fused, parts=tuple(parts), kernel=None),
+            index=point.at,
+        )
 
     def after(self, point: Point, op: Op) -> Edit:
         """Adds an op right after another, or at the begin."""

@@ -108,8 +108,8 @@ def _in_order_of_parts(op: Fused, low: int, high: int, event: str) -> Iterator[F
     wait = Wait(event=event, stream=op.stream, site=op.site)
     parts[p] = (*parts[p][: m + 1], record, *parts[p][m + 1 :])
     parts[q] = (*parts[q][:n], wait, *parts[q][n:])
-    yield dataclasses.replace(op, parts=tuple(parts))
+    yield dataclasses.replace(op, parts=tuple(parts), kernel=None)
     for at in (p, q):
         merged = [part for k, part in enumerate(op.parts) if k not in (p, q)]
         merged.insert(at if at == p else at - 1, (*op.parts[p], *op.parts[q]))
-        yield dataclasses.replace(op, parts=tuple(merged))
+        yield dataclasses.replace(op, parts=tuple(merged), kernel=None)
