@@ -13,6 +13,7 @@ from tests.support.pool import Pool
 
 from interlace.bench import overlap
 from interlace.bench.ranks import here
+from interlace.bench.sites import SiteCase
 from interlace.bench.timing import Timed, percentile, race
 
 CPU = torch.device("cpu")
@@ -123,8 +124,8 @@ def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.
     overlap.BRIEF_S = brief_s
     odd = [Odd(name) for name in names]
     overlap.ours = lambda *args: odd  # type: ignore[assignment]
-    settings = overlap.Settings(
-        cases=tuple(("gemm_ar", m, 4, 6, "f32") for m in rows),
+    settings = overlap.OverlapSettings(
+        cases=tuple(SiteCase("gemm_ar", m, 4, 6, "f32") for m in rows),
         only=("sequential",),
         seconds=5,
         host_runs=7,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.commands.operators import look_up
+from interlace.commands.check import look_up
 from interlace.errors import ExecutorError, InterlaceError, ProgramError
 from interlace.frontend import backend
 from interlace.frontend.importing.rng import GET_STATE, SET_STATE

@@ -126,8 +126,11 @@ def candidate_rows(found: Mapping[int, Sequence[Estimate]]) -> list[tuple[str, .
     """A row for each candidate of each site: what `CANDIDATES` names."""
     return [
         (
-            *(str(site), estimate.label, _ms(estimate.predicted_ms)),
-            *(_ms(estimate.measured_ms), _ms(estimate.expected_ms)),
+            str(site),
+            estimate.label,
+            _ms(estimate.predicted_ms),
+            _ms(estimate.measured_ms),
+            _ms(estimate.expected_ms),
         )
         for site, estimates in found.items()
         for estimate in estimates

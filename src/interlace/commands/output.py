@@ -141,6 +141,11 @@ def code(text: str) -> None:
     out.print(Syntax(text, lexer, theme="ansi_dark", background_color="default", word_wrap=True))
 
 
+def words(text: str) -> list[str]:
+    """The words of an option that takes several, with commas between."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def say(text: str) -> None:
     """Lines of plain text."""
     typer.echo(visible(text))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interlace.bench.kernels.case import OURS, Case, Opened, Way, Work, needed
+from interlace.bench.kernels.case import OURS, KernelCase, Opened, Way, Work, needed
 from interlace.bench.sites import DTYPES
 from interlace.optim import AdamW
 
@@ -62,13 +62,13 @@ FORMATS = (
 )  # fmt: skip
 
 
-def adam_cases(small: bool) -> list[Case]:
+def adam_cases(small: bool) -> list[KernelCase]:
     """The cases of `AdamW`."""
     shapes = [(16, 16), (33,), (8, 4)] if small else layer_shapes()
     count = sum(map(math.prod, shapes))
     text = f"{count / 1e9:.2f}e9" if count > 1e8 else str(count)
     return [
-        Case(
+        KernelCase(
             **{"op": "adam", "shape": f"{text} {kind.name}", "dtype": kind.dtype, "does": "step"},
             build=functools.partial(_build, kind, shapes),
         )

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.bench.kernels.case import OURS, Case, Opened, Way, Work
+from interlace.bench.kernels.case import OURS, KernelCase, Opened, Way, Work
 from interlace.bench.kernels.losses import BOTH, relative, unit
 from interlace.bench.sites import DTYPES
 from interlace.nn import GroupedLinear
@@ -39,11 +39,11 @@ SHAPES = (
 SMALL = ((4, 48, 16, 32, "even"), (8, 64, 16, 32, "skewed"))
 
 
-def grouped_cases(small: bool) -> list[Case]:
+def grouped_cases(small: bool) -> list[KernelCase]:
     """The cases of `GroupedLinear`."""
     dtype = "f32" if small else "bf16"
     return [
-        Case(
+        KernelCase(
             **{"op": "grouped", "shape": f"{groups}x{tokens}x{inner}x{outer} {how}"},
             **{"dtype": dtype, "does": BOTH},
             build=functools.partial(_build, groups, tokens, inner, outer, how, dtype),

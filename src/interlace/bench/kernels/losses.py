@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from interlace.bench.kernels.case import OURS, Case, Opened, Way, Work, needed
+from interlace.bench.kernels.case import OURS, KernelCase, Opened, Way, Work, needed
 from interlace.bench.sites import CACHE, DTYPES
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
 
@@ -47,14 +47,14 @@ LINEAR = (8192, 4096, 128256, "bf16")
 LINEAR_SMALL = (64, 32, 512, "f32")
 
 
-def cross_entropy_cases(small: bool) -> list[Case]:
+def cross_entropy_cases(small: bool) -> list[KernelCase]:
     """The cases of `cross_entropy`."""
-    found: list[Case] = []
+    found: list[KernelCase] = []
     for rows, classes, dtype, smoothing, z_loss, does in SMALL if small else SHAPES:
         terms = f" smoothing {smoothing:g} z-loss {z_loss:g}" if smoothing or z_loss else ""
         build = functools.partial(_cross_entropy, rows, classes, dtype, smoothing, z_loss, does)
         found.append(
-            Case(
+            KernelCase(
                 **{"op": "cross-entropy", "shape": f"{rows}x{classes}{terms}", "dtype": dtype},
                 **{"does": does, "build": build},
             )
@@ -62,13 +62,13 @@ def cross_entropy_cases(small: bool) -> list[Case]:
     return found
 
 
-def linear_cases(small: bool) -> list[Case]:
+def linear_cases(small: bool) -> list[KernelCase]:
     """The case of `linear_cross_entropy`."""
     rows, width, classes, dtype = LINEAR_SMALL if small else LINEAR
     build = functools.partial(_linear, rows, width, classes, dtype)
     shape = f"{rows}x{width}x{classes}"
     return [
-        Case(op="linear-cross-entropy", shape=shape, dtype=dtype, does=BOTH, build=build),
+        KernelCase(op="linear-cross-entropy", shape=shape, dtype=dtype, does=BOTH, build=build),
     ]
 
 

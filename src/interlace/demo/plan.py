@@ -1,12 +1,12 @@
 """What the demo trains and for how long: plain data that every process of it has.
 
-lesson = Lesson(steps=50, model=Config(layers=4))
-Lesson.from_json(lesson.to_json()) == lesson
+plan = TrainingPlan(steps=50, model=ModelModelConfig(layers=4))
+plan.ways, plan.options("overlapped")
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from interlace.errors import TeamError
@@ -23,7 +23,7 @@ after another; the same, overlapped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class ModelConfig:
     """The sizes of the model and of a batch."""
 
     layers: int = 2
@@ -51,12 +51,12 @@ class Config:
                 )
 
 
-LARGE = Config(dim=4096, heads=32, hidden=14336, sequence=4096, dtype="bf16")
+LARGE = ModelConfig(dim=4096, heads=32, hidden=14336, sequence=4096, dtype="bf16")
 """What GPUs train: the blocks of an 8B model, so that a matmul is worth hiding something under."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lesson:
+class TrainingPlan:
     """What is trained and for how long."""
 
     steps: int = 20
@@ -69,7 +69,7 @@ class Lesson:
     """Whether to train `in_order` as well."""
     device: str = "cpu"
     """`cpu`, or `cuda`: a GPU for each rank."""
-    model: Config = field(default_factory=Config)
+    model: ModelConfig = field(default_factory=ModelConfig)
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -88,22 +88,13 @@ class Lesson:
         )
 
     @classmethod
-    def on(cls, device: str, *, layers: int, in_order: bool, **given: Any) -> Lesson:
-        """The lesson for a device: small and exact on the CPU, large and in bf16 on GPUs.
+    def on(cls, device: str, *, layers: int, in_order: bool, **given: Any) -> TrainingPlan:
+        """The plan for a device: small and exact on the CPU, large and in bf16 on GPUs.
 
         On GPUs the Program is also run in order: in bf16 only that has the bits of the overlapped.
         """
         if device == "cpu":
-            return cls(model=Config(layers=layers), in_order=in_order, **given)
+            return cls(model=ModelConfig(layers=layers), in_order=in_order, **given)
         model = replace(LARGE, layers=layers)
         # AdamW's first steps move every weight by the rate: in so wide a model, 3e-4 is too far.
         return cls(device=device, model=model, in_order=True, learning_rate=3e-5, **given)
-
-    def to_json(self) -> dict[str, Any]:
-        """The lesson as plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Lesson:
-        """A lesson from what `to_json` gave."""
-        return cls(**{**data, "model": Config(**data.get("model", {}))})
