@@ -19,7 +19,7 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.sites import CACHE, DTYPES, PRESETS
 from interlace.bench.timing import host_times
 from interlace.bench.transfers import PeerMemory, timed
-from interlace.cost.samples import Sample
+from interlace.cost.fit import Sample
 
 COPIES = tuple(1 << power for power in (16, 20, 28, 29))
 """Bytes. The larger half, which tells a GPU's bandwidth, is beyond any cache of today's."""

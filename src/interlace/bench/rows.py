@@ -26,7 +26,7 @@ import torch
 
 import interlace
 from interlace.errors import InterlaceError
-from interlace.trace.runs import write_whole
+from interlace.trace.tracks import write_whole
 
 Row = dict[str, Any]
 

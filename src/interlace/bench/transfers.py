@@ -30,7 +30,7 @@ from interlace.comm.backends import BACKENDS, require_backend
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.host.sharing import share
 from interlace.comm.teams import reset_teams
-from interlace.cost.samples import Sample
+from interlace.cost.fit import Sample
 from interlace.errors import BackendError, InterlaceError
 from interlace.ir import parse
 from interlace.options import Options

@@ -156,7 +156,7 @@ def _from_samples(
 ) -> Machine:
     """The machine with what files of samples tell."""
     from interlace.cost import fit
-    from interlace.cost.samples import sample_of
+    from interlace.cost.fit import sample_of
 
     samples = [
         sample_of(row, f"{path}, line {i}")

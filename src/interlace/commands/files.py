@@ -61,7 +61,7 @@ def read_programs(path: Path) -> list[Program]:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    from interlace.trace.runs import write_whole
+    from interlace.trace.tracks import write_whole
 
     try:
         write_whole(path, text.encode(errors="backslashreplace"))

@@ -8,8 +8,7 @@ A calibration (`interlace calibrate`) replaces what it measured.
 
 from __future__ import annotations
 
-from interlace.cost.curve import Curve
-from interlace.cost.machine import Link, Machine
+from interlace.cost.machine import Curve, Link, Machine
 from interlace.errors import CalibrationError
 
 

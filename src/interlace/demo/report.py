@@ -21,7 +21,7 @@ from interlace.demo.plan import TrainingPlan
 from interlace.ir import Program
 from interlace.runtime.machine import machine_for
 from interlace.trace import Run, write_page, write_perfetto
-from interlace.trace.runs import write_whole
+from interlace.trace.tracks import write_whole
 from interlace.verify import Report
 
 
