@@ -21,7 +21,7 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import SiteCase
 from interlace.bench.transfers import (
-    KINDS,
+    ARGUMENTS,
     Figure,
     backends,
     engines,
@@ -67,7 +67,7 @@ def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None
     begun = time.monotonic()
     there, absent = backends(ranks)
     links = len(patterns(ranks)) * 2 * len(engines(ranks)) + 1 if settings.links else 0
-    collectives = len(there) * len(KINDS) if settings.collectives else 0
+    collectives = len(there) * len(ARGUMENTS) if settings.collectives else 0
     device = len(settings.dtypes) + 1 if settings.device else 0
     tell({"event": "total", "total": links + collectives + device, "doing": "starting"})
 
@@ -124,8 +124,12 @@ def engine_share(rows: list[Row]) -> list[Row]:
 def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
     """A figure as a row."""
     return {
-        **{"kind": figure.kind, "backend": figure.backend, "protocol": figure.protocol},
-        **{"pattern": figure.pattern, "nbytes": figure.nbytes, "world": ranks.size},
+        "kind": figure.kind,
+        "backend": figure.backend,
+        "protocol": figure.protocol,
+        "pattern": figure.pattern,
+        "nbytes": figure.nbytes,
+        "world": ranks.size,
         "us": figure.seconds * 1e6,
         "gbs": figure.bandwidth / 1e9,
         "error": figure.error,

@@ -66,7 +66,10 @@ def _run(cases: Sequence[SiteCase], ranks: Ranks) -> dict[str, tuple[float, str]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "interlace.bench.jax_rival", json.dumps(asked)],
-            **{"capture_output": True, "text": True, "timeout": TIME_OUT_S, "env": environment},
+            capture_output=True,
+            text=True,
+            timeout=TIME_OUT_S,
+            env=environment,
             check=False,
         )
     except subprocess.TimeoutExpired:

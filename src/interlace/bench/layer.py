@@ -289,8 +289,12 @@ def _step(
         median = one.median if one is not None and one.problem is None else math.nan
         found.append(
             {
-                **{"step": step, "way": way, "dtype": settings.dtype},
-                **{"dim": settings.dim, "hidden": settings.hidden, "heads": settings.heads},
+                "step": step,
+                "way": way,
+                "dtype": settings.dtype,
+                "dim": settings.dim,
+                "hidden": settings.hidden,
+                "heads": settings.heads,
                 "rows": settings.prefill if step == "prefill" else settings.decode,
                 "median_us": median * 1e6,
                 "p90_us": one.p90 * 1e6 if one is not None else math.nan,

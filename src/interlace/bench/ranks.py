@@ -201,7 +201,10 @@ def here(device: torch.device) -> Ranks:
     board = Board(store, "interlace/bench")
     generation = board.count(f"joined/{dist.get_rank()}")
     ranks = Ranks(
-        *(dist.get_rank(), dist.get_world_size(), device, world),
+        dist.get_rank(),
+        dist.get_world_size(),
+        device,
+        world,
         Board(store, f"interlace/bench/{generation}"),
         _device_tick=torch.zeros(1, device=device),
     )

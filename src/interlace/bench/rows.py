@@ -101,7 +101,10 @@ def source_commit() -> str:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(
                 ["git", "-C", str(source), *question],
-                **{"capture_output": True, "text": True, "timeout": 10, "check": True},
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
             )
             answers.append(done.stdout.strip())
     if not answers or not answers[0]:

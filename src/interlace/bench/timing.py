@@ -179,9 +179,8 @@ def race(
         for name in random.Random(number).sample(names, len(names)):  # the same on all ranks
             first = number * (bursts[name] + 1)
             try:
-                each, host, mhz = burst(
-                    *(ranks, runs[name], inputs[name], bursts[name], first), clock
-                )
+                count = bursts[name]
+                each, host, mhz = burst(ranks, runs[name], inputs[name], count, first, clock)
             except Exception as error:
                 failed[name] = describe(error, ranks)
                 continue

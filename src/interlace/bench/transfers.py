@@ -40,10 +40,18 @@ ROOF_SIZES = (64 << 20, 256 << 20)
 """Bytes of the copies that make the roof."""
 BURST_S = 2e-3
 REPEATS = 3
-KINDS = (
-    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"),
-    *("gather", "scatter", "reduce", "barrier"),
-)
+ARGUMENTS = {
+    "all_gather": "x, y, ",
+    "reduce_scatter": 'x, y, reduce="sum", ',
+    "all_reduce": 'x, y, reduce="sum", ',
+    "broadcast": "x, y, root=0, ",
+    "all_to_all": "x, y, ",
+    "gather": "x, y, root=0, ",
+    "scatter": "x, y, root=0, ",
+    "reduce": 'x, y, reduce="sum", root=0, ',
+    "barrier": "",
+}
+"""Of each kind of collective, as the text has them."""
 COLLECTIVES = 4
 """Collectives in a Program: what a run costs besides is spread over them."""
 TIME_OUT_S = 30.0
@@ -84,10 +92,8 @@ class PeerMemory:
         if ranks.cuda:
             self._on_gpus(ranks)
         else:
-            everyone = range(ranks.size)
-            shared = share(
-                *(ranks.board, ranks.topic("peers"), everyone, ranks.me, nbytes, {}, WAIT_S)
-            )
+            topic, everyone = ranks.topic("peers"), range(ranks.size)
+            shared = share(ranks.board, topic, everyone, ranks.me, nbytes, {}, WAIT_S)
             self._segments: tuple[Segment, ...] = shared.segments
             self.theirs = [segment.bytes(0, nbytes) for segment in shared.segments]
         self.mine = self.theirs[ranks.me]
@@ -245,8 +251,13 @@ def _copy(
     count = ranks.size - 1 if pattern == "all" else 1
     guess = count * (1e-5 + nbytes / (2e11 if ranks.cuda else 3e9))
     return Figure(
-        **{"kind": kind, "backend": "peer", "protocol": engine, "pattern": pattern},
-        **{"nbytes": nbytes, "ranks": ranks.size, "moved": float(count * nbytes)},
+        kind=kind,
+        backend="peer",
+        protocol=engine,
+        pattern=pattern,
+        nbytes=nbytes,
+        ranks=ranks.size,
+        moved=float(count * nbytes),
         seconds=timed(ranks, run if peers else None, guess),
     )
 
@@ -327,16 +338,7 @@ def collective_text(kind: str, backend: str, world: int, elements: int) -> str:
     x, y = {"all_gather": (part, elements), "gather": (part, elements)}.get(
         kind, (elements, part if kind in ("reduce_scatter", "scatter") else elements)
     )
-    words = {
-        "barrier": "",
-        "all_reduce": 'x, y, reduce="sum", ',
-        "reduce_scatter": 'x, y, reduce="sum", ',
-        "reduce": 'x, y, reduce="sum", root=0, ',
-        "broadcast": "x, y, root=0, ",
-        "gather": "x, y, root=0, ",
-        "scatter": "x, y, root=0, ",
-    }.get(kind, "x, y, ")
-    line = f'    main: {kind}({words}team=tp, backend="{backend}")\n'
+    line = f'    main: {kind}({ARGUMENTS[kind]}team=tp, backend="{backend}")\n'
     return f"def {kind}(tp: Team[{world}], x: f32[{x}], y: f32[{y}]):\n{line * COLLECTIVES}"
 
 
@@ -345,7 +347,7 @@ def measure_collectives(
 ) -> Iterator[Figure]:
     """Every kind of every backend over the sizes."""
     for backend in backends(ranks)[0]:
-        for kind in KINDS:
+        for kind in ARGUMENTS:
             step(f"{backend} {kind}")
             for nbytes in sizes[:1] if kind == "barrier" else sizes:
                 figure = _collective(ranks, backend, kind, nbytes)

@@ -100,8 +100,12 @@ def console() -> Console:
 
 
 PLAIN: dict[str, Any] = {
-    **{"highlight": False, "markup": False, "emoji": False, "no_color": True},
-    **{"width": 10_000, "force_terminal": False},
+    "highlight": False,
+    "markup": False,
+    "emoji": False,
+    "no_color": True,
+    "width": 10_000,
+    "force_terminal": False,
 }
 
 

@@ -69,7 +69,10 @@ def adam_cases(small: bool) -> list[KernelCase]:
     text = f"{count / 1e9:.2f}e9" if count > 1e8 else str(count)
     return [
         KernelCase(
-            **{"op": "adam", "shape": f"{text} {kind.name}", "dtype": kind.dtype, "does": "step"},
+            op="adam",
+            shape=f"{text} {kind.name}",
+            dtype=kind.dtype,
+            does="step",
             build=functools.partial(_build, kind, shapes),
         )
         for kind in FORMATS

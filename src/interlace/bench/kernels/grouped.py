@@ -44,8 +44,10 @@ def grouped_cases(small: bool) -> list[KernelCase]:
     dtype = "f32" if small else "bf16"
     return [
         KernelCase(
-            **{"op": "grouped", "shape": f"{groups}x{tokens}x{inner}x{outer} {how}"},
-            **{"dtype": dtype, "does": BOTH},
+            op="grouped",
+            shape=f"{groups}x{tokens}x{inner}x{outer} {how}",
+            dtype=dtype,
+            does=BOTH,
             build=functools.partial(_build, groups, tokens, inner, outer, how, dtype),
         )
         for groups, tokens, inner, outer, how in (SMALL if small else SHAPES)

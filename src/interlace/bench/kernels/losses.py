@@ -53,11 +53,9 @@ def cross_entropy_cases(small: bool) -> list[KernelCase]:
     for rows, classes, dtype, smoothing, z_loss, does in SMALL if small else SHAPES:
         terms = f" smoothing {smoothing:g} z-loss {z_loss:g}" if smoothing or z_loss else ""
         build = functools.partial(_cross_entropy, rows, classes, dtype, smoothing, z_loss, does)
+        shape = f"{rows}x{classes}{terms}"
         found.append(
-            KernelCase(
-                **{"op": "cross-entropy", "shape": f"{rows}x{classes}{terms}", "dtype": dtype},
-                **{"does": does, "build": build},
-            )
+            KernelCase(op="cross-entropy", shape=shape, dtype=dtype, does=does, build=build)
         )
     return found
 
