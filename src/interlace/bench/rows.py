@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 import interlace
-from interlace.errors import InterlaceError
 from interlace.trace.tracks import write_whole
 
 Row = dict[str, Any]
@@ -40,10 +39,7 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer.writeheader()
     for row in (*old, *rows):
         writer.writerow({key: cell(value) for key, value in row.items()})
-    try:
-        write_whole(path, text.getvalue().encode())
-    except OSError as error:
-        raise InterlaceError(f"cannot write {path}: {error.strerror or error}") from error
+    write_whole(path, text.getvalue())
 
 
 def read(path: Path) -> list[Row]:

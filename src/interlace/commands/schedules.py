@@ -22,7 +22,6 @@ from interlace.commands.files import (
     read_machine,
     read_programs,
     read_text,
-    write_text,
 )
 from interlace.commands.output import UNSOUND, code, command, print_json, say, table
 from interlace.errors import InputError
@@ -81,7 +80,9 @@ def opt(
 
         verify(results).raise_if_unsound()
     if output is not None:
-        write_text(output, print_set(results))
+        from interlace.trace.tracks import write_whole
+
+        write_whole(output, print_set(results))
     if json:
         steps = [{"program": name, "pass": step, "text": text} for name, step, text in texts]
         print_json({"schema": 1, "steps": steps})
@@ -166,9 +167,9 @@ def _timeline(timeline: Timeline, program: Path | None, html: Path | None, json:
 def _page(
     path: Path, predicted: Timeline | None, measured: Timeline | None, programs: list[Program]
 ) -> None:
-    from interlace.trace import Run, html_page
+    from interlace.trace import Run, write_page
 
-    write_text(path, html_page([Run(tuple(programs), predicted, measured)]))
+    write_page([Run(tuple(programs), predicted, measured)], path)
     say(f"wrote {path}")
 
 
@@ -206,8 +207,9 @@ def simulate(
     Ends with code 1 if the schedule is unsound: then it may run otherwise, or not to its end.
     """
     from interlace.cost import simulate as simulated
-    from interlace.trace import Run, figures_json, html_page, write_perfetto
+    from interlace.trace import Run, figures_json, write_page, write_perfetto
     from interlace.trace.figures import HEADINGS, figures_rows
+    from interlace.trace.tracks import write_whole
     from interlace.verify import check
 
     programs = on_mesh(read_programs(file), world=None, mesh=parse_mesh(mesh))
@@ -216,11 +218,11 @@ def simulate(
     timeline = simulated(programs, machine)
     written: list[Path] = []
     if output is not None:
-        write_text(output, timeline.to_json() + "\n")
+        write_whole(output, timeline.to_json() + "\n")
         written.append(output)
     if html is not None:
         facts = [("machine", machine.name)]
-        write_text(html, html_page([Run(tuple(programs), timeline)], facts=facts))
+        write_page([Run(tuple(programs), timeline)], html, facts=facts)
         written.append(html)
     if perfetto is not None:
         written.append(write_perfetto(timeline, perfetto, program=programs))

@@ -139,7 +139,7 @@ def _write(
     for outcome, suffix in ((overlapped, ""), (serial, ".serial")):
         for graph in outcome.graphs:
             path = out / f"{graph.kind}{suffix}.ilc"
-            write_whole(path, f"{graph.program}\n".encode())
+            write_whole(path, f"{graph.program}\n")
             written.append(path)
     runs = [
         Run((graph.program,), simulate(graph.program, machine), graph.measured, graph.kind)

@@ -56,7 +56,7 @@ def write_page(
 ) -> Path:
     """Writes the page of several runs, such as forward and backward; see `write_html`."""
     path = Path(path)
-    write_whole(path, html_page(runs, name, facts).encode(errors="backslashreplace"))
+    write_whole(path, html_page(runs, name, facts))
     return path
 
 

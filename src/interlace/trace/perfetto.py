@@ -46,7 +46,7 @@ def write_perfetto(
     programs = as_set(program)
     runs = [item if isinstance(item, Run) else Run(programs, item) for item in given]
     path = Path(path)
-    write_whole(path, json.dumps(trace_events(runs)).encode())
+    write_whole(path, json.dumps(trace_events(runs)))
     return path
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from interlace.cost.timeline import Span, Timeline
+from interlace.errors import InterlaceError
 from interlace.ir import Meetings, Program, bindings, spots
 
 OpKey = tuple[int, int]
@@ -132,12 +133,15 @@ def title(timeline: Timeline, run: str = "") -> str:
     return f"{timeline.source} · {timeline.name}" if timeline.name else timeline.source
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Writes a file beside its place and moves it there, so that nobody reads half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(data)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise InterlaceError(f"cannot write {path}: {error.strerror or error}") from error
