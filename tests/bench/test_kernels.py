@@ -17,7 +17,7 @@ from tests.cli.schedules import command
 from typer.testing import CliRunner
 
 from interlace.bench.kernels import adam, grouped, losses
-from interlace.bench.kernels.case import COPY, OURS, KernelCase, Opened, Way, Work, time_case
+from interlace.bench.kernels.case import COPY, OURS, BuiltCase, KernelCase, Opened, Way, time_case
 from interlace.bench.kernels.host import COUNTS, host_cases
 from interlace.bench.kernels.work import OPS, KernelSettings, cases_of
 from interlace.bench.ranks import Alone
@@ -133,7 +133,7 @@ def odd(name: str) -> Way:
 
 def test_what_is_wrong_absent_or_raises_is_a_row_without_a_time() -> None:
     names = ["right", "wrong", "nan", "raises", "absent"]
-    made = Work(ways=[odd(name) for name in names], sets=[(1.0,)], limit=2.0, nbytes=10)
+    made = BuiltCase(ways=[odd(name) for name in names], sets=[(1.0,)], limit=2.0, nbytes=10)
     case = KernelCase(op="odd", shape="1", dtype="f32", does="nothing", build=lambda device: made)
     rows = {row["way"]: row for row in time_case(case, ALONE, 0.05)}
     assert list(rows) == [*names, COPY]

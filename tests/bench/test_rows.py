@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from interlace.bench.bars import Verdict, judge_overlap, missed
+from interlace.bench.bars import BarVerdict, judge_overlap, missed
 from interlace.bench.interconnect import engine_share
 from interlace.bench.rows import append, number, read
 
@@ -32,7 +32,9 @@ def row(op: str, m: int, strategy: str, us: float, mode: str = "eager", **more: 
     }
 
 
-def found(verdicts: list[Verdict], bar: str, who: str = "auto", mode: str = "eager") -> Verdict:
+def found(
+    verdicts: list[BarVerdict], bar: str, who: str = "auto", mode: str = "eager"
+) -> BarVerdict:
     (one,) = (v for v in verdicts if (v.bar, v.of["who"], v.of["mode"]) == (bar, who, mode))
     return one
 

@@ -28,7 +28,7 @@ HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BarVerdict:
     """A bar, judged."""
 
     bar: str
@@ -50,7 +50,7 @@ class Verdict:
         return {**told, "figure": self.figure, "passed": self.passed}
 
 
-def missed(verdicts: Sequence[Verdict]) -> list[str]:
+def missed(verdicts: Sequence[BarVerdict]) -> list[str]:
     """The bars that are cleared in no mode, each with its case; of `overlap` those of `auto`."""
     passed: dict[str, bool] = {}
     for verdict in verdicts:
@@ -71,7 +71,7 @@ Shape = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ShapeTimes:
     """One shape's times in microseconds: ours, and what it is compared with."""
 
     ours: float
@@ -89,7 +89,7 @@ class OverlapBar:
     text: str
     limit: str
     wants: Callable[[Shape], bool]
-    figure: Callable[[Point], float]
+    figure: Callable[[ShapeTimes], float]
     joined: Callable[[Sequence[float]], float]
 
 
@@ -108,15 +108,15 @@ def _big(op: str) -> Callable[[Shape], bool]:
     return lambda shape: shape[0] == op and not _small(shape)
 
 
-def _over_roof(point: Point) -> float:
+def _over_roof(point: ShapeTimes) -> float:
     return point.ours / point.limit
 
 
-def _over_sequential(point: Point) -> float:
+def _over_sequential(point: ShapeTimes) -> float:
     return point.sequential / point.ours
 
 
-def _excess(point: Point) -> float:
+def _excess(point: ShapeTimes) -> float:
     """Microseconds by which a small case is slower than allowed."""
     return point.ours - point.sequential - max(0.02 * point.sequential, 1.0)
 
@@ -140,7 +140,7 @@ OVERLAP_BARS = (
 )
 
 
-def judge_overlap(rows: Sequence[Row]) -> list[Verdict]:
+def judge_overlap(rows: Sequence[Row]) -> list[BarVerdict]:
     """Every bar that the rows tell something of; the bars are for bf16, where there are others."""
     rows = [row for row in rows if row.get("dtype") == "bf16"] or list(rows)
     readings = [(mode, who) for mode in MODES for who in ("auto", "best")]
@@ -159,7 +159,7 @@ def _shape(row: Row) -> Shape:
     return row["op"], int(row["m"]), int(row["k"]), int(row["n"])
 
 
-def _points(rows: Sequence[Row], who: str, mode: str) -> dict[Shape, Point]:
+def _points(rows: Sequence[Row], who: str, mode: str) -> dict[Shape, ShapeTimes]:
     """By shape, where `auto` or any fixed strategy of ours was timed."""
     times: dict[Shape, dict[str, float]] = {}
     limits: dict[Shape, float] = {}
@@ -169,12 +169,12 @@ def _points(rows: Sequence[Row], who: str, mode: str) -> dict[Shape, Point]:
             limits[_shape(row)] = max(number(row["gemm_us"]), number(row["link_us"]))
             if row["mode"] == mode:
                 mine[row["strategy"]] = number(row["median_us"])
-    found: dict[Shape, Point] = {}
+    found: dict[Shape, ShapeTimes] = {}
     for shape, known in times.items():
         best = min((known[name] for name in OURS if name != "auto" and name in known), default=None)
         ours = known.get("auto") if who == "auto" else best
         if ours is not None:
-            found[shape] = Point(
+            found[shape] = ShapeTimes(
                 ours=ours,
                 sequential=known.get("sequential", math.nan),
                 async_tp=known.get("async-tp", math.nan),
@@ -184,20 +184,20 @@ def _points(rows: Sequence[Row], who: str, mode: str) -> dict[Shape, Point]:
     return found
 
 
-def _figures(bar: OverlapBar, points: dict[Shape, Point]) -> dict[Shape, float]:
+def _figures(bar: OverlapBar, points: dict[Shape, ShapeTimes]) -> dict[Shape, float]:
     figures = {shape: bar.figure(point) for shape, point in points.items() if bar.wants(shape)}
     return {shape: figure for shape, figure in figures.items() if not math.isnan(figure)}
 
 
-def _verdict(bar: OverlapBar, who: str, mode: str, known: dict[Shape, float]) -> Verdict:
+def _verdict(bar: OverlapBar, who: str, mode: str, known: dict[Shape, float]) -> BarVerdict:
     pick = min if bar.limit.startswith(">") else max
     extreme = pick(known, key=lambda shape: known[shape])
     worst = f"{extreme[0]} {','.join(map(str, extreme[1:]))}: {known[extreme]:.3f}"
     of = {"who": who, "mode": mode, "count": len(known), "worst": worst}
-    return Verdict(bar.text, bar.limit, bar.joined(list(known.values())), of)
+    return BarVerdict(bar.text, bar.limit, bar.joined(list(known.values())), of)
 
 
-def _host(rows: Sequence[Row], who: str, mode: str) -> list[Verdict]:
+def _host(rows: Sequence[Row], who: str, mode: str) -> list[BarVerdict]:
     """The host time of an AG+GEMM call: of `auto`, and of the slowest fixed strategy.
 
     Of each strategy the median over the shapes at which many calls were timed.
@@ -213,7 +213,7 @@ def _host(rows: Sequence[Row], who: str, mode: str) -> list[Verdict]:
     slowest = max(known, key=lambda name: known[name])
     of = {"who": "auto" if who == "auto" else "all", "mode": mode, "count": len(hosts[slowest])}
     of["worst"] = f"{slowest}: {known[slowest]:.1f}"
-    return [Verdict("host time of an AG+GEMM call, us", MODES[mode], known[slowest], of)]
+    return [BarVerdict("host time of an AG+GEMM call, us", MODES[mode], known[slowest], of)]
 
 
 # -- kernels -------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ KERNEL_BARS = (
 )
 
 
-def judge_kernels(rows: Sequence[Row]) -> list[Verdict]:
+def judge_kernels(rows: Sequence[Row]) -> list[BarVerdict]:
     """Every bar that the rows tell something of."""
     cases: dict[tuple[str, ...], Ways] = {}
     for row in rows:
@@ -292,7 +292,7 @@ def judge_kernels(rows: Sequence[Row]) -> list[Verdict]:
             cases.setdefault(key, {})[row["way"]] = row
     ours = {key: ways[OUR_WAY] for key, ways in cases.items() if OUR_WAY in ways}
     found = [
-        Verdict(bar.text, bar.limit, bar.figure(row, cases[key]), _kernel(key))
+        BarVerdict(bar.text, bar.limit, bar.figure(row, cases[key]), _kernel(key))
         for bar in KERNEL_BARS
         for key, row in ours.items()
         if bar.wants(row)
@@ -304,7 +304,7 @@ def _kernel(key: tuple[str, ...]) -> dict[str, Any]:
     return {"case": " ".join(key), "way": OUR_WAY}
 
 
-def _halved(ours: dict[tuple[str, ...], Row]) -> list[Verdict]:
+def _halved(ours: dict[tuple[str, ...], Row]) -> list[BarVerdict]:
     """Bytes of states: bf16 moments over the fp32 moments of the same parameters."""
     kept = {key[1].split(" ", 1)[1]: key for key, row in ours.items() if ADAM(row)}
     if not {"all f32", "all bf16"} <= set(kept):
@@ -312,4 +312,4 @@ def _halved(ours: dict[tuple[str, ...], Row]) -> list[Verdict]:
     wide, narrow = kept["all f32"], kept["all bf16"]
     figure = number(ours[narrow]["state_bytes"]) / number(ours[wide]["state_bytes"])
     bar = "bytes of states over those of fp32 moments"
-    return [Verdict(bar, "<= 0.501", figure, _kernel(narrow))]
+    return [BarVerdict(bar, "<= 0.501", figure, _kernel(narrow))]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import CACHE, DTYPES, PRESETS
 from interlace.bench.timing import host_times
-from interlace.bench.transfers import PeerMemory, timed
+from interlace.bench.transfers import BenchMemory, timed
 from interlace.cost.fit import Sample
 
 COPIES = tuple(1 << power for power in (16, 20, 28, 29))
@@ -123,7 +123,7 @@ def _host(ranks: Ranks) -> list[Sample]:
     """How long the host takes to issue things."""
     x, w = (torch.zeros(64, 64, dtype=torch.bfloat16, device=ranks.device) for _ in range(2))
     out = torch.empty_like(x)
-    memory = PeerMemory(ranks, 1 << 12)
+    memory = BenchMemory(ranks, 1 << 12)
     peer = memory.theirs[(ranks.me + 1) % ranks.size]
     whole = x.new_empty(64 * ranks.size, 64)
     event = torch.cuda.Event()

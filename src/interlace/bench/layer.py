@@ -35,7 +35,7 @@ from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import DTYPES
 from interlace.bench.timing import ahead, describe, race
-from interlace.demo.model import Block, RMSNorm, rotary_table
+from interlace.demo.model import Attention, Block, rotary_table
 from interlace.demo.plan import ModelConfig
 from interlace.demo.train import registered
 from interlace.errors import OptionError
@@ -82,25 +82,19 @@ class LayerSettings:
                 raise OptionError(f"--only {way}: choose from {', '.join(WAYS)}")
 
 
-class CachedAttention(nn.Module):
+class CachedAttention(Attention):
     """One new token of each sequence against those in a cache; each rank holds some heads."""
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, settings: LayerSettings, world: int) -> None:
-        super().__init__()
-        dim = settings.dim
-        self.head_dim = dim // settings.heads
-        self.wq = nn.Linear(dim, dim, bias=False)
-        self.wk = nn.Linear(dim, dim, bias=False)
-        self.wv = nn.Linear(dim, dim, bias=False)
-        self.wo = nn.Linear(dim, dim, bias=False)
+    def __init__(self, config: ModelConfig, settings: LayerSettings, world: int) -> None:
+        super().__init__(config)
         shape = (settings.decode, settings.heads // world, settings.cached, self.head_dim)
         self.register_buffer("keys", torch.randn(shape), persistent=False)
         self.register_buffer("values", torch.randn(shape), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Attention of (sequences, dim) over the cached tokens and the new one."""
         rows = x.shape[0]
 
@@ -114,18 +108,14 @@ class CachedAttention(nn.Module):
         return self.wo(y.reshape(rows, -1))
 
 
-class DecodeBlock(nn.Module):
+class DecodeBlock(Block):
     """A layer of a decode step."""
 
     def __init__(self, settings: LayerSettings, config: ModelConfig, world: int) -> None:
-        super().__init__()
-        block = Block(config)
-        self.attention_norm = RMSNorm(config.dim)
-        self.attention = CachedAttention(settings, world)
-        self.feed_forward_norm = RMSNorm(config.dim)
-        self.feed_forward = block.feed_forward
+        super().__init__(config)
+        self.attention = CachedAttention(config, settings, world)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """One layer for one token of each sequence."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -262,7 +252,8 @@ def _step(
         tell({"event": "step", "doing": f"{step}: {way}"})
         problem: str | None = None
         try:
-            torch.compiler.reset() if way == ways[0] else None
+            if way == ways[0]:
+                torch.compiler.reset()
             run = compiled(way, module, settings, mesh)
             for each, want in [*zip(given[:2], wanted, strict=True)] * 2:
                 off = _apart(_local(run(*each)), want)

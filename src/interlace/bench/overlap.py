@@ -23,7 +23,7 @@ from interlace.bench.jax_rival import jax_rows
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import Inputs, SiteCase, deviation, make_inputs, whole_check
-from interlace.bench.timing import Timed, describe, host_times, race
+from interlace.bench.timing import Timing, describe, host_times, race
 from interlace.bench.transfers import ROOF_SIZES, Roof, best_copy
 from interlace.comm.teams import reset_teams
 from interlace.errors import InterlaceError, OptionError
@@ -59,14 +59,14 @@ class OverlapSettings:
 
 
 @dataclass(slots=True)
-class Entry:
+class CandidateRun:
     """A candidate under way."""
 
     candidate: Candidate
     launch: Launch | None = None
     deviation: float = math.nan
     problem: str | None = None
-    timed: Timed = field(default_factory=Timed)
+    timed: Timing = field(default_factory=Timing)
     host_s: float = math.nan
     host_runs: int = 0
 
@@ -112,12 +112,12 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
 
 def _case(
     case: SiteCase, settings: OverlapSettings, ranks: Ranks, share: float, small: bool, tell: Tell
-) -> tuple[list[Entry], float]:
+) -> tuple[list[CandidateRun], float]:
     begun = time.monotonic()
     inputs = make_inputs(case, ranks, settings.seed)
-    gemms = [Entry(item) for item in whole_gemms(case, ranks)]
+    gemms = [CandidateRun(item) for item in whole_gemms(case, ranks)]
     entries = [
-        Entry(item)
+        CandidateRun(item)
         for item in (
             *rivals(case, ranks, settings.only, inputs.sets),
             *ours(case, ranks, settings.only, settings.calibration, settings.graphs),
@@ -162,14 +162,14 @@ def _case(
     return [*gemms, *entries], best
 
 
-def _key(entry: Entry) -> str:
+def _key(entry: CandidateRun) -> str:
     return f"{entry.candidate.name}/{entry.candidate.mode}"
 
 
-def _twins(entries: Sequence[Entry]) -> dict[str, Entry]:
+def _twins(entries: Sequence[CandidateRun]) -> dict[str, CandidateRun]:
     """By key: candidates whose Program is that of another, which is timed for both: what `auto`
     chose is the same launches as the fixed strategy, and would differ by noise alone."""
-    found: dict[str, Entry] = {}
+    found: dict[str, CandidateRun] = {}
     for entry in entries:
         one = entry.candidate
         if one.name == "auto" and one.text:
@@ -178,12 +178,12 @@ def _twins(entries: Sequence[Entry]) -> dict[str, Entry]:
     return found
 
 
-def _runs(entry: Entry) -> tuple[str, str]:
+def _runs(entry: CandidateRun) -> tuple[str, str]:
     return entry.candidate.text, entry.candidate.mode
 
 
 def _open(
-    entry: Entry, checks: Sequence[tuple[Any, Any]], ranks: Ranks, tell: Tell, case: SiteCase
+    entry: CandidateRun, checks: Sequence[tuple[Any, Any]], ranks: Ranks, tell: Tell, case: SiteCase
 ) -> None:
     """Opens a candidate on all ranks, and lets it compute what is known."""
     tell({"event": "doing", "doing": f"{case}: {_key(entry)}"})
@@ -209,7 +209,7 @@ def _open(
         _recover(entry, ranks)
 
 
-def _recover(entry: Entry, ranks: Ranks) -> None:
+def _recover(entry: CandidateRun, ranks: Ranks) -> None:
     """Leaves a failed candidate behind, so that the next one can run."""
     entry.launch = None
     try:
@@ -220,7 +220,7 @@ def _recover(entry: Entry, ranks: Ranks) -> None:
     ranks.agree(None)
 
 
-def _host(entry: Entry, inputs: Inputs, ranks: Ranks, runs: int) -> None:
+def _host(entry: CandidateRun, inputs: Inputs, ranks: Ranks, runs: int) -> None:
     """The median time of many calls, of this rank's host."""
     if ranks.agree(entry.problem) is not None or entry.launch is None:
         return
@@ -239,7 +239,7 @@ def _host(entry: Entry, inputs: Inputs, ranks: Ranks, runs: int) -> None:
 
 def _rows(
     case: SiteCase,
-    entries: Sequence[Entry],
+    entries: Sequence[CandidateRun],
     gemm_s: float,
     roof: Roof,
     ranks: Ranks,

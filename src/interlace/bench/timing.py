@@ -51,7 +51,7 @@ ROUNDS = (3, 15)
 
 
 @dataclass(slots=True)
-class Timed:
+class Timing:
     """What was measured of one candidate, in seconds."""
 
     rounds: list[float] = field(default_factory=list)
@@ -162,13 +162,13 @@ def race(
     seconds: float,
     rounds: tuple[int, int] = ROUNDS,
     launches: tuple[int, int] = LAUNCHES,
-) -> dict[str, Timed]:
+) -> dict[str, Timing]:
     """Times the candidates against one another for about `seconds`.
 
     `inputs` has sets of inputs for each, `launches` bounds a burst. A candidate that raises is out
     on all ranks, with the reason; a fault of the device ends it all.
     """
-    found = {name: Timed() for name in runs}
+    found = {name: Timing() for name in runs}
     clock = SMClock(ranks.device)
     bursts = _launches(ranks, runs, inputs, found, launches)
     names = [name for name in runs if found[name].problem is None]
@@ -239,13 +239,13 @@ def host_times(ranks: Ranks, run: Run, inputs: Sequence[Sequence[Any]], calls: i
 
 def time_in_turn(
     ranks: Ranks, runs: Mapping[str, Run], sets: Sequence[Sequence[Any]], seconds: float
-) -> dict[str, Timed]:
+) -> dict[str, Timing]:
     """The time of each of 1,000 calls, by way, or of fewer that take so long.
 
     A way that raises has the reason instead. torch computes with one thread meanwhile: others would
     have to be woken for each call.
     """
-    found = {name: Timed() for name in runs}
+    found = {name: Timing() for name in runs}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -269,7 +269,7 @@ def time_in_turn(
     return found
 
 
-def _turn(ranks: Ranks, run: Run, sets: Sequence[Sequence[Any]], calls: int, timed: Timed) -> None:
+def _turn(ranks: Ranks, run: Run, sets: Sequence[Sequence[Any]], calls: int, timed: Timing) -> None:
     """So many calls of a way, one after another."""
     if timed.problem is not None:
         return
@@ -291,7 +291,7 @@ def _launches(
     ranks: Ranks,
     runs: Mapping[str, Run],
     inputs: Mapping[str, Sequence[Sequence[Any]]],
-    found: Mapping[str, Timed],
+    found: Mapping[str, Timing],
     bounds: tuple[int, int],
 ) -> dict[str, int]:
     """Launches of a burst, by candidate, from a first short one that is not counted."""
@@ -316,7 +316,7 @@ def _launches(
     }
 
 
-def _slowest(ranks: Ranks, found: dict[str, Timed], names: Sequence[str]) -> dict[str, Timed]:
+def _slowest(ranks: Ranks, found: dict[str, Timing], names: Sequence[str]) -> dict[str, Timing]:
     """Of each round and candidate the slowest rank; of host times this rank's."""
     flat = ranks.maximum([each for name in names for each in found[name].rounds])
     for name in names:

@@ -3,7 +3,7 @@
     best = best_copy(ranks)                     # bytes a second, all ranks copying at once
     for figure in measure_links(ranks, sizes, step):
         print(figure.pattern, figure.protocol, figure.nbytes, figure.bandwidth)
-    memory = PeerMemory(ranks, 1 << 20)
+    memory = BenchMemory(ranks, 1 << 20)
     memory.copy("ce", memory.mine, memory.theirs[1], 4096)     # a get: the first 4096 bytes
 
 Patterns: `0>1` is one ordered pair, rank 0 at work and rank 1 the other end; `ring` is every rank
@@ -82,7 +82,7 @@ def enable_symmetric_memory(ranks: Ranks) -> str:
     return name
 
 
-class PeerMemory:
+class BenchMemory:
     """As many bytes on every rank, which all ranks can read and write. All ranks make it."""
 
     def __init__(self, ranks: Ranks, nbytes: int) -> None:
@@ -220,7 +220,7 @@ def measure_links(
     ranks: Ranks, sizes: Sequence[int], step: Callable[[str], None]
 ) -> Iterator[Figure]:
     """Every pattern, both directions, every engine, every size; then messages of the backend."""
-    memory = PeerMemory(ranks, max(sizes))
+    memory = BenchMemory(ranks, max(sizes))
     for pattern, peers in patterns(ranks):
         for kind in ("get", "put"):
             for engine in engines(ranks):
@@ -234,7 +234,7 @@ def measure_links(
 
 def _copy(
     ranks: Ranks,
-    memory: PeerMemory,
+    memory: BenchMemory,
     kind: str,
     engine: str,
     pattern: str,
@@ -301,7 +301,7 @@ class Roof:
 
 def best_copy(ranks: Ranks, sizes: Sequence[int] = ROOF_SIZES) -> Roof:
     """The link's roof: long copies by copy engine, get and put, to the next rank and to all."""
-    memory = PeerMemory(ranks, max(sizes))
+    memory = BenchMemory(ranks, max(sizes))
     engine = engines(ranks)[0]
     found = [
         _copy(ranks, memory, kind, engine, pattern, peers, nbytes)

@@ -26,7 +26,7 @@ from interlace.commands.output import UNSOUND, command, print_json, say, table, 
 from interlace.errors import BackendError, OptionError
 
 if TYPE_CHECKING:
-    from interlace.bench.bars import Verdict
+    from interlace.bench.bars import BarVerdict
 
 RESULTS = Path("benchmarks/results")
 """Where rows go that are meant to be committed."""
@@ -307,7 +307,7 @@ def _conclude(
     columns: Mapping[str, str],
     place: str,
     path: Path,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[BarVerdict],
     json: bool,
 ) -> None:
     """The rows for scripts or for people: a table, what was not timed, the bars; code 1 where one
@@ -344,7 +344,7 @@ def _cell(form: str, row: Mapping[str, Any]) -> str:
     return "-" if text == "nan" else text
 
 
-def _show_bars(verdicts: Sequence[Verdict]) -> None:
+def _show_bars(verdicts: Sequence[BarVerdict]) -> None:
     cells = [
         [v.bar, v.limit, f"{v.figure:.3f}", "pass" if v.passed else "MISSED"]
         + [str(value) for value in v.of.values()]

@@ -64,7 +64,7 @@ def load(
         raise CalibrationError(f"cannot read calibration file {path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise CalibrationError(f"calibration file {path} is not JSON: {error}") from error
-    reader = _Reader(str(path))
+    reader = _MachineReader(str(path))
     top = reader.table(data, f"calibration file {path}")
     if top.get("schema") != SCHEMA:
         raise CalibrationError(
@@ -113,7 +113,7 @@ def _fields(machine: Machine) -> dict[str, Any]:
     return fields
 
 
-class _Reader:
+class _MachineReader:
     """Turns the JSON of one file into a Machine, or says what is wrong with it."""
 
     def __init__(self, path: str) -> None:
@@ -222,10 +222,9 @@ class _Reader:
         return [self.positive(number, name) for number in cast("list[Any]", value)]
 
     def number(self, value: object, name: str) -> float:
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        if not known or not 0 <= value < math.inf:
-            raise self.error(f"{name} is {value!r}, not a number >= 0")
-        return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+            return float(value)
+        raise self.error(f"{name} is {value!r}, not a number >= 0")
 
     def positive(self, value: object, name: str) -> float:
         number = self.number(value, name)

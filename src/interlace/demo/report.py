@@ -87,7 +87,7 @@ def make_report(
         "schema": 1,
         "world": world,
         "torch": torch.__version__,
-        "device": _device(plan.device),
+        "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
         "machine": machine.name,
         "lesson": asdict(plan),
         "losses": {outcome.way: outcome.losses for outcome in outcomes},
@@ -107,10 +107,6 @@ def _difference(one: WayOutcome, other: WayOutcome) -> float:
 
 def _ratio(one: float, other: float) -> float:
     return one / other if other else float(one == other)
-
-
-def _device(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else device
 
 
 def _step_ms(outcome: WayOutcome) -> float:

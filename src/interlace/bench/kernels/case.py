@@ -21,7 +21,7 @@ import torch
 
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row
-from interlace.bench.timing import LAUNCHES, Run, Timed, describe, race, time_in_turn
+from interlace.bench.timing import LAUNCHES, Run, Timing, describe, race, time_in_turn
 from interlace.errors import UnsupportedError
 from interlace.launch import Tell
 
@@ -52,7 +52,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class BuiltCase:
     """A case with its tensors."""
 
     ways: Sequence[Way]
@@ -78,7 +78,7 @@ class KernelCase:
     shape: str
     dtype: str
     does: str
-    build: Callable[[torch.device], Work]
+    build: Callable[[torch.device], BuiltCase]
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.dtype} {self.does}"
@@ -95,7 +95,7 @@ class Measured:
     kept: float = math.nan
     state: int = 0
     problem: str = ""
-    timed: Timed = field(default_factory=Timed)
+    timed: Timing = field(default_factory=Timing)
 
 
 def needed(module: str, package: str, device: torch.device) -> Any:
@@ -141,7 +141,7 @@ def free(ranks: Ranks) -> None:
         torch.cuda.empty_cache()
 
 
-def _open(way: Way, work: Work, case: KernelCase, ranks: Ranks, tell: Tell) -> Measured:
+def _open(way: Way, work: BuiltCase, case: KernelCase, ranks: Ranks, tell: Tell) -> Measured:
     tell({"event": "doing", "doing": f"{case}: {way.name}"})
     entry = Measured(way.name)
     try:
@@ -190,7 +190,9 @@ def _copy(device: torch.device) -> Way:
     return Way(COPY, make)
 
 
-def _rows(case: KernelCase, work: Work, entries: Sequence[Measured], ranks: Ranks) -> list[Row]:
+def _rows(
+    case: KernelCase, work: BuiltCase, entries: Sequence[Measured], ranks: Ranks
+) -> list[Row]:
     copied = 2 * COPY_BYTES[ranks.device.type]
     times = {e.name: e.timed.median for e in entries if not e.problem}
     copy_rate = copied / times.get(COPY, math.nan)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.bench.kernels.case import OURS, KernelCase, Opened, Way, Work, time_case
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, Opened, Way, time_case
 from interlace.bench.kernels.grouped import grouped_layer, torch_layer
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
@@ -36,7 +36,7 @@ NUM_PARAMS, PARAM = 300, 1024
 
 def host_cases(device: torch.device) -> list[KernelCase]:
     """The cases: `Executor.run()` first."""
-    work: dict[str, Callable[[torch.device], Work]] = {
+    work: dict[str, Callable[[torch.device], BuiltCase]] = {
         **{f"Executor.run, {n} calls": functools.partial(_executor, n) for n in reversed(COUNTS)},
         "cross_entropy 64x512": _cross_entropy,
         "linear_cross_entropy 64x64x512": _linear_cross_entropy,
@@ -47,7 +47,7 @@ def host_cases(device: torch.device) -> list[KernelCase]:
     return [*cases, _case("GroupedLinear 4x64x64x64", _grouped, grouped)]
 
 
-def _case(shape: str, build: Callable[[torch.device], Work], dtype: str = "f32") -> KernelCase:
+def _case(shape: str, build: Callable[[torch.device], BuiltCase], dtype: str = "f32") -> KernelCase:
     return KernelCase(op="host", shape=shape, dtype=dtype, does="host", build=build)
 
 
@@ -114,28 +114,28 @@ def team_work(commit: str, ranks: Ranks, tell: Tell) -> Report:
     common = facts(ranks.device.type, commit)
     for calls in reversed(COUNTS):
         ways, sets = executor_ways(calls, ranks.device, {"tp": ranks.group}, ranks.size)
-        work = Work(ways=ways, sets=sets, calls=calls, host=True)
+        work = BuiltCase(ways=ways, sets=sets, calls=calls, host=True)
         shape = f"Executor.run, {calls} calls, a team of {ranks.size}"
         case = _case(shape, lambda device, work=work: work)
         rows += [{**row, **common} for row in time_case(case, ranks, math.inf)]
     return {"rows": rows}
 
 
-def _executor(calls: int, device: torch.device) -> Work:
+def _executor(calls: int, device: torch.device) -> BuiltCase:
     ways, sets = executor_ways(calls, device)
-    return Work(ways=ways, sets=sets, calls=calls, host=True)
+    return BuiltCase(ways=ways, sets=sets, calls=calls, host=True)
 
 
 # -- losses, optimizer, layer --------------------------------------------------------------------
 
 
-def _cross_entropy(device: torch.device) -> Work:
+def _cross_entropy(device: torch.device) -> BuiltCase:
     x = torch.randn(64, 512, device=device, requires_grad=True)
     y = torch.randint(512, (64,), device=device)
     return _losses({OURS: cross_entropy, "torch": F.cross_entropy}, (x, y), (x,))
 
 
-def _linear_cross_entropy(device: torch.device) -> Work:
+def _linear_cross_entropy(device: torch.device) -> BuiltCase:
     h = torch.randn(64, 64, device=device, requires_grad=True)
     w = torch.randn(512, 64, device=device, requires_grad=True)
     y = torch.randint(512, (64,), device=device)
@@ -148,7 +148,7 @@ def _linear_cross_entropy(device: torch.device) -> Work:
 
 def _losses(
     ways: Mapping[str, Callable[..., Tensor]], given: tuple[Tensor, ...], wanted: Sequence[Tensor]
-) -> Work:
+) -> BuiltCase:
     truth = ways["torch"](*given).detach()
 
     def opened(loss: Callable[..., Tensor]) -> Opened:
@@ -163,10 +163,10 @@ def _losses(
         return Opened(run, off)
 
     made = [Way(name, functools.partial(opened, loss)) for name, loss in ways.items()]
-    return Work(ways=made, sets=[given], host=True)
+    return BuiltCase(ways=made, sets=[given], host=True)
 
 
-def _adam(device: torch.device) -> Work:
+def _adam(device: torch.device) -> BuiltCase:
     def opened(make: Callable[..., Any]) -> Opened:
         params = [nn.Parameter(torch.ones(PARAM, device=device)) for _ in range(NUM_PARAMS)]
         for param in params:
@@ -184,10 +184,10 @@ def _adam(device: torch.device) -> Work:
         Way("torch", lambda: opened(functools.partial(torch.optim.AdamW, fused=True))),
         Way("torch foreach", lambda: opened(functools.partial(torch.optim.AdamW, foreach=True))),
     )
-    return Work(ways=ways, host=True)
+    return BuiltCase(ways=ways, host=True)
 
 
-def _grouped(device: torch.device) -> Work:
+def _grouped(device: torch.device) -> BuiltCase:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(4, 64, 64, device=device, dtype=dtype)
@@ -213,4 +213,4 @@ def _grouped(device: torch.device) -> Work:
         return Opened(run, off)
 
     ways = (Way(OURS, lambda: opened(grouped_layer)), Way("torch", lambda: opened(torch_layer)))
-    return Work(ways=ways, sets=[(x,)], host=True)
+    return BuiltCase(ways=ways, sets=[(x,)], host=True)

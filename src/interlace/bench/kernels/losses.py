@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from interlace.bench.kernels.case import OURS, KernelCase, Opened, Way, Work, needed
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, Opened, Way, needed
 from interlace.bench.sites import CACHE, DTYPES
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
 
@@ -81,7 +81,7 @@ def unit(dtype: torch.dtype) -> float:
 def _cross_entropy(
     rows: int, classes: int, dtype: str, smoothing: float, z_loss: float, does: str,
     device: torch.device,
-) -> Work:  # fmt: skip
+) -> BuiltCase:  # fmt: skip
     size = rows * classes * DTYPES[dtype].itemsize
     num_sets = 1 + min(8, 2 * CACHE // size) if device.type == "cuda" else 2
     sets = [
@@ -137,7 +137,7 @@ def _cross_entropy(
         Way("liger in place", lambda: liger(keeps=False)),
         Way("apex", apex),
     )
-    return Work(ways=ways, sets=sets, nbytes=passes * size, limit=LOOSE)
+    return BuiltCase(ways=ways, sets=sets, nbytes=passes * size, limit=LOOSE)
 
 
 def _torch_loss(x: Tensor, y: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
@@ -192,7 +192,7 @@ def relative(found: Tensor, known: Tensor) -> float:
 # -- of a linear layer's output ------------------------------------------------------------------
 
 
-def _linear(rows: int, width: int, classes: int, dtype: str, device: torch.device) -> Work:
+def _linear(rows: int, width: int, classes: int, dtype: str, device: torch.device) -> BuiltCase:
     kind = DTYPES[dtype]
     h = torch.randn(rows, width, device=device, dtype=kind, requires_grad=True)
     w = (torch.randn(classes, width, device=device, dtype=kind) * width**-0.5).requires_grad_()
@@ -233,7 +233,7 @@ def _linear(rows: int, width: int, classes: int, dtype: str, device: torch.devic
         Way("liger", liger),
     )
     flops = 3 * 2 * rows * width * classes
-    return Work(ways=ways, sets=[(h, w, y)], flops=flops, limit=LOOSE, launches=(2, 60))
+    return BuiltCase(ways=ways, sets=[(h, w, y)], flops=flops, limit=LOOSE, launches=(2, 60))
 
 
 @torch.no_grad()
