@@ -35,7 +35,7 @@ ENVIRONMENT_READERS: dict[str, str] = {
     "commands/doctor.py": "shows whether MKL_CBWR is set, which MKL reads",
     "launch.py": "gives ranks torchrun's environment, and what torch and NCCL read at their start",
     "cost/machine_file.py": "finds the user's cache folder (XDG_CACHE_HOME)",
-    "comm/cuda/collectives.py": "tells NCCL, for which there is no other way, what not to map",
+    "comm/cuda/nccl.py": "tells NCCL, for which there is no other way, what not to map",
 }
 """The files that may read the environment, and why; no option of ours is read from it."""
 

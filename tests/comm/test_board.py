@@ -13,8 +13,7 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 
-from interlace.comm.host import sharing
-from interlace.comm.rendezvous.board import Board, failure
+from interlace.comm.rendezvous.board import Board
 from interlace.comm.rendezvous.liveness import Life, _started
 from interlace.errors import AgreementError, SharedMemoryError
 
@@ -132,9 +131,8 @@ def test_who_fails_while_others_are_still_to_come_is_heard_at_once(boards: list[
 
     def one(rank: int) -> tuple[str, float]:
         start, mine = time.monotonic(), problem if rank == 0 else None
-        note = {} if mine is None else failure(mine)
         try:
-            sharing.meet(boards[rank], "tea", range(SIZE), rank, note, 20.0, mine)
+            boards[rank].exchange("tea", range(SIZE), rank, {}, 20.0, problem=mine)
         except SharedMemoryError as error:
             return str(error), time.monotonic() - start
         return "met", 0.0
@@ -155,9 +153,9 @@ def test_a_failure_between_two_looks_is_heard_as_itself(
     def late(topic: str) -> bool:
         monkeypatch.undo()
         with pytest.raises(SharedMemoryError):
-            sharing.meet(boards[1], "tea", range(SIZE), 1, failure(problem), 20.0, problem)
+            boards[1].exchange("tea", range(SIZE), 1, {}, 20.0, problem=problem)
         return is_over(topic)
 
     monkeypatch.setattr(boards[0], "is_over", late)
     with pytest.raises(SharedMemoryError, match="rank 1: no room"):
-        sharing.meet(boards[0], "tea", range(SIZE), 0, {}, 20.0, None)
+        boards[0].exchange("tea", range(SIZE), 0, {}, 20.0)

@@ -34,8 +34,7 @@ from interlace.comm import (
 )
 from interlace.comm.backends import cut
 from interlace.comm.host import shared_memory
-from interlace.comm.host.shared_memory import default_folder
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.rendezvous.board import Board
 from interlace.comm.rendezvous.liveness import Life, identity
 from interlace.errors import (

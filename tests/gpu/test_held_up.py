@@ -1,5 +1,5 @@
 """A host that waits in the driver behind a stalled run, or streams that share a queue: the process
-ends itself with a report, and its peers hear why. Note [Held up] in `comm/cuda/access.py`."""
+ends itself with a report, and its peers hear why. Note [Held up] in `comm/cuda/words.py`."""
 
 from __future__ import annotations
 

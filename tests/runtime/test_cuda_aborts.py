@@ -20,11 +20,10 @@ from tests.runtime.cuda_sites import bound, logs_of, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
 
 from interlace.comm import Spec, TeamComm, release_teams, team_of
-from interlace.comm import connections as connections_file
+from interlace.comm import backends as connections_file
 from interlace.comm.backends import end
-from interlace.comm.cuda import connecting
-from interlace.comm.cuda.aborts import abort, all_ended
-from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
+from interlace.comm.cuda import nccl
+from interlace.comm.cuda.nccl import abort, all_ended, bind_messages, bind_on_stream
 from interlace.errors import (
     BackendError,
     CommTimeoutError,
@@ -439,7 +438,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TeamComm]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(connections_file, "connect", lambda *_: Nccl())
-    monkeypatch.setattr(connecting, "join", lambda backend, *_: backend.joined.set())
+    monkeypatch.setattr(nccl, "join", lambda backend, *_: backend.joined.set())
     monkeypatch.setattr(connections_file, "require_backend", lambda name: None)
     try:
         found = team_of(dist.group.WORLD, "tp")  # pyright: ignore
@@ -466,7 +465,7 @@ def test_ranks_meet_before_runs_do_what_waits_for_all(
 ) -> None:
     """Where they make a backend, where they use that of the user, and where a reset renews it."""
     asked: list[Any] = []
-    monkeypatch.setattr(connecting, "join", lambda *given: asked.append(given))
+    monkeypatch.setattr(nccl, "join", lambda *given: asked.append(given))
     users = Nccl()
     monkeypatch.setattr(team._connections, "users", lambda device: users)
     for _ in range(2):
@@ -490,7 +489,7 @@ def test_a_connection_that_failed_is_not_kept(
         raise BackendError("not all came")
 
     with monkeypatch.context() as patch:
-        patch.setattr(connecting, "join", fail)
+        patch.setattr(nccl, "join", fail)
         with pytest.raises(BackendError, match="not all came"):
             team.backend("nccl", "cuda", 5)
     team.num_prepared += 1  # as with whatever is prepared next

@@ -22,8 +22,8 @@ from tests.support.fake_cuda import Fake, fake_engine
 from torch.distributed import HashStore
 
 from interlace.comm.control import EXITED, Control
-from interlace.comm.cuda.access import DriverHeldUpError
-from interlace.comm.cuda.collector import uncollected
+from interlace.comm.cuda.driver import uncollected
+from interlace.comm.cuda.words import DriverHeldUpError
 from interlace.comm.rendezvous import patience as patience_file
 from interlace.comm.rendezvous.board import Board
 from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError

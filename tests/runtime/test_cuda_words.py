@@ -12,7 +12,7 @@ from tests.support.fake_cuda import FakeDriver
 
 from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.driver import WAIT_VALUE_32, Batch
-from interlace.comm.cuda.space import CudaSpace
+from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Expect, Notify, parse
 from interlace.runtime.cuda.lanes import Lane
 from interlace.runtime.cuda.sharing import reaches

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from interlace.bench.ranks import WAIT_S, Ranks
 from interlace.bench.timing import burst, describe
 from interlace.comm.backends import BACKENDS, require_backend
-from interlace.comm.host.shared_memory import Segment
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import Segment, share
 from interlace.comm.teams import reset_teams
 from interlace.cost.fit import Sample
 from interlace.errors import BackendError, InterlaceError

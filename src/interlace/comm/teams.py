@@ -28,13 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from interlace.comm.backends import apart, limit_s
-from interlace.comm.connections import Connections
+from interlace.comm.backends import Connections, apart, limit_s
 from interlace.comm.control import NBYTES, Control
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import share
 from interlace.comm.host.slots import SlotPool
-from interlace.comm.rendezvous.board import STORE_S, Board, Note, named
-from interlace.comm.rendezvous.greeting import Party, meet
+from interlace.comm.rendezvous.board import STORE_S, Board, Note, Party, meet, named
 from interlace.comm.rendezvous.liveness import Life, identity
 from interlace.errors import BackendError, InterlaceError, PeerError, TeamError
 
@@ -88,8 +86,7 @@ class TeamComm:
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
         self.slots = SlotPool(self.board, "", self.ranks, self.me)
-        place = self.board, self.key, self.ranks, rank, name
-        self._connections = Connections(weakref.ref(group), store, *place)
+        self._connections = Connections(weakref.proxy(self), weakref.ref(group), store)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -120,7 +117,7 @@ class TeamComm:
 
     def found(self) -> None:
         """Its processes have met: from now on its notes have a place."""
-        self.topic = self._connections.topic = f"{self.key}/{self.party.name}"
+        self.topic = f"{self.key}/{self.party.name}"
         self.slots.topic = f"{self.topic}/slots"
 
     def setup(self, time_out_s: float) -> None:
@@ -149,6 +146,19 @@ class TeamComm:
         """Tells the team why this rank stops, and other teams' ranks, in the store, if it ends."""
         self.control.fail(error)
         self.board.leave_word(self.rank, error)
+
+    def consult(self, what: str, note: Note, time_out_s: float) -> list[Note]:
+        """What every rank of the team notes, to agree on `what`; all come here together, or none.
+
+        Peers that wait for this rank in a run of any team of these ranks are to know.
+        """
+        meet([self], repr(what), time_out_s)
+        self.board.announce(self.rank)
+        place, over = self.board.next_round(f"{self.topic}/{what}")
+        over = over if self.me == 0 else []
+        with attending((team, place) for team in known_teams([self.ranks])) as look:
+            rest = self.rank, note, time_out_s, look, over
+            return self.board.exchange(place, self.ranks, *rest)
 
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
@@ -299,6 +309,7 @@ class _Registry:
             team = self._teams.get(group)
             if team is None:
                 team = self._teams[group] = TeamComm(group, name, limit_s)
+            team.name = team.name or name
             return team
 
     def live(self) -> list[TeamComm]:
@@ -320,8 +331,8 @@ _registry = _Registry()
 
 
 def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> TeamComm:
-    """The TeamComm of a process group, made at the first call; `name` is for messages, `limit_s`
-    bounds what it asks the store."""
+    """The TeamComm of a process group, made at the first call; the first `name` that is not empty
+    is for messages, `limit_s` bounds what it asks the store."""
     return _registry.get(group, name, limit_s)
 
 

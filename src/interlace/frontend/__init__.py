@@ -8,7 +8,7 @@ binding.py       serial Program -> overlapped, agreed on, bound
 partition.py     what is saved between forward and backward, and what is gathered again
 checkpoints.py   the user's own checkpointing
 consent.py       ranks decide alike on what depends on their own sizes
-teams.py         process groups as teams (membership.py: ranks tell each other theirs)
+teams.py         process groups as teams
 
 importing/       an FX graph as a serial Program
 calling/         from the arguments of a call to a run

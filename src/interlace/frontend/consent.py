@@ -18,8 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interlace.comm import Board, attending, known_lives, known_teams, limit_s
-from interlace.comm.rendezvous.greeting import Party, greet
+from interlace.comm import limit_s, team_of
 from interlace.errors import AgreementError
 
 Wish = tuple[Any, bool]
@@ -37,49 +36,27 @@ def consent_of_ranks(
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    store = dist.distributed_c10d._get_default_store()
     digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
 
     def consent(wishes: Sequence[Wish]) -> list[bool]:
         groups = [_group(group) for group, _ in wishes]
         limit = limit_s(time_out_s, groups)
-        board = Board(store, "interlace/consent", limit)
-        board.lives.update(known_lives())
-        ranks = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+        teams = [team_of(group, "", limit) for group in groups]
         agreed = [wish for _, wish in wishes]
-        for members in sorted(set(ranks)):  # in an order that all ranks share
-            mine = [i for i, own in enumerate(ranks) if own == members]
-            told = [agreed[i] for i in mine]
-            found = _exchange(board, f"{members}/{digest}", what, members, told, limit)
-            for place, i in enumerate(mine):
-                agreed[i] = all(wish[place] for wish in found)
+        for team in sorted({*teams}, key=lambda team: team.key):  # in an order that all ranks share
+            mine = [i for i, own in enumerate(teams) if own is team]
+            told = {"graph": digest, "wishes": [agreed[i] for i in mine]}
+            for rank, note in zip(team.ranks, team.consult(what, told, limit), strict=True):
+                if (note["graph"], len(note["wishes"])) != (digest, len(mine)):
+                    raise AgreementError(
+                        f"rank {rank} compiles another graph than rank {team.rank}, where ranks "
+                        f"decide {what}: compile the same model on every rank of a process group"
+                    )
+                for i, wish in zip(mine, note["wishes"], strict=True):
+                    agreed[i] = agreed[i] and wish
         return agreed
 
     return consent
-
-
-def _exchange(
-    board: Board,
-    topic: str,
-    what: str,
-    members: tuple[int, ...],
-    told: list[bool],
-    time_out_s: float,
-) -> list[list[bool]]:
-    me = dist.get_rank()
-    party = Party(f"{topic}/{what}", members, me)
-    with attending((team, party.topic) for team in known_teams([members])) as look:
-        greet(board, [party], repr(what), time_out_s, look)
-        place, note = f"{party.topic}/{party.name}", {"wishes": told}
-        notes = board.exchange(place, members, me, note, time_out_s, look)
-    found = [note["wishes"] for note in notes]
-    for rank, wishes in zip(members, found, strict=True):
-        if len(wishes) != len(told):
-            raise AgreementError(
-                f"rank {rank} compiles a graph with {len(wishes)} gathers and rank {me} one with "
-                f"{len(told)}: compile the same model on every rank of a process group"
-            )
-    return found
 
 
 def _group(group: Any) -> dist.ProcessGroup:

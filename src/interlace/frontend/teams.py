@@ -7,24 +7,29 @@ every rank and the verifier can put the ranks together:
     def forward(dp: Team[2], tp: Team[2], x: f32[4, 8]): ...
 
 A DeviceMesh says how all ranks are grouped. For process groups made by hand each rank knows only
-its own; the ranks tell each other through the store (`interlace.frontend.membership`), in bounded
-time.
+its own, so the ranks tell each other through the store: each writes the groups that it is in, and
+reads those of the ranks that they connect it to, until the circle closes.
+
+    groups = learn_groups([(2, ((0, 1),)), (2, ((0, 2),))], rank=0, time_out_s=None)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.errors import TeamError
-from interlace.frontend.membership import learn_groups
+from interlace.comm import Board, attending, known_lives, known_teams, limit_s
+from interlace.errors import AgreementError, TeamError
 from interlace.ir import Team, Where
 
 Groups = tuple[tuple[int, ...], ...]
+Mine = tuple[tuple[int, ...], ...]
+"""One rank's own group in each team, in the order in which the graph uses them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class Teams:
             return axes.get(group) or _plain_group(group)
 
         def learn(used: Sequence[Known], rank: int) -> list[Groups]:
-            return learn_groups([(k.size, k.groups, k.complete) for k in used], rank, time_out_s)
+            return learn_groups([(k.size, k.groups) for k in used], rank, time_out_s)
 
         return cls(dist.get_rank(), find, learn)
 
@@ -194,4 +199,60 @@ def _no_groups(name: str) -> Known:
     raise TeamError(
         f"the graph communicates in process group {name!r}, but torch.distributed is not "
         "initialised: call torch.distributed.init_process_group first"
+    )
+
+
+def learn_groups(
+    teams: Sequence[tuple[int, Groups]], rank: int, time_out_s: float | None, store: Any = None
+) -> list[Groups]:
+    """Every group of each team (size, known groups) that is connected to `rank`.
+
+    Nothing but the store is used, so a rank that does not come costs a bounded wait and an error
+    that names it, not a hang.
+    """
+    if store is None:
+        store = dist.distributed_c10d._get_default_store()
+    limit = limit_s(time_out_s)
+    board = Board(store, "interlace/teams", limit)
+    board.lives.update(known_lives())
+    board.announce(rank)
+    sizes = "-".join(str(size) for size, _ in teams)
+    mine: Mine = tuple(next(g for g in groups if rank in g) for _, groups in teams)
+    published = _published(board, f"{sizes}/{rank}")
+    if mine not in published:  # it may use several sets of groups of these sizes
+        board.post(f"{sizes}/{rank}", {"groups": [*published, mine]})
+    known: dict[int, Mine] = {rank: mine}
+
+    def missing() -> set[int]:
+        while unread := {r for of in known.values() for group in of for r in group} - known.keys():
+            before = len(known)
+            for other in sorted(unread):
+                said = reversed(_published(board, f"{sizes}/{other}"))
+                if theirs := next((one for one in said if _agrees(other, one, known)), None):
+                    known[other] = theirs
+            if len(known) == before:
+                break
+        return unread
+
+    what = "say in which process groups it runs this graph"
+    meetings = ((team, f"interlace/teams/{sizes}") for team in known_teams(mine))
+    with attending(meetings) as look:
+        neighbours = {r for group in mine for r in group} - {rank}
+        if absent := board.poll(neighbours, missing, what, limit, look):
+            raise AgreementError(board.absence(absent, known, what, limit))
+    return [tuple(sorted({groups[i] for groups in known.values()})) for i in range(len(teams))]
+
+
+def _published(board: Board, topic: str) -> list[Mine]:
+    note = board.read(topic) or {"groups": []}
+    return [tuple(tuple(group) for group in mine) for mine in note["groups"]]
+
+
+def _agrees(other: int, theirs: Mine, known: Mapping[int, Mine]) -> bool:
+    """Whether groups that `other` is in go together with those of the known ranks."""
+    return all(
+        groups[i] == theirs[i]
+        for groups in known.values()
+        for i in range(len(theirs))
+        if other in groups[i] or not set(groups[i]).isdisjoint(theirs[i])
     )

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from interlace.comm.cuda.driver import Driver
-from interlace.comm.host.sharing import meet
-from interlace.comm.rendezvous.board import Board, Note, failure
+from interlace.comm.rendezvous.board import Board, Note
 from interlace.errors import InterlaceError, PeerError
 
 GRAIN = 2 << 20
@@ -65,29 +64,27 @@ def share_memory(
     """
     rank, size = ranks[me], rounded(nbytes)
     problem: InterlaceError | None = None
-    base = 0
+    base, told, bases = 0, dict[str, object](), list[int]()
     try:
         base = driver.alloc(size, time_out_s)
-        told: Note = {"handle": driver.handle(base), "note": note}
+        told = {"handle": driver.handle(base), "note": note}
     except InterlaceError as error:
-        problem, told = error, failure(error)
+        problem = error
     try:
-        notes = meet(board, f"{topic}/device memory", ranks, rank, told, time_out_s, problem)
+        place = f"{topic}/device memory"
+        notes = board.exchange(place, ranks, rank, told, time_out_s, problem=problem)
     except InterlaceError as error:
-        if base and not isinstance(
-            error, PeerError
-        ):  # of a store that is lost: others may have met
+        if base and not isinstance(error, PeerError):  # of a lost store: others may have met
             driver.free(base)
         raise
-    bases: list[int] = []
     try:
         for member, their in enumerate(notes):
             bases.append(base if member == me else driver.open(their["handle"]))
-        told = {}
     except InterlaceError as error:
-        problem, told = error, failure(error)
+        problem = error
     try:
-        meet(board, f"{topic}/mapped device memory", ranks, rank, told, time_out_s, problem)
+        place = f"{topic}/mapped device memory"
+        board.exchange(place, ranks, rank, {}, time_out_s, problem=problem)
     except InterlaceError:
         for member, opened in enumerate(bases):
             if member != me:

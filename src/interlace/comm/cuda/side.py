@@ -27,13 +27,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.cuda.access import WordAccess
-from interlace.comm.cuda.area import Area, area_nbytes
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import share_memory
 from interlace.comm.cuda.registry import Registry
 from interlace.comm.cuda.slots import CudaSlotPool
-from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
+from interlace.comm.cuda.words import (
+    HEAP_NBYTES,
+    RELEASED,
+    Area,
+    CudaSpace,
+    WordAccess,
+    WordHeap,
+    area_nbytes,
+    reached,
+)
 from interlace.comm.rendezvous.board import Note
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import BackendError, CommTimeoutError
@@ -42,7 +49,6 @@ REST_S = 10.0
 """How long calls of the driver's that were given up get to return, once the device is done."""
 
 if TYPE_CHECKING:
-    from interlace.comm.cuda.space import CudaSpace
     from interlace.comm.teams import TeamComm
 
 

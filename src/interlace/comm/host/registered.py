@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.host.shared_memory import align
-from interlace.comm.host.sharing import meet, share
-from interlace.comm.rendezvous.board import Note, failure
+from interlace.comm.host.shared_memory import align, share
+from interlace.comm.rendezvous.board import Note
 from interlace.errors import InterlaceError
 
 if TYPE_CHECKING:
@@ -82,9 +81,10 @@ def tell(
 
     All ranks of the team call it; a rank with a problem raises it, and all others a like one.
     """
-    told = failure(problem) if problem is not None else {"note": note, "writes": sorted(writes)}
+    told = {"note": note, "writes": sorted(writes)}
     place = f"{team.topic}/registered/{topic}/registered parameters"
-    notes = meet(team.board, place, team.ranks, team.rank, told, time_out_s, problem)
+    ranks, rank = team.ranks, team.rank
+    notes = team.board.exchange(place, ranks, rank, told, time_out_s, problem=problem)
     return [n["note"] for n in notes], frozenset(name for n in notes for name in n["writes"])
 
 

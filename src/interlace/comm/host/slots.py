@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from interlace.comm.host.shared_memory import PAGE, Segment, align
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import PAGE, Segment, align, share
 from interlace.comm.host.signals import Wait, fence
 from interlace.comm.rendezvous.board import Board
 

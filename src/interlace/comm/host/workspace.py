@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from interlace.comm.host.shared_memory import PAGE, align
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import PAGE, align, share
 from interlace.comm.host.signals import Wait, fence, stamp
 from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import TeamComm

@@ -22,15 +22,25 @@ Note [Who is gone]
     tells it. Who leaves because of an error leaves word of it, which holds until it announces
     itself again: a process that ended after such a word is not the culprit, and its word is passed
     on. The store may outlive processes, so what was said before this one began does not count.
+
+Note [Words and echoes]
+    A store may outlive the processes that use it: torchrun starts a job anew over the store of its
+    first attempt, where notes of ranks stand that are gone. So each rank tells a random word of its
+    own, and which words it has heard. A rank that has heard mine is there now. The name is made of
+    the words of all, so it is the same on all ranks, and a meeting under it has notes of these
+    processes alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from interlace.comm.rendezvous.liveness import Life, disconnected, identity, precedes, uptime
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
@@ -43,6 +53,9 @@ from interlace.errors import (
     SharedMemoryError,
 )
 
+if TYPE_CHECKING:
+    from interlace.comm.teams import TeamComm
+
 Note = dict[str, Any]
 
 _ERRORS: dict[str, type[InterlaceError]] = {
@@ -53,6 +66,8 @@ _ERRORS: dict[str, type[InterlaceError]] = {
 STORE_S = 300.0
 """How long the store may take to answer where no time-out is known."""
 SLICE_S = 0.05
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
+"""Between two looks for notes."""
 LOOK_EVERY_S, PROBE_EVERY_S = 0.25, 1.0
 """How often it is asked after ranks of which nothing is known: the store, and their connections."""
 WORD_S = 1.0
@@ -73,6 +88,7 @@ class Board:
         self._gone: set[int] = set()
         self._left_word = False
         self._next_look = self._next_probe = 0.0
+        self._rounds: dict[str, int] = {}
         self._past: list[tuple[frozenset[int], list[str]]] = []
         """Meetings in which all came, with what this rank left there: `forget` removes it."""
 
@@ -146,42 +162,68 @@ class Board:
 
     # -- meetings --------------------------------------------------------------------------------
 
+    def poll(
+        self,
+        ranks: Iterable[int],
+        missing: Callable[[], Collection[int]],
+        what: str,
+        time_out_s: float,
+        look: Callable[[], object] = lambda: None,
+    ) -> list[int]:
+        """Asks `missing`, first of these ranks, until it names none; the ranks that it named last.
+
+        It ends early where one of these has ended, or where `look` raises. `what` the ranks come to
+        do is for messages.
+        """
+        self.limit_s = time_out_s
+        patience, pause, absent = Patience(time_out_s), SHORTEST_PAUSE_S, [*ranks]
+
+        def late() -> str:
+            return f"{named(absent)} did not come to {what}"
+
+        while absent:
+            ended = self.ended(absent)  # who ended had left its notes by then
+            absent = sorted(missing())
+            if not absent or not ended.isdisjoint(absent) or patience.is_over(late):
+                break
+            look()
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE_S)
+        return absent
+
+    def absence(
+        self, absent: Sequence[int], come: Iterable[int], what: str, time_out_s: float
+    ) -> str:
+        """Why ranks did not come to what the others came to."""
+        if gone := sorted(self.ended(absent) & {*absent}):
+            return self.farewell(gone, f"come to {what}")
+        return (
+            f"{named(absent)} did not come to {what} within {time_out_s:g} s, as "
+            f"{named(sorted(come))} did: see whether it failed, stalled, did not recompile as the "
+            f"others did, or took another path through the model; {LONGER}"
+        )
+
     def collect(
         self,
         topics: Mapping[int, str],
         time_out_s: float,
         meetings: Sequence[str] = (),
-        ended: Callable[[Collection[int]], Collection[Any]] = lambda ranks: (),
         look: Callable[[], object] = lambda: None,
     ) -> dict[int, Note]:
-        """The notes of these topics that came within the time-out, or before one of the meetings
-        had its verdict, or one that is missing was of those that have `ended`. What `look` raises
-        ends it too."""
-        self.limit_s = time_out_s
+        """The notes of these topics, by rank, that came within the time-out, or before one of the
+        meetings had its verdict, or a missing rank had ended. What `look` raises ends it too."""
         found: dict[int, Note] = {}
-        pause, over = 0.0002, False
 
         def missing() -> list[int]:
-            return [key for key in topics if key not in found]
+            over = any(map(self.is_over, meetings))  # a note is left before its verdict
+            for rank, topic in topics.items():
+                if rank not in found and (note := self.read(topic)) is not None:
+                    found[rank] = note
+            return [] if over else [rank for rank in topics if rank not in found]
 
-        def late() -> str:
-            absent = missing()
-            return f"{named(absent)} did not come to {_purpose(topics[absent[0]])!r}"
-
-        patience = Patience(time_out_s)
-        while True:
-            last = ended(missing())  # who ended had left its notes by then
-            for key in missing():
-                if (note := self.read(topics[key])) is not None:
-                    found[key] = note
-            over = over or any(key in last for key in missing())
-            if over or len(found) == len(topics) or patience.is_over(late):
-                return found
-            over = any(self.is_over(meeting) for meeting in meetings)
-            if not over:  # else once more: a note is left before its verdict
-                look()
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.02)
+        what = repr(_purpose(next(iter(topics.values())))) if topics else ""
+        self.poll(topics, missing, what, time_out_s, look)
+        return found
 
     def exchange(
         self,
@@ -191,35 +233,36 @@ class Board:
         note: Note,
         time_out_s: float,
         look: Callable[[], object] = lambda: None,
+        over: Sequence[str] = (),
+        problem: InterlaceError | None = None,
     ) -> list[Note]:
         """Every rank's note, in the order of `ranks`; a missing rank or a failed one raises, and
-        what `look` raises ends the wait.
+        what `look` raises ends the wait. A rank with a problem tells it and raises it as it is.
 
         See Note [All or none]. The last word of the topic that is no number says what it is.
+        `over` has what else this rank left at the topic in rounds before.
         """
         topics = {rank: f"{topic}/{rank}" for rank in ranks}
+        if problem is not None:
+            self.post(topics[me], failure(problem))
+            with contextlib.suppress(InterlaceError):
+                self.decide(topic, me, str(problem))  # so that nobody waits for the others first
+            raise problem
         self.limit_s = time_out_s
         self.post(topics[me], note)
         with self.attending([topic], me):
-            found = self.collect(topics, time_out_s, [topic], self.ended, look)
+            found = self.collect(topics, time_out_s, [topic], look)
             for rank in ranks:
                 if (error := found.get(rank, {}).get("error")) is not None:
                     raise as_told(rank, error)
             missing, why = [rank for rank in ranks if rank not in found], ""
             if missing:
-                what = _purpose(topic)
-                why = (
-                    f"{named(missing)} did not come to {what!r} within {time_out_s:g} s, as rank "
-                    f"{me} and its team {list(ranks)} did: see whether it failed, stalled or took "
-                    f"another path through the model; {LONGER}"
-                )
-                if gone := sorted(self.ended(missing) & {*missing}):
-                    why = self.farewell(gone, f"come to {what!r}")
+                why = self.absence(missing, found, repr(_purpose(topic)), time_out_s)
             self.decide(topic, me, why)
         if missing:  # all had come, as a peer saw
             found = self.collect(topics, time_out_s)
         once = me == ranks[0] and not topic.rpartition("/")[2].isdigit()  # no numbered round
-        self.forget(ranks, [topics[me], *([f"{topic}/verdict"] if once else [])])
+        self.forget(ranks, [topics[me], *over, *([f"{topic}/verdict"] if once else [])])
         return [found[rank] for rank in ranks]
 
     def forget(self, ranks: Collection[int], topics: Iterable[str]) -> None:
@@ -240,6 +283,13 @@ class Board:
         while self.is_over(f"{topic}/{number}"):
             number += 1
         return number
+
+    def next_round(self, topic: str) -> tuple[str, list[str]]:
+        """The first round of a topic after the last that this rank came to that is not over, and
+        the verdicts of those between."""
+        before = self._rounds.get(topic, 0)
+        number = self._rounds[topic] = self.round(topic, before)
+        return f"{topic}/{number}", [f"{topic}/{n}/verdict" for n in range(before, number) if n]
 
     def is_over(self, topic: str) -> bool:
         """Whether a meeting has its verdict."""
@@ -344,3 +394,77 @@ def named(ranks: Sequence[int]) -> str:
     if len(texts) == 1:
         return f"rank {texts[0]}"
     return f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
+
+
+@dataclass(slots=True)
+class Party:
+    """A set of ranks, seen from one of them."""
+
+    topic: str
+    ranks: tuple[int, ...]
+    me: int
+    word: str = field(default_factory=lambda: secrets.token_hex(8))
+    name: str = ""
+    """What all of them have found."""
+    missing: list[int] = field(default_factory=list[int])
+    """Those that have not heard this rank yet."""
+    told: Note = field(default_factory=dict[str, object])
+
+    def look(self, board: Board) -> None:
+        """Hears the others, and tells them what has been heard."""
+        me = str(self.me)
+        heard = {rank: board.read(f"{self.topic}/{rank}") for rank in self.ranks if rank != self.me}
+        words = {str(rank): note["word"] for rank, note in heard.items() if note} | {me: self.word}
+        if words != self.told.get("heard"):
+            self.told = {"word": self.word, "heard": words}
+            board.post(f"{self.topic}/{me}", self.told)
+        self.missing = [
+            rank for rank, note in heard.items() if not note or note["heard"].get(me) != self.word
+        ]
+        if not self.missing:
+            self.name = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()[:16]
+
+
+def greet(
+    board: Board,
+    parties: Sequence[Party],
+    what: str,
+    time_out_s: float,
+    look: Callable[[], object] = lambda: None,
+) -> None:
+    """Finds the names of these parties; all their ranks call it, to do `what` (for messages).
+
+    What `look` raises ends the wait.
+    """
+    if not parties:
+        return
+    me, everyone = parties[0].me, {rank for party in parties for rank in party.ranks}
+    board.limit_s = time_out_s
+    board.announce(me)
+
+    def missing() -> set[int]:
+        for party in parties:
+            if not party.name:
+                party.look(board)
+        return {rank for party in parties if not party.name for rank in party.missing}
+
+    with board.attending((), me):
+        if absent := board.poll(everyone - {me}, missing, what, time_out_s, look):
+            raise AgreementError(board.absence(absent, everyone - {*absent}, what, time_out_s))
+
+
+def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
+    """The processes of each team find one another, once; all their ranks call it, to do `what`."""
+    new, why = [team for team in teams if not team.topic], ""
+    try:
+        greet(teams[0].board, [team.party for team in new], what, time_out_s)
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise
+    finally:
+        for team in new:
+            if team.party.name:
+                team.found()
+        for team in (team for team in teams if why and team.topic):
+            with contextlib.suppress(InterlaceError):
+                team.board.give_up(f"{team.topic}/prepare", team.num_prepared, team.rank, why)

@@ -29,7 +29,7 @@ from typing import Any
 
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.comm.cuda.slots import slot_keys
-from interlace.comm.cuda.space import CudaSpace
+from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import (
     Alloc,
     Box,

@@ -14,7 +14,7 @@ import torch
 
 from interlace.comm import Registered, TeamComm
 from interlace.comm.cuda.slots import CudaSlot, slot_keys
-from interlace.comm.cuda.space import CudaSpace
+from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
 from interlace.runtime.cuda.launches.exchanges import ensure_area
 from interlace.runtime.prepare.plan import Plan

@@ -21,9 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from interlace.comm import TeamComm, attending
-from interlace.comm.rendezvous.board import Board, Note, failure, named
-from interlace.comm.rendezvous.greeting import meet
-from interlace.comm.rendezvous.patience import LONGER
+from interlace.comm.rendezvous.board import Board, Note, failure, meet, named
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
 from interlace.runtime.prepare.registered import Found, judge
@@ -219,18 +217,12 @@ def _collect(
     with board.attending(own, me):
         while wanted := _unknown(found):
             topics = {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}
-            came = board.collect(topics, time_out_s + LATER_S, own, board.ended, look)
+            came = board.collect(topics, time_out_s + LATER_S, own, look)
             missing = [rank for rank in wanted if rank not in came]
             if missing:
                 _, team, number = wanted[missing[0]]
-                why = (
-                    f"{named(missing)} did not come to prepare Program {mine['name']!r} (number "
-                    f"{number} of team {team}) within {time_out_s:g} s, as {named(sorted(found))} "
-                    "did: see whether it failed, stalled, did not recompile as the others did, or "
-                    f"took another path through the model; {LONGER}"
-                )
-                if gone := sorted(board.ended(missing) & {*missing}):
-                    why = board.farewell(gone, f"come to prepare Program {mine['name']!r}")
+                what = f"prepare Program {mine['name']!r} (number {number} of team {team})"
+                why = board.absence(missing, found, what, time_out_s)
                 # One that is over ended the wait. If its verdict raises nothing, all are there by
                 # now, and the other teams' may not be given up.
                 for place in [p for p in own if board.is_over(p)] or own:

@@ -40,10 +40,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm import Use
-from interlace.comm.cuda.collectives import leave_unregistered
-from interlace.comm.cuda.collector import uncollected
-from interlace.comm.cuda.driver import Driver
-from interlace.comm.cuda.space import CudaSpace
+from interlace.comm.cuda.driver import Driver, uncollected
+from interlace.comm.cuda.nccl import leave_unregistered
+from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from interlace.comm import Spec
+from interlace.comm.collectives import check_reduction
 from interlace.comm.cuda.side import CudaSide
-from interlace.comm.reductions import check_reduction
 from interlace.runtime.cuda.lanes import Thunk
 
 Tensors = Callable[[], torch.Tensor] | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
+from interlace.comm.cuda.nccl import bind_messages, bind_on_stream
 from interlace.errors import UnsupportedError
 from interlace.ir import Collective, Recv, Send
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Thunk, in_turn
@@ -40,7 +40,7 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
     check = binder.links.check
 
     def run() -> None:
-        check()  # Note [Aborts] in aborts.py
+        check()  # Note [Aborts] in nccl.py
         issue(None if src is None else items[src], None if dst is None else items[dst])
 
     return lane.within(run)
@@ -88,6 +88,6 @@ def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv])
         for op in ops
     ]
     issue = bind_messages(binder.crew.backends[team, name], parts, binder.context.device)
-    check, items = binder.links.check, binder.values.items  # Note [Aborts] in aborts.py
+    check, items = binder.links.check, binder.values.items  # Note [Aborts] in nccl.py
     places = [binder.values.own(op.src if isinstance(op, Send) else op.dst) for op in ops]
     return lane.within(in_turn([check, lambda: issue([items[place] for place in places])]))

@@ -5,7 +5,7 @@ begins on the device and one where it ends. Where the oldest run under way does 
 time-out, or a peer has failed, the watchdog finds out what is missing, tells the peers, writes the
 words that streams and kernels of this rank wait for (so that they end, with results that nobody may
 use) and keeps the error for the next call. Where the CUDA driver is held up it cannot, and ends the
-process with the error: Note [Held up] in access.py. Without teams there is nothing of that kind to
+process with the error: Note [Held up] in words.py. Without teams there is nothing of that kind to
 find.
 
     watched = Watched(engine, context)
@@ -26,10 +26,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from interlace.comm.cuda.aborts import abort, all_ended
-from interlace.comm.cuda.access import DriverHeldUpError
-from interlace.comm.cuda.collector import uncollected
-from interlace.comm.cuda.driver import relax_captures
+from interlace.comm.cuda.driver import relax_captures, uncollected
+from interlace.comm.cuda.nccl import abort, all_ended
+from interlace.comm.cuda.words import DriverHeldUpError
 from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
 from interlace.runtime.cuda.waits.stalls import stalled
@@ -61,7 +60,7 @@ class Watched:
         self._lock, self._counting = threading.RLock(), threading.Lock()
         self.failure: BaseException | None = None
         self.issuing = False
-        """Whether a thread is issuing a run: Note [Aborts] in aborts.py."""
+        """Whether a thread is issuing a run: Note [Aborts] in nccl.py."""
         self._failed_at = 0.0
         self._aborting = False
         self._aborts: list[threading.Thread] | None = None
@@ -194,7 +193,7 @@ class Watched:
                 self.fail(found)
 
     def _end_backends(self) -> None:
-        """Aborts the communicators, when it may: Note [Aborts] in aborts.py."""
+        """Aborts the communicators, when it may: Note [Aborts] in nccl.py."""
         if self._aborting or not self._backends or self.failure is None:
             return
         sharers = self._sharers()
