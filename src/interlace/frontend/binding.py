@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
-from interlace.frontend.importing.imported import Imported
+from interlace.frontend.importing.importer import Imported
 from interlace.ir import Program, Remark
 from interlace.ir.called import others
 from interlace.options import Options
@@ -52,18 +52,6 @@ class Bound:
     def program(self) -> Program:
         """The overlapped Program."""
         return self.executor.program
-
-    @property
-    def host_inputs(self) -> tuple[str, ...]:
-        """Inputs of the Program that are on the CPU although it runs on a GPU."""
-        host = self.imported.host
-        return tuple(b.name for b in self.serial.params if b.kind == "input" and b.name in host)
-
-    @property
-    def static_inputs(self) -> tuple[str, ...]:
-        """Inputs that, as a rule, are the same tensors in every call: parameters and constants."""
-        static = self.imported.static
-        return tuple(buffer.name for buffer in self.serial.params if buffer.name in static)
 
     @property
     def report(self) -> Report:

@@ -24,11 +24,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
-from interlace.frontend.checkpoints import mark_checkpoints
+from interlace.frontend.calling.tracing import mark_checkpoints
 from interlace.frontend.consent import consent_of_ranks
-from interlace.frontend.importing.graphs import aliases
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.locs import location
+from interlace.frontend.importing.nodes import aliases, location
 from interlace.frontend.importing.types import dtype_of
 from interlace.ir.operators import matmul_of
 

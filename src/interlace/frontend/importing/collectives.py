@@ -11,12 +11,15 @@ contiguous, as torch does. A team of one rank communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from interlace.frontend.importing.importer import Importer, Lowering
 from interlace.ir import Alloc, Collective, Copy, DType, Group, Op, Recv, Send, Team, View
+
+if TYPE_CHECKING:
+    from interlace.frontend.importing.importer import Importer, Lowering
 
 REDUCTIONS = {"sum": "sum", "avg": "avg", "product": "prod", "prod": "prod"} | {
     name: name for name in ("min", "max")
@@ -131,10 +134,7 @@ def _into(imp: Importer, start: int, result: View, target: View) -> None:
         if isinstance(op, Collective) and op.dst == result and imp.box(target).contiguous:
             reads_target = op.src is not None and op.src.buffer == target.buffer
             if op.kind == "all_reduce" or not reads_target:
-                imp.ops[i] = Collective(
-                    kind=op.kind, team=op.team, src=op.src, dst=target, reduce=op.reduce,
-                    root=op.root, loc=op.loc,
-                )  # fmt: skip
+                imp.ops[i] = replace(op, dst=target)
                 imp.ops[start:] = [
                     made
                     for made in imp.ops[start:]

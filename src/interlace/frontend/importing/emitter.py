@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ProgramError
-from interlace.frontend.importing.devices import on_host
-from interlace.frontend.importing.types import NOWHERE
+from interlace.frontend.importing.types import NOWHERE, on_host
 from interlace.frontend.importing.views import adjacent, shorten
 from interlace.ir import (
     Alloc,

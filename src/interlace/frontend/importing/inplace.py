@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from interlace.frontend.importing.graphs import aliases, bound
+from interlace.frontend.importing.nodes import aliases, bound
 from interlace.frontend.importing.views import slice_bounds
 from interlace.ir import Call, View
 

@@ -1,11 +1,11 @@
 """A compiled graph: what AOTAutograd calls, with a bound Program for each signature it met.
 
-    artefact = Artefact("forward", gm, setting)
-    artefact.prepare()                 # for the sizes it was traced with, if they are concrete
-    outputs = artefact([x, w])         # boxed: the list of arguments is emptied
+    graph = CompiledGraph("forward", gm, setting)
+    graph.prepare()                 # for the sizes it was traced with, if they are concrete
+    outputs = graph([x, w])         # boxed: the list of arguments is emptied
 
 Bound Programs are kept by signature (sizes, strides, element types, numbers); the least recently
-used goes when there are more than `Options.cache_size`. They are freed with the artefact (as
+used goes when there are more than `Options.cache_size`. They are freed with the graph (as
 `torch.compiler.reset()` drops it), and when one of their process groups is destroyed.
 """
 
@@ -31,9 +31,8 @@ from interlace.frontend.calling.specialise import (
     signature,
 )
 from interlace.frontend.consent import Consent, consent_of_ranks
-from interlace.frontend.importing.graphs import awaited
-from interlace.frontend.importing.import_fx import import_graph
-from interlace.frontend.importing.locs import location
+from interlace.frontend.importing.importer import import_graph
+from interlace.frontend.importing.nodes import awaited, location
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 
@@ -95,7 +94,7 @@ class Shelf:
             item.executor.close()
 
 
-class Artefact:
+class CompiledGraph:
     """One graph of a compilation, called with boxed arguments."""
 
     def __init__(
