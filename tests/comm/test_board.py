@@ -24,7 +24,7 @@ T = TypeVar("T")
 @pytest.fixture
 def boards() -> list[Board]:
     store = dist.HashStore()
-    return [Board(store) for _ in range(SIZE)]
+    return [Board(store, range(SIZE), rank) for rank in range(SIZE)]
 
 
 def on_each(function: Callable[[int], T]) -> list[T]:
@@ -36,7 +36,7 @@ def on_each(function: Callable[[int], T]) -> list[T]:
 def meet(board: Board, topic: str, me: int, time_out_s: float) -> list[int] | str:
     """What all said, or why there was no meeting."""
     try:
-        notes = board.exchange(topic, range(SIZE), me, {"rank": me}, time_out_s)
+        notes = board.exchange(topic, {"rank": me}, time_out_s)
     except AgreementError as error:
         return str(error)
     return [note["rank"] for note in notes]
@@ -132,7 +132,7 @@ def test_who_fails_while_others_are_still_to_come_is_heard_at_once(boards: list[
     def one(rank: int) -> tuple[str, float]:
         start, mine = time.monotonic(), problem if rank == 0 else None
         try:
-            boards[rank].exchange("tea", range(SIZE), rank, {}, 20.0, problem=mine)
+            boards[rank].exchange("tea", {}, 20.0, problem=mine)
         except SharedMemoryError as error:
             return str(error), time.monotonic() - start
         return "met", 0.0
@@ -153,9 +153,9 @@ def test_a_failure_between_two_looks_is_heard_as_itself(
     def late(topic: str) -> bool:
         monkeypatch.undo()
         with pytest.raises(SharedMemoryError):
-            boards[1].exchange("tea", range(SIZE), 1, {}, 20.0, problem=problem)
+            boards[1].exchange("tea", {}, 20.0, problem=problem)
         return is_over(topic)
 
     monkeypatch.setattr(boards[0], "is_over", late)
     with pytest.raises(SharedMemoryError, match="rank 1: no room"):
-        boards[0].exchange("tea", range(SIZE), 0, {}, 20.0)
+        boards[0].exchange("tea", {}, 20.0)

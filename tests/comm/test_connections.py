@@ -192,7 +192,7 @@ def beside_a_wait() -> float:
     begun = time.monotonic()
     team = team_of(dist.group.WORLD, "tp")  # pyright: ignore
     team.setup(20)
-    team.board.exchange("beside", team.ranks, team.rank, {}, 20)
+    team.board.exchange("beside", {}, 20)
     return time.monotonic() - begun
 
 

@@ -62,14 +62,14 @@ def log_of(*met: Any) -> list[tuple[str, int]]:
         return answer
 
     driver: Any = Blocks()
-    board: Any = SimpleNamespace(exchange=exchange)
+    board: Any = SimpleNamespace(exchange=exchange, ranks=(0, 1, 2), rank=0)
     with pytest.raises(InterlaceError):
-        share_memory(driver, board, "t", (0, 1, 2), 0, 1 << 20, {}, 5.0)
+        share_memory(driver, board, "t", 1 << 20, 5.0)
     return driver.log
 
 
 def notes(*handles: str) -> list[dict[str, Any]]:
-    return [{"handle": handle, "note": {}} for handle in handles]
+    return [{"handle": handle} for handle in handles]
 
 
 def test_what_no_peer_can_have_mapped_is_freed() -> None:

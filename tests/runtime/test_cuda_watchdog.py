@@ -73,7 +73,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake, Device]]:
 def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
     """Also where it fails before anything is issued; and each Executor meets its own peers."""
     store, errors = HashStore(), list[AgreementError]()
-    board, theirs = Board(store), Board(store)
+    board, theirs = (Board(store, (0, 1), rank) for rank in (0, 1))
     with bound("gather", "put") as one:
         team: Any = SimpleNamespace(topic="tp", ranks=(0, 1), rank=0, resets=0, board=board)
         one.runner._limit = 5
@@ -98,7 +98,7 @@ def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
 
 def meet(board: Board, place: str, errors: list[AgreementError]) -> None:
     try:
-        board.exchange(place, (0, 1), 1, {}, 5)
+        board.exchange(place, {}, 5)
     except AgreementError as error:
         errors.append(error)
 

@@ -211,7 +211,7 @@ def test_a_rank_that_one_team_has_seen_come_is_not_given_up_in_another() -> None
     """Rank 1 is in both teams. It looks for rank 2 too early, and again when the first team has its
     verdict: rank 0 saw them all."""
     store = dist.HashStore()
-    boards = [Board(store) for _ in range(3)]
+    boards = [Board(store, range(3), rank) for rank in range(3)]
     one, two = ["A/1", [0, 1], "A", 1], ["B/1", [1, 2], "B", 1]
     notes = [{"name": "p", "teams": teams} for teams in ([one], [one, two], [two])]
     missed, decided, late = (threading.Event() for _ in range(3))
@@ -224,10 +224,10 @@ def test_a_rank_that_one_team_has_seen_come_is_not_given_up_in_another() -> None
             assert decided.wait(10)
         return note
 
-    def decides(topic: str, me: int, why: str = "") -> None:
+    def decides(topic: str, why: str = "") -> None:
         if topic == "B/1":
             late.wait(10)
-        decide(topic, me, why)
+        decide(topic, why)
         if topic == "A/1":
             decided.set()
 

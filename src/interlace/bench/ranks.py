@@ -57,8 +57,7 @@ class Ranks:
 
     def exchange(self, note: Note, wait_s: float = WAIT_S) -> list[Note]:
         """Every rank's note, by rank. All ranks call it, in the same order."""
-        everyone = range(self.size)
-        return self.board.exchange(self.topic("meet"), everyone, self.me, note, wait_s)
+        return self.board.exchange(self.topic("meet"), note, wait_s)
 
     def topic(self, what: str) -> str:
         """A name that all ranks give to their next meeting, and to no other."""
@@ -198,14 +197,14 @@ def here(device: torch.device) -> Ranks:
     store = dist.distributed_c10d._get_default_store()
     world = dist.group.WORLD
     assert world is not None
-    board = Board(store, "interlace/bench")
-    generation = board.count(f"joined/{dist.get_rank()}")
+    me, size = dist.get_rank(), dist.get_world_size()
+    generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
     ranks = Ranks(
-        dist.get_rank(),
-        dist.get_world_size(),
+        me,
+        size,
         device,
         world,
-        Board(store, f"interlace/bench/{generation}"),
+        Board(store, range(size), me, f"interlace/bench/{generation}"),
         _device_tick=torch.zeros(1, device=device),
     )
     ranks.align()

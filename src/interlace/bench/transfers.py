@@ -91,8 +91,7 @@ class BenchMemory:
         if ranks.cuda:
             self._on_gpus(ranks)
         else:
-            topic, everyone = ranks.topic("peers"), range(ranks.size)
-            shared = share(ranks.board, topic, everyone, ranks.me, nbytes, {}, WAIT_S)
+            shared = share(ranks.board, ranks.topic("peers"), nbytes, {}, WAIT_S)
             self._segments: tuple[Segment, ...] = shared.segments
             self.theirs = [segment.bytes(0, nbytes) for segment in shared.segments]
         self.mine = self.theirs[ranks.me]

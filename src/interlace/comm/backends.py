@@ -263,13 +263,13 @@ class Connections:
 
         def look() -> None:
             if board.is_over(place):
-                board.decide(place, team.rank)  # raises what a peer gave up for
+                board.decide(place)  # raises what a peer gave up for
 
         def ended() -> set[int]:
             return board.ended(team.ranks) & {*team.ranks}
 
         try:
-            with board.attending([place], team.rank):
+            with board.attending([place]):
                 look()
                 if backend is None:
                     store = c10d.PrefixStore(f"interlace/{place}/backend", self._store)
@@ -279,9 +279,9 @@ class Connections:
                 if name == "nccl":
                     from interlace.comm.cuda.nccl import join  # which needs the CUDA driver
 
-                    join(backend, on, time_out_s, self.whose, ended, look)
+                    join(backend, on, time_out_s, self.whose, board.ended, look)
                     joined = True
-            board.exchange(place, team.ranks, team.rank, {}, time_out_s)
+            board.exchange(place, {}, time_out_s)
         except BaseException:
             if theirs and name == "nccl":
                 with contextlib.suppress(InterlaceError):

@@ -74,7 +74,7 @@ class TeamComm:
         self.me = self.ranks.index(rank)
         self.rank = rank
         self.lock = threading.RLock()
-        self.board = Board(store, limit_s=limit_s)
+        self.board = Board(store, self.ranks, rank, limit_s=limit_s)
         self._control: Control | None = None
         self._lives: list[Life] = []
         self.resets = 0
@@ -82,10 +82,10 @@ class TeamComm:
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
         self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
-        self.party = Party(f"{self.key}/greeting", self.ranks, rank)
+        self.party = Party(f"{self.key}/greeting", self.ranks)
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
-        self.slots = SlotPool(self.board, "", self.ranks, self.me)
+        self.slots = SlotPool(self.board)
         self._connections = Connections(weakref.proxy(self), weakref.ref(group), store)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
@@ -128,7 +128,7 @@ class TeamComm:
         process = identity()
         note: Note = {"host": host(), "process": list(process)}
         topic = f"{self.topic}/setup/{self.num_prepared}"
-        notes = self.board.exchange(f"{topic}/hello", self.ranks, self.rank, note, time_out_s)
+        notes = self.board.exchange(f"{topic}/hello", note, time_out_s)
         away = [rank for rank, n in zip(self.ranks, notes, strict=True) if n["host"] != host()]
         if away:
             raise BackendError(
@@ -136,7 +136,7 @@ class TeamComm:
                 f"{named(away)} on others. The CPU executor shares memory between the ranks of a "
                 "team: start them on one host, or make teams that stay within one"
             )
-        shared = share(self.board, topic, self.ranks, self.me, NBYTES, {}, time_out_s)
+        shared = share(self.board, topic, NBYTES, {}, time_out_s)
         self._lives = [Life.of(*n["process"]) for n in notes]
         self.board.lives.update(zip(self.ranks, self._lives, strict=True))
         known = shared.segments, self._lives, self.board.word
@@ -145,7 +145,7 @@ class TeamComm:
     def fail(self, error: BaseException) -> None:
         """Tells the team why this rank stops, and other teams' ranks, in the store, if it ends."""
         self.control.fail(error)
-        self.board.leave_word(self.rank, error)
+        self.board.leave_word(error)
 
     def consult(self, what: str, note: Note, time_out_s: float) -> list[Note]:
         """What every rank of the team notes, to agree on `what`; all come here together, or none.
@@ -153,12 +153,11 @@ class TeamComm:
         Peers that wait for this rank in a run of any team of these ranks are to know.
         """
         meet([self], repr(what), time_out_s)
-        self.board.announce(self.rank)
+        self.board.announce()
         place, over = self.board.next_round(f"{self.topic}/{what}")
         over = over if self.me == 0 else []
         with attending((team, place) for team in known_teams([self.ranks])) as look:
-            rest = self.rank, note, time_out_s, look, over
-            return self.board.exchange(place, self.ranks, *rest)
+            return self.board.exchange(place, note, time_out_s, look, over)
 
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
@@ -237,12 +236,12 @@ class TeamComm:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            where, mine = (self.ranks, self.rank), {"run": self.control.run, "renew": renew}
+            mine = {"run": self.control.run, "renew": renew}
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
             try:
-                told = self.board.exchange(topic, *where, mine, time_out_s)
+                told = self.board.exchange(topic, mine, time_out_s)
                 renew = any(note["renew"] for note in told)
                 if renew:
                     self._connections.end(time_out_s)
@@ -255,7 +254,7 @@ class TeamComm:
                 self.slots.reset()
                 if self._cuda is not None:
                     self._cuda.reset()
-                self.board.exchange(f"{topic}/renewal", *where, {}, time_out_s)
+                self.board.exchange(f"{topic}/renewal", {}, time_out_s)
                 on = None if self._cuda is None else self._cuda.device
                 if renew:
                     self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
@@ -283,7 +282,7 @@ class TeamComm:
             theirs = any(backend.name() == "nccl" for backend in self._connections.made)
             if theirs and self.is_set_up and not failed:
                 with contextlib.suppress(InterlaceError):
-                    self.board.exchange(f"{self.topic}/end", self.ranks, self.rank, {}, END_S)
+                    self.board.exchange(f"{self.topic}/end", {}, END_S)
         finally:
             self._control = None
             self.slots.slots.clear()

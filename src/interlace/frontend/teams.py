@@ -213,9 +213,9 @@ def learn_groups(
     if store is None:
         store = dist.distributed_c10d._get_default_store()
     limit = limit_s(time_out_s)
-    board = Board(store, "interlace/teams", limit)
+    board = Board(store, (), rank, "interlace/teams", limit)
     board.lives.update(known_lives())
-    board.announce(rank)
+    board.announce()
     sizes = "-".join(str(size) for size, _ in teams)
     mine: Mine = tuple(next(g for g in groups if rank in g) for _, groups in teams)
     published = _published(board, f"{sizes}/{rank}")

@@ -1,6 +1,6 @@
 """Device memory that every rank of a team maps: plain allocations, shared by CUDA IPC handles.
 
-    memory = share_memory(driver, board, "slots/1", ranks, me, 1 << 26, note={}, time_out_s=60)
+    memory = share_memory(driver, board, "slots/1", 1 << 26, time_out_s=60)
     memory.bases[2]            # the address, here, of the memory of rank 2 of the team
 
 Handles go through the store, so set-up is bounded and needs neither MPI nor multicast objects. An
@@ -9,13 +9,12 @@ allocation is a multiple of 2 MiB: smaller ones would share one with others, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from interlace.comm.cuda.driver import Driver
-from interlace.comm.rendezvous.board import Board, Note
+from interlace.comm.rendezvous.board import Board
 from interlace.errors import InterlaceError, PeerError
 
 GRAIN = 2 << 20
@@ -28,13 +27,12 @@ def rounded(nbytes: int) -> int:
 
 @dataclass(slots=True)
 class PeerMemory:
-    """One block on every member of a team, mapped here, with each member's note."""
+    """One block on every member of a team, mapped here."""
 
     driver: Driver
     me: int
     nbytes: int
     bases: tuple[int, ...]
-    notes: tuple[Note, ...]
 
     def unmap(self) -> None:
         """Unmaps the others' blocks."""
@@ -49,30 +47,23 @@ class PeerMemory:
 
 
 def share_memory(
-    driver: Driver,
-    board: Board,
-    topic: str,
-    ranks: Sequence[int],
-    me: int,
-    nbytes: int,
-    note: Note,
-    time_out_s: float,
+    driver: Driver, board: Board, topic: str, nbytes: int, time_out_s: float
 ) -> PeerMemory:
-    """Every rank of `ranks` allocates a block and maps everyone's. All of them call this.
+    """Every rank of the board allocates a block and maps everyone's. All of them call this.
 
     Where one fails, all raise its error, and give back what no peer can have mapped.
     """
-    rank, size = ranks[me], rounded(nbytes)
+    size, me = rounded(nbytes), board.ranks.index(board.rank)
     problem: InterlaceError | None = None
     base, told, bases = 0, dict[str, object](), list[int]()
     try:
         base = driver.alloc(size, time_out_s)
-        told = {"handle": driver.handle(base), "note": note}
+        told = {"handle": driver.handle(base)}
     except InterlaceError as error:
         problem = error
     try:
         place = f"{topic}/device memory"
-        notes = board.exchange(place, ranks, rank, told, time_out_s, problem=problem)
+        notes = board.exchange(place, told, time_out_s, problem=problem)
     except InterlaceError as error:
         if base and not isinstance(error, PeerError):  # of a lost store: others may have met
             driver.free(base)
@@ -84,14 +75,13 @@ def share_memory(
         problem = error
     try:
         place = f"{topic}/mapped device memory"
-        board.exchange(place, ranks, rank, {}, time_out_s, problem=problem)
+        board.exchange(place, {}, time_out_s, problem=problem)
     except InterlaceError:
         for member, opened in enumerate(bases):
             if member != me:
                 driver.close(opened)
         raise
-    their_notes = tuple(their["note"] for their in notes)
-    return PeerMemory(driver, me, size, tuple(bases), their_notes)
+    return PeerMemory(driver, me, size, tuple(bases))
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:

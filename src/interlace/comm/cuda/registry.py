@@ -115,8 +115,8 @@ class Registry:
                     held[name] = Registered(tensor, team.me, copies, *facts, mappings=keys)
             except Exception as error:
                 problem = _as_ours(error, "mapped")
-            place, ranks = f"{team.topic}/registered/{topic}/mapped parameters", team.ranks
-            team.board.exchange(place, ranks, team.rank, {}, time_out_s, problem=problem)
+            place = f"{team.topic}/registered/{topic}/mapped parameters"
+            team.board.exchange(place, {}, time_out_s, problem=problem)
         except BaseException:
             for mine in held.values():
                 self.let_go(mine)

@@ -60,16 +60,8 @@ class CudaSlot:
 class CudaSlotPool(SlotPool):
     """The slots of a team on one device, by name and size."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        board: Board,
-        topic: str,
-        ranks: tuple[int, ...],
-        me: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__(board, topic, ranks, me)
+    def __init__(self, driver: Driver, board: Board, topic: str, device: torch.device) -> None:
+        super().__init__(board, topic)
         self._driver = driver
         self._device = device
         self._memories: list[tuple[PeerMemory, set[tuple[str, int]]]] = []
@@ -81,10 +73,7 @@ class CudaSlotPool(SlotPool):
         for _, nbytes in keys:
             starts.append(total)
             total += 2 * (-(-nbytes // ALIGN) * ALIGN)
-        memory = share_memory(
-            *(self._driver, self._board, topic, self._ranks, self._me),
-            *(total, {}, time_out_s),
-        )
+        memory = share_memory(self._driver, self._board, topic, total, time_out_s)
         self._memories.append((memory, set(keys)))
         for (name, nbytes), start in zip(keys, starts, strict=True):
             slot = CudaSlot(name, nbytes, memory, start, self._device)
@@ -102,8 +91,7 @@ class CudaSlotPool(SlotPool):
         if not gone:
             return
         self._memories = [item for item in self._memories if item[1]]
-        rank = self._ranks[self._me]
-        self._board.exchange(f"{topic}/unmapped", self._ranks, rank, {}, time_out_s)
+        self._board.exchange(f"{topic}/unmapped", {}, time_out_s)
         for memory in gone:
             memory.free()
 

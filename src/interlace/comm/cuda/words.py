@@ -123,9 +123,9 @@ class CudaSpace:
         note: Note = {"signals": mine, "span": span, "uses": uses, "gets": list(gets)}
         note["raises"] = last
         team = side.team
-        place, rank = f"{team.topic}/device space/{topic}", team.ranks[side.me]
+        place = f"{team.topic}/device space/{topic}"
         try:
-            self._notes = team.board.exchange(place, team.ranks, rank, note, time_out_s)
+            self._notes = team.board.exchange(place, note, time_out_s)
         except BaseException:
             if self.num_words:
                 side.heap.give(self._first, self.num_words)  # no peer heard of them

@@ -83,8 +83,7 @@ def tell(
     """
     told = {"note": note, "writes": sorted(writes)}
     place = f"{team.topic}/registered/{topic}/registered parameters"
-    ranks, rank = team.ranks, team.rank
-    notes = team.board.exchange(place, ranks, rank, told, time_out_s, problem=problem)
+    notes = team.board.exchange(place, told, time_out_s, problem=problem)
     return [n["note"] for n in notes], frozenset(name for n in notes for name in n["writes"])
 
 
@@ -104,7 +103,7 @@ def share_on_host(
         starts[name] = total
         total += align(wanted[name][1])
     place = f"{team.topic}/registered/{topic}"
-    shared = share(team.board, place, team.ranks, team.me, total, {}, time_out_s)
+    shared = share(team.board, place, total, {}, time_out_s)
     held: dict[str, Registered] = {}
     for name, (tensor, nbytes) in wanted.items():
         copies = tuple(segment.bytes(starts[name], nbytes) for segment in shared.segments)

@@ -5,7 +5,7 @@ mapped: the memory then lives as long as somebody maps it. A process that is kil
 leaves its names behind; the next one to create a segment there takes them away.
 The pages are reserved at creation, since writing to a full tmpfs is a SIGBUS and not an exception.
 
-    shared = share(board, "ws/1", ranks, me=0, nbytes=1 << 20, note={"slots": 2}, time_out_s=60)
+    shared = share(board, "ws/1", nbytes=1 << 20, note={"slots": 2}, time_out_s=60)
     shared.segments[1].bytes(0, 64)      # the memory of rank 1 of the team
     shared.notes[1]["slots"]             # what it said along with it
 
@@ -26,7 +26,6 @@ import mmap
 import os
 import secrets
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,26 +190,20 @@ def _too_little(needed: int, folder: Path) -> str:
 class Shared:
     """One segment per member of the team, in the order of its ranks, with each member's note."""
 
+    me: int
     segments: tuple[Segment, ...]
     notes: tuple[Note, ...]
 
 
-def share(
-    board: Board,
-    topic: str,
-    ranks: Sequence[int],
-    me: int,
-    nbytes: int,
-    note: Note,
-    time_out_s: float,
-) -> Shared:
-    """Every rank of `ranks` creates a segment of its own size and maps everyone's.
+def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) -> Shared:
+    """Every rank of the board creates a segment of its own size and maps everyone's.
 
     All of them call this. Where one fails, all raise its error; no name of a segment stays.
     """
     mine: Segment | None = None
     problem: InterlaceError | None = None
-    rank, told, segments = ranks[me], dict[str, Any](), list[Segment]()
+    told, segments = dict[str, Any](), list[Segment]()
+    me = board.ranks.index(board.rank)
     try:
         try:
             mine = Segment.create(nbytes)
@@ -218,7 +211,7 @@ def share(
         except InterlaceError as error:
             problem = error
         place = f"{topic}/memory"
-        notes = board.exchange(place, ranks, rank, told, time_out_s, problem=problem)
+        notes = board.exchange(place, told, time_out_s, problem=problem)
         try:
             for member, their in enumerate(notes):
                 opened = mine if member == me else Segment.open(their["path"], their["nbytes"])
@@ -227,8 +220,8 @@ def share(
         except InterlaceError as error:
             problem = error
         place = f"{topic}/mapped memory"
-        board.exchange(place, ranks, rank, {}, time_out_s, problem=problem)
-        return Shared(tuple(segments), tuple(their["note"] for their in notes))
+        board.exchange(place, {}, time_out_s, problem=problem)
+        return Shared(me, tuple(segments), tuple(their["note"] for their in notes))
     finally:
         if mine is not None:
             mine.unlink()

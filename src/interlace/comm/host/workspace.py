@@ -58,7 +58,7 @@ class Workspace:
 
     def __init__(self, team: TeamComm, topic: str, demand: Demand, time_out_s: float) -> None:
         self.team = team
-        size, me = team.size, team.me
+        size = team.size
         cell = 0
 
         def cells(count: int) -> int:
@@ -76,9 +76,7 @@ class Workspace:
             at += align(nbytes)
         note["stage"] = [at, align(demand.stage_nbytes)]
         at += align(demand.stage_nbytes)
-        shared = share(
-            team.board, f"{team.topic}/space/{topic}", team.ranks, me, at, note, time_out_s
-        )
+        shared = share(team.board, f"{team.topic}/space/{topic}", at, note, time_out_s)
         self._demand = demand
         self._segments = shared.segments
         self._notes = shared.notes

@@ -3,10 +3,12 @@
 Set-up happens through them: small JSON texts under a topic, read by polling, so that every wait is
 bounded and a note that says "I failed" ends it at once.
 
-    board = Board(store)
+    board = Board(store, ranks=(0, 1, 2), rank=0)
     board.post("host/0", {"boot": "..."})
     notes = board.collect({1: "host/1", 2: "host/2"}, time_out_s=10)   # of the ranks that came
-    notes = board.exchange("host", ranks, 0, {"boot": "..."}, time_out_s=10)   # all ranks', or none
+    notes = board.exchange("host", {"boot": "..."}, time_out_s=10)     # all ranks', or none
+    party = Party("tp/0-1", ranks=(0, 1))
+    greet(board, [party], "prepare Program 'forward'", time_out_s=60)  # party.name: the same on all
 
 Note [All or none]
     A rank that gives up leaves its notes behind, and the others may have read them by then. So each
@@ -75,10 +77,18 @@ WORD_S = 1.0
 
 
 class Board:
-    """Notes under a prefix of a `torch.distributed` store, seen from one rank."""
+    """Notes that some ranks leave under a prefix of a `torch.distributed` store, seen from one."""
 
-    def __init__(self, store: Any, prefix: str = "interlace", limit_s: float = STORE_S) -> None:
+    def __init__(
+        self,
+        store: Any,
+        ranks: Iterable[int],
+        rank: int,
+        prefix: str = "interlace",
+        limit_s: float = STORE_S,
+    ) -> None:
         self._store = store
+        self.ranks, self.rank = tuple(ranks), rank
         self._prefix = prefix
         self.limit_s = limit_s
         """How long the store may take to answer: a process that holds it may be stopped."""
@@ -111,17 +121,17 @@ class Board:
 
     # -- processes: Note [Who is gone] -----------------------------------------------------------
 
-    def announce(self, rank: int) -> None:
+    def announce(self) -> None:
         """Says which process this rank is."""
         self._left_word = False
-        self._set(_process(rank), {"process": identity(), "at": uptime()})
+        self._set(_process(self.rank), {"process": identity(), "at": uptime()})
 
-    def leave_word(self, rank: int, error: BaseException) -> None:
+    def leave_word(self, error: BaseException) -> None:
         """Says why this rank stops, as far as the store can be told quickly."""
         why = str(error) or type(error).__name__
         note = {"process": identity(), "at": uptime(), "word": why}
         self._left_word, text = True, json.dumps(note)
-        Errand(lambda: self._store.set(_process(rank), text)).is_back(WORD_S)
+        Errand(lambda: self._store.set(_process(self.rank), text)).is_back(WORD_S)
 
     def word(self, rank: int) -> str:
         """Why a rank stopped, if it left word."""
@@ -228,42 +238,42 @@ class Board:
     def exchange(
         self,
         topic: str,
-        ranks: Sequence[int],
-        me: int,
         note: Note,
         time_out_s: float,
         look: Callable[[], object] = lambda: None,
         over: Sequence[str] = (),
         problem: InterlaceError | None = None,
     ) -> list[Note]:
-        """Every rank's note, in the order of `ranks`; a missing rank or a failed one raises, and
+        """Every rank's note, in the order of the ranks; a missing rank or a failed one raises, and
         what `look` raises ends the wait. A rank with a problem tells it and raises it as it is.
 
         See Note [All or none]. The last word of the topic that is no number says what it is.
         `over` has what else this rank left at the topic in rounds before.
         """
-        topics = {rank: f"{topic}/{rank}" for rank in ranks}
+        topics = {rank: f"{topic}/{rank}" for rank in self.ranks}
+        mine = topics[self.rank]
         if problem is not None:
-            self.post(topics[me], failure(problem))
+            self.post(mine, failure(problem))
             with contextlib.suppress(InterlaceError):
-                self.decide(topic, me, str(problem))  # so that nobody waits for the others first
+                self.decide(topic, str(problem))  # so that nobody waits for the others first
             raise problem
         self.limit_s = time_out_s
-        self.post(topics[me], note)
-        with self.attending([topic], me):
+        self.post(mine, note)
+        with self.attending([topic]):
             found = self.collect(topics, time_out_s, [topic], look)
-            for rank in ranks:
+            for rank in topics:
                 if (error := found.get(rank, {}).get("error")) is not None:
                     raise as_told(rank, error)
-            missing, why = [rank for rank in ranks if rank not in found], ""
+            missing, why = [rank for rank in topics if rank not in found], ""
             if missing:
                 why = self.absence(missing, found, repr(_purpose(topic)), time_out_s)
-            self.decide(topic, me, why)
+            self.decide(topic, why)
         if missing:  # all had come, as a peer saw
             found = self.collect(topics, time_out_s)
-        once = me == ranks[0] and not topic.rpartition("/")[2].isdigit()  # no numbered round
-        self.forget(ranks, [topics[me], *over, *([f"{topic}/verdict"] if once else [])])
-        return [found[rank] for rank in ranks]
+        numbered = topic.rpartition("/")[2].isdigit()
+        verdict = [] if numbered or self.rank != self.ranks[0] else [f"{topic}/verdict"]
+        self.forget(self.ranks, [mine, *over, *verdict])
+        return [found[rank] for rank in topics]
 
     def forget(self, ranks: Collection[int], topics: Iterable[str]) -> None:
         """All these ranks have come, so they have read what was left for them in meetings before:
@@ -295,33 +305,33 @@ class Board:
         """Whether a meeting has its verdict."""
         return self._ask(lambda: self._store.check([f"{self._prefix}/{topic}/verdict"]))
 
-    def decide(self, topic: str, me: int, why: str = "") -> None:
+    def decide(self, topic: str, why: str = "") -> None:
         """Says that all came, or why this rank gives up; raises if the verdict is that one gave up.
 
         Of all that ranks say, the first is the verdict.
         """
-        rank, why = self.first(f"{topic}/verdict", [me, why])
+        rank, why = self.first(f"{topic}/verdict", [self.rank, why])
         if why:
-            raise AgreementError(why if rank == me else f"rank {rank} gave up: {why}")
+            raise AgreementError(why if rank == self.rank else f"rank {rank} gave up: {why}")
 
-    def give_up(self, topic: str, after: int, me: int, why: str) -> None:
+    def give_up(self, topic: str, after: int, why: str) -> None:
         """Ends the next round of a topic: this rank does not come to it."""
         with contextlib.suppress(AgreementError):
-            self.decide(f"{topic}/{self.round(topic, after)}", me, why)
+            self.decide(f"{topic}/{self.round(topic, after)}", why)
 
     @contextlib.contextmanager
-    def attending(self, topics: Sequence[str], me: int) -> Iterator[None]:
+    def attending(self, topics: Sequence[str]) -> Iterator[None]:
         """Who leaves meetings by an error gives them up, since its notes say that it is there."""
         try:
             yield
         except BaseException as error:
             for topic in topics:
                 with contextlib.suppress(InterlaceError):
-                    self.decide(topic, me, str(error) or type(error).__name__)
-            self.leave_word(me, error)
+                    self.decide(topic, str(error) or type(error).__name__)
+            self.leave_word(error)
             raise
         if self._left_word:  # it went on
-            self.announce(me)
+            self.announce()
 
     def _set(self, key: str, note: Note) -> None:
         text = json.dumps(note)
@@ -402,7 +412,6 @@ class Party:
 
     topic: str
     ranks: tuple[int, ...]
-    me: int
     word: str = field(default_factory=lambda: secrets.token_hex(8))
     name: str = ""
     """What all of them have found."""
@@ -412,8 +421,8 @@ class Party:
 
     def look(self, board: Board) -> None:
         """Hears the others, and tells them what has been heard."""
-        me = str(self.me)
-        heard = {rank: board.read(f"{self.topic}/{rank}") for rank in self.ranks if rank != self.me}
+        me, others = str(board.rank), [rank for rank in self.ranks if rank != board.rank]
+        heard = {rank: board.read(f"{self.topic}/{rank}") for rank in others}
         words = {str(rank): note["word"] for rank, note in heard.items() if note} | {me: self.word}
         if words != self.told.get("heard"):
             self.told = {"word": self.word, "heard": words}
@@ -438,9 +447,9 @@ def greet(
     """
     if not parties:
         return
-    me, everyone = parties[0].me, {rank for party in parties for rank in party.ranks}
+    everyone = {rank for party in parties for rank in party.ranks}
     board.limit_s = time_out_s
-    board.announce(me)
+    board.announce()
 
     def missing() -> set[int]:
         for party in parties:
@@ -448,8 +457,8 @@ def greet(
                 party.look(board)
         return {rank for party in parties if not party.name for rank in party.missing}
 
-    with board.attending((), me):
-        if absent := board.poll(everyone - {me}, missing, what, time_out_s, look):
+    with board.attending(()):
+        if absent := board.poll(everyone - {board.rank}, missing, what, time_out_s, look):
             raise AgreementError(board.absence(absent, everyone - {*absent}, what, time_out_s))
 
 
@@ -467,4 +476,4 @@ def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
                 team.found()
         for team in (team for team in teams if why and team.topic):
             with contextlib.suppress(InterlaceError):
-                team.board.give_up(f"{team.topic}/prepare", team.num_prepared, team.rank, why)
+                team.board.give_up(f"{team.topic}/prepare", team.num_prepared, why)

@@ -97,11 +97,11 @@ class Runner:
         places = [(team, f"{team.topic}/{self._tag:x}/{team.resets}/warm-up") for team in teams]
         with ExitStack() as meetings:
             for team, place in places:
-                meetings.enter_context(team.board.attending([place], team.rank))
+                meetings.enter_context(team.board.attending([place]))
             self._run_once()
         try:
             for team, place in places:
-                team.board.exchange(place, team.ranks, team.rank, {}, self._limit)
+                team.board.exchange(place, {}, self._limit)
         except BaseException as error:
             self._engine.watched.fail(error)  # a reset then gives it another place
             raise

@@ -152,7 +152,7 @@ def agree(
     mine["backends"] = {p: list(n) for (p, *_), n in zip(mine["teams"], needs, strict=True)}
     for team in teams:
         team.board.limit_s = time_out_s
-    board.announce(teams[0].rank)
+    board.announce()
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
     places = [place for place, *_ in mine["teams"]]
@@ -214,7 +214,7 @@ def _collect(
     verdicts of all teams: who sees everybody asks for all of them, who gives up for its own.
     """
     own, found = _places([mine]), {me: mine}
-    with board.attending(own, me):
+    with board.attending(own):
         while wanted := _unknown(found):
             topics = {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}
             came = board.collect(topics, time_out_s + LATER_S, own, look)
@@ -226,10 +226,10 @@ def _collect(
                 # One that is over ended the wait. If its verdict raises nothing, all are there by
                 # now, and the other teams' may not be given up.
                 for place in [p for p in own if board.is_over(p)] or own:
-                    board.decide(place, me, why)
+                    board.decide(place, why)
             found.update(came)
         for place in _places(found.values()):
-            board.decide(place, me)
+            board.decide(place)
     return found
 
 
