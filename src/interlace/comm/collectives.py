@@ -36,14 +36,17 @@ c10d: Any = distributed_c10d
 Run = Callable[[torch.Tensor | None, torch.Tensor | None, Wait], None]
 
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
-_GLOO_REDUCES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8),
-)
-_NCCL_TYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8),
-)
+_TYPES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+"""The element types that gloo reduces, and that NCCL knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
     """The function that runs this collective on the backend."""
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
-        if backend.name() == "gloo" and spec.dtype not in _GLOO_REDUCES:
+        if backend.name() == "gloo" and spec.dtype not in _TYPES:
             raise UnsupportedError(
                 f"gloo does not reduce {spec.dtype}: choose 'peer' instead of gloo (the option "
                 "transport='peer', or backend='peer' in a Program's text), or convert first"
@@ -131,7 +134,7 @@ class _Binder:
         self.backend = backend
         self.spec = spec
         self.limit = limit
-        plain = backend.name() == "nccl" and spec.dtype in _NCCL_TYPES
+        plain = backend.name() == "nccl" and spec.dtype in _TYPES
         self.moved: Callable[[torch.Tensor], torch.Tensor] = _itself if plain else as_bytes
         """A contiguous tensor as the backend moves it,"""
         self.flat: Callable[[torch.Tensor], torch.Tensor] = _itself if plain else _flat

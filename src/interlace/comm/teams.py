@@ -209,11 +209,6 @@ class TeamComm:
             )
         return self._cuda
 
-    @property
-    def side(self) -> CudaSide | None:
-        """The device side, if there is one."""
-        return self._cuda
-
     def begin_reset(self, time_out_s: float) -> None:
         """Peers that wait for this rank, in a run or in a meeting, hear that it resets."""
         with self.lock:

@@ -11,7 +11,7 @@ so each tells it to the others. Stamps carry the number of the run and are never
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -42,15 +42,16 @@ class Demand:
     """The largest part that one rank gives to a collective of the backend `peer`."""
 
 
+Cell = tuple[memoryview, int]
+
+
 @dataclass(slots=True)
 class Box:
     """Where a message is: counters of both sides, and the bytes if they pass through memory."""
 
-    sent: memoryview
-    sent_at: int
-    ready: memoryview
-    ready_at: int
-    data: torch.Tensor | None = field(default=None)
+    sent: Cell
+    ready: Cell
+    data: torch.Tensor | None = None
 
 
 class Workspace:
@@ -162,4 +163,4 @@ class Workspace:
             )
         _, sent_at, data_at = sends[nth]
         data = self._segments[sender].bytes(data_at, nbytes) if nbytes else None
-        return Box(self._cells[sender], sent_at, self._cells[receiver], recvs[nth][1], data)
+        return Box((self._cells[sender], sent_at), (self._cells[receiver], recvs[nth][1]), data)
