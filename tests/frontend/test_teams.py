@@ -53,7 +53,7 @@ def test_ranks_learn_each_others_groups() -> None:
     store = Board()
     groups = {0: ((0, 1), (0, 2)), 1: ((0, 1), (1, 3)), 2: ((2, 3), (0, 2)), 3: ((2, 3), (1, 3))}
     for rank, mine in groups.items():
-        teams = [(2, (group,)) for group in mine]
+        teams = [(group,) for group in mine]
         if rank < 3:
             with pytest.raises(
                 AgreementError, match=r"ranks? \d.* did not come to say in which.* 0.05 s"

@@ -48,7 +48,7 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
             return consent([(world_group(), True)])
         if kind == "learn":
             store = dist.PrefixStore(str(seed), dist.distributed_c10d._get_default_store())
-            return learn_groups([(3, ((0, 1, 2),))], me, TIME_OUT_S, store)
+            return learn_groups([((0, 1, 2),)], me, TIME_OUT_S, store)
         if kind == "prepare":
             return Executor(program_of("shift", 3), groups=groups, options=options).prepare()
         return executor.run(inputs)

@@ -10,7 +10,7 @@ A DeviceMesh says how all ranks are grouped. For process groups made by hand eac
 its own, so the ranks tell each other through the store: each writes the groups that it is in, and
 reads those of the ranks that they connect it to, until the circle closes.
 
-    groups = learn_groups([(2, ((0, 1),)), (2, ((0, 2),))], rank=0, time_out_s=None)
+    groups = learn_groups([((0, 1),), ((0, 2),)], rank=0, time_out_s=None)
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ Mine = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What this rank knows of a team: its name, its size, and the groups of global ranks."""
+class KnownTeam:
+    """What this rank knows of a team: its name, and the groups of global ranks."""
 
     name: str
-    size: int
     groups: Groups
     complete: bool
     """Whether `groups` lists every rank's group; else only this rank's."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks a group has."""
+        return len(self.groups[0])
 
 
 class Teams:
@@ -49,13 +53,13 @@ class Teams:
     def __init__(
         self,
         rank: int,
-        find: Callable[[str], Known],
-        learn: Callable[[Sequence[Known], int], list[Groups]] | None = None,
+        find: Callable[[str], KnownTeam],
+        learn: Callable[[Sequence[KnownTeam], int], list[Groups]] | None = None,
     ) -> None:
         self.rank = rank
         self._find = find
         self._learn = learn
-        self._used: dict[str, Known] = {}
+        self._used: dict[str, KnownTeam] = {}
 
     @classmethod
     def of_torch(cls, meshes: Iterable[DeviceMesh] = (), time_out_s: float | None = None) -> Teams:
@@ -64,11 +68,11 @@ class Teams:
             return cls(0, _no_groups)
         axes = mesh_axes(meshes)
 
-        def find(group: str) -> Known:
+        def find(group: str) -> KnownTeam:
             return axes.get(group) or _plain_group(group)
 
-        def learn(used: Sequence[Known], rank: int) -> list[Groups]:
-            return learn_groups([(k.size, k.groups) for k in used], rank, time_out_s)
+        def learn(used: Sequence[KnownTeam], rank: int) -> list[Groups]:
+            return learn_groups([known.groups for known in used], rank, time_out_s)
 
         return cls(dist.get_rank(), find, learn)
 
@@ -76,15 +80,15 @@ class Teams:
     def of(cls, groups: Mapping[str, tuple[str, Groups]], rank: int = 0) -> Teams:
         """Teams given outright: group name to (team name, groups of global ranks)."""
 
-        def find(group: str) -> Known:
+        def find(group: str) -> KnownTeam:
             name, all_groups = groups[group]
-            return Known(name, len(all_groups[0]), all_groups, True)
+            return KnownTeam(name, all_groups, True)
 
         return cls(rank, find)
 
     def team(self, group: str | ProcessGroup) -> Team:
         """The team of a process group, or of its name."""
-        name = group if isinstance(group, str) else _group_name(group)
+        name = group if isinstance(group, str) else group.group_name
         known = self._used.get(name)
         if known is None:
             known = self._find(name)
@@ -159,9 +163,9 @@ def as_axes(
     return axes, shown
 
 
-def mesh_axes(meshes: Iterable[DeviceMesh]) -> dict[str, Known]:
+def mesh_axes(meshes: Iterable[DeviceMesh]) -> dict[str, KnownTeam]:
     """The axes of the meshes, by the name of this rank's process group."""
-    found: dict[str, Known] = {}
+    found: dict[str, KnownTeam] = {}
     for mesh in meshes:
         root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)()
         for whole in (root, mesh):
@@ -170,32 +174,26 @@ def mesh_axes(meshes: Iterable[DeviceMesh]) -> dict[str, Known]:
     return found
 
 
-def _axis(mesh: DeviceMesh, dim: int) -> tuple[str, Known]:
+def _axis(mesh: DeviceMesh, dim: int) -> tuple[str, KnownTeam]:
     names = mesh.mesh_dim_names
     name = names[dim] if names else ("world" if mesh.ndim == 1 else f"axis_{dim}")
     size = mesh.size(dim)
     rows = mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist()
     groups = tuple(tuple(row) for row in rows)
     complete = len({rank for row in groups for rank in row}) == dist.get_world_size()
-    return _group_name(mesh.get_group(dim)), Known(name, size, groups, complete)
+    return mesh.get_group(dim).group_name, KnownTeam(name, groups, complete)
 
 
-def _group_name(group: ProcessGroup) -> str:
-    return group.group_name
-
-
-def _plain_group(name: str) -> Known:
+def _plain_group(name: str) -> KnownTeam:
     group = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
     ranks = tuple(dist.get_process_group_ranks(group))
     whole = len(ranks) == dist.get_world_size()
     described = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
     plain = described.isidentifier() and described not in ("undefined", "default_pg")
-    return Known(
-        described if plain else ("world" if whole else "team"), len(ranks), (ranks,), whole
-    )
+    return KnownTeam(described if plain else "world" if whole else "team", (ranks,), whole)
 
 
-def _no_groups(name: str) -> Known:
+def _no_groups(name: str) -> KnownTeam:
     raise TeamError(
         f"the graph communicates in process group {name!r}, but torch.distributed is not "
         "initialised: call torch.distributed.init_process_group first"
@@ -203,9 +201,9 @@ def _no_groups(name: str) -> Known:
 
 
 def learn_groups(
-    teams: Sequence[tuple[int, Groups]], rank: int, time_out_s: float | None, store: Any = None
+    teams: Sequence[Groups], rank: int, time_out_s: float | None, store: Any = None
 ) -> list[Groups]:
-    """Every group of each team (size, known groups) that is connected to `rank`.
+    """Every group of each team, of which some are known, that is connected to `rank`.
 
     Nothing but the store is used, so a rank that does not come costs a bounded wait and an error
     that names it, not a hang.
@@ -216,8 +214,8 @@ def learn_groups(
     board = Board(store, (), rank, "interlace/teams", limit)
     board.lives.update(known_lives())
     board.announce()
-    sizes = "-".join(str(size) for size, _ in teams)
-    mine: Mine = tuple(next(g for g in groups if rank in g) for _, groups in teams)
+    sizes = "-".join(str(len(groups[0])) for groups in teams)
+    mine: Mine = tuple(next(g for g in groups if rank in g) for groups in teams)
     published = _published(board, f"{sizes}/{rank}")
     if mine not in published:  # it may use several sets of groups of these sizes
         board.post(f"{sizes}/{rank}", {"groups": [*published, mine]})
