@@ -36,7 +36,7 @@ from interlace.comm.backends import cut
 from interlace.comm.host import shared_memory
 from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.rendezvous.board import Board
-from interlace.comm.rendezvous.liveness import Life, identity
+from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.errors import (
     AgreementError,
     BackendError,
@@ -192,10 +192,10 @@ def test_stamps_grow_with_runs_and_then_with_values() -> None:
 
 
 def test_a_process_is_alive_until_it_ends() -> None:
-    assert Life.of(*identity()).alive()
+    assert PeerProcess.of(*identity()).alive()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    life = Life.of(child.pid, started)
+    life = PeerProcess.of(child.pid, started)
     assert life.alive()
     child.kill()
     deadline = time.monotonic() + 10
@@ -204,14 +204,14 @@ def test_a_process_is_alive_until_it_ends() -> None:
     assert not life.alive(), "it ended, though nobody has collected it yet"
     child.wait()
     life.close()
-    assert Life.of(child.pid, started).alive(), "what cannot be seen counts as alive"
+    assert PeerProcess.of(child.pid, started).alive(), "what cannot be seen counts as alive"
 
 
 def test_a_process_whose_entry_cannot_be_read_counts_as_alive() -> None:
     """So it is where this process may open no more files."""
     me = identity()
     with mock.patch("interlace.comm.rendezvous.liveness._stat", return_value=[]):
-        assert Life.of(*me).alive()
+        assert PeerProcess.of(*me).alive()
 
 
 def ping_pong(rounds: int, seed: int) -> bool:

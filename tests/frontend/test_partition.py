@@ -156,13 +156,12 @@ def test_a_rank_that_compiles_alone_says_who_did_not_come(pool: Pool) -> None:
 
 def alone() -> str:
     from interlace.errors import AgreementError
-    from interlace.frontend.consent import consent_of_ranks
+    from interlace.frontend.teams import consent_of_ranks
 
-    consent = consent_of_ranks(["mlp"], 0.5)
-    assert consent is not None
+    group: Any = dist.group.WORLD
     try:
         if dist.get_rank() == 0:
-            consent([(dist.group.WORLD, True)])
+            consent_of_ranks(["mlp"], [(group, True)], 0.5)
     except AgreementError as error:
         return str(error)
     return ""

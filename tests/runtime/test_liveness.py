@@ -28,7 +28,7 @@ from interlace.comm.host import messages
 from interlace.comm.host.signals import Wait
 from interlace.comm.rendezvous import patience
 from interlace.comm.rendezvous.board import Board
-from interlace.frontend.consent import consent_of_ranks
+from interlace.frontend.teams import consent_of_ranks
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -49,9 +49,8 @@ def agree_without(victim: int, what: str) -> Outcome:
     if dist.get_rank() == victim:
         die()
     if what == "consent":
-        consent = consent_of_ranks(["mlp"], LIMIT_S)
-        assert consent is not None
-        return attempt(lambda: consent([(world_group(), True)]))
+        wishes = [(world_group(), True)]
+        return attempt(lambda: consent_of_ranks(["mlp"], wishes, LIMIT_S))
     program = program_of("get", dist.get_world_size())
     executor = Executor(program, groups={"tp": world_group()}, options=Options(time_out_s=LIMIT_S))
     return attempt(executor.prepare)
@@ -72,9 +71,7 @@ def test_nobody_waits_for_a_rank_that_died_before_the_first_meeting(
 
 def die_after_consent(victim: int) -> Outcome:
     """Its process is known from the meeting before; its gloo connections say nothing."""
-    consent = consent_of_ranks(["mlp"], LIMIT_S)
-    assert consent is not None
-    consent([(world_group(), True)])
+    consent_of_ranks(["mlp"], [(world_group(), True)], LIMIT_S)
     if dist.get_rank() == victim:
         die()
     store = dist.distributed_c10d._get_default_store()
@@ -97,9 +94,8 @@ def consent_alone() -> Outcome:
     executor.run(inputs)
     if dist.get_rank():
         return attempt(lambda: executor.run(inputs))
-    consent = consent_of_ranks(["mlp"], LIMIT_S)
-    assert consent is not None
-    return attempt(lambda: consent([(world_group(), True)]))
+    wishes = [(world_group(), True)]
+    return attempt(lambda: consent_of_ranks(["mlp"], wishes, LIMIT_S))
 
 
 def test_a_rank_that_compiles_alone_is_told_when_another_waits_for_it_in_a_run(pool: Pool) -> None:

@@ -28,7 +28,7 @@ from interlace.comm.control import NBYTES, Control
 from interlace.comm.cuda.memory import tensor_at
 from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.host.shared_memory import Segment
-from interlace.comm.rendezvous.liveness import Life, identity
+from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.ir import Call, Get, Program, View
 from interlace.ir import kernels as kernels_file
 from interlace.kernels.gemm import support
@@ -302,7 +302,7 @@ def alone_or_teamed(
     _, span = signals_of(plan.program)
     side = FakeSide(driver, size, me) if beside is None else beside.side
     segments = [Segment.create(NBYTES) for _ in range(size)]
-    lives = [Life.of(*identity()) for _ in range(size)]
+    lives = [PeerProcess.of(*identity()) for _ in range(size)]
     control = Control(name, range(size), me, segments, lives)
     team: Any = mock.Mock(
         control=control, resets=0, topic=name, lock=threading.RLock(), size=size, me=me

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.host.signals import Wait, fence, order_cells, stamp
 from interlace.comm.rendezvous.board import named
-from interlace.comm.rendezvous.liveness import Life
+from interlace.comm.rendezvous.liveness import PeerProcess
 from interlace.errors import AgreementError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS
 
@@ -56,7 +56,7 @@ class Control:
         ranks: Sequence[int],
         me: int,
         segments: Sequence[Segment],
-        lives: Sequence[Life],
+        lives: Sequence[PeerProcess],
         word: Callable[[int], str] = lambda rank: "",
     ) -> None:
         """`word` gives what a rank said elsewhere before its process ended."""

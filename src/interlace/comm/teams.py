@@ -33,7 +33,7 @@ from interlace.comm.control import NBYTES, Control
 from interlace.comm.host.shared_memory import share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import STORE_S, Board, Note, Party, meet, named
-from interlace.comm.rendezvous.liveness import Life, identity
+from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.errors import BackendError, InterlaceError, PeerError, TeamError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class TeamComm:
         self.lock = threading.RLock()
         self.board = Board(store, self.ranks, rank, limit_s=limit_s)
         self._control: Control | None = None
-        self._lives: list[Life] = []
+        self._lives: list[PeerProcess] = []
         self.resets = 0
         """The round of the last reset: Note [All or none] in board.py."""
         self.num_prepared = 0
@@ -137,7 +137,7 @@ class TeamComm:
                 "team: start them on one host, or make teams that stay within one"
             )
         shared = share(self.board, topic, NBYTES, {}, time_out_s)
-        self._lives = [Life.of(*n["process"]) for n in notes]
+        self._lives = [PeerProcess.of(*n["process"]) for n in notes]
         self.board.lives.update(zip(self.ranks, self._lives, strict=True))
         known = shared.segments, self._lives, self.board.word
         self._control = Control(self.name, self.ranks, self.me, *known)
@@ -343,7 +343,7 @@ def attending(meetings: Iterable[tuple[TeamComm, str]]) -> Iterator[Callable[[],
         yield lambda: [look() for look in looks]
 
 
-def known_lives() -> dict[int, Life]:
+def known_lives() -> dict[int, PeerProcess]:
     """The processes of the ranks of all teams that are set up, as far as they are known."""
     return {rank: life for team in _registry.live() for rank, life in team.board.lives.items()}
 

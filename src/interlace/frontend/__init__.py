@@ -6,8 +6,7 @@ compiled_graph.py  a compiled graph, with a bound Program for each signature
 binding.py         serial Program -> overlapped, agreed on, bound
 explain.py         the Programs behind a compiled model, and what became of each site
 partition.py       what is saved between forward and backward, and what is gathered again
-consent.py         ranks decide alike on what depends on their own sizes
-teams.py           process groups as teams
+teams.py           process groups as teams; what ranks tell each other while they compile
 
 importing/         an FX graph as a serial Program
 calling/           from the arguments of a call to a run

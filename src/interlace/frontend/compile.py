@@ -33,7 +33,7 @@ from interlace.errors import ExecutorError, OptionError
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
 from interlace.frontend.calling.arguments import without_waiting
-from interlace.frontend.calling.call_key import Call, CallKeys
+from interlace.frontend.calling.call_key import CallKeys, FunctionCall
 from interlace.frontend.calling.direct import Direct, observed
 from interlace.frontend.calling.state import State
 from interlace.frontend.calling.tracing import Unreached, Watch, refuse_sharded, tracing
@@ -253,7 +253,7 @@ class Compiled:
         self._examples = (args, kwargs)
         return entry, call.tensors
 
-    def _compile(self, call: Call) -> _Entry:
+    def _compile(self, call: FunctionCall) -> _Entry:
         refuse_sharded(self._state)
         leaves, spec, tensors = call.leaves, call.spec, call.tensors
         names = (*call.names, *call.held)

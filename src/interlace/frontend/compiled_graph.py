@@ -30,9 +30,8 @@ from interlace.frontend.calling.specialise import (
     recorded_signature,
     signature,
 )
-from interlace.frontend.consent import Consent, consent_of_ranks
 from interlace.frontend.importing.importer import import_graph
-from interlace.frontend.importing.nodes import awaited, location
+from interlace.frontend.importing.nodes import awaited
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 
@@ -159,15 +158,6 @@ class CompiledGraph:
         self._last = None
         self._shelf.clear()
 
-    def _consent(self) -> Consent | None:
-        """How ranks agree on all-to-alls, whose rows each may send in even parts or not."""
-        found = [node for node in self._gm.graph.nodes if "all_to_all_single" in str(node.target)]
-        if not found:
-            return None
-        places = [self.kind, *(location(node).module for node in found)]
-        limit = self.setting.options.time_out_s
-        return consent_of_ranks(places, limit, "whether rows are exchanged evenly")
-
     def _bind(self, key: Hashable, args: Sequence[Any] | None) -> Bound:
         setting = self.setting
         values = None if args is None or key == self._traced else propagate(self._gm, args)
@@ -179,7 +169,6 @@ class CompiledGraph:
             values=values,
             labels=setting.labels,
             static=self._static,
-            consent=self._consent(),
         )
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, setting.options, setting.device)

@@ -25,10 +25,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
 from interlace.frontend.calling.tracing import mark_checkpoints
-from interlace.frontend.consent import consent_of_ranks
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import aliases, location
 from interlace.frontend.importing.types import dtype_of
+from interlace.frontend.teams import consent_of_ranks
 from interlace.ir.operators import matmul_of
 
 GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
@@ -78,9 +78,8 @@ class Partition:
         wanted = [self._wanted(node, moved) for node, moved in found]
         if self.regather == "auto" and found:
             places = [location(node).module for node, _ in found]
-            consent = consent_of_ranks(places, self.time_out_s)
-            groups = [_group(node) for node, _ in found]
-            wanted = consent(list(zip(groups, wanted, strict=True))) if consent else wanted
+            wishes = [(_group(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
+            wanted = consent_of_ranks(places, wishes, self.time_out_s)
         marked = [item for item, wish in zip(found, wanted, strict=True) if wish]
         for node, moved in marked:
             for other in (node, *moved):

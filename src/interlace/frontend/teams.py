@@ -11,10 +11,17 @@ its own, so the ranks tell each other through the store: each writes the groups 
 reads those of the ranks that they connect it to, until the circle closes.
 
     groups = learn_groups([((0, 1),), ((0, 2),)], rank=0, time_out_s=None)
+
+Ranks decide alike on what each would decide by its own sizes. With uneven shards the ranks' matmuls
+take different times, so near a threshold one rank would gather again in backward and another not.
+They tell each other through the store, in bounded time, and do what all want:
+
+    wanted = consent_of_ranks(["layers.0.mlp", "layers.1.mlp"], [(group, True), (group, False)])
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,13 +30,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.comm import Board, attending, known_lives, known_teams, limit_s
+from interlace.comm import Board, attending, known_lives, known_teams, limit_s, team_of
 from interlace.errors import AgreementError, TeamError
 from interlace.ir import Team, Where
 
 Groups = tuple[tuple[int, ...], ...]
 Mine = tuple[tuple[int, ...], ...]
 """One rank's own group in each team, in the order in which the graph uses them."""
+Wish = tuple[ProcessGroup | str, bool]
+"""A process group (or its name), and whether this rank wants something that it all must do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +63,25 @@ class Teams:
         self,
         rank: int,
         find: Callable[[str], KnownTeam],
-        learn: Callable[[Sequence[KnownTeam], int], list[Groups]] | None = None,
+        given: bool = False,
+        time_out_s: float | None = None,
     ) -> None:
-        self.rank = rank
-        self._find = find
-        self._learn = learn
+        """`given` outright, teams need not be learnt, and have no process groups."""
+        self.rank, self._find = rank, find
+        self._given, self._time_out_s = given, time_out_s
         self._used: dict[str, KnownTeam] = {}
 
     @classmethod
     def of_torch(cls, meshes: Iterable[DeviceMesh] = (), time_out_s: float | None = None) -> Teams:
         """The teams of torch.distributed in this process; `meshes` name them."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(0, _no_groups)
+            return cls(0, _no_groups, given=True)
         axes = mesh_axes(meshes)
 
         def find(group: str) -> KnownTeam:
             return axes.get(group) or _plain_group(group)
 
-        def learn(used: Sequence[KnownTeam], rank: int) -> list[Groups]:
-            return learn_groups([known.groups for known in used], rank, time_out_s)
-
-        return cls(dist.get_rank(), find, learn)
+        return cls(dist.get_rank(), find, time_out_s=time_out_s)
 
     @classmethod
     def of(cls, groups: Mapping[str, tuple[str, Groups]], rank: int = 0) -> Teams:
@@ -84,7 +91,7 @@ class Teams:
             name, all_groups = groups[group]
             return KnownTeam(name, all_groups, True)
 
-        return cls(rank, find)
+        return cls(rank, find, given=True)
 
     def team(self, group: str | ProcessGroup) -> Team:
         """The team of a process group, or of its name."""
@@ -109,16 +116,23 @@ class Teams:
     def process_groups(self) -> dict[str, ProcessGroup]:
         """The process group of each team of the Program, by the team's name."""
         return {
-            known.name: dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
+            known.name: _process_group(group)
             for group, known in self._used.items()
             if known.size > 1
         }
 
+    def consent(self, team: str, wish: bool, places: Sequence[str], what: str) -> bool:
+        """Whether all ranks of a team want what this one does."""
+        if self._given:
+            return wish
+        wishes = [(self.process_groups()[team], wish)]
+        return consent_of_ranks(places, wishes, self._time_out_s, what)[0]
+
     def used(self) -> tuple[tuple[Team, ...], tuple[int, ...] | None]:
         """The Teams of the Program, and its ranks: all that its collectives connect to this one."""
         known = [team for team in self._used.values() if team.size > 1]
-        if self._learn is not None and len(known) > 1 and not all(k.complete for k in known):
-            learnt = self._learn(known, self.rank)
+        if not self._given and len(known) > 1 and not all(k.complete for k in known):
+            learnt = learn_groups([k.groups for k in known], self.rank, self._time_out_s)
             known = [replace(k, groups=g) for k, g in zip(known, learnt, strict=True)]
         ranks = connected(self.rank, [team.groups for team in known])
         teams = tuple(
@@ -185,7 +199,7 @@ def _axis(mesh: DeviceMesh, dim: int) -> tuple[str, KnownTeam]:
 
 
 def _plain_group(name: str) -> KnownTeam:
-    group = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    group = _process_group(name)
     ranks = tuple(dist.get_process_group_ranks(group))
     whole = len(ranks) == dist.get_world_size()
     described = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
@@ -254,3 +268,39 @@ def _agrees(other: int, theirs: Mine, known: Mapping[int, Mine]) -> bool:
         for i in range(len(theirs))
         if other in groups[i] or not set(groups[i]).isdisjoint(theirs[i])
     )
+
+
+def consent_of_ranks(
+    places: Sequence[str],
+    wishes: Sequence[Wish],
+    time_out_s: float | None = None,
+    what: str = "what backward gathers again",
+) -> list[bool]:
+    """What all ranks of each process group want; a rank that compiles alone says who did not come.
+
+    `places` tells the graph from others: what is the same on all ranks, unlike sizes and padding.
+    `what` is what they agree about, for messages.
+    """
+    agreed = [wish for _, wish in wishes]
+    if not (dist.is_available() and dist.is_initialized()):
+        return agreed
+    groups = [_process_group(group) if isinstance(group, str) else group for group, _ in wishes]
+    limit = limit_s(time_out_s, groups)
+    teams = [team_of(group, "", limit) for group in groups]
+    digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
+    for team in sorted({*teams}, key=lambda team: team.key):  # in an order that all ranks share
+        mine = [i for i, own in enumerate(teams) if own is team]
+        told = {"graph": digest, "wishes": [agreed[i] for i in mine]}
+        for rank, note in zip(team.ranks, team.consult(what, told, limit), strict=True):
+            if (note["graph"], len(note["wishes"])) != (digest, len(mine)):
+                raise AgreementError(
+                    f"rank {rank} compiles another graph than rank {team.rank}, where ranks decide "
+                    f"{what}: compile the same model on every rank of a process group"
+                )
+            for i, wish in zip(mine, note["wishes"], strict=True):
+                agreed[i] = agreed[i] and wish
+    return agreed
+
+
+def _process_group(name: str) -> ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore

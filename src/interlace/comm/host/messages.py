@@ -26,17 +26,17 @@ import torch
 
 from interlace.comm.collectives import as_bytes
 from interlace.comm.host.signals import Wait, fence, stamp
-from interlace.comm.host.workspace import Box, Cell
+from interlace.comm.host.workspace import Cell, MessageBox
 from interlace.comm.teams import TeamComm
 
 FIRST_TAG = 1 << 20
 """Tags from here on are ours; users of the same group have the lower ones."""
 
 
-class Part:
+class MessagePart:
     """One member of a Group, bound; it goes begin, try_move until True, end."""
 
-    def __init__(self, team: TeamComm, peer: int, box: Box) -> None:
+    def __init__(self, team: TeamComm, peer: int, box: MessageBox) -> None:
         self.team, self.peer, self._box = team, peer, box
 
     def begin(self, tensor: torch.Tensor) -> None:
@@ -59,10 +59,10 @@ SETTLED_S = 1.0
 """How long a side that lives is about to go, at most."""
 
 
-class _Meeting(Part):
+class _Meeting(MessagePart):
     """One side of a message by a torch.distributed backend."""
 
-    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
+    def __init__(self, team: TeamComm, peer: int, box: MessageBox, backend: Any, nth: int) -> None:
         super().__init__(team, peer, box)
         self._start, (self._own, self._own_at), (self._other, self._other_at) = self._side(backend)
         self._tag = FIRST_TAG + nth
@@ -142,7 +142,7 @@ class Incoming(_Meeting):
         return backend.recv, self._box.ready, self._box.sent
 
 
-class PeerOutgoing(Part):
+class PeerOutgoing(MessagePart):
     """A Send through the sender's shared memory, where it stays if the sender leaves."""
 
     def begin(self, tensor: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ class PeerOutgoing(Part):
         return cells[at] >= self._mark
 
 
-class PeerIncoming(Part):
+class PeerIncoming(MessagePart):
     """A Recv from the sender's shared memory. The sender waits for an answer, and hears of failures
     meanwhile."""
 
@@ -178,7 +178,7 @@ class PeerIncoming(Part):
         return True
 
 
-def exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+def exchange(parts: Sequence[MessagePart], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
     """Carries out Sends and Recvs together: each moves as soon as its peer is there."""
     packed = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
     _exchange(parts, packed, wait)
@@ -187,7 +187,7 @@ def exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait)
             tensor.copy_(pack)
 
 
-def _exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+def _exchange(parts: Sequence[MessagePart], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
     for part in parts:
         part.team.control.meet(part.peer, wait)
     for part, tensor in zip(parts, tensors, strict=True):

@@ -187,7 +187,7 @@ def _too_little(needed: int, folder: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedSegments:
     """One segment per member of the team, in the order of its ranks, with each member's note."""
 
     me: int
@@ -195,7 +195,7 @@ class Shared:
     notes: tuple[Note, ...]
 
 
-def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) -> Shared:
+def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) -> SharedSegments:
     """Every rank of the board creates a segment of its own size and maps everyone's.
 
     All of them call this. Where one fails, all raise its error; no name of a segment stays.
@@ -221,7 +221,7 @@ def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) 
             problem = error
         place = f"{topic}/mapped memory"
         board.exchange(place, {}, time_out_s, problem=problem)
-        return Shared(me, tuple(segments), tuple(their["note"] for their in notes))
+        return SharedSegments(me, tuple(segments), tuple(their["note"] for their in notes))
     finally:
         if mine is not None:
             mine.unlink()

@@ -46,7 +46,7 @@ Cell = tuple[memoryview, int]
 
 
 @dataclass(slots=True)
-class Box:
+class MessageBox:
     """Where a message is: counters of both sides, and the bytes if they pass through memory."""
 
     sent: Cell
@@ -139,20 +139,20 @@ class Workspace:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def outbox(self, number: int) -> Box:
+    def outbox(self, number: int) -> MessageBox:
         """Where this rank's Send of that number (among all its sends) meets its Recv."""
         me = self.team.me
         message = self._demand.sends[number]
         nth = sum(m.member == message.member for m in self._demand.sends[:number])
         return self._box(me, message.member, nth, message.nbytes)
 
-    def inbox(self, number: int) -> Box:
+    def inbox(self, number: int) -> MessageBox:
         """Where this rank's Recv of that number (among all its receipts) meets its Send."""
         message = self._demand.recvs[number]
         nth = sum(m.member == message.member for m in self._demand.recvs[:number])
         return self._box(message.member, self.team.me, nth, message.nbytes)
 
-    def _box(self, sender: int, receiver: int, nth: int, nbytes: int) -> Box:
+    def _box(self, sender: int, receiver: int, nth: int, nbytes: int) -> MessageBox:
         sends = [entry for entry in self._notes[sender]["sends"] if entry[0] == receiver]
         recvs = [entry for entry in self._notes[receiver]["recvs"] if entry[0] == sender]
         if nth >= len(sends) or nth >= len(recvs):
@@ -163,4 +163,6 @@ class Workspace:
             )
         _, sent_at, data_at = sends[nth]
         data = self._segments[sender].bytes(data_at, nbytes) if nbytes else None
-        return Box((self._cells[sender], sent_at), (self._cells[receiver], recvs[nth][1]), data)
+        return MessageBox(
+            (self._cells[sender], sent_at), (self._cells[receiver], recvs[nth][1]), data
+        )

@@ -44,7 +44,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from interlace.comm.rendezvous.liveness import Life, disconnected, identity, precedes, uptime
+from interlace.comm.rendezvous.liveness import PeerProcess, disconnected, identity, precedes, uptime
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import (
     AgreementError,
@@ -93,7 +93,7 @@ class Board:
         self.limit_s = limit_s
         """How long the store may take to answer: a process that holds it may be stopped."""
         self._unanswered: Errand | None = None
-        self.lives: dict[int, Life] = {}
+        self.lives: dict[int, PeerProcess] = {}
         """The processes of ranks, as far as they are known: Note [Who is gone]."""
         self._gone: set[int] = set()
         self._left_word = False
@@ -155,9 +155,9 @@ class Board:
             self._gone |= {rank for rank in unknown if _disconnected(rank)}
         return self._gone | {rank for rank, life in self.lives.items() if not life.alive()}
 
-    def _life(self, rank: int) -> Life | None:
+    def _life(self, rank: int) -> PeerProcess | None:
         note = self._get(_process(rank))
-        return None if note is None or precedes(note["at"]) else Life.of(*note["process"])
+        return None if note is None or precedes(note["at"]) else PeerProcess.of(*note["process"])
 
     def farewell(self, gone: Sequence[int], what: str) -> str:
         """What became of ranks whose processes have ended, and who is to blame."""

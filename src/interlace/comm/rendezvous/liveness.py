@@ -3,7 +3,7 @@
 A rank that was killed leaves no word. Its process can be watched where this one may see it: a pidfd
 becomes readable when the process ends, even before its parent has collected it.
 
-    >>> Life.of(*identity()).alive()
+    >>> PeerProcess.of(*identity()).alive()
     True
 
 Where ranks are joined by gloo, a connection that is closed tells the same of a rank of which
@@ -107,7 +107,7 @@ def disconnected(rank: int) -> bool:
     return False
 
 
-class Life:
+class PeerProcess:
     """Watches one process of this host. Where it cannot be seen, it counts as alive."""
 
     def __init__(self, descriptor: int | None, pid: int = 0, ended: bool = False) -> None:
@@ -117,7 +117,7 @@ class Life:
         self._ended = ended
 
     @classmethod
-    def of(cls, pid: int, started: int, where: str = "") -> Life:
+    def of(cls, pid: int, started: int, where: str = "") -> PeerProcess:
         """The process of that identity."""
         here = bool(where) and where == place()
         if not started or (where and not here) or not hasattr(os, "pidfd_open"):

@@ -37,7 +37,7 @@ _LEAVES = {*_PLAIN, DTensor, int, float, bool, str, type(None)}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """The arguments of a call, taken apart, and what it is known by."""
 
     key: Hashable
@@ -61,7 +61,7 @@ class CallKeys:
     def __reduce__(self) -> Any:  # a copy has modules of its own
         return CallKeys, (self._state,)
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
         """The call with these arguments, in the modes of now."""
         snapshot = self._snapshot
         own = snapshot.tensors() if snapshot is not None else None
@@ -78,7 +78,7 @@ class CallKeys:
         shared = None if snapshot.apart_from(given) else _sharing(tensors)
         kinds = tuple(map(_kind, given))
         key = (spec, _hashable(fixed), snapshot.known, tuple(held), kinds, shared, modes)
-        return Call(key, leaves, spec.value, snapshot.names, tuple(held), tensors)
+        return FunctionCall(key, leaves, spec.value, snapshot.names, tuple(held), tensors)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Hashed]:
         """The leaves and how they nest, which is remembered where none does."""

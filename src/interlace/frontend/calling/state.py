@@ -76,7 +76,7 @@ class State:
                     found[id(tensor)] = name, tensor
         return dict(found.values())
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[Reference]:
         reached = () if self.root is None else places(self.root)
         return [place for place in reached if tensors_in(place.value)]
 
@@ -180,7 +180,7 @@ def _named_modules(module: nn.Module, prefix: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Reference:
     """Where something is held: what it is, and how another is put there."""
 
     name: str
@@ -188,10 +188,10 @@ class Place:
     put: Callable[[Any], object]
 
 
-def places(fn: Callable[..., Any]) -> Iterator[Place]:
+def places(fn: Callable[..., Any]) -> Iterator[Reference]:
     """Where `fn` finds modules, and tensors or tuples with tensors in them; each once."""
     seen: set[int] = set()
-    todo = [Place("", fn, lambda _: None)]
+    todo = [Reference("", fn, lambda _: None)]
     while todo:
         place = todo.pop()
         tensor = isinstance(place.value, torch.Tensor)
@@ -218,17 +218,17 @@ def replaced(value: Any, other: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return tuple(replaced(item, other) for item in value) if type(value) is tuple else value
 
 
-def _within(value: Any, name: str) -> Iterator[Place]:
+def _within(value: Any, name: str) -> Iterator[Reference]:
     """The places of one thing."""
     if isinstance(value, FunctionType):
         yield from () if _of_library(value.__module__) else _of_function(value)
     elif isinstance(value, MethodType):
-        yield Place("self", value.__self__, lambda _: None)
-        yield Place(name, value.__func__, lambda _: None)
+        yield Reference("self", value.__self__, lambda _: None)
+        yield Reference(name, value.__func__, lambda _: None)
         yield from _attributes(value.__self__, "")
     elif isinstance(value, functools.partial):
-        yield Place(name, value.func, lambda _: None)
-        yield Place("arg", value.args, functools.partial(_put_arguments, value))
+        yield Reference(name, value.func, lambda _: None)
+        yield Reference("arg", value.args, functools.partial(_put_arguments, value))
         yield from _items(value.keywords, "")
     elif isinstance(value, nn.Module):
         for path, module in value.named_modules(prefix=name):
@@ -237,29 +237,29 @@ def _within(value: Any, name: str) -> Iterator[Place]:
         yield from _items(value, name)
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            yield Place(_joined(name, i), item, functools.partial(value.__setitem__, i))
+            yield Reference(_joined(name, i), item, functools.partial(value.__setitem__, i))
     elif type(value) is tuple:  # its tensors are put there by whoever holds it
         for i, item in enumerate(value):
             if not isinstance(item, torch.Tensor):
-                yield Place(_joined(name, i), item, lambda _: None)
+                yield Reference(_joined(name, i), item, lambda _: None)
     elif callable(value) and not isinstance(value, type):
         yield from _attributes(value, name)
 
 
-def _of_function(function: FunctionType) -> Iterator[Place]:
+def _of_function(function: FunctionType) -> Iterator[Reference]:
     """What a function closes over, has as defaults, or names in its module."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a cell that is still empty
             put = functools.partial(setattr, cell, "cell_contents")
-            yield Place(name, cell.cell_contents, put)
+            yield Reference(name, cell.cell_contents, put)
     if function.__defaults__:
         put = functools.partial(setattr, function, "__defaults__")
-        yield Place("default", function.__defaults__, put)
+        yield Reference("default", function.__defaults__, put)
     yield from _items(function.__kwdefaults__ or {}, "")
     for name in sorted(_names(code) & function.__globals__.keys()):
         put = functools.partial(function.__globals__.__setitem__, name)
-        yield Place(name, function.__globals__[name], put)
+        yield Reference(name, function.__globals__[name], put)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -268,7 +268,7 @@ def _names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*map(_names, inner))
 
 
-def _attributes(value: Any, name: str) -> Iterator[Place]:
+def _attributes(value: Any, name: str) -> Iterator[Reference]:
     """What an object holds, and the functions of its class."""
     module = isinstance(value, nn.Module)
     if _of_library(type(value).__module__) and not module:
@@ -280,13 +280,13 @@ def _attributes(value: Any, name: str) -> Iterator[Place]:
         if not _of_library(cls.__module__):
             for member in vars(cls).values():
                 if isinstance(member, FunctionType):
-                    yield Place(name, member, lambda _: None)
+                    yield Reference(name, member, lambda _: None)
 
 
-def _items(values: dict[Any, Any], name: str, holder: Any = None) -> Iterator[Place]:
+def _items(values: dict[Any, Any], name: str, holder: Any = None) -> Iterator[Reference]:
     holder = values if holder is None else holder
     for key, value in values.items():
-        yield Place(_joined(name, key), value, functools.partial(holder.__setitem__, key))
+        yield Reference(_joined(name, key), value, functools.partial(holder.__setitem__, key))
 
 
 def _joined(name: str, key: Any) -> str:

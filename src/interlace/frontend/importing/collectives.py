@@ -141,7 +141,7 @@ def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
         return imp.copied(src)
     _, *rest = imp.sizes(src)
     sizes = (sum(received), *rest)
-    if imp.agreed(team, len({*received, *sent}) == 1):
+    if imp.evenly(team, len({*received, *sent}) == 1):
         return _emit(imp, "all_to_all", team, src, sizes)
     me = imp.teams.index(team.name)
     dst = imp.empty("all_to_all", imp.box(src).dtype, sizes)

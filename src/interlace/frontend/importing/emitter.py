@@ -1,6 +1,6 @@
 """What the import of a graph writes: buffers and ops of a Program under construction.
 
-emitter = Emitter(torch.device("cpu"))
+emitter = SerialEmitter(torch.device("cpu"))
 y = emitter.call("aten.relu.default", (x,), Buffer("y", DType.f32, (8, 4), "fresh"))
 emitter.reshaped(y, (32,))        # a View; a contiguous copy first where it must be
 """
@@ -36,7 +36,7 @@ TAKEN = {"rng", "main", "comm", "inf", "nan", *(str(dtype) for dtype in DType)}
 """Words that mean something else in a Program's text."""
 
 
-class Emitter:
+class SerialEmitter:
     """Collects the ops of a serial Program; every name is used once."""
 
     def __init__(self, device: torch.device) -> None:

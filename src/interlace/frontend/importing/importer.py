@@ -25,9 +25,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from interlace.errors import UnsupportedError
 from interlace.frontend.calling.specialise import complete
-from interlace.frontend.consent import Consent
 from interlace.frontend.importing.collectives import COLLECTIVES
-from interlace.frontend.importing.emitter import Emitter
+from interlace.frontend.importing.emitter import SerialEmitter
 from interlace.frontend.importing.inplace import InPlace
 from interlace.frontend.importing.lowerings import LOWERINGS
 from interlace.frontend.importing.nodes import (
@@ -121,7 +120,7 @@ class Imported:
         return list(map(output, self.outputs))
 
 
-class Importer(Emitter):
+class Importer(SerialEmitter):
     """Walks a graph once, in order; lowerings call its methods."""
 
     def __init__(
@@ -131,7 +130,6 @@ class Importer(Emitter):
         teams: Teams,
         values: Mapping[fx.Node, Any] | None = None,
         labels: Sequence[str] = (),
-        consent: Consent | None = None,
     ) -> None:
         self.gm = gm
         self.program_name = name
@@ -140,7 +138,6 @@ class Importer(Emitter):
         self.recorded = values
         self.labels = labels
         super().__init__(self._main_device())
-        self.consent = consent
         self.values: dict[fx.Node, Value] = {}
         self.params: list[Buffer] = []
         self.inputs: list[int] = []
@@ -155,12 +152,12 @@ class Importer(Emitter):
         }
         """Nodes that the output holds, or a view of them: they must not share with another."""
 
-    def agreed(self, team: Team, wish: bool) -> bool:
-        """Whether all ranks of a team want what this one does: each decides by its own sizes."""
-        if self.consent is None:
-            return wish
-        group = self.teams.process_groups()[team.name]
-        return self.consent([(group, wish)])[0]
+    def evenly(self, team: Team, wish: bool) -> bool:
+        """Whether all ranks of a team would exchange rows evenly, as this one: each decides by its
+        own sizes."""
+        nodes = [n for n in self.gm.graph.nodes if "all_to_all_single" in str(n.target)]
+        places = [self.program_name, *(location(node).module for node in nodes)]
+        return self.teams.consent(team.name, wish, places, "whether rows are exchanged evenly")
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
         """Whether a node that copies `views` may be a view of them instead."""
@@ -428,7 +425,6 @@ def import_graph(
     values: Mapping[fx.Node, Any] | None = None,
     labels: Sequence[str] = (),
     static: Collection[int] = (),
-    consent: Consent | None = None,
 ) -> Imported:
     """The serial Program of an AOT graph.
 
@@ -436,9 +432,8 @@ def import_graph(
     have concrete sizes. `teams` names the process groups; None takes those of torch.distributed.
     `labels` are the user's names of the arguments, by position, before AOTAutograd. `static` has
     the positions of the graph's arguments that stay at their addresses, such as parameters.
-    `consent` asks the other ranks where they must import alike what depends on their sizes.
     """
     values = complete(gm) if values is None else values
     with unset_fake_temporarily():  # compilers are called in a mode where no tensor is real
-        importer = Importer(gm, name, teams or Teams.of_torch(), values, labels, consent)
+        importer = Importer(gm, name, teams or Teams.of_torch(), values, labels)
         return importer.run(static)

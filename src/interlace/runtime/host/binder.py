@@ -27,7 +27,7 @@ from interlace.comm import (
     exchange,
 )
 from interlace.comm.backends import cut
-from interlace.comm.host.messages import Part
+from interlace.comm.host.messages import MessagePart
 from interlace.comm.rendezvous.patience import Patience
 from interlace.ir import (
     Alloc,
@@ -227,7 +227,7 @@ class HostBinder:
 
     def messages(self, index: int, ops: tuple[Send | Recv, ...]) -> Thunk:
         """Sends and receipts that start together."""
-        parts: list[Part] = []
+        parts: list[MessagePart] = []
         places: list[int] = []
         for number, op in enumerate(ops):
             parts.append(self._part(index, number, op))
@@ -235,7 +235,7 @@ class HostBinder:
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)
 
-    def _part(self, index: int, number: int, op: Send | Recv) -> Part:
+    def _part(self, index: int, number: int, op: Send | Recv) -> MessagePart:
         letter, team = self.plan.letters[index, number], self.crew.teams[op.team]
         space, (peer,) = self.crew.spaces[op.team], self.plan.members(op.team, op.peer)
         if isinstance(op, Send):
