@@ -62,7 +62,7 @@ def log_of(*met: Any) -> list[tuple[str, int]]:
         return answer
 
     driver: Any = Blocks()
-    board: Any = SimpleNamespace(exchange=exchange, ranks=(0, 1, 2), rank=0)
+    board: Any = SimpleNamespace(exchange=exchange, me=0)
     with pytest.raises(InterlaceError):
         share_memory(driver, board, "t", 1 << 20, 5.0)
     return driver.log

@@ -25,8 +25,7 @@ import torch
 
 from interlace.comm import Registered
 from interlace.comm.control import NBYTES, Control
-from interlace.comm.cuda.memory import tensor_at
-from interlace.comm.cuda.slots import slot_keys
+from interlace.comm.cuda.memory import slot_keys, tensor_at
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.ir import Call, Get, Program, View

@@ -1,8 +1,7 @@
 """What ranks with NVLink share: peer-mapped device memory, signal words and slots in it.
 
 driver.py        the few functions of the CUDA driver that runs use
-memory.py        device memory that every rank of a team maps, by CUDA IPC handles
-slots.py         the pool of symmetric slots in it
+memory.py        device memory that every rank of a team maps, and the symmetric slots in it
 registry.py      tensors of callers that peers map
 words.py         counters in mapped memory: signals, bounded access, what exchanges stage
 side.py          a team's device side: all of these, the hand-over from run to run, reset

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.comm.cuda.driver import Driver
-from interlace.comm.cuda.memory import share_memory
+from interlace.comm.cuda.memory import CudaSlotPool, share_memory
 from interlace.comm.cuda.registry import Registry
-from interlace.comm.cuda.slots import CudaSlotPool
 from interlace.comm.cuda.words import (
     HEAP_NBYTES,
     RELEASED,

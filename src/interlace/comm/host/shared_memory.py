@@ -203,7 +203,7 @@ def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) 
     mine: Segment | None = None
     problem: InterlaceError | None = None
     told, segments = dict[str, Any](), list[Segment]()
-    me = board.ranks.index(board.rank)
+    me = board.me
     try:
         try:
             mine = Segment.create(nbytes)

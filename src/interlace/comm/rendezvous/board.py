@@ -89,6 +89,7 @@ class Board:
     ) -> None:
         self._store = store
         self.ranks, self.rank = tuple(ranks), rank
+        self.me = self.ranks.index(rank) if rank in self.ranks else 0
         self._prefix = prefix
         self.limit_s = limit_s
         """How long the store may take to answer: a process that holds it may be stopped."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from interlace.comm.cuda.driver import Driver, Event
-from interlace.comm.cuda.slots import slot_keys
+from interlace.comm.cuda.memory import slot_keys
 from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import (
     Alloc,

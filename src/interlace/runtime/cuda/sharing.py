@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Registered, TeamComm
-from interlace.comm.cuda.slots import CudaSlot, slot_keys
+from interlace.comm.cuda.memory import CudaSlot, slot_keys
 from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
 from interlace.runtime.cuda.launches.exchanges import ensure_area
