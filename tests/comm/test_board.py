@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from interlace.comm.rendezvous.board import Board
-from interlace.comm.rendezvous.liveness import PeerProcess, _started
+from interlace.comm.rendezvous.liveness import PeerProcess, started
 from interlace.errors import AgreementError, SharedMemoryError
 
 SIZE = 3
@@ -45,7 +45,7 @@ def meet(board: Board, topic: str, me: int, time_out_s: float) -> list[int] | st
 def test_nobody_waits_for_a_process_that_has_ended(boards: list[Board]) -> None:
     """But what it had left by then counts."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    life = PeerProcess.of(process.pid, _started(process.pid))
+    life = PeerProcess.of(process.pid, started(process.pid))
     try:
         boards[0].lives = {0: PeerProcess(None), 1: life, 2: PeerProcess(None)}
         for me in (1, 2):

@@ -27,7 +27,7 @@ def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def meets(monkeypatch: pytest.MonkeyPatch, action: Callable[..., object]) -> Any:
     """A backend whose ranks meet so."""
-    monkeypatch.setattr(nccl, "_meet", action)
+    monkeypatch.setattr(nccl, "meet", action)
     return mock.Mock()
 
 

@@ -76,7 +76,7 @@ def played() -> Iterator[tuple[World, Any]]:
             (backends, "connect", Nccl),
             (backends, "require_backend", lambda name: None),
             (nccl, "relax_captures", lambda: None),
-            (nccl, "_meet", world.meet),
+            (nccl, "meet", world.meet),
             (torch.cuda, "current_device", lambda: 0),
         ):
             stack.enter_context(mock.patch.object(where, name, new))
@@ -148,7 +148,7 @@ def released() -> list[Heard]:
     """The user's backend, whose ranks did not meet, is not tried again by a team made later."""
     rank = dist.get_rank()
     with played() as (_, team):
-        mine = Nccl("nccl", team._connections._store, rank, 2)
+        mine = Nccl("nccl", dist.distributed_c10d._get_default_store(), rank, 2)
         with mock.patch.object(backends.Connections, "users", return_value=mine):
             if rank == 1:
                 time.sleep(2 * TIME_OUT_S)

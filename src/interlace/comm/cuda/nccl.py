@@ -79,7 +79,7 @@ def join(
 
     def act() -> None:
         relax_captures()
-        _meet(backend, used, time_out_s)
+        meet(backend, used, time_out_s)
 
     call, patience, gone = Errand(act), Patience(time_out_s), list[int]()
     try:
@@ -109,7 +109,7 @@ def join(
     raise BackendError(f"NCCL could not connect {whose}: {why}") from failed
 
 
-def _meet(backend: Any, device: torch.device, time_out_s: float) -> None:
+def meet(backend: Any, device: torch.device, time_out_s: float) -> None:
     """A barrier, for which the host waits."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         spec = Spec("barrier", backend.size(), backend.rank(), parts=(), dtype=torch.uint8)
