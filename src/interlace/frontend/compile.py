@@ -224,9 +224,7 @@ class Compiled:
             raise ExecutorError("give the arguments of a call: there were no examples to take")
         return self._examples
 
-    def _tensors(self, args: Any = None, kwargs: Any = None) -> list[torch.Tensor]:
-        if args is None:
-            args, kwargs = self._examples or ((), {})
+    def _tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         leaves = [*self._state.tensors().values(), *pytree.tree_leaves((args, kwargs))]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 

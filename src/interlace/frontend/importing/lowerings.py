@@ -127,13 +127,9 @@ def _joined(imp: Importer, views: list[View], dim: int, value: torch.Tensor) -> 
     return joined if joined is not None and same_layout(imp.box(joined), value) else None
 
 
-def _conj(imp: Importer, node: fx.Node, args: list[Any]) -> View:
-    """Conjugation is lazy in torch (a bit on the tensor); a Program computes it."""
-    return _plain(imp, node, "aten.conj_physical.default")
-
-
-def _neg_view(imp: Importer, node: fx.Node, args: list[Any]) -> View:
-    return _plain(imp, node, "aten.neg.default")
+def _computed(fn: str) -> Lowering:
+    """Conjugation and negation may be lazy in torch (a bit on the tensor); a Program computes."""
+    return lambda imp, node, args: _plain(imp, node, fn)
 
 
 def _alias(imp: Importer, node: fx.Node, args: list[Any]) -> View:
@@ -241,8 +237,8 @@ LOWERINGS: dict[str, Lowering] = {
     "aten._to_copy.default": _to_copy,
     "aten.cat.default": _cat,
     "aten.copy.default": _copy,
-    "aten._conj.default": _conj,
-    "aten._neg_view.default": _neg_view,
+    "aten._conj.default": _computed("aten.conj_physical.default"),
+    "aten._neg_view.default": _computed("aten.neg.default"),
     "aten.resolve_conj.default": _alias,
     "aten.resolve_neg.default": _alias,
     "run_and_save_rng_state": _run_and_save,

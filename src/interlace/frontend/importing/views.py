@@ -97,10 +97,6 @@ def _as_complex(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step,
     return Cast(dtype_of(out.dtype)), Select(len(box.sizes) - 1, 0)
 
 
-def _same(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    return ()
-
-
 RULES: dict[str, Rule] = {
     "aten.view.default": _reshape,
     "aten.view.dtype": _view_dtype,
@@ -120,14 +116,8 @@ RULES: dict[str, Rule] = {
     "aten.select.int": _select,
     "aten.view_as_real.default": _as_real,
     "aten.view_as_complex.default": _as_complex,
-    "aten.detach.default": _same,
-    "aten.alias.default": _same,
-    "aten.lift_fresh.default": _same,
-    "aten.diagonal.default": _same,
-    "aten.unfold.default": _same,
-    "aten.as_strided.default": _same,
 }
-"""Steps by operator. A rule that does not reach the recorded box leaves it to `AsStrided`."""
+"""Steps by operator; other views have none. What does not reach the recorded box is `AsStrided`."""
 
 SPLITS = {
     "aten.split.Tensor",
