@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 
-from interlace.comm.rendezvous.board import Board
+from interlace.comm.rendezvous.board import Board, Party, greet
 from interlace.comm.rendezvous.liveness import PeerProcess, started
 from interlace.errors import AgreementError, SharedMemoryError
 
@@ -108,6 +108,23 @@ def test_ranks_that_tried_at_different_times_meet(boards: list[Board], seed: int
     assert len(set(found)) == 1
     assert found[0] > 0
     assert boards[0].round("reset", 0) == found[0] + 1, "that one is over"
+
+
+def test_parties_have_one_name_for_all_ranks_and_another_in_the_next_job() -> None:
+    """Also a party of one, who waits for nobody; words of the job before stay in the store."""
+    store, names = dist.HashStore(), list[set[str]]()
+
+    def named(rank: int, ranks: tuple[int, ...]) -> str:
+        party = Party(f"tp/{ranks}", ranks)
+        greet(Board(store, ranks, rank), [party], "prepare", 20.0)
+        return party.name
+
+    for ranks in ((0,), (0, 1, 2)) * 2:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            names.append(set(threads.map(lambda rank, ranks=ranks: named(rank, ranks), ranks)))
+    assert [len(of) for of in names] == [1] * 4
+    assert "" not in set.union(*names)
+    assert len(set.union(*names)) == 4
 
 
 def test_who_is_interrupted_gives_up_for_all(

@@ -192,15 +192,14 @@ class Board:
         def late() -> str:
             return f"{named(absent)} did not come to {what}"
 
-        while absent:
+        while True:
             ended = self.ended(absent)  # who ended had left its notes by then
             absent = sorted(missing())
             if not absent or not ended.isdisjoint(absent) or patience.is_over(late):
-                break
+                return absent
             look()
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE_S)
-        return absent
 
     def absence(
         self, absent: Sequence[int], come: Iterable[int], what: str, time_out_s: float
