@@ -74,18 +74,19 @@ class Compilation:
                 equal_groups(gm.graph)  # the others were one graph before
             if kind == "backward":
                 keep_saved()
-            meshes = dict.fromkeys((*self.setting.meshes, *graph_meshes(gm)))
+            places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+            found = meshes_in(node.meta.get("val") for node in places)
+            meshes = dict.fromkeys((*self.setting.meshes, *found))
             setting = replace(self.setting, meshes=tuple(meshes))
-            graph = CompiledGraph(kind, gm, setting, self._stays(kind, gm))
+            graph = CompiledGraph(kind, gm, setting, self._stays(kind, places))
             self.graphs.append(graph)
             notice(graph)
             return graph
 
         return compiler
 
-    def _stays(self, kind: str, gm: fx.GraphModule) -> frozenset[int]:
+    def _stays(self, kind: str, nodes: Sequence[fx.Node]) -> frozenset[int]:
         """Positions of the arguments of a graph that are the module's parameters and buffers."""
-        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
         if kind != "backward":
             self._static = {
                 node.name
@@ -228,11 +229,6 @@ def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
     found = [getattr(value, "device_mesh", value) for value in values]
     real = [getattr(value, "real_obj", value) for value in found]
     return tuple(dict.fromkeys(mesh for mesh in real if isinstance(mesh, DeviceMesh)))
-
-
-def graph_meshes(gm: fx.GraphModule) -> tuple[DeviceMesh, ...]:
-    """The device meshes that a graph takes as arguments."""
-    return meshes_in(node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder")
 
 
 def _source(node: fx.Node) -> str:

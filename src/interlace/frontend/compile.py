@@ -269,7 +269,9 @@ class Compiled:
             return results
 
         meshes = meshes_in([*tensors, self._mesh])
-        labels = (*(unwrapped(name).replace(".", "_") for name in names), *_argument_names(leaves))
+        count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
+        labels = (*(unwrapped(name).replace(".", "_") for name in names), *arguments)
         state = frozenset(range(len(call.names)))
         setting = Setting(self.options, meshes, labels, device_of(tensors), state)
         compilation = Compilation(setting)
@@ -294,11 +296,6 @@ class _Function(nn.Module):
     def forward(self, *args: Any) -> Any:
         """What the function gives."""
         return self.fn(*args)
-
-
-def _argument_names(leaves: Sequence[Any]) -> list[str]:
-    count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    return [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
 
 
 def _close(entry: _Entry) -> None:

@@ -185,10 +185,6 @@ def _moved(gather: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _nbytes(value: torch.Tensor) -> float:
-    return math.prod(_hint(size) for size in value.shape) * value.element_size()
-
-
 def _hint(size: Any) -> int:
     """A size as a number; a symbolic one by the example it was traced with."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
@@ -196,8 +192,9 @@ def _hint(size: Any) -> int:
 
 def _gather_seconds(gather: fx.Node, machine: Machine) -> float:
     link = machine.link(machine.backend)
-    size = _hint(gather.args[1])
-    return link.latency_s + _nbytes(gather.meta["val"]) * (size - 1) / size / link.bandwidth
+    size, value = _hint(gather.args[1]), gather.meta["val"]
+    nbytes = math.prod(map(_hint, value.shape)) * value.element_size()
+    return link.latency_s + nbytes * (size - 1) / size / link.bandwidth
 
 
 def _matmul_seconds(node: fx.Node, machine: Machine) -> float:

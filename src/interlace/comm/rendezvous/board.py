@@ -153,7 +153,10 @@ class Board:
         if now >= self._next_probe:
             self._next_probe = now + PROBE_EVERY_S
             unknown = [r for r in ranks if r not in self.lives or not self.lives[r].seen]
-            self._gone |= {rank for rank in unknown if _disconnected(rank)}
+            for rank in unknown:
+                call = Errand(lambda rank=rank: disconnected(rank))  # gloo may connect only now
+                if call.is_back(SLICE_S) and call.result():
+                    self._gone.add(rank)
         return self._gone | {rank for rank, life in self.lives.items() if not life.alive()}
 
     def _life(self, rank: int) -> PeerProcess | None:
@@ -381,11 +384,6 @@ def _purpose(topic: str) -> str:
 def _process(rank: int) -> str:
     """Where a rank says which process it is: one place in a store, whatever the prefix."""
     return f"interlace/process/{rank}"
-
-
-def _disconnected(rank: int) -> bool:
-    call = Errand(lambda: disconnected(rank))  # gloo connects only now, where it is told to
-    return call.is_back(SLICE_S) and call.result()
 
 
 def failure(error: InterlaceError) -> Note:

@@ -159,7 +159,8 @@ def location(node: fx.Node) -> Loc:
         noted = [user for user in node.users if user.meta]
         return location(noted[0]) if noted else Loc()
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    module = module_path(_innermost(stack)) if stack else ""
+    innermost = list(stack.values())[-1] if stack else ""
+    module = module_path(str(innermost[0] if isinstance(innermost, tuple) else innermost))
     module = module or unwrapped((node.meta.get("custom") or {}).get(MODULE_KEY, ""))
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     mine = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
@@ -174,11 +175,6 @@ def raised_at(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     mine = [frame for frame in frames if not frame[0].startswith((_TORCH, _OWN, "<"))]
     return "{}:{}".format(*mine[-1]) if mine else ""
-
-
-def _innermost(stack: dict[str, Any]) -> str:
-    entry = list(stack.values())[-1]
-    return str(entry[0]) if isinstance(entry, tuple) else str(entry)
 
 
 def module_path(path: str) -> str:

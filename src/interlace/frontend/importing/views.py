@@ -221,17 +221,14 @@ def adjacent(views: Sequence[View], buffer: Buffer, sizes: tuple[int, ...]) -> V
         if box.offset != at or not box.contiguous or box.dtype != boxes[0].dtype or not box.numel:
             return None
         at += box.numel
-    for base in _prefixes(first):
+    for i in reversed(range(len(first.steps) + 1)):
+        base = View(first.buffer, first.steps[:i])
         box = base.box(buffer, NOWHERE)
         if box.contiguous and box.offset <= boxes[0].offset and box.dtype == boxes[0].dtype:
             found = _within(base, box, buffer, boxes[0].offset, at, sizes)
             if found is not None:
                 return found
     return None
-
-
-def _prefixes(view: View) -> list[View]:
-    return [View(view.buffer, view.steps[:i]) for i in reversed(range(len(view.steps) + 1))]
 
 
 def _within(
