@@ -57,8 +57,8 @@ class Shelf:
         self._lock = threading.RLock()
         self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
         self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
-        self.clearings = 0
-        """How often everything was freed: what was got before is closed."""
+        self.last: tuple[Hashable, Bound] | None = None
+        """The one that was called last, with its signature."""
 
     def get(self, key: Hashable) -> Bound | None:
         """The bound Program of a signature."""
@@ -86,7 +86,7 @@ class Shelf:
     def clear(self) -> None:
         """Frees them all."""
         with self._lock:
-            self.clearings += 1
+            self.last = None
             bound, self._bound = list(self._bound.values()), OrderedDict()
             self._watches.clear()
         for item in bound:
@@ -112,7 +112,6 @@ class CompiledGraph:
         self._traced = recorded_signature(gm)
         self._awaited = awaited(gm.graph)
         self._shelf = Shelf(setting.options.cache_size)
-        self._last: tuple[Hashable, int, Bound] | None = None
         self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
         """Is told the arguments of every call before it runs; what it gives is told the outputs."""
         weakref.finalize(self, self._shelf.clear)
@@ -126,18 +125,16 @@ class CompiledGraph:
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
                 return self(args)
-        last = self._last
-        same = last is not None and last[1] == self._shelf.clearings
-        if last is None or not (same and has_signature(args, last[0])):
+        last = self._shelf.last
+        if last is None or not has_signature(args, last[0]):
             key = signature(args)
-            bound = self._shelf.get(key) or self._bind(key, args)
-            self._last = last = (key, self._shelf.clearings, bound)
+            self._shelf.last = last = (key, self._shelf.get(key) or self._bind(key, args))
         given = list(args)
         args.clear()
         for i in self._awaited:
             torch.ops._c10d_functional.wait_tensor.default(given[i])
         tell = self.listener(given) if self.listener is not None else None
-        results = last[2].run(given)
+        results = last[1].run(given)
         if tell is not None:
             tell(results)
         return results
@@ -155,7 +152,6 @@ class CompiledGraph:
 
     def close(self) -> None:
         """Frees its bound Programs; a later call makes them anew."""
-        self._last = None
         self._shelf.clear()
 
     def _bind(self, key: Hashable, args: Sequence[Any] | None) -> Bound:
