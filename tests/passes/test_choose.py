@@ -14,6 +14,7 @@ from interlace.ir import Collective, Program, parse
 from interlace.passes import parse_pipeline, run_pipeline
 from interlace.passes.choosing.choose import Chooser, pick
 from interlace.passes.choosing.estimate import Estimate, site_key
+from interlace.passes.order.dependencies import dependencies
 from interlace.passes.order.overlaps import representatives
 from interlace.passes.sites.analysis import analyse
 from interlace.passes.sites.values import Values
@@ -49,7 +50,7 @@ def candidates(program: Program, machine: Machine, protocol: str = "get") -> tup
     """What is looked at for the one site of a Program, serial first."""
     marked = run_pipeline(program, "find_sites")
     values = Values(marked, representatives(marked)[0])
-    (found,) = analyse(marked, [])
+    (found,) = analyse(Values(marked, representatives(marked)[0]), dependencies(marked))
     assert found.site is not None
     return Chooser(machine, protocol, 0).candidates(values, found.site)
 
@@ -173,7 +174,7 @@ def key_of(program: Program) -> SiteKey:
     """The one site of a Program."""
     marked = run_pipeline(program, "find_sites")
     values = Values(marked, representatives(marked)[0])
-    (found,) = analyse(marked, [])
+    (found,) = analyse(Values(marked, representatives(marked)[0]), dependencies(marked))
     assert found.site is not None
     return site_key(values, found.site)
 

@@ -14,6 +14,7 @@ from interlace.cost import default_machine
 from interlace.ir import parse
 from interlace.passes import run_pipeline
 from interlace.passes.choosing.choose import Chooser
+from interlace.passes.order.dependencies import dependencies
 from interlace.passes.order.overlaps import representatives
 from interlace.passes.sites.analysis import analyse
 from interlace.passes.sites.values import Values
@@ -50,7 +51,7 @@ def test_a_choice_that_is_shared_is_each_sites_own(device: str, seed: int) -> No
             program = parse(text.replace('reduce="sum"', f'reduce="{word}"'))
             program = run_pipeline(program, "find_sites,place_resharding")
             values = Values(program, representatives(program)[0])
-            for found in analyse(program, []):
+            for found in analyse(values, dependencies(program)):
                 if found.site is not None:
                     alone = Chooser(default_machine(device), "get", 0).fastest(values, found.site)
                     assert together.fastest(values, found.site) == alone, number

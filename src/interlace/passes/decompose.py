@@ -57,9 +57,9 @@ class Decompose:
 
     def run(self, program: Program) -> Program:
         """The Program with its sites decomposed."""
-        known = {site.id for site in program.sites}
-        if self.sites is not None and not known.issuperset(self.sites):
-            missing = sorted(set(self.sites) - known)
+        known = {site.id: site for site in program.sites}
+        if self.sites is not None and not known.keys() >= set(self.sites):
+            missing = sorted(set(self.sites) - known.keys())
             raise PassError(f"decompose: no sites {missing}; known are {sorted(known)}")
         serial = {op.site for op in program.ops if isinstance(op, Collective)}
         done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
@@ -73,11 +73,11 @@ class Decompose:
         written: dict[int, list[Op]] = {}
         overlapped: list[GatherSite | ScatterSite] = []
         anchors: dict[int, int] = {}
-        for found in analyse(program, done, before):
+        for found in analyse(values, before, done):
             number = program.ops[found.collective].site
             if number is None or (self.sites is not None and number not in self.sites):
                 continue
-            site = program.site(number)
+            site = known.get(number) or program.site(number)
             if found.site is None:
                 changed[number] = dataclasses.replace(site, reason=found.reason or site.reason)
                 continue

@@ -19,7 +19,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.ir import Collective, Group, Op, Program, Site
+from interlace.passes.order.dependencies import dependencies
+from interlace.passes.order.overlaps import representatives
 from interlace.passes.sites.analysis import Found, analyse
+from interlace.passes.sites.values import Values
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class FindSites:
         ]
         sites = list(done.values())
         number = max(done, default=0)
-        for found in analyse(program, done):
+        values = Values(program, representatives(program)[0])
+        for found in analyse(values, dependencies(program), done):
             number += 1
             sites.append(_site(program, found, number))
             for i in members(program, found):

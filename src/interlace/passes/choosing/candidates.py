@@ -18,6 +18,7 @@ from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes.choosing.choose import Chooser
 from interlace.passes.choosing.estimate import Estimate
+from interlace.passes.order.dependencies import dependencies
 from interlace.passes.order.overlaps import representatives
 from interlace.passes.pipeline import run_pipeline
 from interlace.passes.sites.analysis import analyse
@@ -33,7 +34,7 @@ def candidates(
     values = Values(marked, representatives(marked)[0])
     chooser = Chooser(machine, options.protocol, options.chunks)
     found: dict[int, tuple[Estimate, ...]] = {}
-    for item in analyse(marked, []):
+    for item in analyse(values, dependencies(marked)):
         number = marked.ops[item.collective].site
         if number is not None and item.site is not None:
             found[number] = chooser.candidates(values, item.site)

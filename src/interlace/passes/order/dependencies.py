@@ -20,7 +20,7 @@ collective or a message has ended on one rank says nothing of the others (docs/s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from interlace.ir import (
@@ -37,6 +37,8 @@ from interlace.passes.order.overlaps import Overlaps
 from interlace.passes.order.signals import signal_edges
 
 Before = tuple[tuple[int, ...], ...]
+Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
+"""What each op reads and writes."""
 
 
 def dependencies(program: Program, listed: bool = True) -> Before:
@@ -47,12 +49,13 @@ def dependencies(program: Program, listed: bool = True) -> Before:
     """
     edges: list[set[int]] = [set() for _ in program.ops]
     overlaps = Overlaps(program)
-    _data_edges(program, overlaps, edges)
-    _storage_edges(program, overlaps, edges)
+    touched = [(op.reads(), op.writes()) for op in program.ops]
+    _data_edges(program, overlaps, touched, edges)
+    _storage_edges(overlaps, touched, edges)
     places: list[set[int]] = [set() for _ in program.ops]
-    _lifetime_edges(program, edges, places)
+    _lifetime_edges(program, touched, edges, places)
     frozen = _is_frozen(program)
-    signal_edges(program, edges, places, frozen)
+    signal_edges(program, touched, edges, places, frozen)
     if frozen:
         held = symmetric_buffers(program)
         _chain((i for i, op in enumerate(program.ops) if meets_peers(op, held)), places)
@@ -114,14 +117,18 @@ class _Live:
     reads: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
-def _data_edges(program: Program, overlaps: Overlaps, edges: list[set[int]]) -> None:
-    place = _Places(program)
+def _data_edges(
+    program: Program, overlaps: Overlaps, touched: Touched, edges: list[set[int]]
+) -> None:
+    place = _Places(program, touched)
     live: dict[object, _Live] = {}
     last_sync, since_sync = -1, list[int]()
     for index, op in enumerate(program.ops):
         mine = edges[index]
-        reads = [(place(a), overlaps.number(a.view)) for a in op.reads()]
-        writes = [(place(a), overlaps.number(a.view)) for a in op.writes()]
+        reads, writes = (
+            [(place(access), overlaps.number(access.view)) for access in accesses]
+            for accesses in touched[index]
+        )
         for key, number in reads:
             state = live.setdefault(key, _Live())
             mine.update(i for n, i in state.writes if overlaps.between(number, n))
@@ -147,14 +154,16 @@ def _data_edges(program: Program, overlaps: Overlaps, edges: list[set[int]]) -> 
 class _Places:
     """Whose memory an access touches: this rank's own, or a certain peer's copy of a buffer."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, touched: Touched) -> None:
         self.program = program
         self.sizes = {team.name: team.size for team in program.teams}
-        accesses = [
-            a for op in program.ops for a in (*op.reads(), *op.writes()) if a.peer is not None
-        ]
-        fixed = program.rank is None
-        self.shared = {a.view.buffer for a in accesses if fixed and isinstance(a.peer, int)}
+        self.shared = {
+            access.view.buffer
+            for both in (touched if program.rank is None else ())
+            for accesses in both
+            for access in accesses
+            if isinstance(access.peer, int)
+        }
         """Buffers of which `peer=<int>` is some rank's own copy, and a peer's for the others."""
 
     def __call__(self, access: Access) -> object:
@@ -190,15 +199,19 @@ class _Tenant:
     last: int = -1
 
 
-def _storage_edges(program: Program, overlaps: Overlaps, edges: list[set[int]]) -> None:
+def _storage_edges(overlaps: Overlaps, touched: Touched, edges: list[set[int]]) -> None:
     """Whoever takes bytes over does so after all uses by who held them before."""
+    shared = {
+        name for name, b in overlaps.buffers.items() if b.kind == "local" and b.storage is not None
+    }
+    if not shared:
+        return
     tenants: dict[str, dict[str, _Tenant]] = {}  # by storage: who may still hold bytes of it
     known: dict[str, _Tenant] = {}
-    for index, op in enumerate(program.ops):
-        for name in sorted({access.view.buffer for access in (*op.reads(), *op.writes())}):
+    for index, (reads, writes) in enumerate(touched):
+        for name in sorted(shared.intersection(a.view.buffer for a in (*reads, *writes))):
             buffer = overlaps.buffers[name]
-            if buffer.kind != "local" or buffer.storage is None:
-                continue
+            assert buffer.storage is not None
             mine = known.get(name)
             if mine is None:
                 size = overlaps.size(buffer)
@@ -227,7 +240,9 @@ def _storage_edges(program: Program, overlaps: Overlaps, edges: list[set[int]]) 
 # lifetimes
 
 
-def _lifetime_edges(program: Program, edges: list[set[int]], places: list[set[int]]) -> None:
+def _lifetime_edges(
+    program: Program, touched: Touched, edges: list[set[int]], places: list[set[int]]
+) -> None:
     symmetric = symmetric_buffers(program)
     taken: dict[str, int] = {}
     users: dict[str, list[int]] = {}
@@ -239,7 +254,8 @@ def _lifetime_edges(program: Program, edges: list[set[int]], places: list[set[in
             if op.buffer in taken:
                 edges[index].add(taken[op.buffer])
         else:
-            for name in {a.view.buffer for a in (*op.reads(), *op.writes())}:
+            reads, writes = touched[index]
+            for name in {access.view.buffer for access in (*reads, *writes)}:
                 if name in taken:
                     # other kinds are there as soon as the host has listed them
                     declared = isinstance(program.ops[taken[name]], Alloc) and name not in symmetric

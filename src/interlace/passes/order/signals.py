@@ -1,6 +1,6 @@
 """What signals order: the part of the dependencies that reaches into peers' memory.
 
-    signal_edges(program, edges, listed, frozen=False)
+    signal_edges(program, touched, edges, listed, frozen=False)
 
 adds to `edges[i]` what op i must follow on its streams, and to `listed[i]` what must stand before
 it in the list though no stream of this rank need wait for it.
@@ -32,6 +32,7 @@ from itertools import chain
 
 from interlace.ir import (
     KINDS,
+    Access,
     Box,
     Buffer,
     Collective,
@@ -46,6 +47,8 @@ from interlace.ir import (
 from interlace.passes.order.overlaps import compared_box, representatives
 
 Edges = list[set[int]]
+Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
+"""What each op reads and writes."""
 Raise = tuple[int, SignalLevel]
 """An op, and what it raises or expects."""
 
@@ -79,9 +82,11 @@ class _Team:
     """By distance: the Expects, each with the Notify that satisfies it."""
 
 
-def signal_edges(program: Program, edges: Edges, listed: Edges, frozen: bool) -> None:
+def signal_edges(
+    program: Program, touched: Touched, edges: Edges, listed: Edges, frozen: bool
+) -> None:
     """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
-    teams = _teams(program)
+    teams = _teams(program, touched)
     meets = _Meets(program)
     meetings = sorted({index for team in teams.values() for index in team.meetings})
     if frozen:
@@ -100,11 +105,11 @@ def signal_edges(program: Program, edges: Edges, listed: Edges, frozen: bool) ->
                         _order(program, team, x, y, edges, meets.at(name, buffer), meetings)
 
 
-def _teams(program: Program) -> dict[str, _Team]:
+def _teams(program: Program, touched: Touched) -> dict[str, _Team]:
     teams = {team.name: _Team(team.size) for team in program.teams}
     shared = {name: b for name, b in program.buffers().items() if b.team is not None}
     for index, op in enumerate(program.ops):
-        ordering = op.ordering()
+        ordering, (reads, writes) = op.ordering(), touched[index]
         met = {end.team for end in ordering.messages}
         if ordering.meets is not None:
             met.add(ordering.meets[0])
@@ -116,7 +121,7 @@ def _teams(program: Program) -> dict[str, _Team]:
                 met.add(level.team)
         for name in met:
             teams[name].meetings.append(index)
-        for write, accesses in ((False, op.reads()), (True, op.writes())):
+        for write, accesses in ((False, reads), (True, writes)) if shared else ():
             for access in accesses:
                 buffer = shared.get(access.view.buffer)
                 if buffer is not None and buffer.team is not None:

@@ -3,7 +3,7 @@
 `recognise.py` looks at one; here stands which ops belong to which site, that every site can run
 without a break, and that all ranks see the same.
 
-    >>> analyse(program)[0]
+    >>> analyse(Values(program, 0), dependencies(program))[0]
     Found(collective=2, kind='all_gather_matmul', site=GatherSite(...), reason='')
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from interlace.ir import Collective, Program
-from interlace.passes.order.dependencies import Before, dependencies
+from interlace.passes.order.dependencies import Before
 from interlace.passes.order.overlaps import representatives
 from interlace.passes.sites.blocks import Blocks
 from interlace.passes.sites.recognise import GatherSite, ScatterSite, recognise, site_kind
@@ -40,18 +40,14 @@ def without_moves(before: Before, sites: Iterable[GatherSite | ScatterSite]) -> 
     return tuple(edges)
 
 
-def analyse(
-    program: Program, done: Iterable[int] = (), before: Before | None = None
-) -> tuple[Found, ...]:
+def analyse(values: Values, before: Before, done: Iterable[int] = ()) -> tuple[Found, ...]:
     """What every collective is; those of the sites `done` are left out, and their ops untouched.
 
-    `before` has the Program's dependencies, where they are known.
+    `values` are those of the first of the Program's `representatives`.
     """
-    ranks = representatives(program)
-    before, done = before or dependencies(program), frozenset(done)
-    values = Values(program, ranks[0])
+    program, done = values.program, frozenset(done)
     found = _analyse(values, done, before)
-    for rank in ranks[1:] if values.ranked else ():  # else no other rank sees anything else
+    for rank in representatives(program)[1:] if values.ranked else ():  # else no other rank sees anything else
         other = _analyse(Values(program, rank), done, before)
         found = tuple(
             mine
