@@ -12,12 +12,12 @@ from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 from interlace.cost import Link, Machine, SiteKey, SiteTime, default_machine
 from interlace.ir import Collective, Program, parse
 from interlace.passes import parse_pipeline, run_pipeline
-from interlace.passes.choosing.choose import Chooser, pick
-from interlace.passes.choosing.estimate import Estimate, site_key
-from interlace.passes.order.dependencies import dependencies
-from interlace.passes.order.overlaps import representatives
-from interlace.passes.sites.analysis import analyse
+from interlace.passes.dependencies import dependencies
+from interlace.passes.find_sites import analyse
+from interlace.passes.overlaps import representatives
 from interlace.passes.sites.values import Values
+from interlace.passes.strategies.choose import Chooser, pick
+from interlace.passes.strategies.estimate import Estimate, site_key
 from interlace.passes.strategies.table import STRATEGIES
 
 SIZES = {

@@ -13,11 +13,11 @@ from tests.passes.test_decompose import assert_overlaps
 from interlace.cost import default_machine
 from interlace.ir import parse
 from interlace.passes import run_pipeline
-from interlace.passes.choosing.choose import Chooser
-from interlace.passes.order.dependencies import dependencies
-from interlace.passes.order.overlaps import representatives
-from interlace.passes.sites.analysis import analyse
+from interlace.passes.dependencies import dependencies
+from interlace.passes.find_sites import analyse
+from interlace.passes.overlaps import representatives
 from interlace.passes.sites.values import Values
+from interlace.passes.strategies.choose import Chooser
 
 COUNT = 6
 FOUND = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from interlace.ir import Box, DType
-from interlace.passes.sites.layout import in_rows
-from interlace.passes.sites.rows import COLUMNS, PAD, Contents, Refused, Run, join, seen
+from interlace.passes.sites.rows import COLUMNS, PAD, Contents, Refused, Run, in_rows, join, seen
 
 
 def random_contents(rng: random.Random, count: int) -> Contents:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from interlace.frontend.binding import Bound
 from interlace.ir import Site
-from interlace.passes.choosing.candidates import candidates
-from interlace.passes.choosing.estimate import Estimate
+from interlace.passes.strategies.candidates import candidates
+from interlace.passes.strategies.estimate import Estimate
 
 
 def explain(bound: Iterable[Bound]) -> str:

@@ -20,17 +20,14 @@ from typing import ClassVar
 from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Collective, Op, Program, Remark, Site
-from interlace.options import STRATEGIES as NAMES
-from interlace.passes.base import add_remarks
-from interlace.passes.choosing.choose import Choice, Chooser
-from interlace.passes.order.dependencies import Before, dependencies
-from interlace.passes.order.overlaps import representatives
-from interlace.passes.sites.analysis import Found, analyse, without_moves
-from interlace.passes.sites.blocks import order
+from interlace.passes.dependencies import Before, dependencies
+from interlace.passes.find_sites import Found, analyse, in_blocks, without_moves
+from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import GatherSite, ScatterSite
 from interlace.passes.sites.values import Values
+from interlace.passes.strategies.choose import Choice, Chooser
 from interlace.passes.strategies.pieces import kernel_parts
-from interlace.passes.strategies.table import strategy
+from interlace.passes.strategies.table import names, strategy
 from interlace.passes.strategies.write import refusal, write
 
 
@@ -48,8 +45,9 @@ class Decompose:
     machine: Machine | None = field(default=None, metadata={"text": False})
 
     def __post_init__(self) -> None:
-        if self.strategy not in NAMES:
-            raise PassError(f"decompose: no strategy {self.strategy!r}: one of {', '.join(NAMES)}")
+        if self.strategy not in names():
+            known = ", ".join(names())
+            raise PassError(f"decompose: no strategy {self.strategy!r}: one of {known}")
         if self.protocol not in ("get", "put"):
             raise PassError(f"decompose: protocol {self.protocol!r} is neither get nor put")
         if self.chunks < 0:
@@ -65,7 +63,7 @@ class Decompose:
         done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
         before = dependencies(program)
         values = Values(program, representatives(program)[0])
-        names = values.names.copy()
+        taken = values.names.copy()
         choose = Chooser(self.machine, self.protocol, self.chunks)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
@@ -98,12 +96,12 @@ class Decompose:
                 blocks.append(list(found.site.ops))
                 overlapped.append(found.site)
                 written[found.collective] = write(
-                    values, names, found.site, choice.row, choice.chunks, number
+                    values, taken, found.site, choice.row, choice.chunks, number
                 )
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
         sites = tuple(changed.get(site.id, site) for site in program.sites)
-        made = program.replace(ops=ops, sites=sites, tables=tuple(names.tables))
-        return add_remarks(made, remarks)
+        made = program.replace(ops=ops, sites=sites, tables=tuple(taken.tables))
+        return made.remarked(remarks)
 
     def _choose(self, choose: Chooser, values: Values, found: Found) -> Choice:
         assert found.site is not None
@@ -132,7 +130,7 @@ def _rebuilt(
     anchors: dict[int, int],
     written: dict[int, list[Op]],
 ) -> tuple[Op, ...]:
-    placed = order(before, blocks, anchors)
+    placed = in_blocks(before, blocks, anchors)
     assert placed is not None, "find_sites lets no sites pass that depend on one another"
     ops: list[Op] = []
     for block in placed:

@@ -32,9 +32,8 @@ from interlace.ir import (
     map_views,
 )
 from interlace.ir.operators import is_kind
-from interlace.passes.base import add_remarks
 from interlace.passes.find_sites import FindSites
-from interlace.passes.order.overlaps import representatives
+from interlace.passes.overlaps import representatives
 from interlace.passes.sites.cone import operands, result_of
 from interlace.passes.sites.recognise import uses_of
 from interlace.passes.sites.rows import Refused
@@ -60,7 +59,7 @@ class PlaceResharding:
             remarks += found
             if moving:
                 program = FindSites().run(program) if program.sites else program
-        return add_remarks(program, remarks)
+        return program.remarked(remarks)
 
     def _sweep(self, program: Program) -> tuple[Program, list[Remark], bool]:
         """The Program after the first move that is to be made; or else why there is none."""

@@ -15,8 +15,14 @@ from dataclasses import dataclass
 from interlace.ir import Call, Collective, Op, View
 from interlace.ir.operators import by_data, matmul_of
 from interlace.passes.sites.cone import Cone, cone_of, lhs_of, result_of
-from interlace.passes.sites.layout import Layout, balanced_sizes, gather_layout, scatter_layout
-from interlace.passes.sites.rows import Refused, Run
+from interlace.passes.sites.rows import (
+    Layout,
+    Refused,
+    Run,
+    balanced_sizes,
+    gather_layout,
+    scatter_layout,
+)
 from interlace.passes.sites.values import Values
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
 from interlace.ir.operators import is_kind
 from interlace.ir.types import TableEntry
-from interlace.passes.order.overlaps import rank_dependent
+from interlace.passes.overlaps import rank_dependent
 from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
 from interlace.passes.strategies.emitter import Names
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
 from interlace.passes.sites.cone import Cone, lhs_of, operand_kind, result_of
-from interlace.passes.sites.layout import Layout
+from interlace.passes.sites.rows import Layout
 from interlace.passes.sites.values import Values
 from interlace.passes.strategies.emitter import Emitter
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from interlace.ir import Call, DType, View
-from interlace.passes.sites.layout import Layout
+from interlace.passes.sites.rows import Layout
 from interlace.passes.strategies.chunks import Pick, Place
 from interlace.passes.strategies.emitter import Emitter
 

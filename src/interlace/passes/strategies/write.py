@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
 from interlace.passes.sites.cone import result_of
-from interlace.passes.sites.fusable import unfusable
-from interlace.passes.sites.layout import Layout
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, ScatterSite
+from interlace.passes.sites.rows import Layout
 from interlace.passes.sites.values import Values
 from interlace.passes.strategies.chunks import Compute, Pick, Place, in_shard, matrix, zero_padding
 from interlace.passes.strategies.emitter import Emitter, Names
@@ -25,9 +24,9 @@ from interlace.passes.strategies.pieces import (
     slabs,
     slices,
     sums_beside,
+    unfusable,
 )
-from interlace.passes.strategies.scatters import Scatter
-from interlace.passes.strategies.slabs import Slabs
+from interlace.passes.strategies.scatters import Scatter, Slabs
 from interlace.passes.strategies.slices import Slices
 from interlace.passes.strategies.table import Strategy
 

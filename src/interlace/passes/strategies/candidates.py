@@ -5,24 +5,37 @@
     [('serial', 2.94, 2.95), ('peer/get', 2.61, None), ...]
 
 Sites are numbered as lowering numbers them, since the same passes find them.
+
+`site_times` reads measured sites from the rows of `interlace bench overlap`, for the table that
+`auto` asks first.
+
+    times = site_times(csv.DictReader(file))
+    machine = with_sites(machine, times)
+
+Rows of other libraries, of `auto` and with an error tell nothing here. Where rows come from several
+GPUs, those of the last row's count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from interlace.cost import Machine, SiteKey, SiteTime
 from interlace.errors import CalibrationError
 from interlace.ir import Program, parse
 from interlace.options import Options
-from interlace.passes.choosing.choose import Chooser
-from interlace.passes.choosing.estimate import Estimate
-from interlace.passes.order.dependencies import dependencies
-from interlace.passes.order.overlaps import representatives
+from interlace.passes.dependencies import dependencies
+from interlace.passes.find_sites import analyse
+from interlace.passes.overlaps import representatives
 from interlace.passes.pipeline import run_pipeline
-from interlace.passes.sites.analysis import analyse
+from interlace.passes.sites.recognise import SITE_KINDS
 from interlace.passes.sites.values import Values
+from interlace.passes.strategies.choose import Chooser
+from interlace.passes.strategies.estimate import Estimate
+from interlace.passes.strategies.pieces import DEFAULT_SLICES
 
 
 def candidates(
@@ -121,3 +134,71 @@ def plain_program(site: SiteKey) -> Program:
                 '    main: all_reduce(y, out, reduce="sum", team=tp)\n    return out\n'
             )
     return parse(text)
+
+
+# measured sites
+
+
+KINDS = {
+    "ag_gemm": SITE_KINDS["all_gather"],
+    "gemm_rs": SITE_KINDS["reduce_scatter"],
+    "gemm_ar": SITE_KINDS["all_reduce"],
+}
+LABELS = {
+    **{name: name for name in ("serial", "fused", "exchange", "shift", "ring", "broadcast")},
+    **{"get": "peer/get", "put": "peer/put", "peer/get": "peer/get", "peer/put": "peer/put"},
+}
+"""A strategy's name in rows, and as `auto` knows it."""
+
+
+def site_times(rows: Iterable[Mapping[str, Any]]) -> list[SiteTime]:
+    """What the rows tell of our fixed strategies."""
+    listed = list(rows)
+    gpu = _text(listed[-1], "gpu") if listed else ""
+    found = [_site_time(row) for row in listed if _text(row, "gpu") == gpu]
+    return [time for time in found if time is not None]
+
+
+def gpu_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
+    """The GPU of the last row (on CPUs, their name), and the largest team there."""
+    listed = list(rows)
+    gpu = _text(listed[-1], "gpu") if listed else ""
+    worlds = [int(row["world"]) for row in listed if _text(row, "gpu") == gpu and row.get("world")]
+    return gpu, max(worlds, default=0)
+
+
+def _site_time(row: Mapping[str, Any]) -> SiteTime | None:
+    label, op = _label(row), _text(row, "op")
+    if label is None or op not in KINDS or _text(row, "error"):
+        return None
+    try:
+        # Of few rounds the median may be that of a busy host; the least is not.
+        seconds = float(row.get("least_us") or row["median_us"] or "nan") * 1e-6
+        m, k, n, world = (int(row[name]) for name in ("m", "k", "n", "world"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CalibrationError(
+            f"a row of sites needs op, m, k, n, dtype, world, strategy, mode and median_us: {error}"
+        ) from error
+    if not 0 < seconds < math.inf or min(m, k, n, world) < 1:
+        return None
+    site = SiteKey(
+        kind=KINDS[op],
+        dtype=_text(row, "dtype"),
+        m=m,
+        k=k,
+        n=n,
+        world=world,
+        graph=_text(row, "mode") == "graph",
+    )
+    return SiteTime(site=site, strategy=label, seconds=seconds)
+
+
+def _label(row: Mapping[str, Any]) -> str | None:
+    name = _text(row, "strategy")
+    if name == "pipeline":
+        return f"pipeline x{_text(row, 'chunks') or DEFAULT_SLICES}"
+    return LABELS.get(name)
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    return str(row.get(name) or "")

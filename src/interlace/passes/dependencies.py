@@ -1,9 +1,21 @@
-"""What signals order: the part of the dependencies that reaches into peers' memory.
+"""What must stay before what: the dependencies that a Program's list order gives.
 
-    signal_edges(program, touched, edges, listed, frozen=False)
+An op depends on an earlier one where both touch the same bytes and one writes (read after write,
+write after read, write after write), on any rank that runs the Program. Beyond data:
 
-adds to `edges[i]` what op i must follow on its streams, and to `listed[i]` what must stand before
-it in the list though no stream of this rank need wait for it.
+- `Alloc` stays before, and `Free` after, every access of the buffer, a peer's copy included; only
+  a symmetric buffer's Alloc is something that a stream waits for. (The takes of one slot need no
+  edge: an Alloc waits by itself until a copy of the slot is free.)
+- One-sided accesses are ordered with the peers by signals: Note [Signals publish].
+- `HostSync` stays where it is. So does the order of all communication that ranks of another Program
+  take part in, or where the Program is one rank's own: those lists are not ours to permute.
+
+    >>> before = dependencies(program)
+    >>> before[7]        # the ops that op 7 must follow, as list indices
+    (3, 5)
+
+Edges that a chain of others implies may be missing; `Record` and `Wait` count for nothing. That a
+collective or a message has ended on one rank says nothing of the others (docs/semantics.md).
 
 Note [Signals publish]
     All ranks run one list, so a pass that moves an op moves it on every rank. Take an access X and
@@ -26,16 +38,18 @@ Note [Signals publish]
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 from interlace.ir import (
     KINDS,
     Access,
-    Box,
+    Alloc,
     Buffer,
+    Call,
     Collective,
+    Free,
     Index,
     Op,
     Others,
@@ -44,11 +58,237 @@ from interlace.ir import (
     SignalLevel,
     View,
 )
-from interlace.passes.order.overlaps import compared_box, representatives
+from interlace.passes.overlaps import Meets, Overlaps
 
+Before = tuple[tuple[int, ...], ...]
 Edges = list[set[int]]
 Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
 """What each op reads and writes."""
+
+
+def dependencies(program: Program, listed: bool = True) -> Before:
+    """For each op, by list index, the earlier ops that it must follow.
+
+    With `listed`, also those that need only stand before it in the list: they keep the ranks in
+    step (an Expect after the Notify of its value), but no stream need wait for them.
+    """
+    edges: Edges = [set() for _ in program.ops]
+    overlaps = Overlaps(program)
+    touched = [(op.reads(), op.writes()) for op in program.ops]
+    _data_edges(program, overlaps, touched, edges)
+    _storage_edges(overlaps, touched, edges)
+    places: Edges = [set() for _ in program.ops]
+    _lifetime_edges(program, touched, edges, places)
+    frozen = _is_frozen(program)
+    signal_edges(program, touched, edges, places, frozen)
+    if frozen:
+        held = symmetric_buffers(program)
+        _chain((i for i, op in enumerate(program.ops) if meets_peers(op, held)), places)
+    if listed:
+        edges = [one | other for one, other in zip(edges, places, strict=True)]
+    return tuple(tuple(sorted(earlier)) for earlier in edges)
+
+
+def followers(before: Before) -> Before:
+    """The same edges from the other end: for each op the later ones that follow it."""
+    found: list[list[int]] = [[] for _ in before]
+    for index, earlier in enumerate(before):
+        for other in earlier:
+            found[other].append(index)
+    return tuple(map(tuple, found))
+
+
+def symmetric_buffers(program: Program) -> dict[str, Buffer]:
+    """The symmetric buffers by name."""
+    return {n: b for n, b in program.buffers().items() if b.kind == "symmetric"}
+
+
+def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
+    """Whether other ranks wait for this op, or it for them."""
+    ordering = op.ordering()
+    if ordering.takes is not None:
+        return ordering.takes.name in symmetric
+    return ordering.frees in symmetric or ordering.meets_peers
+
+
+def _chain(indices: Iterable[int], edges: Edges) -> None:
+    last = -1
+    for index in indices:
+        if last >= 0:
+            edges[index].add(last)
+        last = index
+
+
+def _is_frozen(program: Program) -> bool:
+    if program.rank is not None:
+        return True
+    world = set(program.world)
+    return any(
+        not world.issuperset(group)
+        for team in program.teams
+        for group in team.groups or ()
+        if not world.isdisjoint(group)
+    )
+
+
+# data
+
+
+@dataclass(slots=True)
+class _Live:
+    """The accesses of one buffer that a later op may still conflict with: (view number, op)."""
+
+    writes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    reads: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+
+def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
+    place = _Places(program, touched)
+    live: dict[object, _Live] = {}
+    last_sync, since_sync = -1, list[int]()
+    for index, op in enumerate(program.ops):
+        mine = edges[index]
+        reads, writes = (
+            [(place(access), overlaps.number(access.view)) for access in accesses]
+            for accesses in touched[index]
+        )
+        for key, number in reads:
+            state = live.setdefault(key, _Live())
+            mine.update(i for n, i in state.writes if overlaps.between(number, n))
+        for key, number in writes:
+            state = live.setdefault(key, _Live())
+            mine.update(i for n, i in state.writes if overlaps.between(number, n))
+            mine.update(i for n, i in state.reads if overlaps.between(number, n))
+            state.writes = [item for item in state.writes if not overlaps.covers(number, item[0])]
+            state.reads = [item for item in state.reads if not overlaps.covers(number, item[0])]
+        for key, number in reads:
+            live[key].reads.append((number, index))
+        for key, number in writes:
+            live[key].writes.append((number, index))
+        if op.ordering().holds_host:
+            mine.update(since_sync)
+            last_sync, since_sync = index, []
+        elif last_sync >= 0:
+            mine.add(last_sync)
+        since_sync.append(index)
+        mine.discard(index)
+
+
+class _Places:
+    """Whose memory an access touches: this rank's own, or a certain peer's copy of a buffer."""
+
+    def __init__(self, program: Program, touched: Touched) -> None:
+        self.program = program
+        self.sizes = {team.name: team.size for team in program.teams}
+        self.shared = {
+            access.view.buffer
+            for both in (touched if program.rank is None else ())
+            for accesses in both
+            for access in accesses
+            if isinstance(access.peer, int)
+        }
+        """Buffers of which `peer=<int>` is some rank's own copy, and a peer's for the others."""
+
+    def __call__(self, access: Access) -> object:
+        name, peer = access.view.buffer, access.peer
+        if peer is None or name in self.shared:
+            return name
+        assert access.team is not None
+        if isinstance(peer, RankIndex):
+            offset = peer.offset % self.sizes[peer.team]
+            return (name, offset) if offset else name
+        assert self.program.rank is not None
+        own = self.program.where(self.program.rank).member(access.team).index
+        return (name, peer) if peer != own else name
+
+
+# storage
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A buffer that shares bytes with others: it holds them for a while, then another does."""
+
+    start: int
+    stop: int
+    since: int = -1
+    """The op that last took the bytes over,"""
+    after: set[int] = field(default_factory=set[int])
+    """what that must follow,"""
+    ops: set[int] = field(default_factory=set[int])
+    """the uses since then,"""
+    ends: set[int] = field(default_factory=set[int])
+    """and those of them that no other follows."""
+    last: int = -1
+
+
+def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
+    """Whoever takes bytes over does so after all uses by who held them before."""
+    shared = {
+        name for name, b in overlaps.buffers.items() if b.kind == "local" and b.storage is not None
+    }
+    if not shared:
+        return
+    tenants: dict[str, dict[str, _Tenant]] = {}  # by storage: who may still hold bytes of it
+    known: dict[str, _Tenant] = {}
+    for index, (reads, writes) in enumerate(touched):
+        for name in sorted(shared.intersection(a.view.buffer for a in (*reads, *writes))):
+            buffer = overlaps.buffers[name]
+            assert buffer.storage is not None
+            mine = known.get(name)
+            if mine is None:
+                size = overlaps.size(buffer)
+                mine = known[name] = _Tenant(buffer.offset, buffer.offset + size)
+            holders = tenants.setdefault(buffer.storage, {})
+            rivals = [
+                (other, tenant)
+                for other, tenant in holders.items()
+                if tenant is not mine and tenant.start < mine.stop and mine.start < tenant.stop
+            ]
+            if any(tenant.last > mine.since for _, tenant in rivals):
+                mine.since, mine.ops = index, set()
+                mine.after = {end for _, tenant in rivals for end in tenant.ends} - {index}
+                for other, tenant in rivals:
+                    if mine.start <= tenant.start and tenant.stop <= mine.stop:
+                        del holders[other]
+            holders[name] = mine
+            if edges[index].isdisjoint(mine.ops):  # else an earlier use has seen to it
+                edges[index] |= mine.after
+            mine.ops.add(index)
+            mine.ends -= edges[index]
+            mine.ends.add(index)
+            mine.last = index
+
+
+# lifetimes
+
+
+def _lifetime_edges(program: Program, touched: Touched, edges: Edges, places: Edges) -> None:
+    symmetric = symmetric_buffers(program)
+    taken: dict[str, int] = {}
+    users: dict[str, list[int]] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Alloc):
+            taken[op.buffer.name] = index
+        elif isinstance(op, Free):
+            edges[index].update(users.pop(op.buffer, ()))
+            if op.buffer in taken:
+                edges[index].add(taken[op.buffer])
+        else:
+            reads, writes = touched[index]
+            for name in {access.view.buffer for access in (*reads, *writes)}:
+                if name in taken:
+                    # other kinds are there as soon as the host has listed them
+                    declared = isinstance(program.ops[taken[name]], Alloc) and name not in symmetric
+                    (places if declared else edges)[index].add(taken[name])
+                users.setdefault(name, []).append(index)
+            for buffer in op.fresh if isinstance(op, Call) else ():
+                taken[buffer.name] = index  # so that a use of no bytes stays behind it as well
+
+
+# signals
+
+
 Raise = tuple[int, SignalLevel]
 """An op, and what it raises or expects."""
 
@@ -87,7 +327,7 @@ def signal_edges(
 ) -> None:
     """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
     teams = _teams(program, touched)
-    meets = _Meets(program)
+    meets = Meets(program)
     meetings = sorted({index for team in teams.values() for index in team.meetings})
     if frozen:
         _keep_all(teams.values(), edges)
@@ -246,42 +486,3 @@ def _orders_all(program: Program, op: Op) -> bool:
 
 def _between(ops: Sequence[int], start: int, end: int) -> Sequence[int]:
     return ops[bisect_right(ops, start) : bisect_left(ops, end)]
-
-
-class _Meets:
-    """Whether what a rank touches of a buffer is what another, so far away, touches of it."""
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.buffers = program, program.buffers()
-        self.ranks = representatives(program)
-        self.known: dict[object, bool] = {}
-
-    def at(self, team: str, name: str) -> Callable[[View, View, int], bool]:
-        """The question for one buffer of a team. Buffers of one shape have the same answers."""
-        buffer = self.buffers[name]
-        shape = (team, buffer.shape, buffer.strides, buffer.dtype)
-
-        def meet(one: View, other: View, distance: int) -> bool:
-            key = (shape, one.steps, other.steps, distance)
-            if key not in self.known:
-                self.known[key] = self.compare(team, buffer, one, other, distance)
-            return self.known[key]
-
-        return meet
-
-    def compare(self, team: str, buffer: Buffer, one: View, other: View, distance: int) -> bool:
-        """Compares the boxes of every rank with those of the rank so far away."""
-        for rank in self.ranks:
-            where = self.program.where(rank)
-            member = where.members.get(team)
-            if member is None:
-                continue
-            peer = member.ranks[(member.index + distance) % len(member.ranks)]
-            boxes: list[Box | None] = [
-                compared_box(one, buffer, where),
-                compared_box(other, buffer, self.program.where(peer)),
-            ]
-            mine, theirs = boxes
-            if mine is not None and theirs is not None and mine.overlaps(theirs):
-                return True
-        return False

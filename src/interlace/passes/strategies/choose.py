@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from interlace.cost import Machine, default_machine
 from interlace.ir import Arg, Call, Collective, Op, Site, View
-from interlace.passes.choosing.estimate import Estimate, Estimator
 from interlace.passes.sites.recognise import GatherSite, ScatterSite
 from interlace.passes.sites.values import Values
+from interlace.passes.strategies.estimate import Estimate, Estimator
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, slices
 from interlace.passes.strategies.table import STRATEGIES, Strategy
 from interlace.passes.strategies.write import refusal
@@ -26,13 +26,6 @@ SURE = 0.98
 """or, where both were measured, less than this;"""
 GUESS = 0.9
 """and where it alone was not measured, less than this part of the best that was."""
-
-PEERS = ("peer", "exchange", "fused")
-"""Strategies that reach into the memory of the peers,"""
-KERNELS = ("exchange", "fused")
-"""those that need a kernel on a GPU,"""
-OUTDONE = ("broadcast", "shift", "ring")
-"""and those that peer memory leaves no use for on GPUs that have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +183,11 @@ def pick(
 def _serves(row: Strategy, machine: Machine) -> bool:
     """Whether a strategy is worth a look on a machine."""
     gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
-    if row.name in KERNELS and not gpu:
+    if row.kernel and not gpu:
         return False
-    if (row.name in PEERS and not reach) or (row.name == "fused" and not machine.kernels):
+    if (row.peers and not reach) or (row.name == "fused" and not machine.kernels):
         return False
-    return not (row.name in OUTDONE and gpu and reach)
+    return not (row.outdone and gpu and reach)
 
 
 def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
