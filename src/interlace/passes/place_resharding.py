@@ -104,7 +104,7 @@ class PlaceResharding:
             if operand is None or result is None or not isinstance(call, Call):
                 continue
             rowwise = is_kind(call.fn, "reduction")
-            if rowwise and not (operand == View(name) and _over_last(values, call)):
+            if rowwise and not (operand == View(name) and _over_last(values, call, operand)):
                 continue
             before, after = values.buffers[name].dtype, values.buffers[result.buffer].dtype
             if self.position == "auto" and after.itemsize > before.itemsize:
@@ -181,18 +181,12 @@ def _operand(op: Op) -> View | None:
     return views[0] if len(views) == 1 and result_of(op) is not None else None
 
 
-def _over_last(values: Values, call: Call) -> bool:
+def _over_last(values: Values, call: Call, operand: View) -> bool:
     """Whether a reduction is over the last of at least two dimensions."""
-    last = len(values.box(View(_operand_name(call))).sizes) - 1
+    last = len(values.box(View(operand.buffer)).sizes) - 1
     dims: Arg = call.args[1] if len(call.args) > 1 else None
     listed = dims if isinstance(dims, tuple) else (dims,)
     return last > 0 and listed in ((-1,), (last,))
-
-
-def _operand_name(call: Call) -> str:
-    operand = _operand(call)
-    assert operand is not None
-    return operand.buffer
 
 
 def _before_gather(

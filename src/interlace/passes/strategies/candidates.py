@@ -104,36 +104,23 @@ def plain_program(site: SiteKey) -> Program:
     even = m % world == 0
     mine, table = (f"{part}", "") if even else ("rows[tp.rank]", f"    rows = table(tp, {sizes})\n")
     splits = "" if even else ", splits=rows"
-    head = f"def site(tp: Team[{world}], x: {t}[{{}}, {k}], w: {t}[{k}, {n}]):\n{table}"
+    calls = {
+        "all_gather_matmul": f"all_gather(x, full, team=tp{splits})",
+        "all_to_all_matmul": "all_to_all(x, full, team=tp)",
+        "matmul_reduce_scatter": f'reduce_scatter(y, out, reduce="sum", team=tp{splits})',
+        "matmul_all_to_all": "all_to_all(y, out, team=tp)",
+        "matmul_all_reduce": 'all_reduce(y, out, reduce="sum", team=tp)',
+    }
+    given = mine if site.kind == "all_gather_matmul" else m
+    kept = mine if site.kind == "matmul_reduce_scatter" else m
+    head = f"def site(tp: Team[{world}], x: {t}[{given}, {k}], w: {t}[{k}, {n}]):\n{table}"
+    moved = f"    main: {calls[site.kind]}\n"
     matmul = f'    main: call("aten.mm.default", {{}}, w, out=(y := {t}[{m}, {n}]))\n'
-    match site.kind:
-        case "all_gather_matmul":
-            text = (
-                f"{head.format(mine)}    full = empty({t}[{m}, {k}])\n"
-                f"    main: all_gather(x, full, team=tp{splits})\n{matmul.format('full')}"
-                "    return y\n"
-            )
-        case "matmul_reduce_scatter":
-            text = (
-                f"{head.format(m)}{matmul.format('x')}    out = empty({t}[{mine}, {n}])\n"
-                f'    main: reduce_scatter(y, out, reduce="sum", team=tp{splits})\n    return out\n'
-            )
-        case "all_to_all_matmul":
-            text = (
-                f"{head.format(m)}    got = empty({t}[{m}, {k}])\n"
-                f"    main: all_to_all(x, got, team=tp)\n{matmul.format('got')}    return y\n"
-            )
-        case "matmul_all_to_all":
-            text = (
-                f"{head.format(m)}{matmul.format('x')}    out = empty({t}[{m}, {n}])\n"
-                "    main: all_to_all(y, out, team=tp)\n    return out\n"
-            )
-        case _:
-            text = (
-                f"{head.format(m)}{matmul.format('x')}    out = empty({t}[{m}, {n}])\n"
-                '    main: all_reduce(y, out, reduce="sum", team=tp)\n    return out\n'
-            )
-    return parse(text)
+    if site.kind.endswith("_matmul"):
+        first = f"    full = empty({t}[{m}, {k}])\n{moved}"
+        return parse(f"{head}{first}{matmul.format('full')}    return y\n")
+    last = f"    out = empty({t}[{kept}, {n}])\n{moved}    return out\n"
+    return parse(f"{head}{matmul.format('x')}{last}")
 
 
 # measured sites

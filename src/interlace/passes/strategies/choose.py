@@ -15,7 +15,7 @@ from interlace.cost import Machine, default_machine
 from interlace.ir import Arg, Call, Collective, Op, Site, View
 from interlace.passes.sites.recognise import GatherSite, ScatterSite
 from interlace.passes.sites.values import Values
-from interlace.passes.strategies.estimate import Estimate, Estimator
+from interlace.passes.strategies.estimate import Estimate, estimate
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, slices
 from interlace.passes.strategies.table import STRATEGIES, Strategy
 from interlace.passes.strategies.write import refusal
@@ -71,8 +71,8 @@ class Chooser:
             return Choice(row, count, "asked for")
         key = row, _signature(values, site)
         if key not in self.known:
-            serial = self._estimate(values, site, None, 0)
-            took = self._estimate(values, site, row, self.chunks)
+            serial = estimate(self._machine, values, site, None, 0)
+            took = estimate(self._machine, values, site, row, self.chunks)
             self.known[key] = Choice(
                 *(row, count, "asked for", "", serial.expected_ms, took.expected_ms),
                 candidates=(serial, took),
@@ -89,8 +89,8 @@ class Chooser:
     def candidates(self, values: Values, site: GatherSite | ScatterSite) -> tuple[Estimate, ...]:
         """Every strategy that can serve a site, serial first."""
         rows = self._candidates(values, site)
-        others = [self._estimate(values, site, row, chunks) for row, chunks in rows]
-        return self._estimate(values, site, None, 0), *others
+        others = [estimate(self._machine, values, site, row, chunks) for row, chunks in rows]
+        return estimate(self._machine, values, site, None, 0), *others
 
     def _fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
         found = self.candidates(values, site)
@@ -144,11 +144,6 @@ class Chooser:
     @property
     def _machine(self) -> Machine:
         return self.machine or default_machine("cpu")
-
-    def _estimate(
-        self, values: Values, site: GatherSite | ScatterSite, row: Strategy | None, chunks: int
-    ) -> Estimate:
-        return Estimator(self._machine).of(values, site, row, chunks)
 
 
 def pick(

@@ -11,7 +11,7 @@ then each stack gets a matmul of its own, or, where those would be small, the ro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
@@ -117,6 +117,11 @@ def matrix(view: View, box: Box, rows: int, width: int) -> View:
     return view if box.sizes == (rows, width) else view.view(rows, width)
 
 
+def _into(op: Call, fn: str, args: Iterable[Arg], out: View) -> Call:
+    """The call of an overload that writes into given memory."""
+    return dataclasses.replace(op, fn=fn, args=tuple(args), outs=(out,), fresh=())
+
+
 def _select(i: int) -> Callable[[View], View]:
     return lambda view: view.select(0, i)
 
@@ -146,8 +151,7 @@ class Compute:
             args[spec.lhs] = left
             for i, place in cut_args.items():
                 args[i] = row(place.rows)
-            changed = {"fn": spec.into, "args": tuple(args), "outs": (right,), "fresh": ()}
-            self.emitter.emit(dataclasses.replace(op, **changed))
+            self.emitter.emit(_into(op, spec.into, args, right))
 
         if pick.stacks == 1:
             call(lhs.rows, out.rows, lambda view: view)
@@ -176,8 +180,7 @@ class Compute:
         result = result_of(op)
         assert result is not None
         out = stacked(right, self.values.box(result).sizes[-1])
-        changed = {"fn": spec.into, "args": tuple(args), "outs": (out,), "fresh": ()}
-        self.emitter.emit(dataclasses.replace(op, **changed))
+        self.emitter.emit(_into(op, spec.into, args, out))
 
     def _packed(
         self,
@@ -266,11 +269,6 @@ class Compute:
             assert isinstance(src, View)
             self.emitter.emit(Copy(src=src, dst=out.rows, loc=op.loc))
             return
-        changed = {
-            "fn": POINTWISE[op.fn],
-            "args": tuple(map(cut, op.args)),
-            "kwargs": tuple((key, cut(value)) for key, value in op.kwargs),
-            "outs": (out.rows,),
-            "fresh": (),
-        }
-        self.emitter.emit(dataclasses.replace(op, **changed))
+        kwargs = tuple((key, cut(value)) for key, value in op.kwargs)
+        made = _into(op, POINTWISE[op.fn], map(cut, op.args), out.rows)
+        self.emitter.emit(dataclasses.replace(made, kwargs=kwargs))

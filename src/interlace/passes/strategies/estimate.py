@@ -1,7 +1,7 @@
 """What a site is expected to take with a strategy: measured, or predicted and corrected.
 
-    estimate = Estimator(machine).of(values, site, row, chunks)
-    estimate.label, estimate.predicted_ms, estimate.measured_ms, estimate.expected_ms
+    found = estimate(machine, values, site, row, chunks)
+    found.label, found.predicted_ms, found.measured_ms, found.expected_ms
     ('peer/put', 0.41, None, 0.44)
 
 A prediction plays the site alone: its ops become a Program of their own, scheduled and simulated as
@@ -78,55 +78,43 @@ class Estimate:
     """and what strategies are compared by: Note [A busy host]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimator:
-    """Estimates on one machine."""
+def estimate(
+    machine: Machine,
+    values: Values,
+    site: GatherSite | ScatterSite,
+    row: Strategy | None,
+    chunks: int = 0,
+) -> Estimate:
+    """The estimate of a strategy on a machine; None: serial."""
+    label = label_of(row, chunks)
+    predicted, host = _seconds(machine, values, site, row, chunks)
+    key, table = site_key(values, site, machine.captured), machine.sites
+    known = measured(table, key, label) if _plain(values, site) else None
+    # One of which nothing was measured is taken to be as far off as the worst of the others.
+    told = correction(table, key, label, predicted)
+    ratio = told or doubt(table, key, predicted) or 1.0
+    expected = predicted * ratio if known is None else known
+    busy = max(expected, BUSY * min(host_at_most(table, key, label, host), expected))
+    known_ms = None if known is None else known * 1e3
+    return Estimate(label, row, chunks, predicted * 1e3, known_ms, expected * 1e3, busy * 1e3)
 
-    machine: Machine
 
-    def of(
-        self,
-        values: Values,
-        site: GatherSite | ScatterSite,
-        row: Strategy | None,
-        chunks: int = 0,
-    ) -> Estimate:
-        """The estimate of a strategy; None: serial."""
-        label = label_of(row, chunks)
-        predicted, host = self._seconds(values, site, row, chunks)
-        key, table = site_key(values, site, self.machine.captured), self.machine.sites
-        known = measured(table, key, label) if _plain(values, site) else None
-        # One of which nothing was measured is taken to be as far off as the worst of the others.
-        told = correction(table, key, label, predicted)
-        ratio = told or doubt(table, key, predicted) or 1.0
-        expected = predicted * ratio if known is None else known
-        busy = max(expected, BUSY * min(host_at_most(table, key, label, host), expected))
-        known_ms = None if known is None else known * 1e3
-        times = predicted * 1e3, known_ms, expected * 1e3, busy * 1e3
-        return Estimate(label, row, chunks, *times)
-
-    def _seconds(
-        self,
-        values: Values,
-        site: GatherSite | ScatterSite,
-        row: Strategy | None,
-        chunks: int,
-    ) -> tuple[float, float]:
-        names, op = values.names.copy(), collective_of(values, site)
-        if row is None or row.cut == "whole":
-            backend = op.backend if row is None else "peer"
-            serial = [values.program.ops[i] for i in site.ops]
-            ops: Sequence[Op] = [
-                dataclasses.replace(item, backend=backend) if item is op else item
-                for item in serial
-            ]
-        else:
-            ops = write(values, names, site, row, chunks, ALONE)
-        alone = isolated(values, op, ops, names)
-        if row is not None:
-            kind = site_kind(op.kind, site)
-            alone = alone.replace(sites=(Site(id=ALONE, kind=kind, strategy=row.name),))
-        return seconds_alone(alone, self.machine)
+def _seconds(
+    machine: Machine,
+    values: Values,
+    site: GatherSite | ScatterSite,
+    row: Strategy | None,
+    chunks: int,
+) -> tuple[float, float]:
+    """How long a site alone takes, and its host."""
+    names, op = values.names.copy(), collective_of(values, site)
+    if row is None:
+        return seconds_alone(
+            isolated(values, op, [values.program.ops[i] for i in site.ops]), machine
+        )
+    alone = isolated(values, op, write(values, names, site, row, chunks, ALONE), names)
+    marked = Site(id=ALONE, kind=site_kind(op.kind, site), strategy=row.name)
+    return seconds_alone(alone.replace(sites=(marked,)), machine)
 
 
 def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
@@ -193,25 +181,18 @@ def _plain(values: Values, site: GatherSite | ScatterSite) -> bool:
 
 
 def isolated(
-    values: Values, collective: Collective, ops: Sequence[Op], names: Names | None
+    values: Values, collective: Collective, ops: Sequence[Op], names: Names | None = None
 ) -> Program:
     """The ops of a site as a Program of all its ranks: what they only read are its inputs."""
     program, team = values.program, values.program.team(collective.team)
     ops = [_for_all(op, collective, team, program.rank) for op in ops]
-    known = dict(values.buffers)
-    made: set[str] = set()
-    used: dict[str, None] = {}
-    for op in ops:
-        for buffer in _declared(op):
-            made.add(buffer.name)
-            known[buffer.name] = buffer
-        used.update((access.view.buffer, None) for access in (*op.reads(), *op.writes()))
+    declared = Program(teams=program.teams, ops=tuple(ops)).buffers()
+    used = dict.fromkeys(a.view.buffer for op in ops for a in (*op.reads(), *op.writes()))
     params: list[Buffer] = []
-    for name in used:
-        if name not in made:
-            kind = "output" if known[name].kind == "output" else "input"
-            shape = _shape(known[name], collective, team, program.rank)
-            params.append(dataclasses.replace(known[name], kind=kind, shape=shape))
+    for buffer in (values.buffers[name] for name in used if name not in declared):
+        kind = "output" if buffer.kind == "output" else "input"
+        shape = _shape(buffer, collective, team, program.rank)
+        params.append(dataclasses.replace(buffer, kind=kind, shape=shape))
     tables = tuple(names.tables) if names is not None else program.tables
     alone = Program(
         name=program.name,
@@ -242,16 +223,6 @@ def _shape(buffer: Buffer, collective: Collective, team: Team, rank: int | None)
     if rank is None or collective.splits is None or shard != View(buffer.name):
         return buffer.shape
     return (TableEntry(collective.splits, team.rank), *buffer.shape[1:])
-
-
-def _declared(op: Op) -> tuple[Buffer, ...]:
-    match op:
-        case Alloc(buffer=buffer):
-            return (buffer,)
-        case Call(fresh=fresh):
-            return fresh
-        case _:
-            return ()
 
 
 def _teams_in(program: Program) -> set[str]:
