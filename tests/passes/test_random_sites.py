@@ -16,7 +16,7 @@ from interlace.passes import run_pipeline
 from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import analyse
 from interlace.passes.overlaps import representatives
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Chooser
 
 COUNT = 6
@@ -50,7 +50,7 @@ def test_a_choice_that_is_shared_is_each_sites_own(device: str, seed: int) -> No
         for word in rng.sample(("sum", "max", "avg"), 3):
             program = parse(text.replace('reduce="sum"', f'reduce="{word}"'))
             program = run_pipeline(program, "find_sites,place_resharding")
-            values = Values(program, representatives(program)[0])
+            values = Dataflow(program, representatives(program)[0])
             for found in analyse(values, dependencies(program)):
                 if found.site is not None:
                     alone = Chooser(default_machine(device), "get", 0).fastest(values, found.site)

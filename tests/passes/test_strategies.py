@@ -15,7 +15,7 @@ from interlace.options import Options
 from interlace.passes import parse_pipeline, run_pipeline
 from interlace.passes.strategies.candidates import candidates
 from interlace.passes.strategies.table import STRATEGIES as ROWS
-from interlace.passes.strategies.table import Line, Path, Strategy, strategy
+from interlace.passes.strategies.table import Offset, Path, Strategy, strategy
 from interlace.verify import check
 
 WORLD = 4
@@ -78,7 +78,7 @@ def test_a_row_of_the_table_is_all_that_a_strategy_takes(
     kind: str, transport: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """One that goes through the ranks backwards: it is written, proved, run and predicted."""
-    back, forth = Line(0, -1), Line(0, 1)
+    back, forth = Offset(0, -1), Offset(0, 1)
     row = Strategy(
         "backwards",
         "ranks",

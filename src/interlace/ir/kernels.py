@@ -33,7 +33,7 @@ TILE_ROWS = 128
 LIMIT = 2**31
 """Row and column indices are 32-bit in the kernels."""
 
-Place = tuple[str, Box]
+MatrixPlace = tuple[str, Box]
 """A box of a buffer."""
 
 
@@ -63,11 +63,11 @@ class KernelMatmul:
     """Whether the weight is the transpose of a matrix whose rows lie in a row."""
     weight: View
     bias: View | None
-    own: Place
+    own: MatrixPlace
     """The rank's rows alone: what it gathers from, or its slot."""
-    others: Place
+    others: MatrixPlace
     """All ranks' rows, of which those of other ranks count: where they arrive, or leave from."""
-    whole: Place
+    whole: MatrixPlace
     """All ranks' rows: the result of a gather, what a scatter multiplies."""
     order: tuple[tuple[int, int], ...]
     """For each part, whose rows it makes and which range of them."""
@@ -246,7 +246,7 @@ class _Reader:
         if not alike or (box.sizes, box.strides) != (sizes, (sizes[1], 1)):
             raise ProgramError(f"its parts have not the rows of one matrix in {view.buffer!r}")
 
-    def _place(self, name: str, rows: int, width: int, dtype: DType) -> Place:
+    def _place(self, name: str, rows: int, width: int, dtype: DType) -> MatrixPlace:
         buffer, start = self.starts[name]
         _, held = self.box(View(buffer)).hull
         if start < 0 or (start + rows * width) * dtype.itemsize > held:

@@ -21,10 +21,10 @@ from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Collective, Op, Program, Remark, Site
 from interlace.passes.dependencies import Before, dependencies
-from interlace.passes.find_sites import Found, analyse, in_blocks, without_moves
+from interlace.passes.find_sites import FoundSite, analyse, in_blocks, without_moves
 from interlace.passes.overlaps import representatives
-from interlace.passes.sites.recognise import GatherSite, ScatterSite
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.recognise import MatmulSite
+from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
 from interlace.passes.strategies.pieces import kernel_parts
 from interlace.passes.strategies.table import names, strategy
@@ -62,14 +62,14 @@ class Decompose:
         serial = {op.site for op in program.ops if isinstance(op, Collective)}
         done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
         before = dependencies(program)
-        values = Values(program, representatives(program)[0])
+        values = Dataflow(program, representatives(program)[0])
         taken = values.names.copy()
         choose = Chooser(self.machine, self.protocol, self.chunks)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
         blocks: list[list[int]] = []
         written: dict[int, list[Op]] = {}
-        overlapped: list[GatherSite | ScatterSite] = []
+        overlapped: list[MatmulSite] = []
         anchors: dict[int, int] = {}
         for found in analyse(values, before, done):
             number = program.ops[found.collective].site
@@ -103,7 +103,7 @@ class Decompose:
         made = program.replace(ops=ops, sites=sites, tables=tuple(taken.tables))
         return made.remarked(remarks)
 
-    def _choose(self, choose: Chooser, values: Values, found: Found) -> Choice:
+    def _choose(self, choose: Chooser, values: Dataflow, found: FoundSite) -> Choice:
         assert found.site is not None
         if self.strategy == "auto":
             return choose.fastest(values, found.site)

@@ -29,9 +29,14 @@ from typing import ClassVar
 from interlace.ir import Collective, Group, Op, Program, Site
 from interlace.passes.dependencies import Before, dependencies
 from interlace.passes.overlaps import representatives
-from interlace.passes.sites.recognise import GatherSite, ScatterSite, recognise, site_kind
+from interlace.passes.sites.recognise import (
+    GatherSite,
+    MatmulSite,
+    recognise,
+    site_kind,
+)
 from interlace.passes.sites.rows import Refused
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.values import Dataflow
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class FindSites:
         ]
         sites = list(done.values())
         number = max(done, default=0)
-        values = Values(program, representatives(program)[0])
+        values = Dataflow(program, representatives(program)[0])
         for found in analyse(values, dependencies(program), done):
             number += 1
             sites.append(_site(program, found, number))
@@ -70,12 +75,12 @@ def marked(op: Op, site: int | None) -> Op:
     return dataclasses.replace(op, site=site)
 
 
-def members(program: Program, found: Found) -> tuple[int, ...]:
+def members(program: Program, found: FoundSite) -> tuple[int, ...]:
     """The ops of a site, by index."""
     return found.site.ops if found.site is not None else (found.collective,)
 
 
-def _site(program: Program, found: Found, number: int) -> Site:
+def _site(program: Program, found: FoundSite, number: int) -> Site:
     modules = [program.ops[i].loc.module for i in members(program, found)]
     own = program.ops[found.collective].loc.module
     module = own or next((module for module in modules if module), "")
@@ -86,16 +91,16 @@ def _site(program: Program, found: Found, number: int) -> Site:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSite:
     """A collective, what it is, and the reason where it stays alone."""
 
     collective: int
     kind: str
-    site: GatherSite | ScatterSite | None = None
+    site: MatmulSite | None = None
     reason: str = ""
 
 
-def without_moves(before: Before, sites: Iterable[GatherSite | ScatterSite]) -> Before:
+def without_moves(before: Before, sites: Iterable[MatmulSite]) -> Before:
     """The dependencies, without those on ops that a site's chunks do not need."""
     edges = list(before)
     for site in sites:
@@ -104,7 +109,7 @@ def without_moves(before: Before, sites: Iterable[GatherSite | ScatterSite]) -> 
     return tuple(edges)
 
 
-def analyse(values: Values, before: Before, done: Iterable[int] = ()) -> tuple[Found, ...]:
+def analyse(values: Dataflow, before: Before, done: Iterable[int] = ()) -> tuple[FoundSite, ...]:
     """What every collective is; those of the sites `done` are left out, and their ops untouched.
 
     `values` are those of the first of the Program's `representatives`.
@@ -113,27 +118,27 @@ def analyse(values: Values, before: Before, done: Iterable[int] = ()) -> tuple[F
     found = _analyse(values, done, before)
     # Where no box depends on the rank, the others see the same.
     for rank in representatives(program)[1:] if values.ranked else ():
-        other = _analyse(Values(program, rank), done, before)
+        other = _analyse(Dataflow(program, rank), done, before)
         found = tuple(
             mine
             if mine == theirs
-            else Found(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
+            else FoundSite(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
             for mine, theirs in zip(found, other, strict=True)
         )
     return found
 
 
-def _kind(program: Program, found: Found) -> str:
+def _kind(program: Program, found: FoundSite) -> str:
     op = program.ops[found.collective]
     assert isinstance(op, Collective)
     return op.kind
 
 
-def _analyse(values: Values, done: frozenset[int], before: Before) -> tuple[Found, ...]:
+def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[FoundSite, ...]:
     program = values.program
     taken = {i for i, op in enumerate(program.ops) if op.site in done}
     blocks = Blocks(before)
-    found: list[Found] = []
+    found: list[FoundSite] = []
     for i, op in enumerate(program.ops):
         if not isinstance(op, Collective) or op.site in done:
             continue
@@ -152,11 +157,11 @@ def _analyse(values: Values, done: frozenset[int], before: Before) -> tuple[Foun
             if not blocks.accepts(site.ops, site.kept):
                 raise Refused("its ops cannot run together: others stand between them")
         except Refused as refusal:
-            found.append(Found(i, op.kind, None, str(refusal)))
+            found.append(FoundSite(i, op.kind, None, str(refusal)))
         else:
             blocks.add(site.ops, site.kept)
             taken.update(site.ops)
-            found.append(Found(i, site_kind(op.kind, site), site))
+            found.append(FoundSite(i, site_kind(op.kind, site), site))
     return tuple(found)
 
 

@@ -78,7 +78,7 @@ class Fuse:
                 kept[number] = True
                 kept[number] = _sound(self._all(program, kept)[0], program)
             made, apart = self._all(program, kept)
-        return _told(_with_kernels(made), apart)
+        return _with_reasons(_with_kernels(made), apart)
 
     def _all(self, program: Program, wanted: Sequence[bool]) -> tuple[Program, dict[int, str]]:
         """The Program with these groups fused, and why sites have one that is not."""
@@ -89,7 +89,7 @@ class Fuse:
             why = "its parts would race" if not want else ""
             if want:
                 try:
-                    program = program.replace(ops=tuple(_Bringing(program.ops, members).together()))
+                    program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
                 except _Apart as reason:
                     why = str(reason)
             if why:
@@ -107,8 +107,8 @@ def _sound(made: Program, before: Program) -> bool:
     return found.sound or len(found.errors) <= len(check(before).errors) > 0
 
 
-def _told(program: Program, apart: dict[int, str]) -> Program:
-    """The sites that are not, or not all, fused say so."""
+def _with_reasons(program: Program, apart: dict[int, str]) -> Program:
+    """The Program whose sites say why they are not fused, and its remarks where some are not."""
     fused = {op.site for op in program.ops if isinstance(op, Fused)}
     sites = tuple(
         dataclasses.replace(site, strategy="peer", protocol="put", reason=f"not fused: {why}")
@@ -166,8 +166,8 @@ def _scatters(program: Program, op: Fused) -> list[FusedKernel]:
     return [FusedKernel(kind="scatter_matmul", pieces=pieces, lead=at) for at in (lead, 0)]
 
 
-class _Bringing:
-    """Brings the chunks of one matmul together."""
+class _Joining:
+    """Makes the chunks of one matmul the parts of one op."""
 
     def __init__(self, ops: Sequence[Op], members: tuple[int, ...]) -> None:
         self.ops, self.members = ops, members
@@ -179,7 +179,7 @@ class _Bringing:
         self.waits: list[Wait] = []
         self.recorded: set[str] = set()
 
-    def together(self) -> list[Op]:
+    def joined(self) -> list[Op]:
         """All ops, with the Fused in place of its members."""
         ops, first, last = self.ops, self.first, self.last
         self._sort()

@@ -3,7 +3,7 @@
 A buffer is a value where one op makes all of it; views and data movement (cat, clone, slice, pad,
 ...) are looked through down to a root:
 
-    >>> values = Values(program, rank=0)
+    >>> values = Dataflow(program, rank=0)
     >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row=16)
     (Run(start=0, length=64, source=0, offset=0), ...)
 """
@@ -21,7 +21,7 @@ from interlace.passes.sites.rows import Contents, Refused, concatenated, padded,
 from interlace.passes.strategies.emitter import Names
 
 
-class Values:
+class Dataflow:
     """The values of a Program as one rank sees them."""
 
     def __init__(self, program: Program, rank: int) -> None:

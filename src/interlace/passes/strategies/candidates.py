@@ -32,7 +32,7 @@ from interlace.passes.find_sites import analyse
 from interlace.passes.overlaps import representatives
 from interlace.passes.pipeline import run_pipeline
 from interlace.passes.sites.recognise import SITE_KINDS
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Chooser
 from interlace.passes.strategies.estimate import Estimate
 from interlace.passes.strategies.pieces import DEFAULT_SLICES
@@ -44,7 +44,7 @@ def candidates(
     """The estimates of each site that can be overlapped, serial first."""
     place = f"place_resharding{{position={options.resharding}}}"
     marked = run_pipeline(program, f"find_sites,{place}" if options.overlap else "find_sites")
-    values = Values(marked, representatives(marked)[0])
+    values = Dataflow(marked, representatives(marked)[0])
     chooser = Chooser(machine, options.protocol, options.chunks)
     found: dict[int, tuple[Estimate, ...]] = {}
     for item in analyse(values, dependencies(marked)):

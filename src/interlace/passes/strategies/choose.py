@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from interlace.cost import Machine, default_machine
 from interlace.ir import Arg, Call, Collective, Op, Site, View
-from interlace.passes.sites.recognise import GatherSite, ScatterSite
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.recognise import GatherSite, MatmulSite
+from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.estimate import Estimate, estimate
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, slices
 from interlace.passes.strategies.table import STRATEGIES, Strategy
@@ -64,7 +64,7 @@ class Chooser:
     chunks: int
     known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
 
-    def asked(self, values: Values, site: GatherSite | ScatterSite, row: Strategy) -> Choice:
+    def asked(self, values: Dataflow, site: MatmulSite, row: Strategy) -> Choice:
         """The strategy that was asked for."""
         count = self._count(values, site, row, self.chunks)
         if self.machine is None:
@@ -79,20 +79,20 @@ class Chooser:
             )
         return self.known[key]
 
-    def fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
+    def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
         """The strategy that is expected to be fastest."""
         key = _signature(values, site)
         if key not in self.known:
             self.known[key] = self._fastest(values, site)
         return self.known[key]
 
-    def candidates(self, values: Values, site: GatherSite | ScatterSite) -> tuple[Estimate, ...]:
+    def candidates(self, values: Dataflow, site: MatmulSite) -> tuple[Estimate, ...]:
         """Every strategy that can serve a site, serial first."""
         rows = self._candidates(values, site)
         others = [estimate(self._machine, values, site, row, chunks) for row, chunks in rows]
         return estimate(self._machine, values, site, None, 0), *others
 
-    def _fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
+    def _fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
         found = self.candidates(values, site)
         serial, name = found[0], self._machine.name
         if len(found) == 1:
@@ -117,9 +117,7 @@ class Chooser:
             reason = f"{told} about as fast as {idle.label}, with less work of the host ({name})"
         return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms, found)
 
-    def _candidates(
-        self, values: Values, site: GatherSite | ScatterSite
-    ) -> Iterator[tuple[Strategy, int]]:
+    def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
         for row in STRATEGIES.values():
             # On GPUs `put`, which must be asked for, leaves `get` out; `get` goes without saying.
@@ -132,9 +130,7 @@ class Chooser:
             for chunks in sorted(counts) if row.cut == "slices" else (0,):
                 yield row, chunks
 
-    def _count(
-        self, values: Values, site: GatherSite | ScatterSite, row: Strategy, chunks: int
-    ) -> int:
+    def _count(self, values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
         if row.cut == "slices":
             return slices(values, site, chunks)
         if row.cut == "whole":
@@ -185,7 +181,7 @@ def _serves(row: Strategy, machine: Machine) -> bool:
     return not (row.outdone and gpu and reach)
 
 
-def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
+def _signature(values: Dataflow, site: MatmulSite) -> object:
     """What the predicted times depend on, and whether a strategy can serve: all that the ops say.
 
     Of buffers, which are the same and how what is used of them lies.

@@ -46,8 +46,8 @@ from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
 from interlace.passes.schedule import Schedule
 from interlace.passes.sites.cone import result_of
-from interlace.passes.sites.recognise import GatherSite, ScatterSite, site_kind
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
+from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
 from interlace.passes.strategies.pieces import collective_of
 from interlace.passes.strategies.table import Strategy
@@ -80,8 +80,8 @@ class Estimate:
 
 def estimate(
     machine: Machine,
-    values: Values,
-    site: GatherSite | ScatterSite,
+    values: Dataflow,
+    site: MatmulSite,
     row: Strategy | None,
     chunks: int = 0,
 ) -> Estimate:
@@ -101,8 +101,8 @@ def estimate(
 
 def _seconds(
     machine: Machine,
-    values: Values,
-    site: GatherSite | ScatterSite,
+    values: Dataflow,
+    site: MatmulSite,
     row: Strategy | None,
     chunks: int,
 ) -> tuple[float, float]:
@@ -142,7 +142,7 @@ def label_of(row: Strategy | None, chunks: int) -> str:
     return f"{name} x{chunks}" if row.cut == "slices" else name
 
 
-def site_key(values: Values, site: GatherSite | ScatterSite, graph: bool = False) -> SiteKey:
+def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
     """The site as measurements know it: M, K and N are those of a rank's matmuls together."""
     op = collective_of(values, site)
     assert op.dst is not None
@@ -162,7 +162,7 @@ def site_key(values: Values, site: GatherSite | ScatterSite, graph: bool = False
     return SiteKey(kind=kind, dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
 
 
-def _plain(values: Values, site: GatherSite | ScatterSite) -> bool:
+def _plain(values: Dataflow, site: MatmulSite) -> bool:
     """Whether it is one matmul, of one matrix, and its communication, as sites are measured."""
     if isinstance(site, GatherSite):
         if len(site.matmuls) != 1 or site.whole:
@@ -181,7 +181,7 @@ def _plain(values: Values, site: GatherSite | ScatterSite) -> bool:
 
 
 def isolated(
-    values: Values, collective: Collective, ops: Sequence[Op], names: Names | None = None
+    values: Dataflow, collective: Collective, ops: Sequence[Op], names: Names | None = None
 ) -> Program:
     """The ops of a site as a Program of all its ranks: what they only read are its inputs."""
     program, team = values.program, values.program.team(collective.team)

@@ -3,7 +3,7 @@
 A row says how a site is cut (`ranks`: one chunk for each rank's rows; `roots`: the same, but all
 ranks take the chunks in one order; `slices`: a slice of every rank's rows; `whole`: not at all),
 what moves the bytes, and, for chunks of ranks, which chunk a rank handles at step k and with whom.
-A `Line` gives an offset from the rank, counted modulo the team:
+A `Offset` gives an offset from the rank, counted modulo the team:
 
     >>> STRATEGIES["shift", None].gather.chunk.at(2)      # at step 2, the rows of rank + 2
     2
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Offset:
     """The offset `first + step * k` at step k."""
 
     first: int
@@ -37,13 +37,13 @@ class Line:
 class Path:
     """What a rank does at step k = 1 .. W-1: offsets from its own rank."""
 
-    chunk: Line
+    chunk: Offset
     """Whose rows arrive (gather), or are computed and leave (scatter)."""
-    to: Line
+    to: Offset
     """Who gets what leaves."""
-    source: Line
+    source: Offset
     """Who sends what arrives."""
-    sent: Line = Line(0)
+    sent: Offset = Offset(0)
     """Gather: whose rows leave."""
 
 
@@ -75,11 +75,11 @@ class Strategy:
     """Whether peer memory leaves no use for it on GPUs that have that."""
 
 
-NEAR_FIRST = Path(chunk=Line(0, 1), to=Line(0, -1), source=Line(0, 1))
+NEAR_FIRST = Path(chunk=Offset(0, 1), to=Offset(0, -1), source=Offset(0, 1))
 """Gather: at step k take the rows of rank + k, give my own to rank - k."""
-OWNERS = Path(chunk=Line(0, 1), to=Line(0, 1), source=Line(0, -1))
+OWNERS = Path(chunk=Offset(0, 1), to=Offset(0, 1), source=Offset(0, -1))
 """Scatter: at step k compute the rows of rank + k and give them to it."""
-NEIGHBOURS = Path(chunk=Line(0, -1), to=Line(1), source=Line(-1), sent=Line(1, -1))
+NEIGHBOURS = Path(chunk=Offset(0, -1), to=Offset(1), source=Offset(-1), sent=Offset(1, -1))
 """Gather: at step k hand on what came at k - 1. Scatter: add my part to what came, hand it on."""
 
 _RANK_ORDER = "in the order of the ranks, in fp32, rounded once"
