@@ -38,8 +38,6 @@ class Choice:
     remark: str = ""
     serial_ms: float | None = None
     predicted_ms: float | None = None
-    candidates: tuple[Estimate, ...] = ()
-    """All that were looked at, serial first."""
 
     def on(self, site: Site) -> Site:
         """The site with this choice."""
@@ -73,10 +71,8 @@ class Chooser:
         if key not in self.known:
             serial = estimate(self._machine, values, site, None, 0)
             took = estimate(self._machine, values, site, row, self.chunks)
-            self.known[key] = Choice(
-                *(row, count, "asked for", "", serial.expected_ms, took.expected_ms),
-                candidates=(serial, took),
-            )
+            expected = serial.expected_ms, took.expected_ms
+            self.known[key] = Choice(row, count, "asked for", "", *expected)
         return self.known[key]
 
     def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
@@ -97,7 +93,7 @@ class Chooser:
         serial, name = found[0], self._machine.name
         if len(found) == 1:
             reason = "no strategy can serve it"
-            return Choice(reason=reason, serial_ms=serial.expected_ms, candidates=found)
+            return Choice(reason=reason, serial_ms=serial.expected_ms)
         best, sure = pick(found, self._machine.doubt_s * 1e3)
         if best.row is None:
             fastest = min(found[1:], key=lambda e: e.expected_ms)
@@ -108,14 +104,14 @@ class Chooser:
                 gain = f"is predicted to gain less than {least:.0%}"
             took = serial.expected_ms
             reason = f"{fastest.label}, the fastest, {gain} ({name})"
-            return Choice(None, 0, reason, "", took, took, found)
+            return Choice(None, 0, reason, "", took, took)
         count = self._count(values, site, best.row, best.chunks)
         told = "measured" if sure else "predicted"
         idle, _ = pick(found, self._machine.doubt_s * 1e3, by=lambda e: e.expected_ms)
         reason = f"{told} fastest ({name})"
         if idle is not best:
             reason = f"{told} about as fast as {idle.label}, with less work of the host ({name})"
-        return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms, found)
+        return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms)
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
