@@ -62,7 +62,7 @@ class Replays:
         spaces = [FakeSpace(fake.side, base.span, base.gotten) for _ in (0, 1)]
         for space in spaces:
             space.raised = raised
-        object.__setattr__(context.crew, "graph_spaces", [{team: space} for space in spaces])
+        object.__setattr__(context.resources, "graph_spaces", [{team: space} for space in spaces])
         log.clear()
         graphs = fake.engine.graphs = Graphs(fake.engine)
         before = [("write", MAIN, *e[2:4]) for e in log if e[0] == "fill" and e[3]]

@@ -189,6 +189,7 @@ def rebind_that_fails() -> tuple[list[Outcome], list[int]]:
 
     executor.run(inputs)
     first = executor._engine
+    assert first is not None
     closed = mock.Mock(side_effect=first.close)
     first.close = closed
     executor._engine_class = counted  # pyright: ignore[reportAttributeAccessIssue]

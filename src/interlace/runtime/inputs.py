@@ -160,7 +160,7 @@ class Given:
             elif i in apart:
                 made.append(make().zero_())
             else:
-                made.append(at(place, 0, box, self._device))
+                made.append(at(place, 0, box))
         return made
 
     def check_places(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from interlace.ir import Program
-from interlace.runtime.copies import resolved
+from interlace.runtime.values import resolved
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.comm.cuda.slots import slot_keys
 from interlace.comm.cuda.space import CudaSpace
 from interlace.ir import (
     Alloc,
-    Box,
     Call,
     Collective,
     Copy,
@@ -49,10 +50,10 @@ from interlace.ir import (
     Recv,
     Send,
     Spot,
+    View,
     Wait,
 )
 from interlace.runtime.calling.calls import bind_call
-from interlace.runtime.cuda.drops import Drops
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
 from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member
 from interlace.runtime.cuda.launches.sums import bind_sum
@@ -60,6 +61,7 @@ from interlace.runtime.cuda.launches.transfers import collective, messages
 from interlace.runtime.cuda.waits.waiting import holds
 from interlace.runtime.cuda.waits.words import Words
 from interlace.runtime.engine import Context, unbound
+from interlace.runtime.prepare.plan import homes
 
 
 @dataclass(slots=True)
@@ -101,7 +103,8 @@ class Binder:
 
     def __init__(self, context: Context, lanes: Mapping[str, Lane], links: Links) -> None:
         self.context = context
-        self.plan, self.values, self.crew = context.plan, context.values, context.crew
+        self.plan, self.values = context.plan, context.values
+        self.resources = context.resources
         self.lanes, self.links = lanes, links
         self.driver = links.driver
         self.regions = {region.name: region for region in context.plan.program.regions}
@@ -115,7 +118,12 @@ class Binder:
         self._awaited = {
             record for (index, _), record in self.plan.waits.items() if index < self._last
         }
-        self._drops = Drops(self.plan.program, self.values, lanes, context.device)
+        self._homes = homes(self.plan.program)
+        self._users: dict[str, dict[str, None]] = {}
+        """By buffer: the streams that use it."""
+        for op in self.plan.program.ops:
+            for access in (*op.reads(), *op.writes()):
+                self._users.setdefault(access.view.buffer, {})[op.stream] = None
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
         """By team: the stream and the end of the last exchange."""
         self._holds = {} if context.options.in_order else holds(self.plan)
@@ -150,22 +158,13 @@ class Binder:
                 call = bind_call(op, self.values, self.regions, self.context.device, self.compiled)
                 return lane.within(call)
             case Copy():
-                src, dst = self.values.address(op.src), self.values.address(op.dst)
-                boxes = self.plan.box(op.src), self.plan.box(op.dst)
-                places = lambda: (self.values.own(op.src), self.values.own(op.dst))  # noqa: E731
-                return self.copy(lane, boxes, src, dst, places)
+                return self.copy(lane, (op.src, None), (op.dst, None))
             case Put():
                 (peer,) = self.plan.members(op.team, op.peer)
-                src, dst = self.values.address(op.src), self.values.address(op.dst, peer)
-                boxes = self.plan.box(op.src), self.plan.box(op.dst)
-                places = lambda: (self.values.own(op.src), self.values.remote(op.dst, peer))  # noqa: E731
-                return self.copy(lane, boxes, src, dst, places)
+                return self.copy(lane, (op.src, None), (op.dst, peer))
             case Get():
                 (peer,) = self.plan.members(op.team, op.peer)
-                src, dst = self.values.address(op.src, peer), self.values.address(op.target)
-                boxes = self.plan.box(op.src), self.plan.box(op.target)
-                places = lambda: (self.values.remote(op.src, peer), self.values.own(op.target))  # noqa: E731
-                return self.copy(lane, boxes, src, dst, places)
+                return self.copy(lane, (op.src, peer), (op.target, None))
             case Notify():
                 return self.notify(lane, op)
             case Expect():
@@ -213,21 +212,19 @@ class Binder:
     # -- memory ----------------------------------------------------------------------------------
 
     def copy(
-        self,
-        lane: Lane,
-        boxes: tuple[Box, Box],
-        src: Callable[[], int],
-        dst: Callable[[], int],
-        places: Callable[[], tuple[int, int]],
+        self, lane: Lane, src: tuple[View, int | None], dst: tuple[View, int | None]
     ) -> Thunk | None:
-        """One box into another of as many elements."""
-        source, target = boxes
+        """One view into another of as many elements, each with the peer in whose memory it is."""
+        values, source, target = self.values, self.plan.box(src[0]), self.plan.box(dst[0])
         if not source.numel:
             return None
         if source.dtype == target.dtype and source.contiguous and target.contiguous:
             driver, nbytes = self.driver, source.numel * source.dtype.itemsize
-            return lambda: driver.copy(lane.handle, dst(), src(), nbytes)
-        items, (a, b) = self.values.items, places()
+            here, there = values.address(*src), values.address(*dst)
+            return lambda: driver.copy(lane.handle, there(), here(), nbytes)
+        items = values.items
+        a = values.at(src[0].buffer, source, src[1])
+        b = values.at(dst[0].buffer, target, dst[1])
 
         def run() -> None:
             items[b].copy_(items[a])
@@ -250,7 +247,7 @@ class Binder:
             if access.peer is not None or shown:
                 wanted.append((buffer.team, None))
             elif not graph:  # whose slots are its own
-                wanted.append((buffer.team, self.crew.slots[buffer.name]))
+                wanted.append((buffer.team, self.resources.slots[buffer.name]))
         for team, slot in wanted:
             sure, key = (id(lane), team, None), (id(lane), team, slot and id(slot))
             if not self._taken & {sure, key} and (take := self.links.takes(team, lane)) is not None:
@@ -274,8 +271,26 @@ class Binder:
         return all(isinstance(op, Alloc | Record) for op in before)
 
     def drop(self, name: str, lane: Lane) -> Thunk:
-        """Lets go of a tensor of this run, on that stream."""
-        return self._drops.drop(name, lane)
+        """Lets go of a tensor of this run: gives the memory back to its stream, once the others
+        have done with it (plan.py, Note [Whose memory]).
+
+        Where `lane`, on which it is let go, is that stream, it stands behind all uses already.
+        """
+        items, places, device = self.values.items, self.values.family(name), self.context.device
+        home = self.lanes[self._homes[name]]
+        users = [self.lanes[stream] for stream in self._users.get(name, ())]
+        others = {id(user): user for user in users if user is not home}
+        streams = [other.stream for other in others.values()] if lane is not home else []
+
+        def run() -> None:
+            tensor = items[places[0]]
+            if tensor is not None:  # None: its Call left it out
+                for stream in streams:
+                    tensor.record_stream(stream or torch.cuda.current_stream(device))
+            for place in places:
+                items[place] = None
+
+        return run
 
     # -- signals ---------------------------------------------------------------------------------
 

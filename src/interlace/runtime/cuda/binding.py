@@ -17,7 +17,7 @@ from interlace.runtime.cuda.binder import Binder, Links
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.waits.words import brought_together
 from interlace.runtime.engine import Context
-from interlace.runtime.releases import callers, releases
+from interlace.runtime.prepare.plan import callers, releases
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine

@@ -156,7 +156,7 @@ class Graphs:
         self._engine, self._context = engine, engine.context
         demands = self._context.plan.demands
         self._bindings: list[Any] = []
-        for number, spaces in enumerate(self._context.crew.graph_spaces):
+        for number, spaces in enumerate(self._context.resources.graph_spaces):
             words = {
                 team: GraphWords(space, demands[team].signals, first=number == 0)
                 for team, space in spaces.items()
@@ -277,7 +277,7 @@ class Graphs:
                 named |= zip(names, tensors, strict=False)
                 self._engine.check()  # in a capture it would be told badly
                 pool = others[0].graphs[turn].pool() if others else None
-                with uncollected(), self._capturing(graph, pool):
+                with uncollected(), torch.no_grad(), self._capturing(graph, pool):
                     results = self._issue(turn, named, source)
                 made.launch.append(self._launcher(graph))
                 made.keep(results, tensors, kept, options.static_outputs)

@@ -35,7 +35,7 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
         if spec.size == 1:
             return lane.within(issue)
         return _after_the_last(binder, lane, op.team, issue)
-    backend = binder.crew.backends[op.team, turn.backend]
+    backend = binder.resources.backends[op.team, turn.backend]
     issue = bind_on_stream(backend, spec, binder.context.time_out_s)
     check = binder.links.check
 
@@ -87,7 +87,7 @@ def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv])
         ("send" if isinstance(op, Send) else "recv", binder.plan.members(team, op.peer)[0])
         for op in ops
     ]
-    issue = bind_messages(binder.crew.backends[team, name], parts, binder.context.device)
+    issue = bind_messages(binder.resources.backends[team, name], parts, binder.context.device)
     check, items = binder.links.check, binder.values.items  # Note [Aborts] in aborts.py
     places = [binder.values.own(op.src if isinstance(op, Send) else op.dst) for op in ops]
     return lane.within(in_turn([check, lambda: issue([items[place] for place in places])]))
