@@ -224,7 +224,7 @@ def test_no_op_of_nccl_is_issued_once_there_is_a_failure(bind: Any) -> None:
     binder.plan.letters.__getitem__.return_value.backend = "nccl"
     binder.plan.turns.__getitem__.return_value.backend = "nccl"
     binder.resources.backends.__getitem__.return_value = backend
-    binder.links.check.side_effect = PROBLEM
+    binder.check.side_effect = PROBLEM
     lane: Any = mock.Mock(within=lambda run: run)
     send = mock.Mock(spec=Send, team="tp", peer=mock.Mock(), src=mock.Mock())
     gather = mock.Mock(spec=Collective, team="tp", src=mock.Mock(), dst=mock.Mock())

@@ -1,6 +1,6 @@
 """Each kind of op as a function that issues it on its stream.
 
-    binder = Binder(context, lanes, links)
+    binder = Binder(binding)
     issue = binder.bind(index, op)        # a function without arguments; None: nothing to do
 
 Bytes that lie in a row go by copy engines; what does not, by torch's copy kernel. Torch's own ops
@@ -23,15 +23,13 @@ Note [When slots are taken]
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from interlace.comm.cuda.driver import Driver, Event
+from interlace.comm.cuda.driver import Event
 from interlace.comm.cuda.slots import slot_keys
-from interlace.comm.cuda.space import CudaSpace
 from interlace.ir import (
     Alloc,
     Call,
@@ -60,27 +58,11 @@ from interlace.runtime.cuda.launches.sums import bind_sum
 from interlace.runtime.cuda.launches.transfers import collective, messages
 from interlace.runtime.cuda.waits.waiting import holds
 from interlace.runtime.cuda.waits.words import Words
-from interlace.runtime.engine import Context, unbound
+from interlace.runtime.engine import unbound
 from interlace.runtime.prepare.plan import homes
 
-
-@dataclass(slots=True)
-class Links:
-    """What a binding has of the teams: words to count with, and what begins and ends its runs."""
-
-    spaces: Mapping[str, CudaSpace]
-    """By team."""
-    driver: Driver
-    takes: Callable[[str, Lane], Thunk | None]
-    """By team: what makes a stream wait until slots may be written again."""
-    runs: Callable[[], int]
-    """The number of this binding's run, from 1 on: what its own words count."""
-    words: Callable[[str, int], int]
-    """By team: the address of so many words of this rank's own, for kernels."""
-    check: Callable[[], None]
-    """Raises what was found to have failed meanwhile."""
-    confirm: Callable[[], None]
-    """Raises what has failed by now."""
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.binding import Binding
 
 
 def _alike(one: Expect, other: Expect) -> bool:
@@ -101,12 +83,15 @@ def if_gotten(slot: Any, take: Thunk) -> Thunk:
 class Binder:
     """Binds the ops of one concrete Program, in list order."""
 
-    def __init__(self, context: Context, lanes: Mapping[str, Lane], links: Links) -> None:
-        self.context = context
+    def __init__(self, binding: Binding) -> None:
+        self.context = context = binding.context
         self.plan, self.values = context.plan, context.values
         self.resources = context.resources
-        self.lanes, self.links = lanes, links
-        self.driver = links.driver
+        self.binding, self.lanes, self.driver = binding, binding.lanes, binding.driver
+        self.spaces: Mapping[str, Any] = binding.spaces
+        """By team: words to count with."""
+        self.check = binding.engine.check
+        """Raises what was found to have failed meanwhile."""
         self.regions = {region.name: region for region in context.plan.program.regions}
         self.compiled = context.options.regions == "inductor"
         self.points: dict[Spot, Point] = {}
@@ -131,7 +116,7 @@ class Binder:
         self._unheld = {hold: EventPoint(self.driver, self.event()) for hold in held}
         self._on: dict[int, list[int]] = {}  # by stream: its ops
         for index, op in enumerate(self.plan.program.ops):
-            self._on.setdefault(id(lanes[op.stream]), []).append(index)
+            self._on.setdefault(id(self.lanes[op.stream]), []).append(index)
         self._taken: set[tuple[int, str, int | None]] = set()
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
@@ -243,14 +228,17 @@ class Binder:
             buffer = self.plan.buffers.get(access.view.buffer)
             if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
                 continue
-            shown = self.slots[buffer.name] in self.links.spaces[buffer.team].gotten
+            shown = self.slots[buffer.name] in self.spaces[buffer.team].gotten
             if access.peer is not None or shown:
                 wanted.append((buffer.team, None))
             elif not graph:  # whose slots are its own
                 wanted.append((buffer.team, self.resources.slots[buffer.name]))
         for team, slot in wanted:
             sure, key = (id(lane), team, None), (id(lane), team, slot and id(slot))
-            if not self._taken & {sure, key} and (take := self.links.takes(team, lane)) is not None:
+            if (
+                not self._taken & {sure, key}
+                and (take := self.binding.take(team, lane)) is not None
+            ):
                 found.append(take if slot is None else if_gotten(slot, take))
             self._taken.add(key)
         return found
@@ -296,7 +284,7 @@ class Binder:
 
     def notify(self, lane: Lane, op: Notify) -> Thunk | None:
         """Writes the peers' words."""
-        space, value, driver = self.links.spaces[op.team], op.value, self.driver
+        space, value, driver = self.spaces[op.team], op.value, self.driver
         words = space.theirs(op.signal, self.plan.members(op.team, op.peer))
         return Words.of("write", driver, lane, words, lambda: space.base + value)
 
@@ -316,15 +304,15 @@ class Binder:
                 if not (isinstance(before, Expect) and _alike(op, before)):
                     break
                 row.append(before)
-        space, value, driver = self.links.spaces[op.team], op.value, self.driver
+        space, value, driver = self.spaces[op.team], op.value, self.driver
         members = self.plan.members
         words = [space.own(e.signal, m) for e in row for m in members(e.team, e.peer)]
         return Words.of("wait", driver, lane, words, lambda: space.base + value)
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:
         """The host waits for the stream, bounded."""
-        event, driver, confirm = self.event(), self.driver, self.links.confirm
-        wait = self.context.wait(index, self.links.check)
+        event, driver, confirm = self.event(), self.driver, self.binding.engine.confirm
+        wait = self.context.wait(index, self.check)
 
         def run() -> None:
             driver.record(lane.handle, event)

@@ -14,7 +14,7 @@ from interlace.comm import Registered
 from interlace.comm.cuda.slots import CudaSlot, slot_keys
 from interlace.comm.cuda.space import CudaSpace
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
-from interlace.runtime.cuda.launches.exchanges import ensure_area
+from interlace.runtime.cuda.launches.transfers import ensure_area
 from interlace.runtime.engine import ShareRequest, TeamResources
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.prepare.registered import written

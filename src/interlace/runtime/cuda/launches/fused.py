@@ -97,7 +97,7 @@ def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
 def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
     values, items = binder.values, binder.values.items
     launch = _kernel(binder, matmul).launch
-    space = binder.links.spaces[matmul.team]
+    space = binder.spaces[matmul.team]
     gates, value = space.own(matmul.signal, 0), matmul.value
     x, slots, y = values.at(*matmul.own), values.at(*matmul.others), values.at(*matmul.whole)
     w = values.own(matmul.weight)
@@ -115,11 +115,11 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
     values, items, pieces = binder.values, binder.values.items, matmul.kernel.pieces
     kernel: Any = _kernel(binder, matmul)
     assert kernel.subs == pieces, "validate asks for ranges of whole tiles"
-    runs, counters = binder.links.runs, binder.links.words(matmul.team, matmul.size * pieces)
+    binding, counters = binder.binding, binder.spaces[matmul.team].local(matmul.size * pieces)
     tiles = kernel.raised
 
     def due() -> int:
-        return runs() * tiles
+        return binding.runs * tiles
 
     spot = 0
     for part, (chunk, piece) in zip(op.parts, matmul.order, strict=True):
