@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from interlace.comm import TeamComm
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import views_in
-from interlace.runtime.cuda.graphs.captured import Source, may_draw
+from interlace.runtime.cuda.graphs.captured import may_draw
 from interlace.runtime.engine import Context
 from interlace.runtime.prepare.plan import homes
 
@@ -72,8 +72,6 @@ class Runner:
         self._under_way = False
         """Whether a run is issued op by op: the lock keeps out only other threads."""
         self._start = self._values.starter((*self._inputs.names, *self._outputs.names))
-        names = self._inputs.names, self._outputs.names
-        self._source = Source(*names, self._outputs.new, self._results)
         self._changes = Changes(context)
         self._has_places = bool(self._values.registered)
         self._lent = lent(engine)
@@ -199,7 +197,7 @@ class Runner:
                 return self._eager(inputs, out)
             pair = graphs.at.get(at)
             if pair is None:
-                return graphs.run(self._source, inputs, out)
+                return graphs.run(inputs, out)
             given = inputs if out is None else (*inputs, *out)
             return self._engine.replay(pair, graphs.turn(pair), given)
         except BackendError as error:

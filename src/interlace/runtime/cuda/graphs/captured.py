@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,17 +31,6 @@ Give = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
 """The results of a replay, of the tensors that it was given."""
 Launch = Callable[[int], None]
 """Launches a graph on a stream, the caller's current one."""
-
-
-class Source(NamedTuple):
-    """What is captured, besides the ops."""
-
-    inputs: Sequence[str]
-    outputs: Sequence[str]
-    new: Callable[[], Sequence[torch.Tensor]]
-    """Makes outputs where the caller gives none."""
-    results: Callable[[], tuple[Any, ...]]
-    """Reads the results of the run under way."""
 
 
 def may_draw(program: Program) -> bool:
