@@ -208,7 +208,7 @@ def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:
         context = fake.engine.context
         assert not keeps_memory(context)
         plan: Any = type("Plan", (), {"program": changed})
-        other: Any = type("Context", (), {"plan": plan, "values": context.values})
+        other: Any = type("EngineContext", (), {"plan": plan, "values": context.values})
         assert keeps_memory(other)
 
 

@@ -33,7 +33,7 @@ from interlace.runtime.cuda.waits import watchdog as watchdog_file
 from interlace.runtime.cuda.waits.marks import APART, Marks
 from interlace.runtime.cuda.waits.watchdog import Watched, stalled
 from interlace.runtime.engine import RunLabel
-from interlace.runtime.executor import Kept
+from interlace.runtime.executor import Teardown
 
 LIMIT_S = 20.0
 
@@ -353,7 +353,7 @@ def test_what_runs_use_is_given_back_behind_them(
     monkeypatch.setattr(watchdog_file, "GRACE_S", 0.01)
     destroyed: list[int] = []
     monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
-    dog, kept, close = watchdog_file.Watchdog(), Kept(), mock.Mock()
+    dog, kept, close = watchdog_file.Watchdog(), Teardown(), mock.Mock()
     kept.engine = found.engine
     kept.shared.callback(close)
     runs(found, device, 1)
@@ -542,7 +542,7 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
     found, device = fake
     monkeypatch.setattr(watchdog_file, "GRACE_S", 0.01)
     runs(found, device, 1)
-    kept, passed, watched = Kept(), found.engine.marks.passed, found.engine.watched
+    kept, passed, watched = Teardown(), found.engine.marks.passed, found.engine.watched
     kept.engine = found.engine
 
     def collected() -> int:

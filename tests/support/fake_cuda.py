@@ -40,12 +40,12 @@ from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.launches import transfers as transfers_file
 from interlace.runtime.cuda.runner import Runner
 from interlace.runtime.cuda.sharing import mark_gotten, signals_of
-from interlace.runtime.engine import Context, RunLabel, TeamResources, lock_of
+from interlace.runtime.engine import EngineContext, RunLabel, TeamResources, lock_of
 from interlace.runtime.flight import Flight
-from interlace.runtime.inputs import Given
+from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan, make_plan
 from interlace.runtime.prepare.registered import written
-from interlace.runtime.values import Values, nbytes
+from interlace.runtime.values import ValueTable, nbytes
 
 MAIN = 1
 """The handle of the caller's stream; the others count on from there."""
@@ -253,7 +253,7 @@ def noting(driver: FakeDriver, engines: list[CudaEngine]) -> Callable[..., Any]:
     """`bind_call`, of Calls that are noted with the addresses of what they read and write."""
     bind_call = binder_file.bind_call
 
-    def bind(op: Call, values: Values, *rest: Any) -> Any:
+    def bind(op: Call, values: ValueTable, *rest: Any) -> Any:
         run = bind_call(op, values, *rest)
         reads = [values.own(view) for view in op.views()]
         writes = [values.own(out) for out in op.outs if isinstance(out, View)]
@@ -354,11 +354,11 @@ def fake_engine(
         )
         for buffer, theirs in (registered or {}).items()
     }
-    values = Values(plan.program, plan.box, crew.slots, device, registered=held)
+    values = ValueTable(plan.program, plan.box, crew.slots, device, registered=held)
     options = options or Options()
     flight, limit = Flight(plan.program, rank), options.time_out_s or 60.0
     inputs, outputs = (
-        Given(
+        Parameters(
             program.name,
             kind,
             [b for b in plan.program.params if b.kind == kind],
@@ -367,7 +367,7 @@ def fake_engine(
         )
         for kind in ("input", "output")
     )
-    context = Context(
+    context = EngineContext(
         *(plan, values, crew, options, device, flight, limit, None),
         *(inputs, outputs, tuple),
         RunLabel(7, program.name, flight.text),

@@ -13,7 +13,7 @@ host/         the CPU;  cuda/: GPUs
 """
 
 from interlace.runtime.cuda.waits.watchdog import synchronize
-from interlace.runtime.engine import Context, Engine, engine_for
+from interlace.runtime.engine import Engine, EngineContext, engine_for
 from interlace.runtime.executor import Executor
 
-__all__ = ["Context", "Engine", "Executor", "engine_for", "synchronize"]
+__all__ = ["Engine", "EngineContext", "Executor", "engine_for", "synchronize"]

@@ -21,10 +21,10 @@ from interlace.ir import Op
 from interlace.options import Options
 from interlace.runtime.calling.calls import Results
 from interlace.runtime.flight import Flight
-from interlace.runtime.inputs import Given
+from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.prepare.registered import Wanted
-from interlace.runtime.values import Values
+from interlace.runtime.values import ValueTable
 
 BeforeOp = Callable[[int, int, Op], None]
 """Called as (rank, index, op) before each op, on its stream: delays and faults for tests."""
@@ -132,11 +132,11 @@ class RunLabel(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class EngineContext:
     """All that an engine binds from."""
 
     plan: Plan
-    values: Values
+    values: ValueTable
     resources: TeamResources
     options: Options
     device: torch.device
@@ -144,8 +144,8 @@ class Context:
     time_out_s: float
     """The option, or what it follows."""
     before_op: BeforeOp | None
-    inputs: Given
-    outputs: Given
+    inputs: Parameters
+    outputs: Parameters
     results: Results
     """Reads the results of the run under way."""
     label: RunLabel
@@ -172,9 +172,9 @@ def unbound(op: Op, device: str) -> UnsupportedError:
 class Engine(Protocol):
     """What a device must offer: the runs of one Program. The Executor asks for nothing else."""
 
-    context: Context
+    context: EngineContext
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: EngineContext) -> None:
         """Binds every op. Needs no other rank."""
         ...
 

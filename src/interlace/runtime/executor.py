@@ -31,8 +31,8 @@ from interlace.options import Options
 from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.engine import (
     BeforeOp,
-    Context,
     Engine,
+    EngineContext,
     RunLabel,
     ShareRequest,
     TeamResources,
@@ -40,14 +40,14 @@ from interlace.runtime.engine import (
     lock_of,
 )
 from interlace.runtime.flight import Flight, measured
-from interlace.runtime.inputs import Given
+from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
 from interlace.runtime.prepare.plan import backends_of, make_plan, with_backends
 from interlace.runtime.prepare.registered import collect
-from interlace.runtime.values import Values
+from interlace.runtime.values import ValueTable
 
 
-class Kept:
+class Teardown:
     """What an Executor must give back. It outlives the Executor, which a finalizer may not hold."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Executor:
         self._backends: tuple[tuple[str, str], ...] = ()
         """Team and name of each backend of torch that a rank of the team needs."""
         self._engine: Engine | None = None
-        self._kept = Kept()
+        self._kept = Teardown()
         self._finalizer: Any = weakref.finalize(self, self._kept.close)
         self._bound_resets: list[int] = []
         self._poison: tuple[str, list[int]] | None = None
@@ -200,16 +200,16 @@ class Executor:
         }
         resources = dataclasses.replace(self._shared, backends=connected, uses={})
         known = self.host, resources.registered
-        values = Values(program, plan.box, resources.slots, self.device, *known)
+        values = ValueTable(program, plan.box, resources.slots, self.device, *known)
         inputs, outputs = (
-            Given(
+            Parameters(
                 *(program.name, kind, [b for b in program.params if b.kind == kind]),
                 *(self.device, *known),
             )
             for kind in ("input", "output")
         )
         text = None if agreement.texts else Flight(self.program, self.rank).text
-        context = Context(
+        context = EngineContext(
             plan=plan,
             values=values,
             resources=resources,

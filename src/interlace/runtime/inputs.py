@@ -90,7 +90,7 @@ def look(
     return known["look"]
 
 
-class Given:
+class Parameters:
     """The parameters of one kind (`input` or `output`) of a concrete Program."""
 
     def __init__(

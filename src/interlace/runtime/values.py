@@ -104,7 +104,7 @@ def _touched(program: Program) -> Iterator[str]:
                 yield access.view.buffer
 
 
-class Values:
+class ValueTable:
     """The table of one bound Program."""
 
     def __init__(

@@ -23,7 +23,7 @@ from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.operators import decode, resolve
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.values import DTYPES, Values, derive, whole
+from interlace.runtime.values import DTYPES, ValueTable, derive, whole
 
 Thunk = Callable[[], None]
 Read = Callable[[], Sequence[Any]]
@@ -39,7 +39,7 @@ QUICK: Mapping[str, Callable[..., Any]] = MappingProxyType(
 """The same operators by torch's own bindings, which cost the host a microsecond less."""
 
 
-def reader(args: Sequence[Arg], values: Values, device: torch.device) -> tuple[Read, bool]:
+def reader(args: Sequence[Arg], values: ValueTable, device: torch.device) -> tuple[Read, bool]:
     """A function that gives the arguments, and whether they are the same in every run."""
     specs = [_spec(arg, values, device) for arg in args]
     items = values.items
@@ -65,7 +65,7 @@ def _by_place(places: Sequence[int], items: list[Any]) -> Callable[[], tuple[Any
 Spec = int | list["Spec"]
 
 
-def _spec(arg: Arg, values: Values, device: torch.device) -> Spec:
+def _spec(arg: Arg, values: ValueTable, device: torch.device) -> Spec:
     """The place of an argument, or the list of the places of a list's items."""
     if isinstance(arg, View):
         return values.own(arg)
@@ -78,7 +78,7 @@ def _take(spec: Spec, items: list[Any]) -> Any:
     return [_take(item, items) for item in spec] if isinstance(spec, list) else items[spec]
 
 
-def _constant(spec: Spec, values: Values) -> bool:
+def _constant(spec: Spec, values: ValueTable) -> bool:
     if isinstance(spec, list):
         return all(_constant(item, values) for item in spec)
     return values.is_constant(spec)
@@ -86,7 +86,7 @@ def _constant(spec: Spec, values: Values) -> bool:
 
 def bind_call(
     op: Call,
-    values: Values,
+    values: ValueTable,
     regions: Mapping[str, Region],
     device: torch.device,
     compile_regions: bool = False,
@@ -124,7 +124,7 @@ def bind_call(
 
 
 def _region(
-    op: Call, region: Region, values: Values, device: torch.device, compile_regions: bool
+    op: Call, region: Region, values: ValueTable, device: torch.device, compile_regions: bool
 ) -> Callable[..., Any]:
     decoded = functools.partial(decode, device=device)
     views = op.views()
@@ -160,7 +160,9 @@ def _call(
         fn(*read(), **outs)
 
 
-def _into(op: Call, call: Callable[..., None], out_names: tuple[str, ...], values: Values) -> Thunk:
+def _into(
+    op: Call, call: Callable[..., None], out_names: tuple[str, ...], values: ValueTable
+) -> Thunk:
     """A call that fills its outputs; one that would resize them is an error, not a surprise."""
     items = values.items
     outs = [
@@ -188,7 +190,7 @@ def _into(op: Call, call: Callable[..., None], out_names: tuple[str, ...], value
     return run
 
 
-def _copied(op: Call, call: Callable[[], Any], outs: list[int], values: Values) -> Thunk:
+def _copied(op: Call, call: Callable[[], Any], outs: list[int], values: ValueTable) -> Thunk:
     items = values.items
 
     def run() -> None:
@@ -212,7 +214,7 @@ def _flat(result: Any) -> list[torch.Tensor]:
     return []
 
 
-def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Values) -> Thunk:
+def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: ValueTable) -> Thunk:
     """A call that makes its own outputs; they never share memory with its arguments."""
     binds = [
         (buffer, *_layout(buffer), functools.partial(values.bind, buffer.name))
@@ -253,7 +255,7 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
 
 
 def _missing(
-    op: Call, values: Values
+    op: Call, values: ValueTable
 ) -> Callable[[Any, Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]:
     """The results with zeros for those that an operator left out, as attention without gradients
     does with what only its backward needs, although its shapes were told; None for what nobody
@@ -307,7 +309,7 @@ def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor
     return torch.empty_strided(sizes, strides, dtype=dtype, device=result.device).copy_(result)
 
 
-def quick_call(op: Call, fn: Callable[..., Any], values: Values) -> Thunk:
+def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
     """A call of one of `QUICK`, of tensors alone.
 
     The shape of its result follows from those of its arguments, which are the same in every run:
@@ -348,7 +350,7 @@ def resized(op: Call, got: Sequence[int], wanted: Sequence[int]) -> ExecutorErro
 Results = Callable[[], tuple[Any, ...]]
 
 
-def reader_of(returned: Sequence[Arg], plan: Plan, values: Values) -> Results:
+def reader_of(returned: Sequence[Arg], plan: Plan, values: ValueTable) -> Results:
     """A function that reads the results of the run under way, from the table or as the Program
     fixes them."""
     reads = [_result(arg, plan, values) for arg in returned]
@@ -359,7 +361,7 @@ def reader_of(returned: Sequence[Arg], plan: Plan, values: Values) -> Results:
     return lambda: tuple([items[read] if isinstance(read, int) else read() for read in reads])
 
 
-def _result(arg: Arg, plan: Plan, values: Values) -> int | Callable[[], Any]:
+def _result(arg: Arg, plan: Plan, values: ValueTable) -> int | Callable[[], Any]:
     """A place in the table, or what gives a result that is not there."""
     if isinstance(arg, View):
         kind = plan.buffers[arg.buffer].kind

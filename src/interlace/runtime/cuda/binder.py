@@ -53,8 +53,7 @@ from interlace.ir import (
 )
 from interlace.runtime.calling.calls import bind_call
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
-from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member
-from interlace.runtime.cuda.launches.sums import bind_sum
+from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member, bind_sum
 from interlace.runtime.cuda.launches.transfers import collective, messages
 from interlace.runtime.cuda.waits.waiting import holds
 from interlace.runtime.cuda.waits.words import Words

@@ -16,7 +16,7 @@ from interlace.ir import Fused, HostSync, in_order
 from interlace.runtime.cuda.binder import Binder
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.waits.words import brought_together
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import callers, releases
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Binding:
     """The ops of a Program, bound to streams and words, with what stands before and after them."""
 
     def __init__(
-        self, context: Context, driver: Driver, spaces: Mapping[str, Any], engine: CudaEngine
+        self, context: EngineContext, driver: Driver, spaces: Mapping[str, Any], engine: CudaEngine
     ) -> None:
         self.context, self.driver, self.engine = context, driver, engine
         self.spaces = spaces

@@ -40,12 +40,12 @@ from interlace.ir import Alloc, Call, Copy, Free
 from interlace.runtime.cuda.binding import Binding
 from interlace.runtime.cuda.graphs.captured import Captured
 from interlace.runtime.cuda.graphs.graphs import Graphs
-from interlace.runtime.cuda.lanes import Timed
+from interlace.runtime.cuda.lanes import OpTimer
 from interlace.runtime.cuda.runner import Runner
 from interlace.runtime.cuda.sharing import hears_all, share
 from interlace.runtime.cuda.waits.marks import Marks
 from interlace.runtime.cuda.waits.watchdog import Watched, watchdog
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import EngineContext
 
 MARKS = 1024
 """Runs whose begin and end on the device can be told apart: more than a device queues, which is 340
@@ -64,13 +64,13 @@ class Here(threading.local):
 class CudaEngine:
     """Runs a bound Program on one CUDA device."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self.context = context
         self.device = context.device
         spaces: Any = context.resources.spaces
         self.sides = list({id(s.side): s.side for s in spaces.values()}.values())
         self.driver = self.sides[0].driver if self.sides else Driver()
-        self.timed = Timed(self.device)
+        self.timed = OpTimer(self.device)
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
         self._index = context.device.index or 0
         self.watched: Any = None
@@ -369,7 +369,7 @@ class CudaEngine:
             self.context.values.drop()
 
 
-def keeps_memory(context: Context) -> bool:
+def keeps_memory(context: EngineContext) -> bool:
     """Whether runs share memory that only one of them may use at a time, as far as is known."""
     program = context.plan.program
     regions = {region.name for region in program.regions}

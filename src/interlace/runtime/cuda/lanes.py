@@ -102,7 +102,7 @@ def in_turn(runs: Sequence[Thunk]) -> Thunk:
     return run
 
 
-class Timed:
+class OpTimer:
     """The ops of the last run, each between two events of its stream."""
 
     def __init__(self, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from interlace.comm import TeamComm
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import views_in
 from interlace.runtime.cuda.graphs.captured import may_draw
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import homes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Changes:
     """What the runs of a Program write of the tensors that they are given: autograd hears of it, as
     of torch's own ops, since what was saved of them for a backward is other now."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: EngineContext) -> None:
         known, ops = context.values.registered, context.plan.program.ops
         self.registered = [held.tensor for held in known.values() if held.written]
         """What runs of any rank write."""

@@ -45,14 +45,16 @@ from interlace.ir import (
 )
 from interlace.ir import Wait as WaitOp
 from interlace.runtime.calling.calls import Thunk
-from interlace.runtime.engine import Context, unbound
+from interlace.runtime.engine import EngineContext, unbound
 from interlace.runtime.host.streams import StreamOrder
 
 
 class HostBinder:
     """Binds every op but Calls."""
 
-    def __init__(self, context: Context, order: StreamOrder, check: Callable[[], None]) -> None:
+    def __init__(
+        self, context: EngineContext, order: StreamOrder, check: Callable[[], None]
+    ) -> None:
         self.plan = context.plan
         self.values = context.values
         self.resources = context.resources

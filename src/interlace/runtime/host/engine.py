@@ -31,7 +31,7 @@ from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS, Call, Collective, Fused, Group, Op, Recv, Send, in_order
 from interlace.runtime.calling.calls import Thunk, bind_call
-from interlace.runtime.engine import Context, ShareRequest, TeamResources
+from interlace.runtime.engine import EngineContext, ShareRequest, TeamResources
 from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.host.streams import LocalProgress, Stream, StreamOrder, StreamThread
 from interlace.runtime.prepare.plan import releases
@@ -51,7 +51,7 @@ class CpuEngine:
     failure: BaseException | None = None
     """A run raises what made it fail: nothing is found later."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self.spans: list[tuple[int, float, float]] = []
         self.context = context
         self._program, self._rank = context.plan.program, context.plan.rank
@@ -105,7 +105,7 @@ class CpuEngine:
                 registered |= share_on_host(team, topic, request.registered[name], *facts)
         return TeamResources(request.teams, slots, spaces, registered=registered)
 
-    def _bind(self, context: Context) -> list[Stream]:
+    def _bind(self, context: EngineContext) -> list[Stream]:
         """Every op as a step of its stream; of one stream for all with the option `in_order`."""
         plan, compiled = context.plan, context.options.regions == "inductor"
         regions = {region.name: region for region in plan.program.regions}

@@ -28,7 +28,7 @@ from interlace.comm.rendezvous.greeting import meet
 from interlace.comm.rendezvous.patience import LONGER
 from interlace.errors import AgreementError, ProgramError, SoundnessError, TeamError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
-from interlace.runtime.prepare.registered import Found, judge
+from interlace.runtime.prepare.registered import Registration, judge
 from interlace.verify import Report, check
 
 LATER_S = 0.5
@@ -116,7 +116,7 @@ def agree(
     rank: int,
     teams: Sequence[TeamComm],
     time_out_s: float,
-    found: Found | None = None,
+    found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams, and proves what they run.
@@ -125,7 +125,7 @@ def agree(
     rank, all of them raise. `backends` has those that this rank's Program needs, for each
     of the teams.
     """
-    found = found or Found()
+    found = found or Registration()
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {

@@ -51,7 +51,7 @@ from interlace.runtime.cuda.graphs.captured import Captured, launcher
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.waits.words import Words
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import own_backends
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class GraphWords:
             self.side.driver.fill(word, int(first), 1)
 
     def begin(self) -> int:
-        """Values count from 0 in every run."""
+        """ValueTable count from 0 in every run."""
         return 0
 
     def local(self, count: int) -> int:
@@ -94,7 +94,7 @@ class GraphBinding(Binding):
 
     def __init__(
         self,
-        context: Context,
+        context: EngineContext,
         driver: Driver,
         spaces: Mapping[str, GraphWords],
         engine: CudaEngine,

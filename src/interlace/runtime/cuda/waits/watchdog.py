@@ -35,7 +35,7 @@ from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
 from interlace.ir import Collective, Expect, Fused, Group, Op, Recv, Send
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import EngineContext
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -54,7 +54,7 @@ PATIENCE_S = 1.0
 class Watched:
     """The runs of one engine, as the watchdog sees them."""
 
-    def __init__(self, engine: CudaEngine, context: Context) -> None:
+    def __init__(self, engine: CudaEngine, context: EngineContext) -> None:
         self._engine = weakref.ref(engine)
         self._context = context
         self._ended = self._seen = 0
@@ -360,7 +360,7 @@ def end_process(report: str) -> None:
 # -- what a stalled run waits for -----------------------------------------------------------------
 
 
-def stalled(engine: CudaEngine, context: Context, ended: int) -> str:
+def stalled(engine: CudaEngine, context: EngineContext, ended: int) -> str:
     """Which ranks the run after `ended` waits for, and where they are."""
     limit, teams, behind = context.time_out_s, context.resources.teams, engine.entered - ended - 1
     try:
@@ -377,7 +377,7 @@ def stalled(engine: CudaEngine, context: Context, ended: int) -> str:
     return "\n".join(lines)
 
 
-def _awaited(engine: CudaEngine, context: Context, behind: int) -> list[str]:
+def _awaited(engine: CudaEngine, context: EngineContext, behind: int) -> list[str]:
     """The signals that are missing of a run with `behind` others behind it, and from whom."""
     limit, teams = context.time_out_s, context.resources.teams
     lines: list[str] = []
@@ -406,7 +406,7 @@ def _awaited(engine: CudaEngine, context: Context, behind: int) -> list[str]:
     return lines
 
 
-def _first_wait(context: Context, behind: int) -> str:
+def _first_wait(context: EngineContext, behind: int) -> str:
     """The first op that waits for a rank that has not entered the run, or else for any rank."""
     plan, first = context.plan, -1
     absent = {name: team.control.absent(behind) for name, team in context.resources.teams.items()}
@@ -421,7 +421,7 @@ def _first_wait(context: Context, behind: int) -> str:
     return f"at {context.flight.text(first)} or after it" if first >= 0 else "in a computation"
 
 
-def _single_ops(context: Context) -> Iterator[tuple[int, Op]]:
+def _single_ops(context: EngineContext) -> Iterator[tuple[int, Op]]:
     """The ops, and the parts of those that have some, with their place in the Program."""
     for index, op in enumerate(context.plan.program.ops):
         parts = op.members if isinstance(op, Fused) else op.ops if isinstance(op, Group) else (op,)
