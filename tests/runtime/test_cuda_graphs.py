@@ -719,7 +719,7 @@ def test_a_replay_of_what_lies_where_it_lay_is_a_launch_and_little_else(graphed:
 
 def test_what_a_replay_writes_of_registered_memory_is_seen_by_autograd(graphed: Graphed) -> None:
     inputs, out = [tensor(), tensor()], [tensor()]
-    graphed.runner._changes.registered[:] = inputs[1:]
+    graphed.runner.changes.registered[:] = inputs[1:]
     for number in range(1, 4):
         graphed.run(inputs, out)
         assert inputs[1]._version == number

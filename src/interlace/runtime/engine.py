@@ -151,6 +151,12 @@ class EngineContext:
     label: RunLabel
     lock: Lock
 
+    def let_go(self) -> None:
+        """Lets go of the callers' tensors: a closed engine may wait long for the collector."""
+        self.values.registered = {}
+        self.inputs.let_go()
+        self.outputs.let_go()
+
     def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> Wait:
         """How op `index` waits (or, if it is a Fused, one of its members)."""
         return Wait(

@@ -79,7 +79,7 @@ def _end(engine: Engine | None) -> None:
         try:
             engine.close()
         finally:
-            engine.context.values.registered = {}
+            engine.context.let_go()
 
 
 class Executor:
@@ -198,8 +198,9 @@ class Executor:
             (team, name): self._teams[team].backend(name, self.device.type, self.limit_s)
             for team, name in self._backends
         }
-        resources = dataclasses.replace(self._shared, backends=connected, uses={})
-        known = self.host, resources.registered
+        facts: dict[str, Any] = {"backends": connected, "uses": {}, "registered": {}}
+        resources = dataclasses.replace(self._shared, **facts)
+        known = self.host, self._shared.registered
         values = ValueTable(program, plan.box, resources.slots, self.device, *known)
         inputs, outputs = (
             Parameters(

@@ -163,6 +163,10 @@ class Parameters:
                 made.append(at(place, 0, box))
         return made
 
+    def let_go(self) -> None:
+        """Lets go of the registered ones. No run comes after this."""
+        self._held, self._places, self._makers = [], [], []
+
     def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises `ExecutorError` unless the registered ones lie where peers reach them."""
         for index, address, name in self._places:

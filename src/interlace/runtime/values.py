@@ -230,15 +230,6 @@ class ValueTable:
         family.views.append((place, box))
         return place
 
-    def callers(self, view: View) -> tuple[torch.Tensor, Box | None] | None:
-        """The caller's own tensor of what is registered, and which box of it, if not all of it;
-        None for anything else."""
-        held = self.registered.get(view.buffer)
-        if held is None:
-            return None
-        box = self.box(view)
-        return held.tensor, None if box == whole(self._buffers[view.buffer]) else box
-
     def address(self, view: View, member: int | None = None) -> Callable[[], int]:
         """What gives the address of a view in each run, without making a tensor of it.
 

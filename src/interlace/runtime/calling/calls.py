@@ -370,11 +370,12 @@ def _result(arg: Arg, plan: Plan, values: ValueTable) -> int | Callable[[], Any]
                 f"{plan.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
                 "the next run reuses: return a fresh buffer or an output"
             )
-        registered = values.callers(arg)
-        if registered is None:
+        held, box = values.registered, values.box(arg)
+        if arg.buffer not in held:
             return values.own(arg)
-        tensor, box = registered
-        return lambda: tensor if box is None else derive(tensor, box)
+        name, all_of_it = arg.buffer, box == whole(plan.buffers[arg.buffer])
+        of_now = lambda: values.registered[name].tensor  # noqa: E731
+        return of_now if all_of_it else lambda: derive(of_now(), box)
     if isinstance(arg, tuple):
         return reader_of(arg, plan, values)
     value = decode(arg, values.device)

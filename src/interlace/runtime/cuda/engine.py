@@ -365,6 +365,7 @@ class CudaEngine:
         self.binding.close()
         self.marks.close()
         self.driver.destroy_event(self._told)
+        self.runner.changes.registered.clear()
         if over:
             self.context.values.drop()
 

@@ -72,7 +72,7 @@ class Runner:
         self._under_way = False
         """Whether a run is issued op by op: the lock keeps out only other threads."""
         self._start = self._values.starter((*self._inputs.names, *self._outputs.names))
-        self._changes = Changes(context)
+        self.changes = Changes(context)
         self._has_places = bool(self._values.registered)
         self._lent = lent(engine)
         self.warm = False
@@ -113,9 +113,9 @@ class Runner:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
-                kept += [(tensor, tensor.clone()) for tensor in self._changes.registered]
+                kept += [(tensor, tensor.clone()) for tensor in self.changes.registered]
             with self._same_draws():
-                self.issue(self._inputs.zeros(self._changes.buffers), None)
+                self.issue(self._inputs.zeros(self.changes.buffers), None)
                 self._engine.synchronize()
         except BaseException as error:
             self._engine.watched.fail(error)  # peers wait for this rank in their runs
@@ -207,8 +207,8 @@ class Runner:
                 raise
             raise known from error  # what NCCL was ended for, by an abort or by a peer
         finally:
-            if self._changes.always or out is not None:
-                self._changes.tell(inputs, out)
+            if self.changes.always or out is not None:
+                self.changes.tell(inputs, out)
             watched.issuing = False
 
     def _enter(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:

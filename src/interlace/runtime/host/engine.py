@@ -72,11 +72,12 @@ class CpuEngine:
             self._entered.append(LocalProgress(len(streams)))
         self._cells: Any = self._entered[-1].cells if self._entered else []
         if self._entered:
-            self._flight.follow(lambda: progress_of(self._cells, len(streams)))
+            cells, count = self._cells, len(streams)
+            self._flight.follow(lambda: progress_of(cells, count))
         self._first, *self._others = self._bind(context) or [Stream("")]
         self._uses, self._end = resources.uses, context.values.end
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
-        self._held = list(context.values.registered.values())
+        self._values = context.values
         self._start = context.values.starter((*self._inputs.names, *self._outputs.names))
         self._lock, self._under_way = context.lock, False
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
@@ -228,7 +229,8 @@ class CpuEngine:
                     self.spans = []
             if out is None:
                 out = self._outputs.new()
-            if self._held:
+            held = self._values.registered
+            if held:
                 self._bring(inputs, out)
             self._start((*inputs, *out), self._uses)
             if self._others:
@@ -237,8 +239,8 @@ class CpuEngine:
                 self._drive(self._first, mark)
             if self._failure is not None:
                 self._raise_failure()
-            for held in self._held:
-                held.leave()
+            for each in held.values():
+                each.leave()
             results = self._results()
             for entered in self._entered:
                 entered.leave()
@@ -253,7 +255,7 @@ class CpuEngine:
         """Puts registered parameters where peers reach them."""
         self._inputs.check_places(inputs)
         self._outputs.check_places(out)
-        for held in self._held:
+        for held in self._values.registered.values():
             held.enter()
 
     def _raise_failure(self) -> None:
