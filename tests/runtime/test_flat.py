@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.runtime.programs import Outcome, attempt
 from tests.support.pool import Died, Pool
 
-from interlace.comm import release_teams
+from interlace.comm import TeamComm, release_teams, team_of
 from interlace.comm.control import DONE, ENTERED, EXITED, PROGRESS
 from interlace.comm.host.signals import stamp
 from interlace.ir import parse
@@ -61,6 +61,12 @@ def prepared(text: str, **options: Any) -> Executor:
     return Executor(parse(text), groups={"tp": group}, options=Options(**limit)).prepare()
 
 
+def own_team() -> TeamComm:
+    group = dist.group.WORLD
+    assert group is not None
+    return team_of(group, "tp")
+
+
 def given(seed: int, good: bool = True) -> list[torch.Tensor]:
     rng = torch.Generator().manual_seed(seed + dist.get_rank())
     return [torch.randn(4, generator=rng), torch.tensor([0, 3 if good else 4])]
@@ -89,7 +95,7 @@ def test_results_are_the_engines(pool: Pool, seed: int) -> None:
 
 def words() -> list[tuple[int, int, int]]:
     executor = prepared(BEFORE.format("peer"))
-    control = executor._teams["tp"].control
+    control = own_team().control
     found: list[tuple[int, int, int]] = []
     for number in range(3):
         executor.run(given(number))
@@ -193,7 +199,7 @@ def blocked() -> list[Outcome]:
         held = threading.Event()
 
         def hold(held: threading.Event = held, seconds: float = seconds) -> None:
-            with executor._teams["tp"].lock:
+            with own_team().lock:
                 held.set()
                 time.sleep(seconds)
 
@@ -231,7 +237,7 @@ def test_a_team_that_was_released_is_not_touched(pool: Pool) -> None:
 def refused(seed: int) -> list[Outcome]:
     """What is wrong with an input is said before any peer is told of a run."""
     executor = prepared(BEFORE.format("peer"))
-    control, wrong = executor._teams["tp"].control, given(seed)
+    control, wrong = own_team().control, given(seed)
     executor.run(wrong)
     before = control.run
     wrong[0].resize_(2, 2)

@@ -244,3 +244,16 @@ def test_a_thread_that_waits_too_long_gets_an_error() -> None:
     thread.join(30)
     executor.reset()
     assert executor.run([x, w])[0].shape == (WIDTH, WIDTH)
+
+
+def test_a_run_within_a_run_of_its_own_is_refused() -> None:
+    """At once: nobody waits for a lock that this thread has."""
+    executor = Executor(program(1), before_op=lambda *_: again()).prepare()
+    x, w = given()
+
+    def again() -> None:
+        executor.run([x, w])
+
+    for _ in range(2):
+        with pytest.raises(ExecutorError, match="was called in a run of its own"):
+            executor.run([x, w])
