@@ -257,3 +257,16 @@ def test_a_run_within_a_run_of_its_own_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(ExecutorError, match="was called in a run of its own"):
             executor.run([x, w])
+
+
+def test_parameters_may_stand_in_any_order() -> None:
+    text = """
+def mixed(y: out[f32[4]], a: f32[4], z: out[f32[4]], b: f32[4]):
+    main: call("aten.sub.out", a, b, out=y)
+    main: call("aten.sub.out", b, a, out=z)
+    return z, y
+"""
+    a, b = torch.randn(4), torch.randn(4)
+    z, y = Executor(parse(text)).prepare().run([a, b])
+    assert torch.equal(y, a - b)
+    assert torch.equal(z, b - a)

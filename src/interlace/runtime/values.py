@@ -143,8 +143,8 @@ class ValueTable:
             for op in program.ops
             if isinstance(op, Alloc) and op.buffer.kind == "fresh"
         )
-        for buffer in self._buffers.values():
-            if buffer.kind in ("input", "output", "fresh"):
+        for kind in ("input", "output", "fresh"):  # in the order in which `starter` is given them
+            for buffer in (b for b in self._buffers.values() if b.kind == kind):
                 self._families[buffer.name] = _Family(self._add(None, constant=False))
 
     @property
@@ -287,7 +287,7 @@ class ValueTable:
         views = [(*view, family.place) for family in families for view in family.views]
         more = bool(self._symmetric or self._allocated)
         first, end = (places[0], places[-1] + 1) if places else (0, 0)
-        assert places == list(range(first, end)), "parameters come first, inputs before outputs"
+        assert places == list(range(first, end)), "inputs come first, then outputs"
 
         def start(tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
             items[first:end] = tensors
