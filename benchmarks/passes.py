@@ -24,7 +24,7 @@ from interlace.comm.host.signals import fence
 from interlace.cost import default_machine, simulate
 from interlace.ir import Notify, Program, parse, validate
 from interlace.passes import run_pipeline
-from interlace.passes.order.dependencies import dependencies
+from interlace.passes.dependencies import dependencies
 from interlace.verify import check
 
 HEAD = ("pass", "ranks", "ops", "rounds", "least_ms", "median_ms", "most_ms")

@@ -68,6 +68,8 @@ OTHERS = {
         "",
         "one part computes nothing for",
     ),
+    "no result": (GATHER, ", out=y[tp.rank])", ")", "part 1 is not one mm or addmm"),
+    "one factor": (GATHER, "x, w, out=y[tp.rank])", "x, out=y[tp.rank])", "part 1 is not one mm"),
     "element type": (GATHER, "bf16", "f32", "the kernel takes bf16 or f16"),
     "another kernel": (GATHER, "gather_matmul()", "scatter_matmul()", "'y' is not symmetric"),
     "other pieces": (SCATTER, "pieces=2", "pieces=1", "it has 4 parts, and its kernel 2"),

@@ -24,8 +24,7 @@ from interlace.ir import (
     validate,
 )
 from interlace.passes import run_pipeline
-from interlace.passes.fuse import Fuse
-from interlace.passes.order.groups import SUM, groups
+from interlace.passes.fuse import SUM, Fuse, groups
 from interlace.passes.strategies import pieces as pieces_file
 from interlace.verify import check
 

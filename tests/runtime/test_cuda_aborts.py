@@ -143,7 +143,7 @@ def test_no_run_begins_once_there_is_a_failure() -> None:
 def test_a_failure_is_looked_for_once_the_thread_is_known_to_be_issuing() -> None:
     """The other way round, a failure and its abort could come between the two."""
     with bound("gather", "put") as fake:
-        team, seen = next(iter(fake.engine.context.crew.teams.values())), list[bool]()
+        team, seen = next(iter(fake.engine.context.resources.teams.values())), list[bool]()
 
         def enter(*_: Any) -> None:
             seen.append(fake.engine.watched.issuing)
@@ -179,8 +179,8 @@ def test_a_thread_that_is_held_up_in_a_capture_is_let_go(monkeypatch: pytest.Mon
 def test_what_is_aborted_are_the_backends_of_the_programs_ops() -> None:
     with bound("gather", "put") as fake:
         context, nccl = fake.engine.context, Nccl()
-        crew = dataclasses.replace(context.crew, backends={("tp", "nccl"): nccl})
-        watched = Watched(fake.engine, dataclasses.replace(context, crew=crew))
+        resources = dataclasses.replace(context.resources, backends={("tp", "nccl"): nccl})
+        watched = Watched(fake.engine, dataclasses.replace(context, resources=resources))
         assert watched._backends == [nccl]
         assert fake.engine.watched._backends == []
 
@@ -222,8 +222,8 @@ def test_no_op_of_nccl_is_issued_once_there_is_a_failure(bind: Any) -> None:
     binder, backend = mock.MagicMock(), mock.Mock()
     binder.plan.letters.__getitem__.return_value.backend = "nccl"
     binder.plan.turns.__getitem__.return_value.backend = "nccl"
-    binder.crew.backends.__getitem__.return_value = backend
-    binder.links.check.side_effect = PROBLEM
+    binder.resources.backends.__getitem__.return_value = backend
+    binder.check.side_effect = PROBLEM
     lane: Any = mock.Mock(within=lambda run: run)
     send = mock.Mock(spec=Send, team="tp", peer=mock.Mock(), src=mock.Mock())
     gather = mock.Mock(spec=Collective, team="tp", src=mock.Mock(), dst=mock.Mock())
@@ -245,7 +245,7 @@ def test_an_op_that_nccl_ends_is_the_failure_that_it_was_ended_for(known: str) -
         raise ended_by_nccl
 
     with bound("gather", "put") as fake:
-        control: Any = fake.engine.context.crew.teams["tp"].control
+        control: Any = fake.engine.context.resources.teams["tp"].control
         if known == "by its peer":  # which the watchdog has not come to
             control.failure = lambda: PROBLEM
         told = mock.patch.object(control, "fail", wraps=control.fail)
@@ -380,7 +380,7 @@ def test_a_reset_of_the_team_mends_all_its_engines() -> None:
         fake.engine.watched.fail(PROBLEM)
         with pytest.raises(PeerError, match="a peer stopped"):
             fake.engine.synchronize()
-        team: Any = fake.engine.context.crew.teams["tp"]
+        team: Any = fake.engine.context.resources.teams["tp"]
         team.resets += 1
         fake.engine.synchronize()
         team.is_set_up = False  # released: nobody has mended it

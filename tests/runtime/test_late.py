@@ -24,7 +24,7 @@ from interlace.comm.teams import reset_teams
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.engine import Context, Engine
+from interlace.runtime.engine import Engine, EngineContext
 from interlace.runtime.prepare.agreement import _collect
 
 LIMIT_S = 0.6
@@ -172,7 +172,7 @@ def rebind_that_fails() -> tuple[list[Outcome], list[int]]:
     inputs = inputs_of(executor.program, dist.get_rank(), 1)
     make, ends = executor._engine_class, list[int]()
 
-    def counted(context: Context) -> Engine:
+    def counted(context: EngineContext) -> Engine:
         if not ends:
             ends.append(0)
             raise MemoryError("no memory for events")
@@ -189,6 +189,7 @@ def rebind_that_fails() -> tuple[list[Outcome], list[int]]:
 
     executor.run(inputs)
     first = executor._engine
+    assert first is not None
     closed = mock.Mock(side_effect=first.close)
     first.close = closed
     executor._engine_class = counted  # pyright: ignore[reportAttributeAccessIssue]

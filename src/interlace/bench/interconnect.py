@@ -33,7 +33,7 @@ from interlace.bench.transfers import (
 from interlace.cost import Sample, default_machine, default_path, fingerprint, fit
 from interlace.errors import OptionError
 from interlace.launch import Tell
-from interlace.passes.choosing.candidates import keeping_sites
+from interlace.passes.strategies.candidates import keeping_sites
 from interlace.runtime.machine import gpus_of
 
 LONG = 64 << 20

@@ -102,7 +102,7 @@ class _Place:
     def __init__(self, device: str, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
         from interlace.bench.ranks import pick_device
         from interlace.cost import Machine, default_path, fingerprint
-        from interlace.passes.choosing.site_rows import gpu_of
+        from interlace.passes.strategies.candidates import gpu_of
         from interlace.runtime.machine import gpus_of
 
         gpu, world = gpu_of(rows)
@@ -171,8 +171,7 @@ def _from_samples(
 
 def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], place: _Place) -> Machine:
     """Writes the machine with the sites of these rows."""
-    from interlace.passes.choosing.candidates import with_sites
-    from interlace.passes.choosing.site_rows import site_times
+    from interlace.passes.strategies.candidates import site_times, with_sites
 
     path = place.path
     named = machine.replace(name=path.stem, host=place.host)

@@ -25,7 +25,7 @@ from interlace.frontend.importing.importer import Imported
 from interlace.ir import Program, Remark
 from interlace.ir.called import others
 from interlace.options import Options
-from interlace.passes import add_remarks, lower
+from interlace.passes import lower
 from interlace.runtime import Executor
 from interlace.runtime.machine import built_in, machine_for
 from interlace.runtime.prepare.agreement import Agreement
@@ -94,7 +94,7 @@ def bind(
 
     def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
         remarks = [*noted, *([Remark("frontend", why)] if why else [])]
-        program = add_remarks(lower(imported.program, options, machine), remarks)
+        program = lower(imported.program, options, machine).remarked(remarks)
         executor = Executor(
             program,
             groups=groups,

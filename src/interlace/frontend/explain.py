@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from interlace.frontend.binding import Bound
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.ir import Program, Site
-from interlace.passes.choosing.candidates import candidates
-from interlace.passes.choosing.estimate import Estimate
+from interlace.passes.strategies.candidates import candidates
+from interlace.passes.strategies.estimate import Estimate
 
 
 def explain(bound: Iterable[Bound]) -> str:

@@ -33,7 +33,7 @@ TILE_ROWS = 128
 LIMIT = 2**31
 """Row and column indices are 32-bit in the kernels."""
 
-Place = tuple[str, Box]
+MatrixPlace = tuple[str, Box]
 """A box of a buffer."""
 
 
@@ -63,11 +63,11 @@ class KernelMatmul:
     """Whether the weight is the transpose of a matrix whose rows lie in a row."""
     weight: View
     bias: View | None
-    own: Place
+    own: MatrixPlace
     """The rank's rows alone: what it gathers from, or its slot."""
-    others: Place
+    others: MatrixPlace
     """All ranks' rows, of which those of other ranks count: where they arrive, or leave from."""
-    whole: Place
+    whole: MatrixPlace
     """All ranks' rows: the result of a gather, what a scatter multiplies."""
     order: tuple[tuple[int, int], ...]
     """For each part, whose rows it makes and which range of them."""
@@ -104,13 +104,13 @@ def factors(op: FusedMember) -> Factors | None:
     spec = matmul_of(op.fn) if isinstance(op, Call) else None
     if not isinstance(op, Call) or spec is None or not spec.fusable or op.fn != spec.into:
         return None
-    bias: Arg = op.args[0] if spec.lhs else None
-    a, b = op.args[spec.lhs : spec.lhs + 2]
-    if op.kwargs or not (
-        isinstance(a, View) and isinstance(b, View) and isinstance(bias, View | None)
-    ):
+    if op.kwargs or len(op.args) != spec.lhs + 2 or len(op.outs) != 1:
         return None
-    return Factors(a, b, op.outs[0], bias)
+    bias: Arg = op.args[0] if spec.lhs else None
+    a, b = op.args[spec.lhs :]
+    if isinstance(a, View) and isinstance(b, View) and isinstance(bias, View | None):
+        return Factors(a, b, op.outs[0], bias)
+    return None
 
 
 def unfit(a: Box, b: Box, out: Box, bias: Box | None) -> str:
@@ -152,46 +152,36 @@ class _Reader:
     ) -> None:
         self.op, self.kernel, self.box, self.buffers, self.where = op, kernel, box, buffers, where
         self.gathers = kernel.kind == "gather_matmul"
+        self.own_parts = 1 if self.gathers else own_parts(kernel)
         self.products = [self._product(number, part) for number, part in enumerate(op.parts)]
         self.starts: dict[str, tuple[str, int]] = {}
         """By matrix: its buffer and first element."""
 
     def read(self) -> KernelMatmul:
-        kernel, gathers = self.kernel, self.gathers
-        if not 0 <= kernel.lead <= kernel.pieces or (gathers and kernel.pieces != 1):
+        kernel = self.kernel
+        if not 0 <= kernel.lead <= kernel.pieces or (self.gathers and kernel.pieces != 1):
             raise ProgramError(f"{kernel.pieces} pieces with lead {kernel.lead} have no order")
         mine, team = self._own()
         member = self.where.member(team)
         size, rank = len(member.ranks), member.index
-        order = turns(kernel, size)
+        order = [((rank + away) % size, piece) for away, piece in turns(kernel, size)]
         if len(order) != len(self.products):
             raise ProgramError(f"it has {len(self.products)} parts, and its kernel {len(order)}")
-        length, inner, columns = self._sizes(mine)
-        own_count = 1 if gathers else own_parts(kernel)
-        rows = length * own_count
-        if max(size * rows, inner, columns) >= LIMIT:
-            raise ProgramError(f"an extent of {LIMIT} or more")
-        if kernel.pieces > 1 and (rows % kernel.pieces or rows // kernel.pieces % TILE_ROWS):
-            raise ProgramError(
-                f"its kernel makes ranges of whole tiles of {TILE_ROWS} rows, and not "
-                f"{kernel.pieces} of {rows}"
-            )
-        wide, split_wide = (columns, inner) if gathers else (inner, columns)
-        chunks = [((rank + distance) % size, piece) for distance, piece in order]
-        for number, (product, (chunk, piece)) in enumerate(zip(self.products, chunks, strict=True)):
+        rows, inner, columns = self._sizes(mine, size)
+        wide, split_wide = (columns, inner) if self.gathers else (inner, columns)
+        for number, (chunk, piece) in enumerate(order):
+            product, own = self.products[number], chunk == rank
             if (product.b, product.bias) != (mine.b, mine.bias):
                 raise ProgramError("its parts multiply by different matrices")
-            height = rows // (own_count if chunk == rank else kernel.pieces)
+            height = rows // (self.own_parts if own else kernel.pieces)
             at = chunk * rows + piece * height if kernel.lead else (piece * size + chunk) * height
-            split, whole = (product.out, product.a)[:: -1 if gathers else 1]
+            split, whole = (product.out, product.a)[:: -1 if self.gathers else 1]
             self._matrix("whole", whole, at, (height, wide))
-            if chunk == rank:
-                self._matrix("own", split, piece * height, (height, split_wide))
-            else:
-                self._matrix("others", split, at, (height, split_wide))
-            self._check_members(number, chunk == rank, own_count)
+            first = piece * height if own else at
+            self._matrix("own" if own else "others", split, first, (height, split_wide))
+            self._check_members(number, own)
         dtype = self.box(mine.a).dtype
-        signal, value = self._signal(team, [chunk for chunk, _ in chunks])
+        signal, value = self._signal(team, [chunk for chunk, _ in order])
         return KernelMatmul(
             kernel=kernel,
             team=team,
@@ -207,7 +197,7 @@ class _Reader:
             own=self._place("own", rows, split_wide, dtype),
             others=self._place("others", size * rows, split_wide, dtype),
             whole=self._place("whole", size * rows, wide, dtype),
-            order=tuple(chunks),
+            order=tuple(order),
             signal=signal,
             value=value,
         )
@@ -229,14 +219,22 @@ class _Reader:
             raise ProgramError(f"{name!r} is not symmetric: no rank reaches another's rows there")
         return mine, team
 
-    def _sizes(self, mine: Factors) -> tuple[int, int, int]:
-        """Rows, inner size and columns of a part."""
+    def _sizes(self, mine: Factors, size: int) -> tuple[int, int, int]:
+        """Rows a rank, inner size and columns."""
         a, b, out = map(self.box, (mine.a, mine.b, mine.out))
         why = unfit(a, b, out, None if mine.bias is None else self.box(mine.bias))
         if why:
             raise ProgramError(why)
-        rows, inner = a.sizes
-        return rows, inner, out.sizes[1]
+        (length, inner), columns = a.sizes, out.sizes[1]
+        rows, pieces = length * self.own_parts, self.kernel.pieces
+        if max(size * rows, inner, columns) >= LIMIT:
+            raise ProgramError(f"an extent of {LIMIT} or more")
+        if pieces > 1 and (rows % pieces or rows // pieces % TILE_ROWS):
+            raise ProgramError(
+                f"its kernel makes ranges of whole tiles of {TILE_ROWS} rows, and not {pieces} of "
+                f"{rows}"
+            )
+        return rows, inner, columns
 
     def _matrix(self, name: str, view: View, row: int, sizes: tuple[int, int]) -> None:
         """A view is these rows of a matrix, whose others other parts have."""
@@ -246,20 +244,20 @@ class _Reader:
         if not alike or (box.sizes, box.strides) != (sizes, (sizes[1], 1)):
             raise ProgramError(f"its parts have not the rows of one matrix in {view.buffer!r}")
 
-    def _place(self, name: str, rows: int, width: int, dtype: DType) -> Place:
+    def _place(self, name: str, rows: int, width: int, dtype: DType) -> MatrixPlace:
         buffer, start = self.starts[name]
         _, held = self.box(View(buffer)).hull
         if start < 0 or (start + rows * width) * dtype.itemsize > held:
             raise ProgramError(f"{buffer!r} does not hold the rows of all ranks")
         return buffer, Box(start, (rows, width), (width, 1), dtype)
 
-    def _check_members(self, number: int, own: bool, own_count: int) -> None:
+    def _check_members(self, number: int, own: bool) -> None:
         """Beside its matmul, a part waits for its rows (gather) or records them (scatter)."""
         part = self.op.parts[number]
         if self.gathers:
             fits = len(part) == 1 if own else len(part) == 2 and isinstance(part[0], Expect)
         else:
-            told = not own or own_count == self.kernel.pieces
+            told = not own or self.own_parts == self.kernel.pieces
             fits = all(isinstance(member, Record) and told for member in part[1:])
         if not fits:
             raise ProgramError(f"part {number + 1} waits or tells where the kernel does not")

@@ -97,6 +97,10 @@ class Program:
         """This Program with some fields changed."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
+    def remarked(self, remarks: Iterable[Remark]) -> Program:
+        """This Program with these remarks added, each of them once."""
+        return self.replace(remarks=tuple(dict.fromkeys((*self.remarks, *remarks))))
+
     @property
     def world(self) -> tuple[int, ...]:
         """The global ranks that run this Program."""

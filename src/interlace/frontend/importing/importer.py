@@ -47,9 +47,8 @@ from interlace.frontend.importing.types import buffer_like, device_of, scalar_wo
 from interlace.frontend.importing.views import RULES, SPLITS, extend, split_dim, strided
 from interlace.frontend.teams import Teams
 from interlace.ir import Alloc, Buffer, Call, Program, Team, View
-from interlace.runtime.copies import resolved
 from interlace.runtime.inputs import may_be_lazy
-from interlace.runtime.values import whole
+from interlace.runtime.values import resolved, whole
 
 Value = Any
 """What a node stands for: a View, a scalar, None, an `Opaque`, or a tuple of these."""

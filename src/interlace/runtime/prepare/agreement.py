@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch.distributed as dist
+
 from interlace.comm import TeamComm, attending
 from interlace.comm.rendezvous.board import Board, Note, failure, meet, named
-from interlace.errors import AgreementError, ProgramError, SoundnessError
+from interlace.errors import AgreementError, ProgramError, SoundnessError, TeamError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
-from interlace.runtime.prepare.registered import Found, judge
+from interlace.runtime.prepare.registered import Registration, judge
 from interlace.verify import Report, check
 
 LATER_S = 0.5
@@ -112,7 +114,7 @@ def agree(
     rank: int,
     teams: Sequence[TeamComm],
     time_out_s: float,
-    found: Found | None = None,
+    found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams, and proves what they run.
@@ -121,7 +123,7 @@ def agree(
     rank, all of them raise. `backends` has those that this rank's Program needs, for each
     of the teams.
     """
-    found = found or Found()
+    found = found or Registration()
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {
@@ -326,4 +328,53 @@ def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str)
             "Every rank must prepare the same Programs in the same order; look for code that "
             "depends on the rank, or for inputs whose shapes differ between ranks",
         ]
+    )
+
+
+# -- which rank this process is -------------------------------------------------------------------
+
+
+def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> int:
+    """The rank of a Program at which each of its teams has this process where its group has it.
+
+    A Program counts its ranks from 0, whatever the global ranks of its groups: one tensor-parallel
+    Program of two ranks serves every replica of a data-parallel job.
+    """
+    known = {team.name for team in program.teams}
+    stray = [name for name in groups if name not in known]
+    if stray:
+        raise TeamError(
+            f"{program.name} has no team named {stray[0]!r}: its teams are {sorted(known)}"
+        )
+    mine = {name: group for name, group in groups.items() if _member(group)}
+    ranks = program.world if program.rank is None else (program.rank,)
+    fits = [rank for rank in ranks if _fits(program, rank, mine)]
+    if len(fits) == 1:
+        return fits[0]
+    me = dist.get_rank() if dist.is_initialized() else 0
+    if me in fits:
+        return me
+    have = ", ".join(f"{n} (rank {g.rank()} of {g.size()})" for n, g in mine.items()) or "none"
+    wants = ", ".join(f"{team.name}[{team.size}]" for team in program.teams) or "none"
+    if not fits:
+        raise TeamError(
+            f"no rank of {program.name} fits this process: the Program's teams are {wants}, the "
+            f"process groups given are {have}. Give one group for each team, as in "
+            "groups={'tp': mesh.get_group('tp')}, with as many ranks as the team has"
+        )
+    raise TeamError(
+        f"ranks {fits} of {program.name} would all fit this process (teams {wants}, groups "
+        f"{have}): instantiate the Program for the rank that this process is"
+    )
+
+
+def _member(group: dist.ProcessGroup) -> bool:
+    return isinstance(group, dist.ProcessGroup)  # new_group gives other ranks a placeholder
+
+
+def _fits(program: Program, rank: int, groups: Mapping[str, dist.ProcessGroup]) -> bool:
+    members = program.where(rank).members
+    return set(members) == set(groups) and all(
+        (groups[name].rank(), groups[name].size()) == (member.index, len(member.ranks))
+        for name, member in members.items()
     )

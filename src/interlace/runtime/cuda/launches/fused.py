@@ -1,4 +1,4 @@
-"""A Fused op as the one persistent kernel that it names.
+"""Launches of our kernels: of the one that a Fused op names, and of the sum of a reduction's slots.
 
 Without a kernel, and on a GPU that has none (with a warning), its members run one after another:
 slower, and the same result.
@@ -11,9 +11,10 @@ Note [The same bits in order]
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from interlace.ir import Call, Fused, Record
+from interlace.ir import Box, Call, Fused, Record, View
 from interlace.ir.kernels import KernelMatmul, factors, kernel_matmul
 from interlace.kernels.gemm import support
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
@@ -97,7 +98,7 @@ def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
 def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
     values, items = binder.values, binder.values.items
     launch = _kernel(binder, matmul).launch
-    space = binder.links.spaces[matmul.team]
+    space = binder.spaces[matmul.team]
     gates, value = space.own(matmul.signal, 0), matmul.value
     x, slots, y = values.at(*matmul.own), values.at(*matmul.others), values.at(*matmul.whole)
     w = values.own(matmul.weight)
@@ -115,11 +116,11 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
     values, items, pieces = binder.values, binder.values.items, matmul.kernel.pieces
     kernel: Any = _kernel(binder, matmul)
     assert kernel.subs == pieces, "validate asks for ranges of whole tiles"
-    runs, counters = binder.links.runs, binder.links.words(matmul.team, matmul.size * pieces)
+    binding, counters = binder.binding, binder.spaces[matmul.team].local(matmul.size * pieces)
     tiles = kernel.raised
 
     def due() -> int:
-        return runs() * tiles
+        return binding.runs * tiles
 
     spot = 0
     for part, (chunk, piece) in zip(op.parts, matmul.order, strict=True):
@@ -169,3 +170,47 @@ def _aligned(
             run()
 
     return either
+
+
+# -- the sum of a reduction's slots ----------------------------------------------------------------
+
+SUM = "interlace.sum_slots"
+
+
+def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
+    """The launch that adds up the first dimension of a view, where its rest lies in a row."""
+    if op.fn != SUM or binder.context.device.type != "cuda" or find_spec("triton") is None:
+        return None
+    (slots,) = op.views()
+    (out,) = op.outs
+    if not isinstance(out, View):
+        return None
+    box, to = binder.plan.box(slots), binder.plan.box(out)
+    each = Box(0, box.sizes[1:], box.strides[1:], box.dtype)
+    from interlace.kernels.exchange.reduce import sum_slots
+    from interlace.kernels.exchange.sums import SumSlots
+    from interlace.kernels.launch import TYPES
+
+    dtype = DTYPES[box.dtype]
+    fits = dtype in TYPES and box.dtype == to.dtype and box.numel > 0
+    if not (fits and each.contiguous and to.contiguous):
+        return None
+    count, stride = to.numel, box.strides[0]
+    aligned = not (count | stride) * dtype.itemsize % support.ALIGNMENT
+    facts = {"size": box.sizes[0], "dtype": dtype, "device": binder.context.device}
+    launch = SumSlots(**facts, aligned=aligned).launch
+    items, a, b = binder.values.items, binder.values.own(slots), binder.values.own(out)
+
+    def by_torch() -> None:
+        sum_slots(items[a], out=items[b])
+
+    slowly = lane.within(by_torch)
+
+    def run() -> None:
+        source, target = items[a].data_ptr(), items[b].data_ptr()
+        if aligned and (source | target) % support.ALIGNMENT:
+            slowly()
+        else:
+            launch(lane.handle, source, stride, target, count)
+
+    return run

@@ -11,6 +11,7 @@ numbered once and compared by their hulls first, which keeps thousands of ops ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from interlace.ir import AsStrided, Box, Buffer, Chunk, DType, Program, Slice, Step, View
@@ -156,3 +157,42 @@ def rank_dependent(step: Step) -> bool:
             return not (isinstance(start, int) and isinstance(stop, int))
         case _:
             return False
+
+
+class Meets:
+    """Whether what a rank touches of a buffer is what another, so far away, touches of it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.buffers = program, program.buffers()
+        self.ranks = representatives(program)
+        self.known: dict[object, bool] = {}
+
+    def at(self, team: str, name: str) -> Callable[[View, View, int], bool]:
+        """The question for one buffer of a team. Buffers of one shape have the same answers."""
+        buffer = self.buffers[name]
+        shape = (team, buffer.shape, buffer.strides, buffer.dtype)
+
+        def meet(one: View, other: View, distance: int) -> bool:
+            key = (shape, one.steps, other.steps, distance)
+            if key not in self.known:
+                self.known[key] = self.compare(team, buffer, one, other, distance)
+            return self.known[key]
+
+        return meet
+
+    def compare(self, team: str, buffer: Buffer, one: View, other: View, distance: int) -> bool:
+        """Compares the boxes of every rank with those of the rank so far away."""
+        for rank in self.ranks:
+            where = self.program.where(rank)
+            member = where.members.get(team)
+            if member is None:
+                continue
+            peer = member.ranks[(member.index + distance) % len(member.ranks)]
+            boxes: list[Box | None] = [
+                compared_box(one, buffer, where),
+                compared_box(other, buffer, self.program.where(peer)),
+            ]
+            mine, theirs = boxes
+            if mine is not None and theirs is not None and mine.overlaps(theirs):
+                return True
+        return False

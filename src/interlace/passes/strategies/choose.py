@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from interlace.cost import Machine, default_machine
 from interlace.ir import Arg, Call, Collective, Op, Site, View
-from interlace.passes.choosing.estimate import Estimate, Estimator
-from interlace.passes.sites.recognise import GatherSite, ScatterSite
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.recognise import GatherSite, MatmulSite
+from interlace.passes.sites.values import Dataflow
+from interlace.passes.strategies.estimate import Estimate, estimate
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, slices
 from interlace.passes.strategies.table import STRATEGIES, Strategy
 from interlace.passes.strategies.write import refusal
@@ -26,13 +26,6 @@ SURE = 0.98
 """or, where both were measured, less than this;"""
 GUESS = 0.9
 """and where it alone was not measured, less than this part of the best that was."""
-
-PEERS = ("peer", "exchange", "fused")
-"""Strategies that reach into the memory of the peers,"""
-KERNELS = ("exchange", "fused")
-"""those that need a kernel on a GPU,"""
-OUTDONE = ("broadcast", "shift", "ring")
-"""and those that peer memory leaves no use for on GPUs that have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +38,6 @@ class Choice:
     remark: str = ""
     serial_ms: float | None = None
     predicted_ms: float | None = None
-    candidates: tuple[Estimate, ...] = ()
-    """All that were looked at, serial first."""
 
     def on(self, site: Site) -> Site:
         """The site with this choice."""
@@ -71,40 +62,38 @@ class Chooser:
     chunks: int
     known: dict[object, Choice] = dataclasses.field(default_factory=dict[object, Choice])
 
-    def asked(self, values: Values, site: GatherSite | ScatterSite, row: Strategy) -> Choice:
+    def asked(self, values: Dataflow, site: MatmulSite, row: Strategy) -> Choice:
         """The strategy that was asked for."""
         count = self._count(values, site, row, self.chunks)
         if self.machine is None:
             return Choice(row, count, "asked for")
         key = row, _signature(values, site)
         if key not in self.known:
-            serial = self._estimate(values, site, None, 0)
-            took = self._estimate(values, site, row, self.chunks)
-            self.known[key] = Choice(
-                *(row, count, "asked for", "", serial.expected_ms, took.expected_ms),
-                candidates=(serial, took),
-            )
+            serial = estimate(self._machine, values, site, None, 0)
+            took = estimate(self._machine, values, site, row, self.chunks)
+            expected = serial.expected_ms, took.expected_ms
+            self.known[key] = Choice(row, count, "asked for", "", *expected)
         return self.known[key]
 
-    def fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
+    def fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
         """The strategy that is expected to be fastest."""
         key = _signature(values, site)
         if key not in self.known:
             self.known[key] = self._fastest(values, site)
         return self.known[key]
 
-    def candidates(self, values: Values, site: GatherSite | ScatterSite) -> tuple[Estimate, ...]:
+    def candidates(self, values: Dataflow, site: MatmulSite) -> tuple[Estimate, ...]:
         """Every strategy that can serve a site, serial first."""
         rows = self._candidates(values, site)
-        others = [self._estimate(values, site, row, chunks) for row, chunks in rows]
-        return self._estimate(values, site, None, 0), *others
+        others = [estimate(self._machine, values, site, row, chunks) for row, chunks in rows]
+        return estimate(self._machine, values, site, None, 0), *others
 
-    def _fastest(self, values: Values, site: GatherSite | ScatterSite) -> Choice:
+    def _fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
         found = self.candidates(values, site)
         serial, name = found[0], self._machine.name
         if len(found) == 1:
             reason = "no strategy can serve it"
-            return Choice(reason=reason, serial_ms=serial.expected_ms, candidates=found)
+            return Choice(reason=reason, serial_ms=serial.expected_ms)
         best, sure = pick(found, self._machine.doubt_s * 1e3)
         if best.row is None:
             fastest = min(found[1:], key=lambda e: e.expected_ms)
@@ -115,18 +104,16 @@ class Chooser:
                 gain = f"is predicted to gain less than {least:.0%}"
             took = serial.expected_ms
             reason = f"{fastest.label}, the fastest, {gain} ({name})"
-            return Choice(None, 0, reason, "", took, took, found)
+            return Choice(None, 0, reason, "", took, took)
         count = self._count(values, site, best.row, best.chunks)
         told = "measured" if sure else "predicted"
         idle, _ = pick(found, self._machine.doubt_s * 1e3, by=lambda e: e.expected_ms)
         reason = f"{told} fastest ({name})"
         if idle is not best:
             reason = f"{told} about as fast as {idle.label}, with less work of the host ({name})"
-        return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms, found)
+        return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms)
 
-    def _candidates(
-        self, values: Values, site: GatherSite | ScatterSite
-    ) -> Iterator[tuple[Strategy, int]]:
+    def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
         for row in STRATEGIES.values():
             # On GPUs `put`, which must be asked for, leaves `get` out; `get` goes without saying.
@@ -139,9 +126,7 @@ class Chooser:
             for chunks in sorted(counts) if row.cut == "slices" else (0,):
                 yield row, chunks
 
-    def _count(
-        self, values: Values, site: GatherSite | ScatterSite, row: Strategy, chunks: int
-    ) -> int:
+    def _count(self, values: Dataflow, site: MatmulSite, row: Strategy, chunks: int) -> int:
         if row.cut == "slices":
             return slices(values, site, chunks)
         if row.cut == "whole":
@@ -151,11 +136,6 @@ class Chooser:
     @property
     def _machine(self) -> Machine:
         return self.machine or default_machine("cpu")
-
-    def _estimate(
-        self, values: Values, site: GatherSite | ScatterSite, row: Strategy | None, chunks: int
-    ) -> Estimate:
-        return Estimator(self._machine).of(values, site, row, chunks)
 
 
 def pick(
@@ -190,14 +170,14 @@ def pick(
 def _serves(row: Strategy, machine: Machine) -> bool:
     """Whether a strategy is worth a look on a machine."""
     gpu, reach = machine.device != "cpu", "peer" in dict(machine.links)
-    if row.name in KERNELS and not gpu:
+    if row.kernel and not gpu:
         return False
-    if (row.name in PEERS and not reach) or (row.name == "fused" and not machine.kernels):
+    if (row.peers and not reach) or (row.name == "fused" and not machine.kernels):
         return False
-    return not (row.name in OUTDONE and gpu and reach)
+    return not (row.outdone and gpu and reach)
 
 
-def _signature(values: Values, site: GatherSite | ScatterSite) -> object:
+def _signature(values: Dataflow, site: MatmulSite) -> object:
     """What the predicted times depend on, and whether a strategy can serve: all that the ops say.
 
     Of buffers, which are the same and how what is used of them lies.
