@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
+from interlace.kernels import launch as launcher
 from interlace.optim import Adam, AdamW
 from interlace.optim.adam import entry as adam_entry
 from interlace.optim.adam import table as adam_table
@@ -50,7 +51,7 @@ class Interpreted:
         self.source.kernel[(grid,)](*args, **self.source.constants)
 
 
-adam_table.Program = Interpreted  # type: ignore[misc]
+launcher.Program = Interpreted  # type: ignore[misc]
 
 
 def params_of(draw: random.Random, dtypes: list[torch.dtype]) -> list[torch.Tensor]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.exchange_support import exchange_twin, late
 from tests.kernels.test_exchange import FLOATS, KINDS, parts_of, sources_of
 
-from interlace.kernels.exchange.launch import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, Exchange, late
+from interlace.kernels.exchange.exchange import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, Exchange
 from interlace.kernels.exchange.moves import moves_of
-from interlace.kernels.exchange.twin import exchange_twin
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,9 +16,8 @@ from tests.support.resources import spills
 pytest.importorskip("triton")
 
 from interlace.kernels.exchange.sums import sum_source
-from interlace.kernels.gemm.configs import CONFIGS, SPECIALIZED, WITH_TAIL, Config
-from interlace.kernels.gemm.gather_matmul import gather_source
-from interlace.kernels.gemm.scatter_matmul import scatter_source
+from interlace.kernels.gemm.matmul import gather_source, scatter_source
+from interlace.kernels.gemm.support import CONFIGS, SPECIALIZED, WITH_TAIL, Config
 
 EVENTS = {
     "acquire": r"ld\.acquire\.sys\.global|atom\.global\.sys\.acquire|ld\.global\.sys\.acquire",

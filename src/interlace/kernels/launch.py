@@ -1,10 +1,10 @@
-"""Compiling a Triton kernel once and launching it with little host work.
+"""The launcher of Triton kernels: compiled once, launched with little host work.
 
 Triton's own launch path looks arguments up, hashes them and builds tensor descriptors at every
 call (20 us and more). Here a kernel is compiled when it is bound, its arguments are addresses and
 numbers, and the call goes straight to the C launcher that Triton made for it:
 
-    program = Program(Source(kernel=..., types=..., constants=..., num_warps=8), device)
+    program = program_of(device, some_source, "bf16", 128)     # some_source gives a `Source`
     program.launch(stream, grid, (x.data_ptr(), y.data_ptr(), x.numel()))
 
 What depends on the addresses alone, tensor maps above all, its users keep for the `RECENT` ones.
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,13 +64,15 @@ def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = Fal
 class Source:
     """A kernel with the types of its arguments, its constants and how it is compiled.
 
-    Pointers are 16-byte aligned; `divisible` says by what a number can be divided, which is what
-    wide loads and stores need. Compiling needs no GPU.
+    A tuple of types is that of an argument that is a tuple. Pointers are 16-byte aligned;
+    `divisible` says by what a number, or a pointer that is not, can be divided, which is what wide
+    loads and stores need. Compiling needs no GPU.
     """
 
     kernel: Any
-    types: Mapping[str, str]
+    types: Mapping[str, Any]
     constants: Mapping[str, Any]
+    """The last arguments."""
     num_warps: int
     num_stages: int = 1
     divisible: Mapping[str, int] = field(default_factory=dict)
@@ -78,15 +81,16 @@ class Source:
 
     def compile(self, target: GPUTarget = HOPPER) -> CompiledKernel:
         """The compiled kernel: its PTX and cubin are in `.asm`."""
-        names = self.kernel.arg_names
-        signature = {n: "constexpr" if n in self.constants else self.types[n] for n in names}
-        known = dict.fromkeys((n for n in names if signature[n][0] == "*"), 16)
-        known.update(self.divisible)
-        attributes = {
-            (index,): [["tt.divisibility", known[name]]]
-            for index, name in enumerate(names)
-            if name in known
-        }
+        signature: dict[str, Any] = {}
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        for index, name in enumerate(self.kernel.arg_names):
+            kind = "constexpr" if name in self.constants else self.types[name]
+            signature[name] = kind
+            each = kind if isinstance(kind, tuple) else (kind,)
+            by = self.divisible.get(name, 16 if each[0][0] == "*" else None)
+            if by is not None:
+                paths = [(index, i) for i in range(len(each))] if each is kind else [(index,)]
+                attributes |= {path: [["tt.divisibility", by]] for path in paths}
         form = ASTSource
         if self.kernel.is_gluon():
             from triton.experimental.gluon._runtime import GluonASTSource
@@ -101,6 +105,7 @@ class Program:
     """A kernel compiled and loaded on one device, with its C launcher."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
+        self.source = source
         major, minor = torch.cuda.get_device_capability(device)
         with torch.cuda.device(device):
             self.compiled = source.compile(GPUTarget("cuda", 10 * major + minor, 32))
@@ -132,6 +137,14 @@ class Program:
             )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
+def program_of(
+    device: torch.device, source: Callable[..., Source], *given: Any, **facts: Any
+) -> Program:
+    """The kernel that `source` makes of what is given, ready on a device: loaded once."""
+    return Program(source(*given, **facts), device)
+
+
 def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
     """The C function behind Triton's wrapper for tensor descriptors, which encodes at every call.
 
@@ -149,32 +162,19 @@ def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
     return launch
 
 
-class Descriptors:
-    """The tensor maps of one operand: one shape and tile, and whatever addresses come."""
+def matrix(program: Program, index: int, address: int, shape: tuple[int, int]) -> tuple[Any, ...]:
+    """The arguments that stand for a matrix, a kernel's descriptor `index`: map, shape, strides."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.runtime import driver
 
-    def __init__(self, program: Program, index: int, shape: tuple[int, int]) -> None:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-        from triton.runtime import driver
-
-        utils: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]
-        later = hasattr(utils, "fill_tma_descriptor_tiled")  # than Triton 3.6
-        self._fill = utils.fill_tma_descriptor_tiled if later else utils.fill_tma_descriptor
-        self._meta = program.compiled.metadata.tensordesc_meta[index]
-        self._type = TMA_DTYPE_DEVICE_TO_HOST[self._meta["elem_type"]]
-        self._shape = shape
-
-    def make(self, address: int) -> tuple[Any, ...]:
-        """The arguments that stand for the matrix at that address: its map, shape and strides."""
-        meta = self._meta
-        shape, strides = list(self._shape), [self._shape[1], 1]
-        described = self._fill(
-            address,
-            meta["swizzle"],
-            meta["elem_size"],
-            self._type,
-            meta["block_size"],
-            shape,
-            strides,
-            0,
-        )
-        return (described, *shape, *strides)
+    utils: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]
+    later = hasattr(utils, "fill_tma_descriptor_tiled")  # than Triton 3.6
+    fill = utils.fill_tma_descriptor_tiled if later else utils.fill_tma_descriptor
+    meta = program.compiled.metadata.tensordesc_meta[index]
+    element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    strides = [shape[1], 1]
+    described = fill(
+        address, meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(shape),
+        strides, 0,
+    )  # fmt: skip
+    return (described, *shape, *strides)

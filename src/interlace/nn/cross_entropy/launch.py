@@ -8,13 +8,11 @@ Everything is enqueued on the current stream; nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
-from triton.runtime import JITFunction
 
-from interlace.kernels.launch import TYPES, Program, Source, on, stream_of
+from interlace.kernels.launch import TYPES, Source, on, program_of, stream_of
 from interlace.nn.cross_entropy import kernel as cross_entropy_kernel
 from interlace.nn.cross_entropy import totals as cross_entropy_totals
 from interlace.nn.cross_entropy.layout import (
@@ -59,28 +57,16 @@ def source_of(name: str, dtypes: tuple[Any, ...], constants: Constants, warps: i
     return Source(kernel=kernel, types=types, constants=dict(constants), num_warps=warps)
 
 
-@lru_cache(maxsize=512)
-def program_of(
-    name: str, dtypes: tuple[Any, ...], constants: Constants, warps: int, device: torch.device
-) -> Program:
-    """A kernel ready on a device."""
-    return Program(source_of(name, dtypes, constants, warps), device)
-
-
 def launch(
     name: str, grid: tuple[int, int], tensors: tuple[torch.Tensor | None, ...],
     numbers: tuple[float, ...], constants: Constants, warps: int = 4,
 ) -> None:  # fmt: skip
     """Launches a kernel on the current stream of its first tensor's device."""
-    kernel = KERNELS[name]
-    if not isinstance(kernel, JITFunction):  # the interpreter's
-        kernel[grid](*tensors, *numbers, **dict(constants))
-        return
     assert tensors[0] is not None
     device = tensors[0].device
     dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
     with on(device):
-        program = program_of(name, dtypes, constants, warps, device)
+        program = program_of(device, source_of, name, dtypes, constants, warps)
         program.launch(stream_of(device), grid[0], (*tensors, *numbers), grid[1])
 
 

@@ -20,13 +20,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from interlace.errors import OptimizerError
-from interlace.kernels.launch import Program
+from interlace.kernels.launch import program_of
 from interlace.optim.adam.arithmetic import ROW, Hyper, Spec
 from interlace.optim.adam.kernel import CHUNK, FIELDS, PREPARE, adam_source, prepare_source
 
@@ -70,8 +69,8 @@ class Launch:
         self.device, self.pins = device, device.type == "cuda"
         self.baked: list[tuple[Tensor | None, ...]] = []
         self._count = len(works)
-        self._program = _update_program(device, spec, aligned, counts)
-        self._prepare = _prepare_program(device) if counts else None
+        self._program = program_of(device, adam_source, spec, aligned=aligned, counted=counts)
+        self._prepare = program_of(device, prepare_source) if counts else None
         blocks = torch.tensor([-(-work.count // CHUNK) for work in works], device="cpu")
         first = blocks.cumsum(0) - blocks
         words = [
@@ -188,17 +187,6 @@ class Launch:
         dynamic.copy_(staged, non_blocking=True)
         self.baked.append((staged, dynamic, *kept))
         return dynamic
-
-
-@cache
-def _update_program(device: torch.device, spec: Spec, aligned: bool, counted: bool) -> Program:
-    """Loaded once: plans come and go, with experts that have gradients only now and then."""
-    return Program(adam_source(spec, aligned=aligned, counted=counted), device)
-
-
-@cache
-def _prepare_program(device: torch.device) -> Program:
-    return Program(prepare_source(), device)
 
 
 def _hyper_row(lr: float | Tensor, hyper: Hyper) -> tuple[float, ...]:

@@ -105,7 +105,7 @@ Tensors = Callable[[], torch.Tensor] | None
 
 def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: float) -> None:
     """Staging memory that is large enough for these collectives on every rank."""
-    from interlace.kernels.exchange import launch as exchange
+    from interlace.kernels.exchange import exchange
 
     needed = max(
         (
@@ -125,7 +125,7 @@ def bind_exchange(
     side: CudaSide, spec: Spec, handle: Callable[[], int], src: Tensors, dst: Tensors
 ) -> Thunk | None:
     """The function that issues this collective on the stream that `handle` gives."""
-    from interlace.kernels.exchange.launch import Exchange
+    from interlace.kernels.exchange.exchange import Exchange
 
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
