@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 
 from interlace.kernels import launch as launcher
 from interlace.optim import Adam, AdamW
-from interlace.optim.adam import entry as adam_entry
+from interlace.optim.adam import plan as adam_plan
 from interlace.optim.adam import table as adam_table
 from interlace.optim.adam.arithmetic import Hyper, Spec, key_of, scalars, update_twin
 
@@ -141,11 +141,11 @@ def check_optimizer(draw: random.Random) -> None:
             vars(by_kernel).update(amp)
             vars(by_twin).update(amp)
         LAUNCHED.clear()
-        adam_entry.served = lambda device: True
+        adam_plan.served = lambda device: True
         by_kernel.step()
         if any(grad is not None and grad.numel() for grad in grads):
             assert "adam_kernel" in LAUNCHED, (options, LAUNCHED)
-        adam_entry.served = lambda device: False
+        adam_plan.served = lambda device: False
         LAUNCHED.clear()
         by_twin.step()
         assert not LAUNCHED
@@ -167,7 +167,7 @@ def check_far(draw: random.Random) -> None:
     spec = Spec(p=torch.bfloat16, g=torch.bfloat16, m=torch.bfloat16, v=torch.bfloat16,
                 stochastic=True)  # fmt: skip
     made = [torch.randn(count).abs().bfloat16() for _ in range(4)]
-    flat = adam_entry.Flat(*(t.clone() for t in made))
+    flat = adam_plan.Flat(*(t.clone() for t in made))
     key = key_of(draw.randrange(1 << 64), 5)
     hyper = Hyper(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     row = scalars(hyper, draw.randrange(1, 10**6))

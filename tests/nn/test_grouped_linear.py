@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from interlace.errors import GradientError, GroupError
 from interlace.nn import GroupedLinear
-from interlace.nn.grouped_linear import _dense, grouped_linear_ops
+from interlace.nn.grouped.linear import _dense, grouped_linear_ops
 from interlace.optim import GradAccumulator
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -28,7 +28,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """As on a GPU, but launches do nothing; the kernels that are loaded, by name."""
     pytest.importorskip("triton")
     from interlace.kernels import launch
-    from interlace.optim.adam import entry as adam_entry
+    from interlace.optim.adam import plan as adam_plan
 
     names: list[str] = []
 
@@ -40,7 +40,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             pass
 
     monkeypatch.setattr(launch, "Program", Loaded)
-    monkeypatch.setattr(adam_entry, "served", lambda device: True)
+    monkeypatch.setattr(adam_plan, "served", lambda device: True)
     launch.program_of.cache_clear()
     yield names
     launch.program_of.cache_clear()

@@ -21,8 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from interlace.optim import AdamW
-from interlace.optim.adam.entry import first_element
-from interlace.optim.adam.plan import arrived
+from interlace.optim.adam.plan import arrived, first_element
 from interlace.optim.adam.state import local
 
 BF16 = torch.bfloat16

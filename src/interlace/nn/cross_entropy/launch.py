@@ -7,14 +7,13 @@ Everything is enqueued on the current stream; nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from interlace.kernels.launch import TYPES, Source, on, program_of, stream_of
-from interlace.nn.cross_entropy import kernel as cross_entropy_kernel
-from interlace.nn.cross_entropy import totals as cross_entropy_totals
+from interlace.nn.cross_entropy import kernel
 from interlace.nn.cross_entropy.layout import (
     ALIGNMENT,
     GRAD_TILES,
@@ -34,7 +33,7 @@ NARROW = ("rows", "local", "parts", "groups_a_part", "groups_a_program")
 """Numbers of 32 bits; others that count are of 64,"""
 FLOATS = ("smoothing", "z_loss", "softcap", "number")
 """and these do not."""
-KERNELS: dict[str, Any] = vars(cross_entropy_kernel) | vars(cross_entropy_totals)
+KERNELS: Mapping[str, Any] = vars(kernel)
 
 
 def dense(weight: torch.Tensor | None) -> torch.Tensor | None:
@@ -49,12 +48,12 @@ def dense(weight: torch.Tensor | None) -> torch.Tensor | None:
 
 def source_of(name: str, dtypes: tuple[Any, ...], constants: Constants, warps: int) -> Source:
     """A kernel whose first arguments are tensors of these types (None: it is not used)."""
-    kernel = KERNELS[name]
-    types = dict.fromkeys(kernel.arg_names, "i64")
+    function = KERNELS[name]
+    types = dict.fromkeys(function.arg_names, "i64")
     types |= dict.fromkeys(NARROW, "i32") | dict.fromkeys(FLOATS, "fp32")
-    for argument, dtype in zip(kernel.arg_names, dtypes, strict=False):
+    for argument, dtype in zip(function.arg_names, dtypes, strict=False):
         types[argument] = "*" + ELEMENTS.get(dtype, "i8")
-    return Source(kernel=kernel, types=types, constants=dict(constants), num_warps=warps)
+    return Source(kernel=function, types=types, constants=dict(constants), num_warps=warps)
 
 
 def launch(

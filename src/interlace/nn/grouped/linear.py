@@ -25,10 +25,9 @@ import torch
 from torch import nn
 
 from interlace.errors import GradientError, GroupError
-from interlace.nn.autocast import without_autocast
+from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import ALIGNMENT, Groups
-from interlace.nn.once import first_order
 from interlace.optim.grad_accumulator import GradAccumulator
 
 
