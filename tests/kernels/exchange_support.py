@@ -24,7 +24,7 @@ from interlace.kernels.exchange.exchange import (
     LINE,
     MAX_BLOCKS,
     WORDS_NBYTES,
-    Exchange,
+    PeerExchange,
 )
 from interlace.kernels.exchange.moves import Moves
 
@@ -141,9 +141,9 @@ class Emulated:
         self.blocks: list[int] = []
 
     def exchange(self, rank: int, kind: str, dtype: torch.dtype, parts: Any, **options: Any) -> Any:
-        """One rank's Exchange; addresses do not matter here."""
+        """One rank's PeerExchange; addresses do not matter here."""
         nothing = [0] * self.size
-        return Exchange(
+        return PeerExchange(
             *(kind, dtype, parts, rank, self.size, torch.device("cpu")),
             *(nothing, self.nbytes, nothing, 0),
             **options,
@@ -174,7 +174,7 @@ class Emulated:
         assert not any(int(words[1]) for words in self.words)
         return [dst[: x.moves.taken // scale] for x, dst in zip(bound, made, strict=True)]
 
-    def _step(self, one: Exchange, step: int, src: torch.Tensor, dst: torch.Tensor) -> None:
+    def _step(self, one: PeerExchange, step: int, src: torch.Tensor, dst: torch.Tensor) -> None:
         constants = {**one.source(aligned=False).constants, "FIRST": step, "LAST": step}
         view = one.dtype if one.op else getattr(torch, "int" + one.element[1:])
         view = torch.uint8 if view == torch.bool else view
@@ -189,7 +189,7 @@ class Emulated:
             **constants,
         )
 
-    def _check_flags(self, rank: int, step: int, call: torch.Tensor, one: Exchange) -> None:
+    def _check_flags(self, rank: int, step: int, call: torch.Tensor, one: PeerExchange) -> None:
         flags = self.flags[rank].view(2, MAX_BLOCKS, LINE)
         others = [other for other in range(self.size) if other != rank]
         if step == 0 or (step == 1 and one.moves.twice):

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.exchange_support import Emulated, exchange_twin, late
 
 from interlace.errors import UnsupportedError
-from interlace.kernels.exchange.exchange import REDUCED, Exchange, staging_nbytes
+from interlace.kernels.exchange.exchange import REDUCED, PeerExchange, staging_nbytes
 from interlace.kernels.exchange.moves import GRAIN, balanced, moves_of
 from interlace.passes.strategies.write import EXCHANGED
 from interlace.runtime.values import DTYPES
@@ -262,14 +262,14 @@ def test_two_copies_suffice_and_one_does_not(seed: int) -> None:
 
 def exchange(
     kind: str, dtype: torch.dtype, parts: tuple[int, ...], size: int, **options: Any
-) -> Exchange:
-    """One rank's Exchange that is never launched."""
+) -> PeerExchange:
+    """One rank's PeerExchange that is never launched."""
     none = [0] * size
     device = torch.device("cpu")
-    return Exchange(kind, dtype, parts, 1, size, device, none, 1 << 26, none, 0, **options)
+    return PeerExchange(kind, dtype, parts, 1, size, device, none, 1 << 26, none, 0, **options)
 
 
-def order_of(one: Exchange, aligned: bool) -> list[str]:
+def order_of(one: PeerExchange, aligned: bool) -> list[str]:
     """The instructions that matter, in the order of the PTX for sm_90."""
     pytest.importorskip("triton")
     ptx: str = one.source(aligned).compile().asm["ptx"]
@@ -368,6 +368,6 @@ def test_what_is_reduced_is_what_passes_take_it_for() -> None:
 def test_what_does_not_fit_or_has_no_sum_is_refused() -> None:
     none, cpu = [0, 0], torch.device("cpu")
     with pytest.raises(UnsupportedError, match="bytes of staging"):
-        Exchange("all_gather", torch.float32, (999, 999), 0, 2, cpu, none, 4096, none, 0)
+        PeerExchange("all_gather", torch.float32, (999, 999), 0, 2, cpu, none, 4096, none, 0)
     with pytest.raises(UnsupportedError, match="does not reduce"):
         exchange("all_reduce", torch.complex64, (4,), 2)

@@ -137,10 +137,10 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
         return made[-1]
 
     def forget() -> None:
-        launch.program_of.cache_clear()
+        launch.kernel_of.cache_clear()
         launch.wgrad_operands.cache_clear()
 
-    monkeypatch.setattr(launcher, "Program", program)
+    monkeypatch.setattr(launcher, "LoadedKernel", program)
     monkeypatch.setattr(launch, "matrix", Mapped.matrix)
     monkeypatch.setattr(launch, "stream_of", lambda device: 7)
     forget()

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from interlace.kernels.gemm import matmul
-from interlace.kernels.launch import RECENT, Source
+from interlace.kernels.launch import RECENT, KernelSource
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 class Launched:
     """Stands in for a compiled kernel; `named()` are the arguments of the last launch by name."""
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: KernelSource, device: torch.device) -> None:
         self.source = source
         self.launches: list[tuple[int, int, tuple[Any, ...]]] = []
 
@@ -52,7 +52,7 @@ class Made:
         self.programs: list[Launched] = []
         self.maps = 0
 
-    def program_of(self, device: torch.device, source: Any, *given: Any, **facts: Any) -> Launched:
+    def kernel_of(self, device: torch.device, source: Any, *given: Any, **facts: Any) -> Launched:
         self.programs.append(Launched(source(*given, **facts), device))
         return self.programs[-1]
 
@@ -69,7 +69,7 @@ class Made:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     stand_ins = Made()
-    monkeypatch.setattr(matmul, "program_of", stand_ins.program_of)
+    monkeypatch.setattr(matmul, "kernel_of", stand_ins.kernel_of)
     monkeypatch.setattr(matmul, "matrix", stand_ins.matrix)
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

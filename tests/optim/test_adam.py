@@ -359,7 +359,7 @@ def test_the_host_work_does_not_grow_with_the_parameters(
         def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
             launched.append(grid)
 
-    monkeypatch.setattr(adam_table, "program_of", lambda *_, **__: Launched())
+    monkeypatch.setattr(adam_table, "kernel_of", lambda *_, **__: Launched())
     monkeypatch.setattr(adam_plan, "served", lambda device: True)
     counts: list[int] = []
     for number in (30, 300):

@@ -39,11 +39,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
             pass
 
-    monkeypatch.setattr(launch, "Program", Loaded)
+    monkeypatch.setattr(launch, "LoadedKernel", Loaded)
     monkeypatch.setattr(adam_plan, "served", lambda device: True)
-    launch.program_of.cache_clear()
+    launch.kernel_of.cache_clear()
     yield names
-    launch.program_of.cache_clear()
+    launch.kernel_of.cache_clear()
 
 
 def test_steps_are_counted_in_fp32_whatever_the_default_dtype() -> None:

@@ -197,16 +197,23 @@ def closes_all() -> None:
     def fail(_: Executor) -> None:
         raise PeerError("made up")
 
+    closed: list[Executor] = []
+    close = Executor.close
+
+    def count(executor: Executor) -> None:
+        closed.append(executor)
+        close(executor)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "synchronize", fail)
+        patch.setattr(Executor, "close", count)
         reducer = GradReducer(nn.Linear(4, 4), bucket_bytes=1, options=Options(time_out_s=10))
         groups = len(dist.distributed_c10d._world.pg_map)
-        executors = list(reducer._reductions._executors)
-        assert len(executors) == 2
+        assert len(reducer.buckets) == 2
         with pytest.raises(PeerError, match="made up"):
             reducer.close()
         reducer.close()
-    assert all(executor._closed for executor in executors)
+    assert len(set(map(id, closed))) == 2
     assert len(dist.distributed_c10d._world.pg_map) == groups - 1
     assert not [t for t in threading.enumerate() if t.name == "interlace reductions"]
 

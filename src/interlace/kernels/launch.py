@@ -4,10 +4,10 @@ Triton's own launch path looks arguments up, hashes them and builds tensor descr
 call (20 us and more). Here a kernel is compiled when it is bound, its arguments are addresses and
 numbers, and the call goes straight to the C launcher that Triton made for it:
 
-    program = program_of(device, some_source, "bf16", 128)     # some_source gives a `Source`
+    program = kernel_of(device, some_source, "bf16", 128)     # some_source gives a `KernelSource`
     program.launch(stream, grid, (x.data_ptr(), y.data_ptr(), x.numel()))
 
-What depends on the addresses alone, tensor maps above all, its users keep for the `RECENT` ones.
+Callers keep what depends on addresses alone, tensor maps above all, for the `RECENT` ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TYPES: Mapping[torch.dtype, str] = {
 }
 """Triton's names of the element types that the kernels take."""
 RECENT = 64
-"""So many sets of addresses are remembered for a kernel: making a tensor map takes microseconds."""
+"""Sets of addresses that are cached for a kernel: making a tensor map takes microseconds."""
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -61,7 +61,7 @@ def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = Fal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class KernelSource:
     """A kernel with the types of its arguments, its constants and how it is compiled.
 
     A tuple of types is that of an argument that is a tuple. Pointers are 16-byte aligned;
@@ -101,21 +101,21 @@ class Source:
         return compile_source(source, target=target, options=options)
 
 
-class Program:
+class LoadedKernel:
     """A kernel compiled and loaded on one device, with its C launcher."""
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: KernelSource, device: torch.device) -> None:
         self.source = source
         major, minor = torch.cuda.get_device_capability(device)
         with torch.cuda.device(device):
             self.compiled = source.compile(GPUTarget("cuda", 10 * major + minor, 32))
             launcher: Any = self.compiled.run  # loads the module on the current device
         if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise BackendError(f"{self.compiled.name} wants scratch memory, which nobody gives it")
+            raise BackendError(f"{self.compiled.name} needs scratch memory, which is not provided")
         self._call = _c_launcher(launcher.launch)
-        # What arguments are: Triton 3.6 makes a launcher for them, later ones tell their only one.
+        # Triton 3.6 compiles a launcher for each signature; later ones take it as arguments.
         later = hasattr(launcher, "kernel_signature")
-        self._told = (launcher.arg_annotations, launcher.kernel_signature) if later else None
+        self._signature = (launcher.arg_annotations, launcher.kernel_signature) if later else None
         self._function = self.compiled.function
         self._packed = self.compiled.packed_metadata
         self._rest = (None,) * len(source.constants)
@@ -125,7 +125,7 @@ class Program:
 
         Pointers are addresses, or tensors, of which the launcher takes the address (None: 0).
         """
-        if self._told is None:
+        if self._signature is None:
             self._call(
                 grid, columns, 1, stream, self._function, False, False, None, None,
                 self._packed, None, None, None, *args, *self._rest,
@@ -133,16 +133,16 @@ class Program:
         else:
             self._call(
                 grid, columns, 1, stream, self._function, False, False, self._packed,
-                None, None, None, None, None, *self._told, (*args, *self._rest),
+                None, None, None, None, None, *self._signature, (*args, *self._rest),
             )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def program_of(
-    device: torch.device, source: Callable[..., Source], *given: Any, **facts: Any
-) -> Program:
+def kernel_of(
+    device: torch.device, source: Callable[..., KernelSource], *given: Any, **facts: Any
+) -> LoadedKernel:
     """The kernel that `source` makes of what is given, ready on a device: loaded once."""
-    return Program(source(*given, **facts), device)
+    return LoadedKernel(source(*given, **facts), device)
 
 
 def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
@@ -162,7 +162,9 @@ def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
     return launch
 
 
-def matrix(program: Program, index: int, address: int, shape: tuple[int, int]) -> tuple[Any, ...]:
+def matrix(
+    program: LoadedKernel, index: int, address: int, shape: tuple[int, int]
+) -> tuple[Any, ...]:
     """The arguments that stand for a matrix, a kernel's descriptor `index`: map, shape, strides."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.runtime import driver

@@ -1,8 +1,8 @@
 """Collectives of small tensors as one kernel over peer memory: push, raise a flag, wait, finish.
 
     memory = ...                         # staging, flags and words of every rank, all zero
-    exchange = Exchange("all_reduce", torch.bfloat16, (4096,), rank, size, device, **memory)
-    exchange.prepare().launch(stream, x, y)      # asynchronous, in the order of the stream
+    exchange = PeerExchange("all_reduce", torch.bfloat16, (4096,), rank, size, device, **memory)
+    exchange.prepare().launch(stream, x.data_ptr(), y.data_ptr())      # in the stream's order
 
 A library's collective of a few kilobytes is all latency. This is a single kernel without a barrier
 before or after it. All ranks of a team call the same exchanges in the same order, one after
@@ -44,7 +44,7 @@ from interlace.errors import BackendError, UnsupportedError
 from interlace.kernels.exchange.moves import in_one_shot, moves_of
 
 if TYPE_CHECKING:
-    from interlace.kernels.launch import Program, Source
+    from interlace.kernels.launch import KernelSource, LoadedKernel
 
 MAX_BLOCKS = 128
 """CTAs of a call, at most: enough to fill the links, few enough to start beside the last wave of a
@@ -86,7 +86,7 @@ def staging_nbytes(kind: str, dtype: torch.dtype, parts: Sequence[int], size: in
     return 2 * staged * dtype.itemsize
 
 
-class Exchange:
+class PeerExchange:
     """One collective of a team, bound to memory. Every rank makes it alike."""
 
     def __init__(
@@ -157,38 +157,34 @@ class Exchange:
         """The kernel's, after source and destination."""
         types = self.element, self.accumulator
         self._facts = (rank, size, *types, self.op, moves.twice, moves.alike, self.block)
-        self._any: Program | None = None
-        self._fast: Program | None = None
+        self._any: LoadedKernel | None = None
+        self._fast: LoadedKernel | None = None
 
-    def prepare(self) -> Exchange:
+    def prepare(self) -> PeerExchange:
         """Compiles and loads the kernel on the device that is current, so that no launch does."""
         try:
-            from interlace.kernels.launch import program_of
+            from interlace.kernels.launch import kernel_of
         except ImportError as error:
             raise BackendError(
-                "the package triton is not there, which CUDA builds of torch bring along: install "
-                "it with pip install triton"
+                "the package triton is not installed, which CUDA builds of torch bring along: "
+                "pip install triton"
             ) from error
         even = all(number % ALIGNED == 0 for table in self.moves.tables for number in table)
-        self._any = program_of(self.device, exchange_source, *self._facts, False)
-        self._fast = program_of(self.device, exchange_source, *self._facts, even)
+        self._any = kernel_of(self.device, exchange_source, *self._facts, False)
+        self._fast = kernel_of(self.device, exchange_source, *self._facts, even)
         return self
 
-    def launch(self, stream: int, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Issues one call on a stream, by its handle. `src` and `dst` are contiguous.
+    def launch(self, stream: int, src: int, dst: int) -> None:
+        """Issues one call on a stream, by its handle; `src` and `dst` are addresses.
 
         In place is allowed: `dst` may be `src` itself where all is reduced, or this rank's part of
         the one where the other is a part.
         """
-        self.launch_at(stream, src.data_ptr(), dst.data_ptr())
-
-    def launch_at(self, stream: int, src: int, dst: int) -> None:
-        """The same by addresses."""
         program = self._any if (src | dst) % VECTOR_NBYTES else self._fast
         assert program is not None, "prepare() comes first"
         program.launch(stream, self.blocks, (src, dst, *self.arguments))
 
-    def source(self, aligned: bool) -> Source:
+    def source(self, aligned: bool) -> KernelSource:
         """What is compiled; `aligned`: addresses, counts and offsets are multiples of 16."""
         return exchange_source(*self._facts, aligned)
 
@@ -203,18 +199,18 @@ def exchange_source(
     alike: bool,
     block: int,
     aligned: bool,
-) -> Source:
+) -> KernelSource:
     """The kernel of one rank for elements of a type, in tiles of `block`."""
     import triton
     import triton.language as tl
 
     from interlace.kernels.exchange.kernel import exchange_kernel
-    from interlace.kernels.launch import Source
+    from interlace.kernels.launch import KernelSource
 
     pointer, tables = f"*{element}", ("send_at", "send_n", "take_at", "take_n")
     odd = () if aligned else ("src", "dst")
     even = tables if aligned else ()
-    return Source(
+    return KernelSource(
         kernel=exchange_kernel,
         types={
             "src": pointer,

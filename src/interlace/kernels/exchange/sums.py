@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from interlace.kernels.launch import TYPES, Source, on, program_of, stream_of
+from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
 
 WARPS = 4
 REGISTERS = 32
@@ -46,12 +46,12 @@ def sum_kernel(
     tl.store(out + at, total, mask=inside)
 
 
-def sum_source(*, size: int, dtype: torch.dtype, aligned: bool) -> Source:
+def sum_source(*, size: int, dtype: torch.dtype, aligned: bool) -> KernelSource:
     """What is compiled; `aligned`: addresses, stride and count are multiples of 16 bytes."""
     element = f"*{TYPES[dtype]}"
     elements = 16 // dtype.itemsize
     known = (16, elements) if aligned else (dtype.itemsize, 1)
-    return Source(
+    return KernelSource(
         kernel=sum_kernel,
         types={"slots": element, "out": element, "stride": "i64", "count": "i64"},
         constants={"SIZE": size, "BLOCK": block(dtype)},
@@ -75,7 +75,7 @@ class SumSlots:
         device: torch.device,
         aligned: bool = True,
     ) -> None:
-        self._program = program_of(device, sum_source, size=size, dtype=dtype, aligned=aligned)
+        self._program = kernel_of(device, sum_source, size=size, dtype=dtype, aligned=aligned)
         self._block = block(dtype)
 
     def launch(self, stream: int, slots: int, stride: int, out: int, count: int) -> None:

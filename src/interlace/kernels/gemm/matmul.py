@@ -27,15 +27,15 @@ from typing import Any
 import torch
 
 from interlace.kernels.gemm import gather_kernel, scatter_kernel
-from interlace.kernels.gemm.support import Config, choose, short_tail, tiles
-from interlace.kernels.launch import RECENT, TYPES, Source, block_type, matrix, program_of
+from interlace.kernels.gemm.support import TileConfig, choose, short_tail, tiles
+from interlace.kernels.launch import RECENT, TYPES, KernelSource, block_type, kernel_of, matrix
 
 LATE = 6
 """The k-step of a block's next tile at which it raises the counter of the last one."""
 
 
 def gather_source(
-    config: Config,
+    config: TileConfig,
     *,
     size: int,
     dtype: torch.dtype,
@@ -43,7 +43,7 @@ def gather_source(
     bias: bool = False,
     by_tma: bool = True,
     tail: bool = False,
-) -> Source:
+) -> KernelSource:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
     height, half = _height(config), config.bn // 2
     blocks = {
@@ -65,7 +65,7 @@ def gather_source(
 
 
 def scatter_source(
-    config: Config,
+    config: TileConfig,
     *,
     size: int,
     rank: int,
@@ -75,7 +75,7 @@ def scatter_source(
     subs: int = 1,
     lead: int | None = None,
     by_tma: bool = True,
-) -> Source:
+) -> KernelSource:
     """What is compiled; `by_tma` where tiles end with their chunk, so that TMA may store them."""
     height, halves = _height(config), config.halves and by_tma
     blocks = {
@@ -101,28 +101,28 @@ def scatter_source(
     return _source(scatter_kernel.scatter_kernel, config, dtype, blocks, constants)
 
 
-def _height(config: Config) -> int:
+def _height(config: TileConfig) -> int:
     """Rows of a block that is loaded or stored: each group of a Gluon kernel's warps has half."""
     return config.bm // 2 if config.specialized else config.bm
 
 
-def _weight(config: Config, columns: int, transposed: bool) -> tuple[int, int]:
+def _weight(config: TileConfig, columns: int, transposed: bool) -> tuple[int, int]:
     return (columns, config.bk) if transposed else (config.bk, columns)
 
 
 def _source(
     kernel: Any,
-    config: Config,
+    config: TileConfig,
     dtype: torch.dtype,
     blocks: Mapping[str, tuple[int, int]],
     constants: Mapping[str, Any],
     **options: Any,
-) -> Source:
+) -> KernelSource:
     """A kernel with tensor descriptors of these `blocks`, compiled as its config says."""
     gluon = config.specialized
     own = {"STAGES": config.stages} if gluon else {"FLATTEN": True}
     shared = {"BM": config.bm, "BN": config.bn, "BK": config.bk, "GROUP_M": config.group_m}
-    return Source(
+    return KernelSource(
         kernel=kernel,
         types={
             **{f"{name}_desc": block_type(dtype, *at, gluon=gluon) for name, at in blocks.items()},
@@ -144,14 +144,14 @@ class PersistentMatmul:
 
     def __init__(
         self,
-        source: Callable[..., Source],
-        config: Config,
+        source: Callable[..., KernelSource],
+        config: TileConfig,
         device: torch.device,
         grid: int,
         shapes: Mapping[str, tuple[int, int]],
         **facts: Any,
     ) -> None:
-        self._program = program_of(device, source, config, **facts)
+        self._program = kernel_of(device, source, config, **facts)
         self._grid, self._shapes = grid, shapes
         self._operands = lru_cache(maxsize=RECENT)(self._make_operands)
 
@@ -185,7 +185,7 @@ class GatherMatmul(PersistentMatmul):
         device: torch.device,
         transposed: bool = False,
         bias: bool = False,
-        config: Config | None = None,
+        config: TileConfig | None = None,
     ) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         config = config or choose(rows=rows, columns=columns, parts=size, processors=processors)
@@ -251,7 +251,7 @@ class ScatterMatmul(PersistentMatmul):
         bias: bool = False,
         subs: int = 1,
         lead: int | None = None,
-        config: Config | None = None,
+        config: TileConfig | None = None,
     ) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         config = config or choose(

@@ -34,7 +34,7 @@ LIMIT = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class TileConfig:
     """How a GEMM kernel is cut: tile, k-step, warps, pipeline, rows a group, blocks an SM."""
 
     bm: int
@@ -49,19 +49,19 @@ class Config:
     """A warp of its own loads (specialized.py); chunks must end with a tile."""
 
 
-CONFIGS: tuple[tuple[Config, float], ...] = (
-    (Config(bm=128, bn=128, stages=3, warps=4, halves=True, blocks=2), 1.0),
-    (Config(bm=128, bn=128, stages=4, warps=4), 0.57),
-    (Config(bm=64, bn=256, stages=4, warps=4), 0.56),
-    (Config(bm=64, bn=128, bk=128, stages=4, warps=4), 0.33),
-    (Config(bm=64, bn=64, bk=128, stages=6, warps=4), 0.22),
+CONFIGS: tuple[tuple[TileConfig, float], ...] = (
+    (TileConfig(bm=128, bn=128, stages=3, warps=4, halves=True, blocks=2), 1.0),
+    (TileConfig(bm=128, bn=128, stages=4, warps=4), 0.57),
+    (TileConfig(bm=64, bn=256, stages=4, warps=4), 0.56),
+    (TileConfig(bm=64, bn=128, bk=128, stages=4, warps=4), 0.33),
+    (TileConfig(bm=64, bn=64, bk=128, stages=6, warps=4), 0.22),
 )
 """Candidates, and the time of a wave of their tiles in times of 128 x 256 on each SM (H200)."""
 
-SPECIALIZED = (Config(bm=128, bn=256, stages=3, warps=4, specialized=True), 0.95)
+SPECIALIZED = (TileConfig(bm=128, bn=256, stages=3, warps=4, specialized=True), 0.95)
 """The fastest where chunks are multiples of its rows: as fast as cuBLAS, and the same bits."""
 
-WITH_TAIL = Config(bm=128, bn=256, stages=4, halves=True)
+WITH_TAIL = TileConfig(bm=128, bn=256, stages=4, halves=True)
 """The candidate where its last wave can be cut in halves (see gather_kernel.py)."""
 
 HALF = 0.57
@@ -84,14 +84,14 @@ def refuse(
     return refuse_device(device)
 
 
-def refuse_device(device: torch.device) -> str | None:
-    """Why no kernel runs on this device; None if they do."""
+def refuse_device(device: torch.device, *, newer: bool = False) -> str | None:
+    """Why no kernel runs on this device; None if they do. `newer` GPUs than 9.0 serve some."""
     if device.type != "cuda":
         return f"the device is {device}: the kernels run on NVIDIA GPUs"
     if find_spec("triton") is None:
         return "Triton is not installed"
     major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
+    if major < 9 or (major > 9 and not newer):
         return f"the GPU has compute capability {major}.{minor}: the kernels are made for 9.0"
     return None
 
@@ -105,7 +105,7 @@ def has_gluon() -> bool:
         return False
 
 
-def tiles(config: Config, rows: int, columns: int, parts: int) -> int:
+def tiles(config: TileConfig, rows: int, columns: int, parts: int) -> int:
     """How many tiles `parts` chunks of `rows` rows have."""
     return parts * -(-rows // config.bm) * -(-columns // config.bn)
 
@@ -118,10 +118,10 @@ def short_tail(total: int, processors: int) -> bool:
 
 def choose(
     *, rows: int, columns: int, parts: int, processors: int, may_halve: bool = True
-) -> Config:
+) -> TileConfig:
     """The candidate whose waves take the least time; the first where two are equal."""
 
-    def cost(candidate: tuple[Config, float]) -> float:
+    def cost(candidate: tuple[TileConfig, float]) -> float:
         config, time = candidate
         total = tiles(config, rows, columns, parts)
         return -(-total // (processors * config.blocks)) * time

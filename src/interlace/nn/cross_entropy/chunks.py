@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.nn.cross_entropy.loss import Shared
+from interlace.nn.cross_entropy.loss import LossSetup
 from interlace.nn.cross_entropy.steps import Problem, steps_for
 from interlace.nn.cross_entropy.vocabulary import Waiting, done, start_gather, start_sum
 
@@ -58,7 +58,7 @@ class Operands(NamedTuple):
 
 
 @dataclass(slots=True)
-class Chunk:
+class RowChunk:
     """Rows `start` to `stop`, with their logits and what the ranks gather of them."""
 
     start: int
@@ -76,7 +76,7 @@ class Chunks:
 
     target: torch.Tensor
     class_weight: torch.Tensor | None
-    shared: Shared
+    setup: LossSetup
     size: int
     accumulate_dtype: torch.dtype
     overlap: bool
@@ -87,7 +87,7 @@ class Chunks:
         """Each row's loss and what backward needs of it; gradients by 1 / divisor, if asked for."""
         steps = steps_for(operands.hidden)
         sums: list[Waiting] = []
-        ended: list[Chunk] = []
+        ended: list[RowChunk] = []
         for chunk in self._begun(operands):
             if chunk.gathered is not None:
                 chunk.wait()
@@ -116,7 +116,7 @@ class Chunks:
         buffer = self._buffer(operands)
         for start, stop in self._ranges():
             logits = operands.logits(start, stop, buffer)
-            chunk = Chunk(start, stop, self._problem(logits, start, stop))
+            chunk = RowChunk(start, stop, self._problem(logits, start, stop))
             own = kept[:, start:stop].contiguous()
             steps.gradient(chunk.problem, own, upstream[start:stop], None, logits)
             sums.append(self._add(operands, chunk, grads))
@@ -136,7 +136,7 @@ class Chunks:
         if reduction == "mean" and denominator is None:
             if self.class_weight is not None:
                 return None
-            self.shared.ready()
+            self.setup.ready()
             return steps_for(hidden).count(self._problem(hidden, 0, hidden.shape[0]))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         if isinstance(denominator, torch.Tensor):
@@ -155,43 +155,43 @@ class Chunks:
 
     def _problem(self, logits: torch.Tensor, start: int, stop: int) -> Problem:
         target = part(self.target, start, stop)
-        return self.shared.problem(logits, target, self.class_weight, start)
+        return self.setup.problem(logits, target, self.class_weight, start)
 
-    def _begun(self, operands: Operands) -> Iterator[Chunk]:
+    def _begun(self, operands: Operands) -> Iterator[RowChunk]:
         """Each chunk once its stats are being gathered; see Note [Under the next GEMM]."""
         ranges = self._ranges()
-        ahead = int(self.overlap and self.shared.group is not None and len(ranges) > 1)
+        ahead = int(self.overlap and self.setup.group is not None and len(ranges) > 1)
         buffers = [self._buffer(operands) for _ in range(1 + ahead)]
-        under_way: list[Chunk] = []
+        under_way: list[RowChunk] = []
         for index, (start, stop) in enumerate(ranges):
             logits = operands.logits(start, stop, buffers[index % len(buffers)])
-            under_way.append(self._begin(Chunk(start, stop, self._problem(logits, start, stop))))
+            under_way.append(self._begin(RowChunk(start, stop, self._problem(logits, start, stop))))
             if len(under_way) > ahead:
                 yield under_way.pop(0)
         yield from under_way
 
-    def _begin(self, chunk: Chunk) -> Chunk:
+    def _begin(self, chunk: RowChunk) -> RowChunk:
         """A chunk's stats: started to be gathered, or, where nobody else has any, its losses."""
-        steps, shared = steps_for(chunk.problem.logits), self.shared
-        if shared.group is None:
+        steps, setup = steps_for(chunk.problem.logits), self.setup
+        if setup.group is None:
             chunk.loss, chunk.kept = steps.alone(chunk.problem)
             return chunk
         found = steps.stats(chunk.problem)
         if chunk.start == 0:
-            shared.ready()
+            setup.ready()
         packed = steps.pack(chunk.problem, found)
-        chunk.gathered = gathered = packed.new_empty(shared.shards.world, *packed.shape)
-        chunk.wait = start_gather(gathered, packed, shared.group)
+        chunk.gathered = gathered = packed.new_empty(setup.shards.world, *packed.shape)
+        chunk.wait = start_gather(gathered, packed, setup.group)
         return chunk
 
-    def _add(self, operands: Operands, chunk: Chunk, grads: Grads) -> Waiting:
+    def _add(self, operands: Operands, chunk: RowChunk, grads: Grads) -> Waiting:
         """Adds what a chunk's gradient of the logits gives; what to wait for of its rows."""
         logits, wait = chunk.problem.logits, done
         if grads.hidden is not None:
             rows = part(grads.hidden, chunk.start, chunk.stop)
             torch.mm(logits, operands.weight, out=rows)
-            if self.shared.group is not None:
-                wait = start_sum(rows, self.shared.group)
+            if self.setup.group is not None:
+                wait = start_sum(rows, self.setup.group)
                 if not self.overlap:
                     wait()
                     wait = done

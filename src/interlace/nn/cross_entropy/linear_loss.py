@@ -16,7 +16,7 @@ import torch
 from interlace.errors import InputError
 from interlace.nn.autograd import eager, first_order, without_autocast
 from interlace.nn.cross_entropy.chunks import Chunks, Operands
-from interlace.nn.cross_entropy.loss import LOGITS, Shared, check_options
+from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, check_options
 from interlace.nn.cross_entropy.steps import Terms, steps_for
 from interlace.nn.cross_entropy.vocabulary import beside, cut_of, full_of, is_dtensor
 
@@ -96,7 +96,7 @@ def linear_cross_entropy(
     if chunk_size is not None and chunk_size < 1:
         raise InputError(f"chunk_size is {chunk_size}: take a positive number of rows")
     terms = Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    shared = Shared.of(
+    setup = LossSetup.of(
         target, hidden.device, weight.shape[0], terms, group, shard_sizes, check_targets
     )
     if not torch.is_grad_enabled():  # `needs_input_grad` asks only the tensors themselves
@@ -106,7 +106,7 @@ def linear_cross_entropy(
     chunks = Chunks(
         target=target if target.dim() == 1 else target.reshape(-1),
         class_weight=class_weight,
-        shared=shared,
+        setup=setup,
         size=chunk_size or default_size(rows.shape[0], weight.shape[0]),
         accumulate_dtype=accumulate_dtype or WIDER.get(weight.dtype, weight.dtype),
         overlap=overlap,

@@ -112,15 +112,15 @@ def cross_entropy(
     check_inputs(logits, target, weight)
     check_options(target, ignore_index, reduction, label_smoothing, softcap, denominator)
     terms = Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    shared = Shared.of(
+    setup = LossSetup.of(
         target, logits.device, logits.shape[-1], terms, group, shard_sizes, check_targets
     )
-    loss = CrossEntropy.apply(logits, target, weight, shared, reduction, denominator)
+    loss = CrossEntropy.apply(logits, target, weight, setup, reduction, denominator)
     return loss if mesh is None else replicated(loss, mesh)
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class LossSetup:
     """What all rows of a call share: terms of the loss, where the classes lie, the note."""
 
     terms: Terms
@@ -140,7 +140,7 @@ class Shared:
         group: Any,
         shard_sizes: Sequence[int] | None,
         check_targets: bool,
-    ) -> Shared:
+    ) -> LossSetup:
         """Raises what earlier calls noted; starts to gather the ranks' numbers of `classes`."""
         notes = notes_of("cuda" if device.type == "cuda" else "cpu")
         notes.check()
@@ -172,30 +172,30 @@ class CrossEntropy(torch.autograd.Function):
         logits: torch.Tensor,
         target: torch.Tensor,
         weight: torch.Tensor | None,
-        shared: Shared,
+        setup: LossSetup,
         reduction: str,
         denominator: torch.Tensor | float | None,
     ) -> torch.Tensor:
         steps = steps_for(logits)
-        problem = shared.problem(logits, target, weight)
-        if shared.group is None:
+        problem = setup.problem(logits, target, weight)
+        if setup.group is None:
             loss, kept = steps.alone(problem)
         else:
             found = steps.stats(problem)
-            shared.ready()
-            loss, kept = steps.losses(problem, gather(steps.pack(problem, found), shared.group))
+            setup.ready()
+            loss, kept = steps.losses(problem, gather(steps.pack(problem, found), setup.group))
         divisor = None
         if reduction != "none":
             weighted, mean = weight is not None, reduction == "mean"
             loss, divisor = steps.total(loss, kept, weighted, mean, denominator)
-        ctx.shared = shared
+        ctx.setup = setup
         ctx.save_for_backward(logits, target, weight, kept, divisor)
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, target, weight, kept, divisor = ctx.saved_tensors
-        problem = ctx.shared.problem(logits, target, weight)
+        problem = ctx.setup.problem(logits, target, weight)
         with torch.no_grad():
             grad = steps_for(logits).gradient(problem, kept, upstream, divisor)
         return (first_order(grad), *(None,) * 5)

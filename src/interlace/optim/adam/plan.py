@@ -2,7 +2,7 @@
 
     grads = arrived(params)
     if plan is None or not plan.holds(optimizer, params, grads):
-        plan = Plan(optimizer, params, grads)       # another grad is None, a state was replaced...
+        plan = StepPlan(optimizer, params, grads)    # a gradient is None now, a state was replaced
     plan.run(scale=None, found_inf=None)
 
 Parameters of one kind on one GPU go in one launch (interlace.optim.adam.table). Others, which is
@@ -42,10 +42,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from interlace.errors import OptimizerError
 from interlace.optim.adam.arithmetic import (
-    Flat,
+    AdamSpec,
+    FlatParam,
     Hyper,
     Scalars,
-    Spec,
     key_of,
     scalars,
     update_twin,
@@ -61,13 +61,13 @@ UNUSED = Scalars(*(0.0,) * len(Scalars._fields))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ParamEntry:
     """A parameter that has a gradient."""
 
     param: Tensor
     state: dict[str, Any]
     group: int
-    spec: Spec
+    spec: AdamSpec
     key: int
     base: int
     """The number, in the whole parameter, of this rank's first element."""
@@ -97,14 +97,14 @@ def make_entry(
     coupled: bool,
     number: int,
     at: int,
-) -> Entry:
+) -> ParamEntry:
     """Makes the state ready of parameter `number` of all, which is in the group at index `at`."""
     check_grad(grad, param)
     ready(param, group, state)
     part, master = local(param), master_of(param, group)
     m, v = group["exp_avg_dtype"], group["exp_avg_sq_dtype"]
     lossy = torch.bfloat16 in (m, v, part.dtype if master is None else m)
-    spec = Spec(
+    spec = AdamSpec(
         p=part.dtype,
         g=grad.dtype,
         m=m,
@@ -121,7 +121,7 @@ def make_entry(
     if there:
         state["step"] = torch.as_tensor(step, dtype=torch.float32, device=part.device).view(())
     key = key_of(group["seed"], number)
-    return Entry(param, state, at, spec, key, first_element(param), dense, by_kernel, there)
+    return ParamEntry(param, state, at, spec, key, first_element(param), dense, by_kernel, there)
 
 
 def check_grad(grad: Tensor, param: Tensor) -> None:
@@ -140,7 +140,7 @@ def check_grad(grad: Tensor, param: Tensor) -> None:
 
 
 def first_element(param: Tensor) -> int:
-    """See `Entry.base`: so rounding is the same however a parameter is sharded by rows."""
+    """See `ParamEntry.base`: so rounding is the same however a parameter is sharded by rows."""
     if not isinstance(param, DTensor):
         return 0
     mesh, placements = param.device_mesh, param.placements
@@ -169,7 +169,7 @@ def laid_out(grad: Tensor, param: Tensor) -> Tensor:
     return grad if same else torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
-def update_singly(entry: Entry, grad: Tensor, row: Scalars) -> None:
+def update_singly(entry: ParamEntry, grad: Tensor, row: Scalars) -> None:
     """One step of one parameter; the gradient is laid out as its states."""
     param = local(entry.param).detach()
     m, v, vmax, w = (None if t is None else flatten(t) for t in entry.tensors())
@@ -178,13 +178,13 @@ def update_singly(entry: Entry, grad: Tensor, row: Scalars) -> None:
     if w is not None and entry.spec.master == "remainder":
         w = w.view(torch.int16)
     p = flatten(param)
-    flat = Flat(p, flatten(grad), m, v, vmax, w)
+    flat = FlatParam(p, flatten(grad), m, v, vmax, w)
     update_twin(entry.spec, flat, row, key=entry.key, base=entry.base)
     if not entry.dense:
         param.copy_(p.view(param.shape))
 
 
-def refuse_overlap(entries: Sequence[Entry]) -> None:
+def refuse_overlap(entries: Sequence[ParamEntry]) -> None:
     """Raises OptimizerError where two parameters share memory: one launch would write it twice."""
     spans = sorted(
         (str(part.device), part.data_ptr(), part.data_ptr() + part.nbytes, i)
@@ -200,7 +200,7 @@ def refuse_overlap(entries: Sequence[Entry]) -> None:
             )
 
 
-class Plan:
+class StepPlan:
     """The parameters that have gradients, grouped by how they are updated."""
 
     def __init__(self, optimizer: Any, params: Sequence[Tensor], grads: Sequence[Any]) -> None:
@@ -289,7 +289,7 @@ class Plan:
             state["step"] = view
 
     def _launches(self) -> list[tuple[Launch, list[int]]]:
-        alike: defaultdict[tuple[torch.device, Spec, bool, bool], list[int]] = defaultdict(list)
+        alike: defaultdict[tuple[torch.device, AdamSpec, bool, bool], list[int]] = defaultdict(list)
         works: dict[int, tuple[int, ...]] = {}
         for i, entry in enumerate(self.entries):
             if entry.by_kernel:
@@ -300,13 +300,13 @@ class Plan:
                 alike[device, entry.spec, aligned, entry.counted_there].append(i)
         if not alike:
             return []
-        from interlace.optim.adam.table import Launch, Work
+        from interlace.optim.adam.table import Launch, TableRow
 
-        def work(i: int) -> Work:
+        def work(i: int) -> TableRow:
             entry = self.entries[i]
             step = entry.state["step"].data_ptr() if entry.counted_there else 0
             count = local(entry.param).numel()
-            return Work(*works[i], count=count, base=entry.base, key=entry.key, step=step)
+            return TableRow(*works[i], count=count, base=entry.base, key=entry.key, step=step)
 
         return [
             (Launch(device, spec, list(map(work, members)), aligned=aligned, counts=there), members)
