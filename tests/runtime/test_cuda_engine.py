@@ -252,13 +252,13 @@ def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
-    from interlace.kernels.gemm import scatter_kernel, specialized_scatter
+    from interlace.kernels.gemm import scatter_kernel, specialized
 
     for subs in range(1, 5):
         for lead in range(subs + 1):
             wanted = ranges(size, subs, lead)
             assert sorted(wanted) == [(part, sub) for part in range(size) for sub in range(subs)]
-            for module in (scatter_kernel, specialized_scatter):
+            for module in (scatter_kernel, specialized):
                 turn_of: Any = module.turn_of
                 found = [turn_of.fn(turn, size, subs, lead) for turn in range(size * subs)]
                 assert found == wanted

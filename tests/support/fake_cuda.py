@@ -373,12 +373,11 @@ def fake_engine(
         lock_of([*crew.teams.values()]),
     )
     engines: list[CudaEngine] = []
-    kernels = {
-        f"interlace.kernels.gemm.{kind}_matmul": types.SimpleNamespace(
-            **{f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)}
-        )
+    matmuls = {
+        f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)
         for kind in ("gather", "scatter")
     }
+    kernels = {"interlace.kernels.gemm.matmul": types.SimpleNamespace(**matmuls)}
     with contextlib.ExitStack() as stack:
         for segment in segments:
             stack.callback(segment.unlink)

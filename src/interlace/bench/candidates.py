@@ -250,12 +250,12 @@ class WholeGemm(Candidate):
             return torch.mm
         case, device = self.case, self.ranks.device
         try:
-            kernels: Any = importlib.import_module("interlace.kernels.gemm.gather_matmul")
+            kernels: Any = importlib.import_module("interlace.kernels.gemm.matmul")
         except ImportError as error:
             raise UnsupportedError(f"no Triton matmul: {error}") from error
         sizes = {"rows": case.m, "inner": case.k, "columns": case.n}
         kernel = kernels.GatherMatmul(
-            **sizes, size=1, rank=0, dtype=DTYPES[case.dtype], device=device, gated=False
+            **sizes, size=1, rank=0, dtype=DTYPES[case.dtype], device=device
         )
 
         def launch(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

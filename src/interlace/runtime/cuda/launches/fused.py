@@ -47,7 +47,7 @@ def bind_member(binder: Binder, lane: Lane, op: Fused, call: Call) -> Thunk | No
     product = factors(call)
     if op.kernel is None or product is None or support.refuse_device(binder.context.device):
         return None
-    from interlace.kernels.gemm.gather_matmul import GatherMatmul
+    from interlace.kernels.gemm.matmul import GatherMatmul
 
     matmul = _matmul(binder, op)
     config = _kernel(binder, matmul).config
@@ -87,10 +87,10 @@ def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
     """The kernel, compiled."""
     facts, asked = _facts(matmul), matmul.kernel
     if asked.kind == "gather_matmul":
-        from interlace.kernels.gemm.gather_matmul import GatherMatmul
+        from interlace.kernels.gemm.matmul import GatherMatmul
 
         return GatherMatmul(**facts, device=binder.context.device)
-    from interlace.kernels.gemm.scatter_matmul import ScatterMatmul
+    from interlace.kernels.gemm.matmul import ScatterMatmul
 
     return ScatterMatmul(**facts, subs=asked.pieces, lead=asked.lead, device=binder.context.device)
 
@@ -187,7 +187,7 @@ def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
         return None
     box, to = binder.plan.box(slots), binder.plan.box(out)
     each = Box(0, box.sizes[1:], box.strides[1:], box.dtype)
-    from interlace.kernels.exchange.reduce import sum_slots
+    from interlace.kernels import sum_slots
     from interlace.kernels.exchange.sums import SumSlots
     from interlace.kernels.launch import TYPES
 

@@ -105,7 +105,7 @@ Tensors = Callable[[], torch.Tensor] | None
 
 def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: float) -> None:
     """Staging memory that is large enough for these collectives on every rank."""
-    from interlace.kernels.exchange import launch as exchange
+    from interlace.kernels.exchange import exchange
 
     needed = max(
         (
@@ -125,7 +125,7 @@ def bind_exchange(
     side: CudaSide, spec: Spec, handle: Callable[[], int], src: Tensors, dst: Tensors
 ) -> Thunk | None:
     """The function that issues this collective on the stream that `handle` gives."""
-    from interlace.kernels.exchange.launch import Exchange
+    from interlace.kernels.exchange.exchange import PeerExchange
 
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
@@ -134,7 +134,7 @@ def bind_exchange(
     if spec.size == 1:
         return _alone(src, dst)
     area = side.the_area
-    bound = Exchange(
+    bound = PeerExchange(
         *(spec.kind, spec.dtype, spec.parts, spec.me, spec.size, side.device),
         *(area.stages, area.stage_nbytes, area.flags, area.words),
         reduce=spec.reduce,
@@ -146,7 +146,7 @@ def bind_exchange(
         a = src() if src is not None else None
         b = dst() if dst is not None else None
         into = 0 if b is None else b.data_ptr()
-        bound.launch_at(handle(), into if a is None else a.data_ptr(), into)
+        bound.launch(handle(), into if a is None else a.data_ptr(), into)
 
     return run
 

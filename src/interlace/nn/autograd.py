@@ -1,7 +1,10 @@
-"""Gradients that cannot be differentiated again say so, instead of giving no gradient.
+"""What layers and losses need of autograd, autocast and torch.compile.
 
     return first_order(grad)       # at the end of a backward
+    with without_autocast(x.device.type):
+        y = torch.mm(x, w)         # in the types that x and w have
 
+`first_order` makes gradients that cannot be differentiated again say so, instead of giving none:
 torch's own `once_differentiable` raises only where the upstream gradient asks for a gradient; where
 the inputs alone do, what follows from the gradient would silently have none.
 """
@@ -9,6 +12,7 @@ the inputs alone do, what follows from the gradient would silently have none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -23,6 +27,13 @@ def eager(function: Callable[P, T]) -> Callable[P, T]:
     """The function as it is, where torch.compile breaks its graph: what it does is one kernel."""
     disabled: Any = torch.compiler.disable(function)
     return disabled
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Switches autocast off for a kind of device; nothing where it is off: entering takes time."""
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 class FirstOrder(torch.autograd.Function):

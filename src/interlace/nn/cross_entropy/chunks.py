@@ -13,32 +13,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, steps_for
-from interlace.nn.functional.vocabulary import Waiting, done, start_gather, start_sum
+from interlace.nn.cross_entropy.loss import LossSetup
+from interlace.nn.cross_entropy.steps import Problem, steps_for
+from interlace.nn.cross_entropy.vocabulary import Waiting, done, start_gather, start_sum
 
 
-@dataclass(slots=True)
-class Grads:
+class Grads(NamedTuple):
     """Gradients as they are added up; None where nobody wants one."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
     bias: torch.Tensor | None
 
-    @staticmethod
-    def empty(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        wanted: tuple[bool, ...],
-        dtype: torch.dtype,
-    ) -> Grads:
+
+class Operands(NamedTuple):
+    """What gives the logits, and gets gradients."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def grads(self, wanted: tuple[bool, ...], dtype: torch.dtype) -> Grads:
         """Nothing yet; of `hidden` in its own type, of the others in `dtype`."""
+        hidden, weight, bias = self
         fresh = hidden.shape[0] == 0  # no chunk will write them
         new: Any = torch.zeros_like if fresh else torch.empty_like
         layout: Any = {"memory_format": torch.contiguous_format}
@@ -48,9 +49,16 @@ class Grads:
             torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None,
         )
 
+    def logits(self, start: int, stop: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Those of some rows, at the beginning of the buffer."""
+        out, rows = part(buffer, 0, stop - start), part(self.hidden, start, stop)
+        if self.bias is None:
+            return torch.mm(rows, self.weight.t(), out=out)
+        return torch.addmm(self.bias, rows, self.weight.t(), out=out)
+
 
 @dataclass(slots=True)
-class Chunk:
+class RowChunk:
     """Rows `start` to `stop`, with their logits and what the ranks gather of them."""
 
     start: int
@@ -68,42 +76,31 @@ class Chunks:
 
     target: torch.Tensor
     class_weight: torch.Tensor | None
-    terms: Terms
-    shards: Shards
-    ready: Waiting
-    group: dist.ProcessGroup | None
-    word: torch.Tensor
+    setup: LossSetup
     size: int
     accumulate_dtype: torch.dtype
     overlap: bool
 
     def forward(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        grads: Grads | None,
-        divisor: torch.Tensor | None = None,
+        self, operands: Operands, grads: Grads | None, divisor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's loss and what backward needs of it; gradients by 1 / divisor, if asked for."""
-        steps = steps_for(hidden)
+        steps = steps_for(operands.hidden)
         sums: list[Waiting] = []
-        ended: list[Chunk] = []
-        for chunk in self._begun(hidden, weight, bias):
+        ended: list[RowChunk] = []
+        for chunk in self._begun(operands):
             if chunk.gathered is not None:
                 chunk.wait()
                 chunk.loss, chunk.kept = steps.losses(chunk.problem, chunk.gathered)
                 chunk.gathered = None
             if grads is not None:
-                logits = chunk.problem.logits
-                steps.gradient(chunk.problem, chunk.kept, None, divisor, logits)
-                sums.append(self._add(hidden, weight, logits, chunk, grads))
+                steps.gradient(chunk.problem, chunk.kept, None, divisor, chunk.problem.logits)
+                sums.append(self._add(operands, chunk, grads))
             ended.append(chunk)
         for wait in sums:
             wait()
         if not ended:
-            problem = self._problem(hidden.new_empty(0, weight.shape[0]), 0, 0)
-            return steps.alone(problem)
+            return steps.alone(self._problem(self._buffer(operands), 0, 0))
         losses = [chunk.loss for chunk in ended if chunk.loss is not None]
         kept = [chunk.kept for chunk in ended if chunk.kept is not None]
         if len(ended) == 1:
@@ -111,25 +108,18 @@ class Chunks:
         return torch.cat(losses), torch.cat(kept, 1)
 
     def backward(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        kept: torch.Tensor,
-        upstream: torch.Tensor,
-        grads: Grads,
+        self, operands: Operands, kept: torch.Tensor, upstream: torch.Tensor, grads: Grads
     ) -> None:
         """The gradients by the upstream gradient of each row, from logits computed again."""
-        steps = steps_for(hidden)
+        steps = steps_for(operands.hidden)
         sums: list[Waiting] = []
-        logits = self._buffer(hidden, weight)
+        buffer = self._buffer(operands)
         for start, stop in self._ranges():
-            rows = part(logits, 0, stop - start)
-            multiply(part(hidden, start, stop), weight, bias, rows)
-            chunk = Chunk(start, stop, self._problem(rows, start, stop))
+            logits = operands.logits(start, stop, buffer)
+            chunk = RowChunk(start, stop, self._problem(logits, start, stop))
             own = kept[:, start:stop].contiguous()
-            steps.gradient(chunk.problem, own, upstream[start:stop], None, rows)
-            sums.append(self._add(hidden, weight, rows, chunk, grads))
+            steps.gradient(chunk.problem, own, upstream[start:stop], None, logits)
+            sums.append(self._add(operands, chunk, grads))
         for wait in sums:
             wait()
 
@@ -146,7 +136,7 @@ class Chunks:
         if reduction == "mean" and denominator is None:
             if self.class_weight is not None:
                 return None
-            self.ready()
+            self.setup.ready()
             return steps_for(hidden).count(self._problem(hidden, 0, hidden.shape[0]))
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         if isinstance(denominator, torch.Tensor):
@@ -159,82 +149,63 @@ class Chunks:
         rows = self.target.shape[0]
         return [(at, min(at + self.size, rows)) for at in range(0, rows, self.size)]
 
-    def _buffer(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, operands: Operands) -> torch.Tensor:
+        hidden, weight, _ = operands
         return hidden.new_empty(min(self.size, hidden.shape[0]), weight.shape[0])
 
     def _problem(self, logits: torch.Tensor, start: int, stop: int) -> Problem:
         target = part(self.target, start, stop)
-        return Problem(logits, target, self.class_weight, self.terms, self.shards, self.word, start)
+        return self.setup.problem(logits, target, self.class_weight, start)
 
-    def _begun(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> Iterator[Chunk]:
+    def _begun(self, operands: Operands) -> Iterator[RowChunk]:
         """Each chunk once its stats are being gathered; see Note [Under the next GEMM]."""
         ranges = self._ranges()
-        ahead = int(self.overlap and self.group is not None and len(ranges) > 1)
-        buffers = [self._buffer(hidden, weight) for _ in range(1 + ahead)]
-        under_way: list[Chunk] = []
+        ahead = int(self.overlap and self.setup.group is not None and len(ranges) > 1)
+        buffers = [self._buffer(operands) for _ in range(1 + ahead)]
+        under_way: list[RowChunk] = []
         for index, (start, stop) in enumerate(ranges):
-            logits = part(buffers[index % len(buffers)], 0, stop - start)
-            multiply(part(hidden, start, stop), weight, bias, logits)
-            under_way.append(self._begin(Chunk(start, stop, self._problem(logits, start, stop))))
+            logits = operands.logits(start, stop, buffers[index % len(buffers)])
+            under_way.append(self._begin(RowChunk(start, stop, self._problem(logits, start, stop))))
             if len(under_way) > ahead:
                 yield under_way.pop(0)
         yield from under_way
 
-    def _begin(self, chunk: Chunk) -> Chunk:
+    def _begin(self, chunk: RowChunk) -> RowChunk:
         """A chunk's stats: started to be gathered, or, where nobody else has any, its losses."""
-        steps = steps_for(chunk.problem.logits)
-        if self.group is None:
+        steps, setup = steps_for(chunk.problem.logits), self.setup
+        if setup.group is None:
             chunk.loss, chunk.kept = steps.alone(chunk.problem)
             return chunk
         found = steps.stats(chunk.problem)
         if chunk.start == 0:
-            self.ready()
+            setup.ready()
         packed = steps.pack(chunk.problem, found)
-        chunk.gathered = gathered = packed.new_empty(self.shards.world, *packed.shape)
-        chunk.wait = start_gather(gathered, packed, self.group)
+        chunk.gathered = gathered = packed.new_empty(setup.shards.world, *packed.shape)
+        chunk.wait = start_gather(gathered, packed, setup.group)
         return chunk
 
-    def _add(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        logits: torch.Tensor,
-        chunk: Chunk,
-        grads: Grads,
-    ) -> Waiting:
+    def _add(self, operands: Operands, chunk: RowChunk, grads: Grads) -> Waiting:
         """Adds what a chunk's gradient of the logits gives; what to wait for of its rows."""
-        wait = done
+        logits, wait = chunk.problem.logits, done
         if grads.hidden is not None:
             rows = part(grads.hidden, chunk.start, chunk.stop)
-            torch.mm(logits, weight, out=rows)
-            if self.group is not None:
-                wait = start_sum(rows, self.group)
+            torch.mm(logits, operands.weight, out=rows)
+            if self.setup.group is not None:
+                wait = start_sum(rows, self.setup.group)
                 if not self.overlap:
                     wait()
                     wait = done
         if grads.weight is not None:
-            own = part(hidden, chunk.start, chunk.stop)
+            own = part(operands.hidden, chunk.start, chunk.stop)
             add_product(grads.weight, logits.t(), own, not chunk.start)
         if grads.bias is not None:
-            grads.bias += logits.sum(0, dtype=grads.bias.dtype)
+            grads.bias.add_(logits.sum(0, dtype=grads.bias.dtype))
         return wait
 
 
 def part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Some rows of a tensor; where these are all, itself, which costs nothing."""
     return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
-
-
-def multiply(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """The logits of some rows."""
-    if bias is None:
-        torch.mm(hidden, weight.t(), out=out)
-    else:
-        torch.addmm(bias, hidden, weight.t(), out=out)
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:

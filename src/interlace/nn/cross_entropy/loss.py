@@ -2,28 +2,35 @@
 
     loss = cross_entropy(logits, target, label_smoothing=0.1, z_loss=1e-4)
     loss = cross_entropy(local_logits, target, group=tp)     # each rank has some of the classes
+    raise_pending()                          # TargetError, if a target was no class
 
 Note [Two reads and one write]: forward reads the logits once and keeps two figures a row
 (more with smoothing or class weights);
 backward reads them again and writes their gradient, in their type, by the upstream gradient of each
 row. Nothing else of their size is ever held, and the logits are left as they are, so that a second
 backward is as right as the first.
+
+Note [Targets that are no class]: the kernels write the first that they find to host memory that the
+device sees, so that nothing is copied and nobody waits; every call of a loss looks there first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Any, SupportsIndex
 
 import torch
 
-from interlace.errors import InputError
-from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, steps_for
-from interlace.nn.functional.targets import check_targets as check_all
-from interlace.nn.functional.targets import notes_of
-from interlace.nn.functional.vocabulary import (
+from interlace.errors import InputError, TargetError
+from interlace.nn.autograd import eager, first_order
+from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word, steps_for
+from interlace.nn.cross_entropy.vocabulary import (
+    Waiting,
     beside,
     cut_of,
     find_shards,
@@ -33,7 +40,6 @@ from interlace.nn.functional.vocabulary import (
     is_dtensor,
     replicated,
 )
-from interlace.nn.once import eager, first_order
 
 REDUCTIONS = ("none", "mean", "sum")
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -105,19 +111,56 @@ def cross_entropy(
         weight = cut_of(weight, 0, "weight")[0]
     check_inputs(logits, target, weight)
     check_options(target, ignore_index, reduction, label_smoothing, softcap, denominator)
-    notes = notes_of("cuda" if logits.is_cuda else "cpu")
-    notes.check()
-    group = group_of(group)
-    shards, ready = find_shards(group, logits.shape[-1], shard_sizes, logits.device)
-    if check_targets:
-        ready()
-        count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
-        check_all(target, count, ignore_index)
     terms = Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    loss = CrossEntropy.apply(
-        logits, target, weight, terms, shards, ready, group, notes.word, reduction, denominator
+    setup = LossSetup.of(
+        target, logits.device, logits.shape[-1], terms, group, shard_sizes, check_targets
     )
+    loss = CrossEntropy.apply(logits, target, weight, setup, reduction, denominator)
     return loss if mesh is None else replicated(loss, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSetup:
+    """What all rows of a call share: terms of the loss, where the classes lie, the note."""
+
+    terms: Terms
+    shards: Shards
+    ready: Waiting
+    """To be called before `shards.sizes` is read."""
+    group: Any
+    word: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        target: torch.Tensor,
+        device: torch.device,
+        classes: int,
+        terms: Terms,
+        group: Any,
+        shard_sizes: Sequence[int] | None,
+        check_targets: bool,
+    ) -> LossSetup:
+        """Raises what earlier calls noted; starts to gather the ranks' numbers of `classes`."""
+        notes = notes_of("cuda" if device.type == "cuda" else "cpu")
+        notes.check()
+        group = group_of(group)
+        shards, ready = find_shards(group, classes, shard_sizes, device)
+        if check_targets:
+            ready()
+            count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
+            check_all(target, count, terms.ignore_index)
+        return cls(terms, shards, ready, group, notes.word)
+
+    def problem(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        first_row: int = 0,
+    ) -> Problem:
+        """Some rows of the call."""
+        return Problem(logits, target, weight, self.terms, self.shards, self.word, first_row)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -129,37 +172,33 @@ class CrossEntropy(torch.autograd.Function):
         logits: torch.Tensor,
         target: torch.Tensor,
         weight: torch.Tensor | None,
-        terms: Terms,
-        shards: Shards,
-        ready: Any,
-        group: Any,
-        word: torch.Tensor,
+        setup: LossSetup,
         reduction: str,
         denominator: torch.Tensor | float | None,
     ) -> torch.Tensor:
         steps = steps_for(logits)
-        problem = Problem(logits, target, weight, terms, shards, word)
-        if group is None:
+        problem = setup.problem(logits, target, weight)
+        if setup.group is None:
             loss, kept = steps.alone(problem)
         else:
             found = steps.stats(problem)
-            ready()
-            loss, kept = steps.losses(problem, gather(steps.pack(problem, found), group))
+            setup.ready()
+            loss, kept = steps.losses(problem, gather(steps.pack(problem, found), setup.group))
         divisor = None
         if reduction != "none":
             weighted, mean = weight is not None, reduction == "mean"
             loss, divisor = steps.total(loss, kept, weighted, mean, denominator)
-        ctx.terms, ctx.shards, ctx.word = terms, shards, word
+        ctx.setup = setup
         ctx.save_for_backward(logits, target, weight, kept, divisor)
         return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, target, weight, kept, divisor = ctx.saved_tensors
-        problem = Problem(logits, target, weight, ctx.terms, ctx.shards, ctx.word)
+        problem = ctx.setup.problem(logits, target, weight)
         with torch.no_grad():
             grad = steps_for(logits).gradient(problem, kept, upstream, divisor)
-        return (first_order(grad), *(None,) * 9)
+        return (first_order(grad), *(None,) * 5)
 
 
 def check_inputs(
@@ -215,3 +254,55 @@ def check_options(
             raise InputError(f"denominator is {denominator!r}: take a number, or a tensor of one")
         if isinstance(denominator, torch.Tensor) and denominator.numel() != 1:
             raise InputError(f"denominator is {tuple(denominator.shape)}: take one number")
+
+
+# -- targets that are no class ---------------------------------------------------------------------
+
+
+class Notes:
+    """The word of one kind of device, and the host's view of it."""
+
+    def __init__(self, kind: str) -> None:
+        self.word = new_word(kind)
+        self._seen = (ctypes.c_int64 * 3).from_address(self.word.data_ptr())
+
+    def check(self) -> None:
+        """Raises what was noted, once."""
+        if self._seen[0]:
+            row, target, classes = self._seen[0] - 1, self._seen[1], self._seen[2]
+            self._seen[0] = 0
+            raise TargetError(describe(row, target, classes) + "; its loss and gradient were NaN")
+
+
+@lru_cache(maxsize=2)
+def notes_of(kind: str) -> Notes:
+    """The notes of "cpu" or of "cuda"."""
+    return Notes(kind)
+
+
+def raise_pending() -> None:
+    """Raises `TargetError` if a loss met a target that is no class since this was last asked.
+
+    Each call of a loss asks as well. On CUDA what has not run yet is not known: to be sure that
+    all is, call `torch.cuda.synchronize()` before.
+    """
+    notes_of("cpu").check()
+    if torch.cuda.is_initialized():
+        notes_of("cuda").check()
+
+
+def describe(row: int, target: int, classes: int) -> str:
+    """Where a target is no class."""
+    return (
+        f"the target of row {row} is {target}, where there are classes 0 to {classes - 1}; "
+        "mark rows that do not count with `ignore_index`"
+    )
+
+
+def check_all(target: torch.Tensor, classes: int, ignore_index: int) -> None:
+    """Raises `TargetError` if one is no class; the host waits for the device."""
+    flat = target.reshape(-1)
+    wrong = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise TargetError(describe(row, int(flat[row]), classes))

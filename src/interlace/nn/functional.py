@@ -6,8 +6,7 @@ loss = cross_entropy(logits, target, group=tp)
 loss = linear_cross_entropy(hidden, head.weight, target, group=tp)    # no logits are ever held
 """
 
-from interlace.nn.functional.linear_loss import linear_cross_entropy
-from interlace.nn.functional.row_loss import cross_entropy
-from interlace.nn.functional.targets import raise_pending
+from interlace.nn.cross_entropy.linear_loss import linear_cross_entropy
+from interlace.nn.cross_entropy.loss import cross_entropy, raise_pending
 
 __all__ = ["cross_entropy", "linear_cross_entropy", "raise_pending"]

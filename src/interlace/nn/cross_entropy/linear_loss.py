@@ -3,7 +3,7 @@
     loss = linear_cross_entropy(hidden, head.weight, target)           # (rows, in), (classes, in)
     loss = linear_cross_entropy(hidden, weight, target, group=tp)      # some classes on each rank
 
-The arithmetic of one chunk, forward and backward, is in linear_chunks.py.
+The arithmetic of one chunk, forward and backward, is in chunks.py.
 """
 
 from __future__ import annotations
@@ -14,21 +14,11 @@ from typing import Any
 import torch
 
 from interlace.errors import InputError
-from interlace.nn.autocast import without_autocast
+from interlace.nn.autograd import eager, first_order, without_autocast
+from interlace.nn.cross_entropy.chunks import Chunks, Operands
+from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, check_options
 from interlace.nn.cross_entropy.steps import Terms, steps_for
-from interlace.nn.functional.linear_chunks import Chunks, Grads
-from interlace.nn.functional.row_loss import LOGITS, check_options
-from interlace.nn.functional.targets import check_targets as check_all
-from interlace.nn.functional.targets import notes_of
-from interlace.nn.functional.vocabulary import (
-    beside,
-    cut_of,
-    find_shards,
-    full_of,
-    group_of,
-    is_dtensor,
-)
-from interlace.nn.once import eager, first_order
+from interlace.nn.cross_entropy.vocabulary import beside, cut_of, full_of, is_dtensor
 
 
 @eager
@@ -105,14 +95,10 @@ def linear_cross_entropy(
     check_options(target, ignore_index, reduction, label_smoothing, softcap, denominator)
     if chunk_size is not None and chunk_size < 1:
         raise InputError(f"chunk_size is {chunk_size}: take a positive number of rows")
-    notes = notes_of("cuda" if hidden.is_cuda else "cpu")
-    notes.check()
-    group = group_of(group)
-    shards, ready = find_shards(group, weight.shape[0], shard_sizes, hidden.device)
-    if check_targets:
-        ready()
-        count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
-        check_all(target, count, ignore_index)
+    terms = Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    setup = LossSetup.of(
+        target, hidden.device, weight.shape[0], terms, group, shard_sizes, check_targets
+    )
     if not torch.is_grad_enabled():  # `needs_input_grad` asks only the tensors themselves
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
@@ -120,11 +106,7 @@ def linear_cross_entropy(
     chunks = Chunks(
         target=target if target.dim() == 1 else target.reshape(-1),
         class_weight=class_weight,
-        terms=Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0)),
-        shards=shards,
-        ready=ready,
-        group=group,
-        word=notes.word,
+        setup=setup,
         size=chunk_size or default_size(rows.shape[0], weight.shape[0]),
         accumulate_dtype=accumulate_dtype or WIDER.get(weight.dtype, weight.dtype),
         overlap=overlap,
@@ -160,13 +142,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         reduction: str,
         denominator: torch.Tensor | float | None,
     ) -> torch.Tensor:
-        wanted = ctx.needs_input_grad[:3]
+        operands, wanted = Operands(hidden, weight, bias), ctx.needs_input_grad[:3]
         rowwise = reduction == "none"
         grads = early = None
         if any(wanted) and not rowwise:
-            grads = Grads.empty(hidden, weight, bias, wanted, chunks.accumulate_dtype)
+            grads = operands.grads(wanted, chunks.accumulate_dtype)
             early = chunks.divisor(hidden, reduction, denominator)
-        loss, kept = chunks.forward(hidden, weight, bias, grads, early)
+        loss, kept = chunks.forward(operands, grads, early)
         ctx.each_row = rowwise
         if rowwise:
             ctx.chunks = chunks
@@ -177,7 +159,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         weighted = chunks.class_weight is not None
         loss, divisor = steps_for(hidden).total(loss, kept, weighted, mean, denominator)
         if grads is not None:
-            ctx.dtype, ctx.grads = hidden.dtype, (grads.hidden, grads.weight, grads.bias)
+            ctx.dtype, ctx.grads = hidden.dtype, grads
             ctx.counts = denominator is None
             ctx.save_for_backward(divisor if early is None else None)
         return loss
@@ -192,11 +174,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 def each_row(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
     """The gradients by the upstream gradient of each row: all is computed here."""
     hidden, weight, bias, *_, kept = ctx.saved_tensors  # checks what was written to since
-    wanted = ctx.needs_input_grad[:3]
-    grads = Grads.empty(hidden, weight, bias, wanted, ctx.chunks.accumulate_dtype)
-    ctx.chunks.backward(hidden, weight, bias, kept, upstream.contiguous(), grads)
-    found = (grads.hidden, grads.weight, grads.bias)
-    return [None if grad is None else grad.to(hidden.dtype) for grad in found]
+    operands = Operands(hidden, weight, bias)
+    grads = operands.grads(ctx.needs_input_grad[:3], ctx.chunks.accumulate_dtype)
+    ctx.chunks.backward(operands, kept, upstream.contiguous(), grads)
+    return [None if grad is None else grad.to(hidden.dtype) for grad in grads]
 
 
 def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:

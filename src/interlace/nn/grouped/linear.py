@@ -25,10 +25,9 @@ import torch
 from torch import nn
 
 from interlace.errors import GradientError, GroupError
-from interlace.nn.autocast import without_autocast
+from interlace.nn.autograd import first_order, without_autocast
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import ALIGNMENT, Groups
-from interlace.nn.once import first_order
 from interlace.optim.grad_accumulator import GradAccumulator
 
 
@@ -112,7 +111,7 @@ class GroupedLinear(nn.Module):
             raise GradientError(
                 "the weight was replaced after accumulate_into(): make another accumulator"
             )
-        return _GroupedLinear.apply(x, self.weight, self.bias, groups, dtype, self._accumulator)
+        return GroupedProduct.apply(x, self.weight, self.bias, groups, dtype, self._accumulator)
 
     def explain(self, x: torch.Tensor) -> str:
         """How x would be multiplied: "by kernel", or "by loop: " and why."""
@@ -148,7 +147,7 @@ def _check(layer: GroupedLinear, x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _dense(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dense_rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor cast, row by row and at an address that kernels take; itself if it is all that.
 
     A single row is contiguous whatever its stride, which kernels look at all the same.
@@ -163,7 +162,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-class _GroupedLinear(torch.autograd.Function):
+class GroupedProduct(torch.autograd.Function):
     """Takes the original Parameters: a cast copy is made here and is nobody else's business."""
 
     @staticmethod
@@ -176,7 +175,7 @@ class _GroupedLinear(torch.autograd.Function):
         dtype: torch.dtype,
         accumulator: GradAccumulator | None,
     ) -> torch.Tensor:
-        rows = _dense(x, dtype)
+        rows = dense_rows(x, dtype)
         for_x, for_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(rows if for_weight else None, weight if for_x else None)
         ctx.groups, ctx.dtype, ctx.accumulator = groups, dtype, accumulator
@@ -194,7 +193,7 @@ class _GroupedLinear(torch.autograd.Function):
         accumulator = None if torch.is_grad_enabled() else ctx.accumulator
         dx = dw = db = None
         with torch.no_grad(), without_autocast(dy.device.type):  # a backward may be under both
-            dy = _dense(dy, ctx.dtype)
+            dy = dense_rows(dy, ctx.dtype)
             if ctx.needs_input_grad[0]:
                 dx = grouped.input_gradient(dy, _cast(weight, ctx.dtype), groups)
                 dx = _cast(dx, ctx.x_dtype)
