@@ -97,7 +97,7 @@ def test_printer_and_parser_know_every_role() -> None:
     teams = (Team("tp", 2),)
     writes = printer.Printer(teams)
     assert roles == {*writes.one, *writes.several}
-    reads = parser.OpParser(parser.Source("", "made_up.ilc"), teams)
+    reads = parser.OpParser(parser.SourceText("", "made_up.ilc"), teams)
     assert roles == {*reads.one, *reads.several}
     assert {"copy", "all_gather", "host_sync"} <= set(op_words())
     assert set(STEPS) == {

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from interlace.errors import ProgramError
 from interlace.ir.fields import NAMES, form_of, written
-from interlace.ir.ops import Alloc, Arg, Call, Fused, FusedMember, Op
-from interlace.ir.types import Buffer, Layout, RankIndex, Table, Team, Where, spanned
+from interlace.ir.ops import Arg, Fused, FusedMember, Op
+from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 
@@ -119,7 +119,7 @@ class Program:
 
     def wheres(self, ranks: Iterable[int]) -> Iterator[Where]:
         """The resolvers for several ranks, which share what is the same for all."""
-        layout = Layout(self.teams, self.ranks)
+        layout = TeamLayout(self.teams, self.ranks)
         tables = {table.name: table for table in self.tables}
         for rank in ranks:
             yield Where(rank, layout.members(rank), tables)
@@ -128,10 +128,8 @@ class Program:
         """Every buffer by name: the parameters, and what Allocs and Calls declare."""
         found = {buffer.name: buffer for buffer in self.params}
         for op in self.ops:
-            if isinstance(op, Alloc):
-                found[op.buffer.name] = op.buffer
-            elif isinstance(op, Call):
-                found.update((buffer.name, buffer) for buffer in op.fresh)
+            for buffer in op.declares():
+                found[buffer.name] = buffer
         return found
 
     def streams(self) -> tuple[str, ...]:
