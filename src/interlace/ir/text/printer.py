@@ -183,9 +183,9 @@ class Printer:
         parts: Iterable[Iterable[Op]] = getattr(op, field.name)
         return [TextBlock("part(", [self.op(member, op) for member in part], ")") for part in parts]
 
-    def kernel(self, kernel: FusedKernel) -> Block:
+    def kernel(self, kernel: FusedKernel) -> TextBlock:
         word, items = self.call(kernel)
-        return Block(f"{word}(", items, ")")
+        return TextBlock(f"{word}(", items, ")")
 
     def outs(self, op: Call, field: FieldForm) -> list[Item]:
         """What a call fills and what it makes, in one `out=`."""
