@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from interlace.ir.ops import Fused, Get, Group, Loc, Put
+from interlace.ir.ops import Fused, Group, Loc
 from interlace.ir.text.printer import print_op
 from interlace.verify.accesses.memory import ByteAccess
 from interlace.verify.accesses.sweep import AccessFault
@@ -106,11 +106,8 @@ class Explainer:
             verb = "returns"
         else:
             verb = "writes" if entry.write else "reads"
-        whose = ""
-        if isinstance(item.op, Put if entry.write else Get):
-            where = entry.frame.place.where
-            peer = where.member(item.op.team).ranks[where.index(item.op.peer)]
-            whose = f" of rank {peer}"
+        rank = entry.content.rank
+        whose = f" of rank {rank}" if rank != entry.frame.place.rank else ""
         extent = (entry.region.lo, entry.region.hi)
         return self.ref(entry.frame.place, item, f"{verb} {name}{whose}", name, extent)
 

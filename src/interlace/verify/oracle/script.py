@@ -11,19 +11,24 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 
+from interlace.errors import UnsupportedError
 from interlace.ir.ops import (
     KINDS,
     RNG,
     Access,
     Alloc,
+    Call,
     Collective,
+    Copy,
     Expect,
     Free,
     Fused,
+    Get,
     Group,
     HostSync,
     Notify,
     Op,
+    Put,
     Record,
     Recv,
     Send,
@@ -232,8 +237,12 @@ class _Rank:
                 for reader in self.peers(op.peer, op.team):
                     key = (op.signal, *self.team(op.team), self.rank, reader, self.run)
                     script.raised[key].append((op.value, act.ended))
-            case _:
+            case Call() | Copy() | Put() | Get() | Expect() | HostSync():
                 pass
+            case _:
+                raise UnsupportedError(
+                    f"the oracle knows no op {type(op).__name__}: add a case to oracle/script.py"
+                )
 
     # Names of what ranks share
 
