@@ -155,6 +155,15 @@ class Expressions:
             return None
         return node.value.id, key.value
 
+    def named(self, node: ast.expr, family: str, what: str, fix: str) -> str:
+        """A name of one family: bare, or `family["any name"]`."""
+        if isinstance(node, ast.Name):
+            return node.id
+        inner = self.accessed(node)
+        if inner is not None and inner[0] == family:
+            return inner[1]
+        raise self.fail(node, what, fix)
+
     def team_of(self, node: ast.expr, attribute: str) -> str | None:
         """The team of `tp.rank` or `tp.others`; None for anything else."""
         if not (isinstance(node, ast.Attribute) and node.attr == attribute):
@@ -194,12 +203,7 @@ class Expressions:
 
     def table(self, node: ast.expr) -> str:
         """The name of a table."""
-        inner = self.accessed(node)
-        if inner is not None and inner[0] == "table":
-            return inner[1]
-        if isinstance(node, ast.Name):
-            return node.id
-        raise self.fail(node, "expected a table", "write the name of a table")
+        return self.named(node, "table", "expected a table", "write the name of a table")
 
     def dtype(self, node: ast.expr) -> DType:
         """An element type."""

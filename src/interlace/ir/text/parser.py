@@ -295,25 +295,14 @@ class _ProgramParser(OpParser):
 
     def stream(self, node: ast.expr) -> str:
         """The stream that stands before the colon."""
-        if isinstance(node, ast.Name):
-            return node.id
-        inner = self.accessed(node)
-        if inner is not None and inner[0] == "stream":
-            return inner[1]
         fix = 'write a name, or stream["any name"]'
-        raise self.source.error(node, "expected a stream before the colon", fix)
+        return self.named(node, "stream", "expected a stream before the colon", fix)
 
     def assignment(self, target: ast.expr, word: str, call: ast.Call) -> None:
         """`full = alloc(...)`, `t = empty(...)`, `rows = table(...)`."""
         family = "table" if word == "table" else "buffer"
-        inner = self.accessed(target)
-        if isinstance(target, ast.Name):
-            name = target.id
-        elif inner is not None and inner[0] == family:
-            name = inner[1]
-        else:
-            fix = f'write a name, or {family}["any name"]'
-            raise self.source.error(target, "expected a name before `=`", fix)
+        fix = f'write a name, or {family}["any name"]'
+        name = self.named(target, family, "expected a name before `=`", fix)
         if word in ("alloc", "empty"):
             self.ops.append(self.declaration(name, call, word))
         elif word == "table":
@@ -416,7 +405,7 @@ def _region(source: SourceText, node: ast.FunctionDef, teams: Sequence[Team]) ->
         if isinstance(statement, ast.Return):
             value = statement.value
             items = expr.items(value) if isinstance(value, ast.Tuple) else [value]
-            outputs = tuple(_value(source, expr, item) for item in items if item)
+            outputs = tuple(_value(expr, item) for item in items if item)
         else:
             body.append(_node(source, expr, statement))
     if outputs is None:
@@ -424,14 +413,9 @@ def _region(source: SourceText, node: ast.FunctionDef, teams: Sequence[Team]) ->
     return Region(name, inputs, tuple(body), outputs)
 
 
-def _value(source: SourceText, expr: OpParser, node: ast.expr) -> str:
+def _value(expr: OpParser, node: ast.expr) -> str:
     """The name of a region's value."""
-    if isinstance(node, ast.Name):
-        return node.id
-    inner = expr.accessed(node)
-    if inner is not None and inner[0] == "value":
-        return inner[1]
-    raise source.error(node, "expected a value of the region", "write its name")
+    return expr.named(node, "value", "expected a value of the region", "write its name")
 
 
 def _node(source: SourceText, expr: OpParser, statement: ast.stmt) -> Node:
@@ -449,7 +433,7 @@ def _node(source: SourceText, expr: OpParser, statement: ast.stmt) -> Node:
             "a region holds calls and one return",
             "write t0 = aten.mul.Tensor(x, y), or return t0",
         )
-    outs = tuple(_value(source, expr, target) for target in targets)
+    outs = tuple(_value(expr, target) for target in targets)
     fn = _dotted(call.func)
     if fn is None:
         fix = 'write aten.mul.Tensor(...), or call("name", ...)'
