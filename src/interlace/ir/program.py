@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from interlace.errors import ProgramError
 from interlace.ir.fields import NAMES, form_of, written
-from interlace.ir.ops import Arg, Fused, FusedMember, Op
+from interlace.ir.ops import Arg, Fused, Op
 from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
@@ -221,12 +221,6 @@ def _mapped(value: Any, change: Callable[[object], object]) -> Any:
     if isinstance(value, tuple):
         return tuple([_mapped(item, change) for item in cast("tuple[object, ...]", value)])
     return map_values(value, change) if isinstance(value, Op) else change(value)
-
-
-def map_members(op: Fused, change: Callable[[FusedMember], Op]) -> Fused:
-    """The Fused with every member changed, to one of the same kind."""
-    parts = tuple(tuple(map(change, part)) for part in op.parts)
-    return dataclasses.replace(op, parts=cast("tuple[tuple[FusedMember, ...], ...]", parts))
 
 
 def _resolved(where: Where, value: object) -> object:

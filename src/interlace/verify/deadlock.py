@@ -12,12 +12,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from interlace.ir.ops import Collective, Op, Recv, Send
+from interlace.ir.ops import Recv, Send
 from interlace.ir.text.printer import print_op
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.proposals import cycle, never, segments
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import HappensBefore, Part
+from interlace.verify.happens_before.source import Item
 from interlace.verify.report import Finding, OpRef
 
 MAX_CYCLES = 4
@@ -249,7 +250,6 @@ def _listed(ranks: list[int]) -> str:
 def _why(part: Part, earlier: Part) -> str:
     """Why an op waits for another."""
     (frame, item), (other_frame, other) = part, earlier
-    op, before = item.op, other.op
     here, there = item.ordering, other.ordering
     if frame is other_frame and item.turn < other.turn and here.messages and there.messages:
         return MEETS  # of one rank with itself
@@ -260,7 +260,7 @@ def _why(part: Part, earlier: Part) -> str:
     if frame is not other_frame:
         if here.takes and there.frees is not None:
             return "the slot comes back with its free"
-        return "the run before has to end" if other.ends_run else _queued(op, before)
+        return "the run before has to end" if other.ends_run else _queued(item, other)
     if item is other:
         return STREAM  # the end of an op after its begin
     same = item.index == other.index
@@ -281,12 +281,13 @@ def _why(part: Part, earlier: Part) -> str:
         return "the parts of a fused op are begun in the order listed"
     if same:
         return "it is part of the same op"
-    return _queued(op, before)
+    return _queued(item, other)
 
 
-def _queued(op: Op | None, before: Op | None) -> str:
-    if isinstance(op, Collective) and isinstance(before, Collective) and op.team == before.team:
-        return f"collectives of team {op.team} run in the order in which they are issued"
+def _queued(item: Item, before: Item) -> str:
+    here, there = item.ordering.meets, before.ordering.meets
+    if here and there and here[0] == there[0]:
+        return f"collectives of team {here[0]} run in the order in which they are issued"
     return ""
 
 

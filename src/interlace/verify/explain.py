@@ -5,12 +5,13 @@ Lines are those of the file, for a Program that was parsed from one; else those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from interlace.ir.ops import Fused, Group, Loc
 from interlace.ir.text.printer import print_op
 from interlace.verify.accesses.memory import ByteAccess
 from interlace.verify.accesses.sweep import AccessFault
+from interlace.verify.accesses.unwritten import Unwritten
 from interlace.verify.fixing import proposals
 from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import line_numbers
@@ -18,8 +19,6 @@ from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Flaw, Item, LoweredProgram
 from interlace.verify.report import Finding, OpRef
 
-Missing = Callable[[ByteAccess], tuple[str, list[tuple[LoweredProgram, int, int]]]]
-"""Which rows a read lacks, and which ops (program, index, rank) write them too late."""
 BEGINS = "the run begins"
 NEIGHBOURS = 2
 """Lines of the Program shown above and below an op."""
@@ -28,9 +27,9 @@ NEIGHBOURS = 2
 class Explainer:
     """Findings from faults; the text of each Program is made once, and only if it is asked for."""
 
-    def __init__(self, sources: Sequence[LoweredProgram], missing: Missing) -> None:
+    def __init__(self, sources: Sequence[LoweredProgram], unwritten: Unwritten) -> None:
         self.edges = Edges(sources)
-        self._missing = missing
+        self.unwritten = unwritten
         self._lines: dict[int, list[int]] = {}
 
     def line(self, source: LoweredProgram, index: int) -> int:
@@ -185,7 +184,7 @@ class Explainer:
             fix = f"free {name} only after line {op.line}, and give the storage away after that"
             fixes = tuple(proposals.own_storage(self.edges, fault.second))
             return Finding("uninitialized", message, (op,), fix, "error", ranks, fixes)
-        what, late = self._missing(fault.second)
+        what, late = self.unwritten(fault.second)
         message = f"{name} is read, and nothing wrote {what} before"
         fix = f"write {what} before line {op.line}"
         if late:

@@ -52,11 +52,10 @@ class Edges:
             programs = [source.program for source in self.sources]
             self._taken = {name for program in programs for name in program.buffers()}
             for program in programs:
-                for _, op in spots(program.ops):
-                    if isinstance(op, Record | Wait):
-                        self._taken.add(op.event)
-                    elif isinstance(op, Notify | Expect):
-                        self._taken.add(op.signal)
+                for ordering in [op.ordering() for _, op in spots(program.ops)]:
+                    self._taken |= {name for name in (ordering.records, ordering.waits) if name}
+                    levels = (ordering.raises, ordering.expects)
+                    self._taken |= {level.signal for level in levels if level is not None}
         taken = self._taken
         return (name for name in (f"{letter}{n}" for n in count(1)) if name not in taken)
 
@@ -79,8 +78,8 @@ class Edges:
         last: dict[str, str] = {}
         for op in self.sources[one.program].program.ops[max(one.at, 0) : two.at]:
             for member in op.members if isinstance(op, Fused) else (op,):
-                if isinstance(member, Record):
-                    last[member.event] = op.stream
+                if (event := member.ordering().records) is not None:
+                    last[event] = op.stream
         return [name for name, stream in last.items() if stream == one.stream][:1]
 
     def event(self, one: OpPlace, two: OpPlace, name: str) -> Fix:
