@@ -256,39 +256,34 @@ class _Matcher:
         awaited = {signal for signal, *_ in self.builder.meetings.awaited}
         told: set[tuple[object, ...]] = set()
         for (signal, run), raised in self.builder.meetings.raised.items():
-            for one, two in pairwise(raised):
-                (value, (frame, item, _, node)), (value_2, (frame_2, item_2, _, node_2)) = one, two
-                grows, key = value_2 > value, (frame.place.source, item.index, item_2.index)
-                if run or key in told or (grows and self.ordered(node, node_2)):
+            if run:
+                continue
+            name, _, writer, reader = signal
+            for (value, one), (higher, two) in pairwise(raised):
+                grows, key = higher > value, (one.source, one.item.index, two.item.index)
+                if key in told or (grows and self.ordered(one.end, two.end)):
                     continue
                 told.add(key)
-                message = (
-                    f"signal {signal[0]} from rank {signal[2]} to rank {signal[3]} does not grow"
-                    if not grows
-                    else f"two notifies raise signal {signal[0]} in no order"
-                )
-                fix = "give the later notify a larger value" if not grows else (
-                    "raise a signal on one stream alone, or order the two with an event"
-                )  # fmt: skip
+                if grows:
+                    message = f"two notifies raise signal {name} in no order"
+                    fix = "raise a signal on one stream alone, or order the two with an event"
+                else:
+                    message = f"signal {name} from rank {writer} to rank {reader} does not grow"
+                    fix = "give the later notify a larger value"
                 ops = (
-                    self.explainer.ref(frame.place, item, f"raises it to {value}"),
-                    self.explainer.ref(frame_2.place, item_2, f"raises it to {value_2}"),
+                    self.explainer.ref(one.frame.place, one.item, f"raises it to {value}"),
+                    self.explainer.ref(two.frame.place, two.item, f"raises it to {higher}"),
                 )
-                self.findings.append(Finding("signal", message, ops, fix, ranks=(signal[2],)))
-            frame, item, *_ = raised[0][1]
-            key = (frame.place.source, item.index)
-            if not run and signal not in awaited and key not in told:
+                self.findings.append(Finding("signal", message, ops, fix, ranks=(writer,)))
+            first = raised[0][1]
+            key = (first.source, first.item.index)
+            if signal not in awaited and key not in told:
                 told.add(key)
-                message = f"rank {signal[3]} never awaits signal {signal[0]} of rank {signal[2]}"
+                message = f"rank {reader} never awaits signal {name} of rank {writer}"
+                ops = (self.explainer.ref(first.frame.place, first.item, f"raises {name}"),)
+                fix = "expect it where it is needed, or take the notify out"
                 self.findings.append(
-                    Finding(
-                        "unexpected-notify",
-                        message,
-                        (self.explainer.ref(frame.place, item, f"raises {signal[0]}"),),
-                        "expect it where it is needed, or take the notify out",
-                        "remark",
-                        (signal[2],),
-                    )
+                    Finding("unexpected-notify", message, ops, fix, "remark", (writer,))
                 )
 
     def ordered(self, one: int, other: int) -> bool:
