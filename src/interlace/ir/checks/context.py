@@ -134,7 +134,10 @@ class CheckContext:
     def _resolve(self, view: View, buffer: Buffer) -> tuple[Box, ...]:
         depends = varying(view, buffer)
         for value in depends:
-            self.dims(value) if isinstance(value, TableEntry) else self.indices(value)
+            if isinstance(value, TableEntry):
+                self.dims(value)
+            else:
+                self.indices(value)
         for step in view.steps:
             if isinstance(step, Chunk) and isinstance(step.parts, str):
                 if step.parts not in self.tables:
