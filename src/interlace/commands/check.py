@@ -74,9 +74,8 @@ def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple
 
 
 def _remarks(programs: Sequence[Program]) -> list[str]:
-    from interlace.ir.call_names import FUNCTIONS, is_known
+    from interlace.ir.call_names import FUNCTIONS, called, is_known
     from interlace.ir.call_names import OPERATORS as OURS
-    from interlace.ir.call_names import called
     from interlace.ir.operators import OPERATORS, POINTWISE
 
     known = {*FUNCTIONS, *OURS, *OPERATORS, *POINTWISE.values()}
