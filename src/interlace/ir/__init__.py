@@ -11,7 +11,7 @@
     operators.py what an aten operator is: one table for all rooms
     order.py     what orders ops, in a list and between ranks; the order of one op after another
     call_names.py  what a Program calls, and whether it may
-    builder.py   Programs written by hand in Python; handle.py: their views
+    builder.py   Programs written by hand in Python (builder_ops.py; handle.py: their views)
 
 Nothing here imports torch.
 """
