@@ -63,7 +63,7 @@ def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple
     Raises ProgramError for an operator that PyTorch does not have, and for one of another library
     that `allowed` does not name. PyTorch is imported for names that the passes do not know.
     """
-    from interlace.ir.called import refuse_others
+    from interlace.ir.call_names import refuse_others
     from interlace.verify import Finding
 
     for program in programs:
@@ -74,9 +74,8 @@ def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple
 
 
 def _remarks(programs: Sequence[Program]) -> list[str]:
-    from interlace.ir.call_names import FUNCTIONS, is_known
+    from interlace.ir.call_names import FUNCTIONS, called, is_known
     from interlace.ir.call_names import OPERATORS as OURS
-    from interlace.ir.called import called
     from interlace.ir.operators import OPERATORS, POINTWISE
 
     known = {*FUNCTIONS, *OURS, *OPERATORS, *POINTWISE.values()}

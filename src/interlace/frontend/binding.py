@@ -23,7 +23,7 @@ from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
 from interlace.frontend.importing.importer import Imported
 from interlace.ir import Program, Remark
-from interlace.ir.called import others
+from interlace.ir.call_names import others
 from interlace.options import Options
 from interlace.passes import lower
 from interlace.runtime import Executor

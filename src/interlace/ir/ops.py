@@ -122,6 +122,10 @@ class Op:
         """What the op writes."""
         return ()
 
+    def declares(self) -> tuple[Buffer, ...]:
+        """The buffers that are known from here on."""
+        return ()
+
     def ordering(self) -> Ordering:
         """What the op means for the order of others."""
         return UNORDERED
@@ -168,6 +172,9 @@ class Call(Op):
         found = tuple(map(Access, made if len(made) < 2 else dict.fromkeys(made)))
         return (*found, Access(RNG)) if self.rng else found
 
+    def declares(self) -> tuple[Buffer, ...]:
+        return self.fresh
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy(Op):
@@ -192,6 +199,9 @@ class Alloc(Op):
     """
 
     buffer: Buffer = field(metadata=written("declaration"))
+
+    def declares(self) -> tuple[Buffer, ...]:
+        return (self.buffer,)
 
     def ordering(self) -> Ordering:
         return Ordering(takes=self.buffer)

@@ -26,7 +26,7 @@ from interlace.comm.teams import check_size, reset_in_turn
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, validate
-from interlace.ir.called import refuse_others
+from interlace.ir.call_names import refuse_others
 from interlace.options import Options
 from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.engine import (

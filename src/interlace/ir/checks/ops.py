@@ -1,7 +1,7 @@
 """Checks of single ops: names, teams, peers, sizes and element types.
 
 Most hold for any op: for its fields by their roles (`interlace.ir.fields`), for what it reads and
-what it writes. `_RULES` has what else an op must keep.
+what it writes, for what it waits for, raises and frees. `_RULES` has what else an op must keep.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from interlace.errors import InterlaceError
 from interlace.ir.box import Box
-from interlace.ir.check_context import Context, check_arguments, check_buffer, check_operator
+from interlace.ir.checks.context import CheckContext, check_arguments, check_buffer, check_operator
 from interlace.ir.fields import FieldForm, form_of
 from interlace.ir.kernels import kernel_matmul
 from interlace.ir.operators import matmul_of
@@ -19,18 +19,16 @@ from interlace.ir.ops import (
     KINDS,
     REDUCTIONS,
     RNG,
+    UNORDERED,
     Call,
     Collective,
     Copy,
-    Expect,
-    Free,
     Fused,
     Get,
-    Notify,
     Op,
+    Ordering,
     Put,
-    Record,
-    Wait,
+    SignalLevel,
 )
 from interlace.ir.text.printer import print_view
 from interlace.ir.text.spelling import did_you_mean
@@ -44,7 +42,7 @@ _CHECKED = frozenset({"team", "index", "peer", "table", "declaration", "member",
 class OpChecker:
     """Checks the ops of one Program in order."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: CheckContext) -> None:
         self.context = context
         self.regions = {region.name: region for region in context.program.regions}
         self.sites = {site.id for site in context.program.sites}
@@ -52,7 +50,7 @@ class OpChecker:
         self.raised: dict[tuple[str, str, int, int], int] = {}
 
     def check(self, op: Op) -> None:
-        """Raises a Fault if the op breaks a rule."""
+        """Raises a BrokenRule if the op breaks a rule."""
         context = self.context
         if op.site is not None and op.site not in self.sites:
             fix = f'declare it: site({op.site}, "all_gather_matmul")'
@@ -64,6 +62,9 @@ class OpChecker:
         for access in (*reads, *writes):
             if access.peer is not None:
                 self.remote(access.view, access.team)
+        ordering = op.ordering()
+        if ordering is not UNORDERED:
+            self.order(ordering)
         rule = _RULES.get(type(op))
         if rule is not None:
             rule(self, op)
@@ -294,61 +295,58 @@ class OpChecker:
                     "write them as it does, or leave kernel= out: they then run one after another",
                 ) from None
 
-    def free(self, op: Free) -> None:
-        if self.context.buffer(View(op.buffer)).kind in ("input", "output"):
-            raise self.context.fault(
-                f"{op.buffer!r} belongs to the caller", "free only what the program allocates"
-            )
-
-    def record(self, op: Record) -> None:
-        self.events.add(op.event)
-
-    def wait(self, op: Wait) -> None:
-        if op.event not in self.events:
-            raise self.context.fault(
-                f"nothing before this records event {op.event!r}",
-                did_you_mean(op.event, self.events, "events recorded so far are"),
-            )
-
-    def signal(self, op: Notify | Expect) -> None:
+    def order(self, ordering: Ordering) -> None:
+        """What an op waits for, raises and frees."""
         context = self.context
-        if not 1 <= op.value < 1 << VALUE_BITS:
-            fix = f"count from 1, and to {(1 << VALUE_BITS) - 1} at most"
-            raise context.fault(f"value {op.value} of signal {op.signal!r}", fix)
-        if isinstance(op, Expect):
-            return
-        for where in context.wheres:
-            member = where.members[op.team]
-            if isinstance(op.peer, Others):
+        if ordering.records is not None:
+            self.events.add(ordering.records)
+        if ordering.waits is not None and ordering.waits not in self.events:
+            raise context.fault(
+                f"nothing before this records event {ordering.waits!r}",
+                did_you_mean(ordering.waits, self.events, "events recorded so far are"),
+            )
+        if ordering.frees is not None:
+            if context.buffer(View(ordering.frees)).kind in ("input", "output"):
+                raise context.fault(
+                    f"{ordering.frees!r} belongs to the caller",
+                    "free only what the program allocates",
+                )
+        for level in (ordering.raises, ordering.expects):
+            if level is not None and not 1 <= level.value < 1 << VALUE_BITS:
+                fix = f"count from 1, and to {(1 << VALUE_BITS) - 1} at most"
+                raise context.fault(f"value {level.value} of signal {level.signal!r}", fix)
+        if ordering.raises is not None:
+            self.grows(ordering.raises)
+
+    def grows(self, level: SignalLevel) -> None:
+        """Each notify of a signal raises it."""
+        for where in self.context.wheres:
+            member = where.members[level.team]
+            if isinstance(level.peer, Others):
                 readers = [i for i in range(len(member.ranks)) if i != member.index]
             else:
-                readers = [where.index(op.peer)]
+                readers = [where.index(level.peer)]
             for reader in readers:
-                key = (op.signal, op.team, where.rank, reader)
+                key = (level.signal, level.team, where.rank, reader)
                 before = self.raised.get(key, 0)
-                if op.value <= before:
-                    raise context.fault(
-                        f"signal {op.signal!r} to rank {reader} of {op.team!r} goes from {before} "
-                        f"to {op.value}",
+                if level.value <= before:
+                    raise self.context.fault(
+                        f"signal {level.signal!r} to rank {reader} of {level.team!r} goes from "
+                        f"{before} to {level.value}",
                         f"values only grow: write value={before + 1}, or use another signal",
                     )
-                self.raised[key] = op.value
+                self.raised[key] = level.value
 
 
 _RULES: dict[type[Op], Callable[[OpChecker, Any], None]] = {
     Call: OpChecker.call,
     Collective: OpChecker.collective,
     Copy: OpChecker.same,
-    Expect: OpChecker.signal,
-    Free: OpChecker.free,
     Fused: OpChecker.fused,
     Get: OpChecker.same,
-    Notify: OpChecker.signal,
     Put: OpChecker.same,
-    Record: OpChecker.record,
-    Wait: OpChecker.wait,
 }
-"""What an op must keep beside the rules of its fields and of what it reads and writes."""
+"""What an op must keep beside the rules for all: how the sizes of its views fit together."""
 
 
 def _type(box: Box) -> str:

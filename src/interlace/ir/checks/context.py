@@ -30,10 +30,10 @@ from interlace.ir.types import (
     Where,
     contiguous_strides,
 )
-from interlace.ir.view import AsStrided, Chunk, Slice, View
+from interlace.ir.view import AsStrided, Chunk, View, varying
 
 
-class Fault(Exception):
+class BrokenRule(Exception):
     """A broken rule: what, how to mend it, and which line it is about."""
 
     def __init__(self, tag: Tag, what: str, fix: str) -> None:
@@ -41,7 +41,7 @@ class Fault(Exception):
         self.tag, self.what, self.fix = tag, what, fix
 
 
-class Context:
+class CheckContext:
     """The Program being checked, and what is known of it so far."""
 
     def __init__(self, program: Program) -> None:
@@ -54,11 +54,11 @@ class Context:
         self.wheres: tuple[Where, ...] = ()
         self._boxes: dict[View, tuple[Box, ...]] = {}
 
-    def fault(self, what: str, fix: str) -> Fault:
+    def fault(self, what: str, fix: str) -> BrokenRule:
         """The fault to raise at the place that is being checked."""
-        return Fault(self.tag, what, fix)
+        return BrokenRule(self.tag, what, fix)
 
-    def unknown(self, family: str, name: str, known: Iterable[str]) -> Fault:
+    def unknown(self, family: str, name: str, known: Iterable[str]) -> BrokenRule:
         """The fault to raise for a name that is not there."""
         what = f"no {family} is named {name!r}"
         return self.fault(what, did_you_mean(name, known, f"{family}s are"))
@@ -132,21 +132,16 @@ class Context:
         return found
 
     def _resolve(self, view: View, buffer: Buffer) -> tuple[Box, ...]:
-        depends = any(isinstance(dim, TableEntry) for dim in buffer.shape)
+        depends = varying(view, buffer)
+        for value in depends:
+            if isinstance(value, TableEntry):
+                self.dims(value)
+            else:
+                self.indices(value)
         for step in view.steps:
-            match step:
-                case Chunk(index=index, parts=parts):
-                    self.indices(index)
-                    depends = depends or isinstance(index, RankIndex)
-                    if isinstance(parts, str) and parts not in self.tables:
-                        raise self.unknown("table", parts, self.tables)
-                case Slice(start=start, stop=stop):
-                    self.dims(start)
-                    self.dims(stop)
-                    depends = depends or isinstance(start, TableEntry)
-                    depends = depends or isinstance(stop, TableEntry)
-                case _:
-                    pass
+            if isinstance(step, Chunk) and isinstance(step.parts, str):
+                if step.parts not in self.tables:
+                    raise self.unknown("table", step.parts, self.tables)
         boxes: list[Box] = []
         for where in self.wheres if depends else self.wheres[:1]:
             try:
@@ -191,7 +186,7 @@ def span(sizes: Sequence[int], strides: Sequence[int], dtype: DType) -> int:
     return max(count, reach) * dtype.itemsize
 
 
-def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> None:
+def check_buffer(context: CheckContext, buffer: Buffer, kinds: tuple[str, ...]) -> None:
     """A declaration: its name is new, and kind, sizes, strides and team make sense together."""
     name = buffer.name
     if name in context.buffers or name in context.teams or name in context.tables:
@@ -253,7 +248,7 @@ def check_buffer(context: Context, buffer: Buffer, kinds: tuple[str, ...]) -> No
         _check_alike(context, buffer, buffer.team)
 
 
-def check_operator(context: Context, fn: str) -> None:
+def check_operator(context: CheckContext, fn: str) -> None:
     """The name of what a call runs: no attribute of Python's, and nothing that touches files."""
     why = refusal(fn)
     if why is not None:
@@ -261,7 +256,7 @@ def check_operator(context: Context, fn: str) -> None:
 
 
 def check_arguments(
-    context: Context, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
+    context: CheckContext, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]
 ) -> None:
     """Keywords are names of arguments, and words for values of torch's are of the table."""
     for key, _ in kwargs:
@@ -284,7 +279,7 @@ def _texts_in(arg: Arg) -> list[str]:
     return [text for item in arg for text in _texts_in(item)] if isinstance(arg, tuple) else []
 
 
-def _check_alike(context: Context, buffer: Buffer, team: str) -> None:
+def _check_alike(context: CheckContext, buffer: Buffer, team: str) -> None:
     """What peers reach has the same size on all ranks."""
     context.team(team)
     sizes: dict[tuple[int, ...], set[int]] = {}
