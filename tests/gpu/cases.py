@@ -270,16 +270,14 @@ def poison(executor: Executor) -> None:
     executor.synchronize()
     torch.cuda.synchronize()
     meet()
-    assert executor._engine is not None
-    context: Any = executor._engine.context
+    context: Any = executor._context
     whole: list[torch.Tensor] = []
     arena = context.values._arena
     if arena.nbytes():
         whole.append(torch.empty(0, dtype=torch.uint8, device="cuda").set_(arena))
     for slot in executor._shared.slots.values():
         whole += slot.copies[slot.me]
-    spaces: Any = executor._shared.spaces
-    for space in spaces.values():
+    for space in executor._shared.spaces.values():
         whole += [_staging(space.side, area) for area in space.side.areas]
     for memory in whole:
         memory.fill_(0xFF)

@@ -40,7 +40,8 @@ import torch
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
 from interlace.comm.host.registered import Registered, Wanted, tell
-from interlace.comm.rendezvous.board import Note
+from interlace.comm.host.sharing import meet
+from interlace.comm.rendezvous.board import Note, failure
 from interlace.errors import BackendError, InterlaceError
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Registry:
         except Exception as error:
             problem = _as_ours(error, "told to its peers")
         notes, written = tell(team, topic, note, writes, problem, time_out_s)
+        told: Note = {}
         held: dict[str, Registered] = {}
         try:
             try:
@@ -115,8 +117,9 @@ class Registry:
                     held[name] = Registered(tensor, team.me, copies, *facts, mappings=keys)
             except Exception as error:
                 problem = _as_ours(error, "mapped")
+                told = failure(problem)
             place = f"{team.topic}/registered/{topic}/mapped parameters"
-            team.board.exchange(place, {}, time_out_s, problem=problem)
+            meet(team.board, place, team.ranks, team.rank, told, time_out_s, problem)
         except BaseException:
             for mine in held.values():
                 self.let_go(mine)

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from interlace.ir.types import Where
-from interlace.verify.happens_before.source import Item, LoweredProgram
+from interlace.verify.happens_before.source import Item, Source
 
 Part = tuple["Frame", Item]
 MAX_SINCE = 128
@@ -50,10 +50,10 @@ MAX_SINCE = 128
 
 
 @dataclass(slots=True, eq=False)
-class RankPlace:
-    """One rank: its LoweredProgram, what resolves its indices, and where its chains begin."""
+class Place:
+    """One rank: its Source, what resolves its indices, and where its chains begin."""
 
-    source: LoweredProgram
+    source: Source
     rank: int
     where: Where
     chain: int
@@ -64,7 +64,7 @@ class RankPlace:
 class Frame:
     """One run on one rank."""
 
-    place: RankPlace
+    place: Place
     run: int
     nodes: list[int]
     """The node at which each item is complete, by index; the return is the last."""
@@ -72,18 +72,13 @@ class Frame:
     """Symmetric version -> which take of its slot this is, counted over all runs."""
 
 
-class IssuedOp(NamedTuple):
+class Point(NamedTuple):
     """An op of one rank that orders ops of others: its begin and its end, often one node."""
 
     frame: Frame
     item: Item
     begin: int
     end: int
-
-    @property
-    def source(self) -> LoweredProgram:
-        """The Program that it is an op of."""
-        return self.frame.place.source
 
 
 class Clock(NamedTuple):
@@ -95,7 +90,7 @@ class Clock(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class HappensBefore:
+class Graph:
     """Nodes by number, each with its predecessors and the op that it is a point of."""
 
     num_chains: int = 0

@@ -1,0 +1,93 @@
+"""The tile shapes of the GEMM kernels, and which one a shape gets.
+
+    >>> choose(rows=64, columns=4096, parts=4, processors=132).bm
+    64
+
+The kernel with a warp for loads is the fastest where chunks end with its tiles. Of the loops, which
+serve any rows, two tiles of 128 x 128 on each SM, one stored while the other is computed, are the
+first choice; smaller tiles cost more per element and pay where large ones would leave most
+processors without work in the last wave. The figures are measured, at shapes of 256 to 16384 rows,
+and say nothing of the shape but the number of its waves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a GEMM kernel is cut: tile, k-step, warps, pipeline, rows a group, blocks an SM."""
+
+    bm: int
+    bn: int
+    bk: int = 64
+    warps: int = 8
+    stages: int = 3
+    group_m: int = 8
+    halves: bool = False
+    blocks: int = 1
+    flatten: bool = True
+    specialized: bool = False
+    """A warp of its own loads (specialized.py); chunks must end with a tile."""
+
+
+CONFIGS: tuple[tuple[Config, float], ...] = (
+    (Config(bm=128, bn=128, stages=3, warps=4, halves=True, blocks=2), 1.0),
+    (Config(bm=128, bn=128, stages=4, warps=4), 0.57),
+    (Config(bm=64, bn=256, stages=4, warps=4), 0.56),
+    (Config(bm=64, bn=128, bk=128, stages=4, warps=4), 0.33),
+    (Config(bm=64, bn=64, bk=128, stages=6, warps=4), 0.22),
+)
+"""Candidates, and the time of a wave of their tiles in times of 128 x 256 on each SM (H200)."""
+
+SPECIALIZED = (Config(bm=128, bn=256, stages=3, warps=4, specialized=True), 0.95)
+"""The fastest where chunks are multiples of its rows: as fast as cuBLAS, and the same bits."""
+
+WITH_TAIL = Config(bm=128, bn=256, stages=4, halves=True)
+"""The candidate where its last wave can be cut in halves (see gather_kernel.py)."""
+
+HALF = 0.57
+"""What such a half takes."""
+
+
+@cache
+def has_gluon() -> bool:
+    """Whether this Triton's Gluon is as specialized.py is written: it is 3.6 or 3.7."""
+    try:
+        return metadata.version("triton").startswith(("3.6.", "3.7."))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def tiles(config: Config, rows: int, columns: int, parts: int) -> int:
+    """How many tiles `parts` chunks of `rows` rows have."""
+    return parts * -(-rows // config.bm) * -(-columns // config.bn)
+
+
+def short_tail(total: int, processors: int) -> bool:
+    """Whether the last wave has so few tiles that all of their halves fit in one wave."""
+    rest = total % processors
+    return total > processors and 0 < 2 * rest <= processors
+
+
+def choose(
+    *, rows: int, columns: int, parts: int, processors: int, may_halve: bool = True
+) -> Config:
+    """The candidate whose waves take the least time; the first where two are equal."""
+
+    def cost(candidate: tuple[Config, float]) -> float:
+        config, time = candidate
+        total = tiles(config, rows, columns, parts)
+        return -(-total // (processors * config.blocks)) * time
+
+    fits = has_gluon() and (parts == 1 or rows % SPECIALIZED[0].bm == 0)
+    candidates = (SPECIALIZED, *CONFIGS) if fits else CONFIGS
+    config, time = min(candidates, key=cost)
+    total = tiles(WITH_TAIL, rows, columns, parts)
+    if may_halve and short_tail(total, processors):
+        if total // processors + HALF < cost((config, time)):
+            return WITH_TAIL
+    return config

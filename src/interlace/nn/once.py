@@ -1,0 +1,47 @@
+"""Gradients that cannot be differentiated again say so, instead of giving no gradient.
+
+    return first_order(grad)       # at the end of a backward
+
+torch's own `once_differentiable` raises only where the upstream gradient asks for a gradient; where
+the inputs alone do, what follows from the gradient would silently have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from interlace.errors import UnsupportedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def eager(function: Callable[P, T]) -> Callable[P, T]:
+    """The function as it is, where torch.compile breaks its graph: what it does is one kernel."""
+    disabled: Any = torch.compiler.disable(function)
+    return disabled
+
+
+class FirstOrder(torch.autograd.Function):
+    """The gradient as it is, with a backward that raises."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, marker: torch.Tensor) -> torch.Tensor:
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> None:
+        raise UnsupportedError(
+            "a gradient that a layer or a loss of interlace.nn gave cannot be differentiated again "
+            "(for a gradient penalty, say); where you need that, use torch.nn's own there"
+        )
+
+
+def first_order(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient; where a graph of it is made (`create_graph`), one that raises when used."""
+    if grad is None or not torch.is_grad_enabled():
+        return grad
+    return FirstOrder.apply(grad, torch.empty(0, requires_grad=True))

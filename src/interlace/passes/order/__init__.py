@@ -1,0 +1,1 @@
+"""What must stay before what: dependencies of data, storage, lifetimes and signals."""
