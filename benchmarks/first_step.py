@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import interlace
-from interlace.bench.facts import facts
-from interlace.bench.rows import append
+from interlace.bench.rows import append, facts
 
 BAR = 1.3
 """How many times as long as `aot_eager`'s the first step may take."""
@@ -48,8 +47,8 @@ def rank_main(rank: int, world: int, layers: int, backend: str, store: str) -> N
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
 
-    from interlace.demo.lesson import Config
     from interlace.demo.model import Transformer, parallelize
+    from interlace.demo.plan import ModelConfig
 
     torch.set_num_threads(1)
     shared = dist.FileStore(store, world)
@@ -57,7 +56,7 @@ def rank_main(rank: int, world: int, layers: int, backend: str, store: str) -> N
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=world, timeout=limit)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    config = Config(layers=layers, **MODEL)
+    config = ModelConfig(layers=layers, **MODEL)
     model = parallelize(Transformer(config), mesh)
     tokens = torch.randint(0, config.vocabulary, (1, config.sequence))
     dist.barrier()

@@ -19,13 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.facts import facts
-from interlace.bench.rows import append
+from interlace.bench.rows import append, facts
 from interlace.comm.host.signals import fence
 from interlace.cost import default_machine, simulate
 from interlace.ir import Notify, Program, parse, validate
 from interlace.passes import run_pipeline
-from interlace.passes.order.dependencies import dependencies
+from interlace.passes.dependencies import dependencies
 from interlace.verify import check
 
 HEAD = ("pass", "ranks", "ops", "rounds", "least_ms", "median_ms", "most_ms")

@@ -40,7 +40,8 @@ FAMILIES: dict[str, tuple[ir.Op, ...]] = {
                     ir.Expect(signal="arrived", peer=NEXT, team="tp"),
                     ir.Call(fn="aten.mm.out", args=(FULL.chunk(NEXT, 4), W), outs=(HERE,)),
                 ),
-            )
+            ),
+            kernel=ir.FusedKernel(kind="gather_matmul"),
         ),
     ),
     "Memory": (ir.Alloc(buffer=BUFFER), ir.Free(buffer="full")),
@@ -99,6 +100,8 @@ def page() -> str:
     for family, ops in FAMILIES.items():
         parts.append(f"## {family}\n")
         parts += [section(op) for op in ops]
+    parts.append("## Kernels of a fused op\n")
+    parts.append(doc(ir.FusedKernel) + "\n")
     parts.append("## Kinds of collective\n")
     parts.append(
         "One row of data each (`interlace.ir.KINDS`), for a team of `n` ranks. Reductions: "

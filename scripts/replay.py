@@ -43,7 +43,7 @@ def install() -> None:
     import interlace.cost.simulate
     import interlace.verify  # noqa: F401
     from interlace.ir import Program, print_set
-    from interlace.passes import PASSES, pass_class, spell
+    from interlace.passes import PASSES, spell
 
     note = Recorder(Path(os.environ[FOLDER])).note
 
@@ -60,8 +60,8 @@ def install() -> None:
     def seen_simulate(programs: Any, machine: Any, *_: Any, **__: Any) -> None:
         note(what="simulate", text=texts(programs), machine=filed(machine))
 
-    for name in PASSES:
-        cls: Any = pass_class(name)
+    passes: Any = PASSES.values()
+    for cls in passes:
         cls.run = _noting(cls.run, seen_pass)
     for room, name, seen in (
         ("verify", "check", seen_check),

@@ -30,13 +30,12 @@ MAX_LINES = 500
 
 ENVIRONMENT_READERS: dict[str, str] = {
     "bench/jax_rival.py": "gives its environment to JAX's process, with JAX's own settings",
-    "bench/launch.py": "sees whether torchrun started it (WORLD_SIZE, RANK)",
-    "bench/ranks.py": "gives NCCL its own default in captures",
+    "bench/ranks.py": "sees whether torchrun started it; gives NCCL its own default in captures",
     "commands/demo.py": "sees whether torchrun started it (WORLD_SIZE)",
     "commands/doctor.py": "shows whether MKL_CBWR is set, which MKL reads",
     "launch.py": "gives ranks torchrun's environment, and what torch and NCCL read at their start",
-    "cost/location.py": "finds the user's cache folder (XDG_CACHE_HOME)",
-    "comm/cuda/collectives.py": "tells NCCL, for which there is no other way, what not to map",
+    "cost/machine_file.py": "finds the user's cache folder (XDG_CACHE_HOME)",
+    "comm/cuda/nccl.py": "tells NCCL, for which there is no other way, what not to map",
 }
 """The files that may read the environment, and why; no option of ours is read from it."""
 

@@ -20,9 +20,7 @@ from interlace.commands.check import check
 from interlace.commands.demo import demo
 from interlace.commands.doctor import doctor
 from interlace.commands.explain import explain
-from interlace.commands.opt import opt
-from interlace.commands.show import show
-from interlace.commands.simulate import simulate
+from interlace.commands.schedules import opt, show, simulate
 
 app = typer.Typer(
     name="interlace",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,9 +26,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import TCPStore
 
-Settings = Mapping[str, Any]
 Report = dict[str, Any]
 Tell = Callable[[dict[str, Any]], None]
-Work = Callable[[Settings, Tell], Report | None]
+Work = Callable[[Any, Tell], Report | None]
+"""What a rank does: settings (which are pickled, as is the function), and who hears of it."""
 
 STRICT = "AVX512,STRICT"
 """With this MKL_CBWR, chunks of an fp32 matmul on the CPU have the bits of the whole."""
@@ -66,53 +66,50 @@ FAILED, ORPHANED = 3, 4
 
 
 def launch(
-    work: Work, settings: Settings, world: int, hear: Tell, time_out_s: float, what: str
+    work: Work, settings: Any, world: int, hear: Tell, time_out_s: float, what: str
 ) -> Report:
     """Rank 0's result of `work(settings, tell)`, which all ranks do; `hear` gets what it tells.
 
-    `what` the ranks do is named in errors.
+    `what` the ranks do is named in errors. Ranks are spawned: a fork server would be the whole
+    process's, with the environment and the preloaded modules of whoever started it first.
     """
     deadline = time.monotonic() + time_out_s
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="interlace-")))
         with _environment(world):
-            multiprocessing.set_forkserver_preload(["torch"])  # loaded once, for all ranks
-            forkserver.ensure_running()
             from torch.distributed import TCPStore
             from torch.multiprocessing.spawn import start_processes
 
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             given = work, settings, world, store.port, str(logs)
-            started: Any = start_processes(
-                _serve, given, world, join=False, daemon=True, start_method="forkserver"
-            )
+            started: Any = start_processes(_serve, given, world, join=False, daemon=True)
         ranks: list[BaseProcess] = started.processes
         stack.callback(_end, ranks)
         hear({"event": "started"})
-        report = _watch(ranks, _messages(store), hear, logs, deadline, what)
+        report = _watch(ranks, store, hear, logs, deadline, what)
         if report is None:
             late = [number for number, rank in enumerate(ranks) if rank.is_alive()]
             raise CommTimeoutError(
                 f"{what} did not end in {time_out_s:g} s (ranks {late} are still at it): give it "
-                f"fewer steps or more time{_tail(logs / str(late[0] if late else 0))}"
+                f"fewer steps or more time{_tail(logs, late[0] if late else 0)}"
             )
         return report
 
 
 def _watch(
     ranks: Sequence[BaseProcess],
-    messages: Iterator[dict[str, Any] | None],
+    store: TCPStore,
     hear: Tell,
     logs: Path,
     deadline: float,
     what: str,
 ) -> Report | None:
     """The report, once all ranks have ended; None without one, or after the deadline."""
-    report, failures = None, list[dict[str, Any]]()
+    report, failures, messages = None, list[dict[str, Any]](), _messages(store)
     while time.monotonic() < deadline:
         wait([rank.sentinel for rank in ranks if rank.is_alive()], POLL_S)
         codes = [rank.exitcode for rank in ranks]  # before what these told is read
-        for event in iter(lambda: next(messages), None):
+        while (event := next(messages)) is not None:
             match event["event"]:
                 case "report":
                     report = event["report"]
@@ -122,11 +119,13 @@ def _watch(
                     hear(event)
         if failures:
             time.sleep(SETTLE_S)
-            more = [event for event in iter(lambda: next(messages), None) if "ours" in event]
-            raise _first_error(failures + more, what)
+            while (event := next(messages)) is not None:
+                failures += [event] if event["event"] == "error" else []
+            raise _first_error(failures, what)
         for rank, code in enumerate(codes):
             if code:
-                raise PeerError(_death(rank, code, logs, what))
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                raise PeerError(f"rank {rank} of {what} {how}{_tail(logs, rank)}")
         if codes == [0] * len(ranks):
             return report
     return None
@@ -134,13 +133,10 @@ def _watch(
 
 def _messages(store: TCPStore) -> Iterator[dict[str, Any] | None]:
     """What ranks have told, in order; None where there is nothing new."""
-    number = 1
-    while True:
-        if store.check([f"launch/{number}"]):
-            yield json.loads(store.get(f"launch/{number}"))
-            number += 1
-        else:
+    for number in itertools.count(1):
+        while not store.check([f"launch/{number}"]):
             yield None
+        yield json.loads(store.get(f"launch/{number}"))
 
 
 def _first_error(found: Sequence[dict[str, Any]], what: str) -> InterlaceError:
@@ -154,12 +150,9 @@ def _first_error(found: Sequence[dict[str, Any]], what: str) -> InterlaceError:
     return PeerError(f"rank {rank} of {what} raised {kind}: {message}")
 
 
-def _death(rank: int, code: int, logs: Path, what: str) -> str:
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    return f"rank {rank} of {what} {how}{_tail(logs / str(rank))}"
-
-
-def _tail(log: Path) -> str:
+def _tail(logs: Path, rank: int) -> str:
+    """The end of a rank's log."""
+    log = logs / str(rank)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "".join(f"\n  {line}" for line in lines[-NUM_LOG_LINES:])
 
@@ -208,16 +201,22 @@ def has_avx512() -> bool:
 # -- on a rank -----------------------------------------------------------------------------------
 
 
-def _serve(rank: int, work: Work, settings: Settings, world: int, port: int, logs: str) -> None:
+def _serve(rank: int, work: Work, settings: Any, world: int, port: int, logs: str) -> None:
     """Does `work` as one rank that `launch` started, and tells how it went."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log = os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for output in (1, 2):
         os.dup2(log, output)
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
-    os.environ.update({name: str(value) for name, value in (here | there | agent).items()})
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     import torch
     from torch.distributed import TCPStore
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from interlace.bench.kernels.bars import judge, missed
+from interlace.bench.bars import judge_kernels, missed
 
 CE = {"op": "cross-entropy", "shape": "8192x128256", "dtype": "bf16", "does": "forward+backward"}
 LINEAR = {**CE, "op": "linear-cross-entropy", "shape": "8192x4096x128256"}
@@ -27,7 +27,7 @@ def row(of: dict[str, str], way: str, **figures: Any) -> dict[str, Any]:
 
 
 def told(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, bool]]:
-    return {(v.bar, v.way): (round(v.figure, 4), v.passed) for v in judge(rows)}
+    return {(v.bar, v.of["way"]): (round(v.figure, 4), v.passed) for v in judge_kernels(rows)}
 
 
 @pytest.mark.parametrize(("share", "passed"), [(0.85, True), (0.849, False)])
@@ -42,7 +42,7 @@ def test_the_loss_is_judged_by_bandwidth_and_memory(share: float, passed: bool) 
         ("share of copy bandwidth", "interlace"): (share, passed),
         ("peak memory over torch.compile's", "interlace"): (1.0101, False),
     }
-    assert len(missed(judge(rows))) == (1 if passed else 2)
+    assert len(missed(judge_kernels(rows))) == (1 if passed else 2)
 
 
 def test_rows_that_tell_nothing_are_no_verdict() -> None:
@@ -50,8 +50,8 @@ def test_rows_that_tell_nothing_are_no_verdict() -> None:
     assert told([row(CE, "interlace", share=0.9, peak_bytes=100.0), broken]) == {
         ("share of copy bandwidth", "interlace"): (0.9, True)
     }
-    assert judge([row(CE, "interlace", error="wrong")]) == []
-    assert judge([]) == missed([]) == []
+    assert judge_kernels([row(CE, "interlace", error="wrong")]) == []
+    assert judge_kernels([]) == missed([]) == []
 
 
 def test_no_variant_clears_a_bar_for_the_default() -> None:
@@ -65,7 +65,7 @@ def test_no_variant_clears_a_bar_for_the_default() -> None:
         ("extra memory over unfused", "interlace"): (0.5, False),
         ("time over unfused", "interlace"): (1.0, True),
     }
-    assert len(missed(judge(rows))) == 1
+    assert len(missed(judge_kernels(rows))) == 1
 
 
 @pytest.mark.parametrize(("state", "passed"), [(50.0, True), (51.0, False)])
@@ -76,7 +76,7 @@ def test_adam_is_judged_by_bandwidth_rival_and_states(state: float, passed: bool
         row(ADAM, "torch", median_us=10.0, share=0.9, state_bytes=100.0),
         row(half, "interlace", median_us=5.0, share=0.89, state_bytes=state),
     ]
-    found = [(v.bar, v.case.split(" ", 2)[2], v.passed) for v in judge(rows)]
+    found = [(v.bar, v.of["case"].split(" ", 2)[2], v.passed) for v in judge_kernels(rows)]
     assert found == [
         ("share of copy bandwidth", "all f32 f32 step", True),
         ("share of copy bandwidth", "all bf16 bf16 step", False),
@@ -96,7 +96,7 @@ def test_a_run_is_judged_on_every_device_at_every_size(device: str) -> None:
         for of, mine, calls in ((HOST, 13.0, 8), (few, 13.1, 1), (team, 50.0, 8), (loss, 90.0, ""))
         for way, us in (("interlace", mine), ("torch", 10.0))
     ]
-    found = [(v.case.split(" f32")[0], v.figure, v.passed) for v in judge(rows)]
+    found = [(v.of["case"].split(" f32")[0], v.figure, v.passed) for v in judge_kernels(rows)]
     assert found == [
         (f"host {HOST['shape']}", 1.3, True),
         (f"host {few['shape']}", 1.31, False),
@@ -109,4 +109,4 @@ def test_what_a_cpu_measures_of_bandwidth_is_not_judged() -> None:
         row(ADAM, "interlace", share=0.1, median_us=9.0, device="cpu"),
         row(ADAM, "torch", median_us=1.0, device="cpu"),
     ]
-    assert judge(rows) == []
+    assert judge_kernels(rows) == []

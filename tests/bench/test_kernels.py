@@ -17,11 +17,12 @@ from tests.cli.schedules import command
 from typer.testing import CliRunner
 
 from interlace.bench.kernels import adam, grouped, losses
-from interlace.bench.kernels.case import COPY, OURS, Case, Opened, Way, Work, time_case
-from interlace.bench.kernels.host import COUNTS, host_cases, time_host
-from interlace.bench.kernels.work import OPS, Settings, cases_of
+from interlace.bench.kernels.case import COPY, OURS, BuiltCase, KernelCase, Opened, Way, time_case
+from interlace.bench.kernels.host import COUNTS, host_cases
+from interlace.bench.kernels.work import OPS, KernelSettings, cases_of
 from interlace.bench.ranks import Alone
 from interlace.bench.rows import read
+from interlace.bench.timing import time_in_turn
 from interlace.commands.bench import bench
 from interlace.errors import OptionError, UnsupportedError
 from interlace.nn.functional import cross_entropy
@@ -31,7 +32,7 @@ ALONE = Alone(CPU)
 pytestmark = pytest.mark.timeout(200)
 
 
-def opened(case: Case, name: str) -> Opened:
+def opened(case: KernelCase, name: str) -> Opened:
     (way,) = [way for way in case.build(CPU).ways if way.name == name]
     return way.open()
 
@@ -106,12 +107,12 @@ def test_errors_say_what_to_mend(args: tuple[str, ...], told: str) -> None:
 
 def test_every_op_has_cases_and_those_with_bars_come_first() -> None:
     for small in (True, False):
-        found = cases_of(Settings(small=small), CPU)
+        found = cases_of(KernelSettings(small=small), CPU)
         assert [case.op for case in found[: len(OPS)]] == list(OPS)
         assert len({str(case) for case in found}) == len(found)
     assert str(found[0]) == "cross-entropy 8192x128256 bf16 forward+backward"
     with pytest.raises(OptionError, match="choose from"):
-        Settings(only=("magic",))
+        KernelSettings(only=("magic",))
 
 
 def odd(name: str) -> Way:
@@ -132,8 +133,8 @@ def odd(name: str) -> Way:
 
 def test_what_is_wrong_absent_or_raises_is_a_row_without_a_time() -> None:
     names = ["right", "wrong", "nan", "raises", "absent"]
-    made = Work(ways=[odd(name) for name in names], sets=[(1.0,)], limit=2.0, nbytes=10)
-    case = Case(op="odd", shape="1", dtype="f32", does="nothing", build=lambda device: made)
+    made = BuiltCase(ways=[odd(name) for name in names], sets=[(1.0,)], limit=2.0, nbytes=10)
+    case = KernelCase(op="odd", shape="1", dtype="f32", does="nothing", build=lambda device: made)
     rows = {row["way"]: row for row in time_case(case, ALONE, 0.05)}
     assert list(rows) == [*names, COPY]
     assert rows["right"]["median_us"] > 0
@@ -261,7 +262,7 @@ def test_host_times_take_turns_and_are_of_many_calls() -> None:
         raise ValueError("no")
 
     threads = torch.get_num_threads()
-    found = time_host(ALONE, {**runs, "broken": broken}, [()], seconds=5.0)
+    found = time_in_turn(ALONE, {**runs, "broken": broken}, [()], seconds=5.0)
     assert torch.get_num_threads() == threads
     assert len(found["a"].rounds) == len(found["b"].rounds) == 1000
     assert found["broken"].problem == "ValueError: no"

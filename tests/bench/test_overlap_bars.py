@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.bench.bars import judge
+from interlace.bench.bars import judge_overlap
 from interlace.bench.rows import Row
 
 TIMES = {
@@ -30,7 +30,11 @@ def rows() -> list[Row]:
 
 def figures(mode: str) -> dict[str, float]:
     """What `auto` is found to reach."""
-    found = [verdict for verdict in judge(rows()) if (verdict.who, verdict.mode) == ("auto", mode)]
+    found = [
+        verdict
+        for verdict in judge_overlap(rows())
+        if (verdict.of["who"], verdict.of["mode"]) == ("auto", mode)
+    ]
     return {verdict.bar: round(verdict.figure, 4) for verdict in found}
 
 

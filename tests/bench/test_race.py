@@ -13,7 +13,8 @@ from tests.support.pool import Pool
 
 from interlace.bench import overlap
 from interlace.bench.ranks import here
-from interlace.bench.timing import Timed, percentile, race
+from interlace.bench.sites import SiteCase
+from interlace.bench.timing import Timing, percentile, race
 
 CPU = torch.device("cpu")
 
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 def test_percentiles() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([float(i) for i in range(1, 11)], 0.9) == 9.0
-    assert Timed(rounds=[4.0, 1.0]).median == 2.5
+    assert Timing(rounds=[4.0, 1.0]).median == 2.5
 
 
 def raced() -> dict[str, Any]:
@@ -123,8 +124,8 @@ def measured(names: list[str], rows: tuple[int, ...] = (8,), brief_s: float = 0.
     overlap.BRIEF_S = brief_s
     odd = [Odd(name) for name in names]
     overlap.ours = lambda *args: odd  # type: ignore[assignment]
-    settings = overlap.Settings(
-        cases=tuple(("gemm_ar", m, 4, 6, "f32") for m in rows),
+    settings = overlap.OverlapSettings(
+        cases=tuple(SiteCase("gemm_ar", m, 4, 6, "f32") for m in rows),
         only=("sequential",),
         seconds=5,
         host_runs=7,
@@ -172,10 +173,10 @@ def test_the_largest_case_comes_last_and_gets_the_time_that_is_left(pool: Pool) 
 def test_what_auto_chose_is_timed_once() -> None:
     """A Program is a twin only of one that reads the same, in the same mode."""
 
-    def entry(name: str, text: str, mode: str = "eager") -> overlap.Entry:
+    def entry(name: str, text: str, mode: str = "eager") -> overlap.CandidateRun:
         odd: Any = Odd(name)
         odd.text, odd.mode = text, mode
-        return overlap.Entry(odd)
+        return overlap.CandidateRun(odd)
 
     put, fused = entry("put", "one"), entry("fused", "two")
     others = [put, fused, entry("put", "one", "graph"), entry("sequential", "")]

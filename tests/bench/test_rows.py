@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from interlace.bench.bars import Verdict, judge
+from interlace.bench.bars import BarVerdict, judge_overlap, missed
 from interlace.bench.interconnect import engine_share
 from interlace.bench.rows import append, number, read
-from interlace.commands.bench_overlap import missed
 
 
 def test_rows_are_appended_and_columns_grow(tmp_path: Path) -> None:
@@ -33,8 +32,10 @@ def row(op: str, m: int, strategy: str, us: float, mode: str = "eager", **more: 
     }
 
 
-def found(verdicts: list[Verdict], bar: str, who: str = "auto", mode: str = "eager") -> Verdict:
-    (one,) = (v for v in verdicts if (v.bar, v.who, v.mode) == (bar, who, mode))
+def found(
+    verdicts: list[BarVerdict], bar: str, who: str = "auto", mode: str = "eager"
+) -> BarVerdict:
+    (one,) = (v for v in verdicts if (v.bar, v.of["who"], v.of["mode"]) == (bar, who, mode))
     return one
 
 
@@ -45,20 +46,20 @@ def test_bars_are_judged_by_geometric_mean_and_worst() -> None:
         *(row("ag_gemm", 8192, "sequential", 150.0), row("ag_gemm", 4096, "sequential", 150.0)),
         row("ag_gemm", 8192, "get", 50.0, error="wrong"),
     ]
-    verdicts = judge(rows)
+    verdicts = judge_overlap(rows)
     mean = found(verdicts, "AG+GEMM R, geomean")
     assert mean.figure == pytest.approx(1.1)
     assert not mean.passed
-    assert mean.worst.startswith("ag_gemm 4096,8192,8192")
+    assert mean.of["worst"].startswith("ag_gemm 4096,8192,8192")
     assert found(verdicts, "AG+GEMM R, worst").figure == pytest.approx(1.21)
     gain = found(verdicts, "AG+GEMM over sequential, geomean")
     assert gain.passed
-    assert gain.worst.startswith("ag_gemm 4096")
+    assert gain.of["worst"].startswith("ag_gemm 4096")
     assert found(verdicts, "AG+GEMM R, geomean", "best").figure == pytest.approx(
         (0.99 * 1.1) ** 0.5
     )
     assert found(verdicts, "over the best fixed strategy, worst").figure == pytest.approx(1.1)
-    assert not [v for v in verdicts if v.mode == "graph" or "GEMM+RS" in v.bar]
+    assert not [v for v in verdicts if v.of["mode"] == "graph" or "GEMM+RS" in v.bar]
 
 
 @pytest.mark.parametrize(("us", "passes"), [(50.9, True), (51.1, False)])
@@ -68,7 +69,7 @@ def test_small_cases_may_be_a_microsecond_slower(us: float, passes: bool) -> Non
         row("gemm_rs", 64, "auto", us, **small),
         row("gemm_rs", 64, "sequential", 50.0, **small),
     ]
-    verdict = found(judge(rows), "small: us slower than max(2 %, 1 us) allows, worst")
+    verdict = found(judge_overlap(rows), "small: us slower than max(2 %, 1 us) allows, worst")
     assert verdict.passed is passes
 
 
@@ -77,7 +78,7 @@ def test_a_bar_is_missed_where_no_mode_clears_it() -> None:
         *(row("ag_gemm", 8192, "auto", 200.0), row("ag_gemm", 8192, "auto", 104.0, "graph")),
         row("ag_gemm", 8192, "sequential", 150.0),
     ]
-    verdicts = judge(rows)
+    verdicts = judge_overlap(rows)
     assert not found(verdicts, "AG+GEMM R, worst").passed
     assert found(verdicts, "AG+GEMM R, worst", mode="graph").passed
     assert (

@@ -6,18 +6,17 @@ import pytest
 import torch
 from tests.support.pool import Pool
 
-from interlace.bench.links import sizes_between
 from interlace.bench.ranks import here
 from interlace.bench.sites import (
     CACHE,
     OPS,
     PRESETS,
-    Case,
+    SiteCase,
+    cases_of,
     deviation,
     make_inputs,
-    parse_shapes,
-    preset,
 )
+from interlace.bench.transfers import sizes_between
 from interlace.errors import OptionError
 from interlace.verify import check
 
@@ -27,17 +26,17 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_programs_are_sound(op: str, world: int) -> None:
-    assert check(Case(op, 16, 8, 4).program(world)).sound
+    assert check(SiteCase(op, 16, 8, 4).program(world)).sound
 
 
 def test_the_bytes_that_must_move() -> None:
-    assert Case("ag_gemm", 8192, 4096, 100).link_bytes(4) == 3 * 2048 * 4096 * 2
-    assert Case("gemm_rs", 8192, 100, 4096).link_bytes(4) == 3 * 2048 * 4096 * 2
-    assert Case("gemm_ar", 8192, 100, 4096, "f32").link_bytes(2) == 2 * 4096 * 4096 * 4
+    assert SiteCase("ag_gemm", 8192, 4096, 100).link_bytes(4) == 3 * 2048 * 4096 * 2
+    assert SiteCase("gemm_rs", 8192, 100, 4096).link_bytes(4) == 3 * 2048 * 4096 * 2
+    assert SiteCase("gemm_ar", 8192, 100, 4096, "f32").link_bytes(2) == 2 * 4096 * 4096 * 4
 
 
 def test_inputs_take_turns_past_the_cache() -> None:
-    for case in preset("bars", ["bf16"]):
+    for case in cases_of("bars", "", ["bf16"]):
         rows = case.m // 4 if case.op == "ag_gemm" else case.m
         nbytes = 2 * (rows * case.k + case.k * case.n)
         assert case.num_sets(4) >= 2
@@ -46,22 +45,22 @@ def test_inputs_take_turns_past_the_cache() -> None:
 
 def test_every_preset_fits_two_and_four_ranks() -> None:
     for name in PRESETS:
-        for case in preset(name, ["bf16", "f32"]):
+        for case in cases_of(name, "", ["bf16", "f32"]):
             for world in (2, 4):
                 case.check(world)
 
 
 def test_shapes_are_read_from_text() -> None:
-    cases = parse_shapes("ag_gemm:64,32,16  gemm_ar:8,4,2", ["bf16", "f32"])
-    assert cases[1] == Case("ag_gemm", 64, 32, 16, "f32")
+    cases = cases_of("", "ag_gemm:64,32,16  gemm_ar:8,4,2", ["bf16", "f32"])
+    assert cases[1] == SiteCase("ag_gemm", 64, 32, 16, "f32")
     assert len(cases) == 4
     for wrong in ("64,32,16", "ag_gemm:64,32", "ag_gemm:a,b,c"):
         with pytest.raises(OptionError, match="ag_gemm:M,K,N"):
-            parse_shapes(wrong, ["bf16"])
+            cases_of("", wrong, ["bf16"])
     with pytest.raises(OptionError, match="does not divide over 4 ranks"):
-        Case("ag_gemm", 6, 4, 4).check(4)
+        SiteCase("ag_gemm", 6, 4, 4).check(4)
     with pytest.raises(OptionError, match="no site"):
-        Case("gemm", 8, 4, 4).check(4)
+        SiteCase("gemm", 8, 4, 4).check(4)
 
 
 def test_sizes_grow_to_the_last() -> None:
@@ -73,7 +72,7 @@ def test_sizes_grow_to_the_last() -> None:
 def deviations(op: str, dtype: str, seed: int) -> dict[str, float]:
     """How far off some results are, on one rank."""
     ranks = here(CPU)
-    case = Case(op, 64, 32, 24, dtype)
+    case = SiteCase(op, 64, 32, 24, dtype)
     inputs = make_inputs(case, ranks, seed)
     (_, (want, allowed)), *_ = inputs.checks["eager"]
     right = want.to(inputs.sets[0][0].dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from tests.cli.schedules import command
 
 from interlace.commands import demo
-from interlace.demo.lesson import Lesson
+from interlace.demo.plan import TrainingPlan
 from interlace.errors import BackendError, TeamError
 from interlace.launch import joined, prepare_for_gpus
 
@@ -84,16 +85,15 @@ def test_a_rank_without_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
             pass
 
 
-def test_the_lesson_of_a_device() -> None:
+def test_the_plan_of_a_device() -> None:
     given: dict[str, Any] = {"layers": 3, "in_order": False, "steps": 5}
-    small, large = Lesson.on("cpu", **given), Lesson.on("cuda", **given)
+    small, large = TrainingPlan.on("cpu", **given), TrainingPlan.on("cuda", **given)
     assert (small.model.dtype, large.model.dtype) == ("f32", "bf16")
     assert small.ways == ("eager", "serial", "overlapped")
     assert large.ways == ("eager", "serial", "in_order", "overlapped")
     assert {small.model.layers, large.model.layers} == {3}
     for world in (1, 2, 4, 8):
         large.model.check(world)
-    assert Lesson.from_json(large.to_json()) == large
 
 
 def test_what_nccl_and_cublas_read() -> None:
@@ -135,7 +135,7 @@ def test_in_bf16_the_report_says_what_is_compared_with_what(
     apart |= {"largest_loss_difference": 0.01, "first_loss_difference": 0.001}  # pyright: ignore
     apart |= {"gradient_norm_ratio": 1.002}  # pyright: ignore
     same = {**apart, "losses": True, "gradients": True, "parameters": True}
-    lesson = Lesson.on("cuda", layers=2, in_order=False).to_json()
+    lesson = dataclasses.asdict(TrainingPlan.on("cuda", layers=2, in_order=False))
     report = {"lesson": lesson, "world": 4, "equal": {"serial": apart, "in_order": same}}
     demo._equality(report)
     report["equal"]["in_order"] = apart

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from interlace.demo.data import Batches, read_text
-from interlace.demo.lesson import Config, Lesson
 from interlace.demo.model import Transformer, parallelize, rotary_table, rotate
+from interlace.demo.plan import ModelConfig
+from interlace.demo.train import Batches, read_text
 from interlace.errors import TeamError, UnsupportedError
 
-SMALL = Config(layers=1, dim=32, heads=4, hidden=64, sequence=16, batch=2)
+SMALL = ModelConfig(layers=1, dim=32, heads=4, hidden=64, sequence=16, batch=2)
 
 
 def test_the_text_is_this_python_s_library() -> None:
@@ -63,15 +62,12 @@ def test_attention_is_causal() -> None:
 
 @pytest.mark.parametrize("name", ["heads", "hidden", "sequence"])
 def test_sizes_that_do_not_divide_are_an_error(name: str) -> None:
-    config = Config(**{**{key: getattr(SMALL, key) for key in SMALL.__dataclass_fields__}, name: 6})
+    config = ModelConfig(
+        **{**{key: getattr(SMALL, key) for key in SMALL.__dataclass_fields__}, name: 6}
+    )
     with pytest.raises(TeamError, match=rf"{name}=6, which 4 ranks do not divide"):
         config.check(4)
     SMALL.check(4)
-
-
-def test_a_lesson_survives_json() -> None:
-    lesson = Lesson(steps=3, strategy="ring", model=SMALL)
-    assert Lesson.from_json(json.loads(json.dumps(lesson.to_json()))) == lesson
 
 
 def losses(parallel: bool) -> list[float]:

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from interlace.cli import app
 from interlace.commands import doctor
-from interlace.commands.doctor_cuda import look_at_gpus
+from interlace.commands.doctor import look_at_gpus
 from interlace.cost import default_machine
 from interlace.errors import BackendError
 
 
-def findings(calibration: Path | None = None) -> dict[str, doctor.Finding]:
+def findings(calibration: Path | None = None) -> dict[str, doctor.Inspection]:
     return {item.name: item for item in doctor.look(calibration)}
 
 

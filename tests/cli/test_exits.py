@@ -130,6 +130,14 @@ def test_pages_and_traces_of_odd_names(tmp_path: Path) -> None:
     assert "\\ud800" in Path(page).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("option", ["--html", "--perfetto", "--output"])
+def test_a_file_that_cannot_be_written_is_an_error(option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = run("simulate", option, str(tmp_path / "file" / "page"), text=SOUND)
+    assert code == 2
+    assert err.startswith("error: InterlaceError: cannot write")
+
+
 def test_a_terminal_without_unicode() -> None:
     import os
     import subprocess

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -60,6 +61,28 @@ def test_a_failing_rank_is_named_and_all_are_ended(
     assert told in str(result)
 
 
+def test_a_fork_server_of_the_user_is_left_alone(tmp_path: Path) -> None:
+    """It would be the whole process's: with its environment, and with what it was told to load."""
+    code = (
+        "import sys\n"
+        "import multiprocessing.forkserver as server\n"
+        "from tests.cli.fake_rank import work\n"
+        "from interlace.launch import launch\n"
+        "server.set_forkserver_preload(['json'])\n"
+        "given = {'does': ['report'], 'folder': sys.argv[1]}\n"
+        "assert launch(work, given, 1, lambda event: None, 60, 'it')\n"
+        "print(server._forkserver._forkserver_pid, server._forkserver._preload_modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        **{"cwd": ROOT, "timeout": 100, "env": {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"}},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "None ['json']", done.stderr
+
+
 def test_a_dead_rank_s_log_is_repeated() -> None:
     assert "the last words" in str(run("wait", "die"))
 
@@ -75,14 +98,13 @@ def test_time_out_ends_all() -> None:
 def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Not even SIGKILL of the parent leaves a real rank behind."""
     code = (
-        "import sys, json; sys.path.insert(0, sys.argv[1])\n"
+        "import functools, json, pathlib, sys; sys.path.insert(0, sys.argv[1])\n"
         "from interlace.commands.demo import train\n"
-        "from interlace.demo.lesson import Lesson\n"
+        "from interlace.demo.plan import TrainingPlan\n"
         "from interlace.launch import launch\n"
         "tell = lambda event: print(json.dumps(event), flush=True)\n"
-        "lesson = Lesson(steps=500).to_json()\n"
-        "given = {'lesson': lesson, 'out': sys.argv[2], 'time_out_s': 100}\n"
-        "launch(train, given, 2, tell, 100, 'the demo')\n"
+        "work = functools.partial(train, pathlib.Path(sys.argv[2]), 100)\n"
+        "launch(work, TrainingPlan(steps=500), 2, tell, 100, 'the demo')\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, str(ROOT / "src"), str(tmp_path)],
@@ -93,7 +115,7 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     try:
         first = json.loads(parent.stdout.readline())  # the ranks are up and at work
         assert first["event"] == "started"
-        ranks = [rank for server in children(parent.pid) for rank in children(server)]
+        ranks = [pid for pid in children(parent.pid) if b"spawn_main" in cmdline(pid)]
         assert len(ranks) == 2
     finally:
         parent.send_signal(signal.SIGKILL)
@@ -111,6 +133,10 @@ def children(pid: int) -> list[int]:
         for path in Path("/proc").iterdir()
         if path.name.isdecimal() and status(int(path.name))[1] == pid
     ]
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def status(pid: int) -> tuple[str, int]:

@@ -13,9 +13,8 @@ from typing import TypeVar
 import pytest
 import torch.distributed as dist
 
-from interlace.comm.host import sharing
-from interlace.comm.rendezvous.board import Board, failure
-from interlace.comm.rendezvous.liveness import Life, _started
+from interlace.comm.rendezvous.board import Board, Party, greet
+from interlace.comm.rendezvous.liveness import PeerProcess, started
 from interlace.errors import AgreementError, SharedMemoryError
 
 SIZE = 3
@@ -25,7 +24,7 @@ T = TypeVar("T")
 @pytest.fixture
 def boards() -> list[Board]:
     store = dist.HashStore()
-    return [Board(store) for _ in range(SIZE)]
+    return [Board(store, range(SIZE), rank) for rank in range(SIZE)]
 
 
 def on_each(function: Callable[[int], T]) -> list[T]:
@@ -37,7 +36,7 @@ def on_each(function: Callable[[int], T]) -> list[T]:
 def meet(board: Board, topic: str, me: int, time_out_s: float) -> list[int] | str:
     """What all said, or why there was no meeting."""
     try:
-        notes = board.exchange(topic, range(SIZE), me, {"rank": me}, time_out_s)
+        notes = board.exchange(topic, {"rank": me}, time_out_s)
     except AgreementError as error:
         return str(error)
     return [note["rank"] for note in notes]
@@ -46,9 +45,9 @@ def meet(board: Board, topic: str, me: int, time_out_s: float) -> list[int] | st
 def test_nobody_waits_for_a_process_that_has_ended(boards: list[Board]) -> None:
     """But what it had left by then counts."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    life = Life.of(process.pid, _started(process.pid))
+    life = PeerProcess.of(process.pid, started(process.pid))
     try:
-        boards[0].lives = {0: Life(None), 1: life, 2: Life(None)}
+        boards[0].lives = {0: PeerProcess(None), 1: life, 2: PeerProcess(None)}
         for me in (1, 2):
             boards[me].post(f"t/first/{me}", {"rank": me})
         assert meet(boards[0], "t/first", 0, 20.0) == [0, 1, 2]
@@ -111,6 +110,23 @@ def test_ranks_that_tried_at_different_times_meet(boards: list[Board], seed: int
     assert boards[0].round("reset", 0) == found[0] + 1, "that one is over"
 
 
+def test_parties_have_one_name_for_all_ranks_and_another_in_the_next_job() -> None:
+    """Also a party of one, who waits for nobody; words of the job before stay in the store."""
+    store, names = dist.HashStore(), list[set[str]]()
+
+    def named(rank: int, ranks: tuple[int, ...]) -> str:
+        party = Party(f"tp/{ranks}", ranks)
+        greet(Board(store, ranks, rank), [party], "prepare", 20.0)
+        return party.name
+
+    for ranks in ((0,), (0, 1, 2)) * 2:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            names.append(set(threads.map(lambda rank, ranks=ranks: named(rank, ranks), ranks)))
+    assert [len(of) for of in names] == [1] * 4
+    assert "" not in set.union(*names)
+    assert len(set.union(*names)) == 4
+
+
 def test_who_is_interrupted_gives_up_for_all(
     boards: list[Board], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +148,8 @@ def test_who_fails_while_others_are_still_to_come_is_heard_at_once(boards: list[
 
     def one(rank: int) -> tuple[str, float]:
         start, mine = time.monotonic(), problem if rank == 0 else None
-        note = {} if mine is None else failure(mine)
         try:
-            sharing.meet(boards[rank], "tea", range(SIZE), rank, note, 20.0, mine)
+            boards[rank].exchange("tea", {}, 20.0, problem=mine)
         except SharedMemoryError as error:
             return str(error), time.monotonic() - start
         return "met", 0.0
@@ -155,9 +170,9 @@ def test_a_failure_between_two_looks_is_heard_as_itself(
     def late(topic: str) -> bool:
         monkeypatch.undo()
         with pytest.raises(SharedMemoryError):
-            sharing.meet(boards[1], "tea", range(SIZE), 1, failure(problem), 20.0, problem)
+            boards[1].exchange("tea", {}, 20.0, problem=problem)
         return is_over(topic)
 
     monkeypatch.setattr(boards[0], "is_over", late)
     with pytest.raises(SharedMemoryError, match="rank 1: no room"):
-        sharing.meet(boards[0], "tea", range(SIZE), 0, {}, 20.0, None)
+        boards[0].exchange("tea", {}, 20.0)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from interlace.comm.cuda.collector import uncollected
+from interlace.comm.cuda.driver import uncollected
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from interlace.comm.cuda import connecting
+from interlace.comm.cuda import nccl
 from interlace.errors import AgreementError, BackendError
 
 
@@ -19,7 +19,7 @@ from interlace.errors import AgreementError, BackendError
 def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Without a GPU; what stands still does so until this is set."""
     event = threading.Event()
-    monkeypatch.setattr(connecting, "relax_captures", lambda: None)
+    monkeypatch.setattr(nccl, "relax_captures", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     yield event
     event.set()
@@ -27,7 +27,7 @@ def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def meets(monkeypatch: pytest.MonkeyPatch, action: Callable[..., object]) -> Any:
     """A backend whose ranks meet so."""
-    monkeypatch.setattr(connecting, "_meet", action)
+    monkeypatch.setattr(nccl, "meet", action)
     return mock.Mock()
 
 
@@ -45,7 +45,7 @@ def test_ranks_that_meet_are_connected(
     seen: list[Any] = []
     backend = meets(monkeypatch, lambda *given: seen.append((*given, threading.current_thread())))
     for device in (None, torch.device("cuda", 3)):
-        connecting.join(backend, device, 5.0, "team tp on rank 0", nobody, nothing)
+        nccl.join(backend, device, 5.0, "team tp on rank 0", nobody, nothing)
     assert [found[:3] for found in seen] == [
         (backend, torch.device("cuda", index), 5.0) for index in (1, 3)
     ]
@@ -59,7 +59,7 @@ def test_a_rank_that_does_not_come_is_a_time_out(
     backend = meets(monkeypatch, lambda *_: let_go.wait(20))
     begun = time.monotonic()
     with pytest.raises(BackendError, match=r"team tp on rank 0: not all of its ranks came within"):
-        connecting.join(backend, None, 0.2, "team tp on rank 0", nobody, nothing)
+        nccl.join(backend, None, 0.2, "team tp on rank 0", nobody, nothing)
     assert 0.2 <= time.monotonic() - begun < 10
     assert backend.abort.called
 
@@ -77,7 +77,7 @@ def test_a_thread_whose_own_wait_ends_as_late_is_not_left_behind(
 
     backend = meets(monkeypatch, wait_in_the_store)
     with pytest.raises(BackendError, match="not all of its ranks came within"):
-        connecting.join(backend, None, 0.2, "team tp on rank 0", nobody, nothing)
+        nccl.join(backend, None, 0.2, "team tp on rank 0", nobody, nothing)
     assert not left[0].is_alive()
 
 
@@ -87,7 +87,7 @@ def test_a_process_that_has_ended_is_not_waited_for(
     backend = meets(monkeypatch, lambda *_: let_go.wait(20))
     begun = time.monotonic()
     with pytest.raises(BackendError, match="rank 0: the process of ranks 2 and 3 has ended"):
-        connecting.join(backend, None, 15.0, "team tp on rank 0", lambda: {3, 2}, nothing)
+        nccl.join(backend, None, 15.0, "team tp on rank 0", lambda: {3, 2}, nothing)
     assert time.monotonic() - begun < 10
     assert backend.abort.called
 
@@ -103,7 +103,7 @@ def test_a_rank_that_gives_up_is_not_waited_for(
             raise AgreementError("rank 1 gave up: out of memory")
 
     with pytest.raises(AgreementError, match="out of memory"):
-        connecting.join(backend, None, 15.0, "team tp on rank 0", nobody, look)
+        nccl.join(backend, None, 15.0, "team tp on rank 0", nobody, look)
     assert time.monotonic() - begun < 10
     assert backend.abort.called
 
@@ -114,6 +114,6 @@ def test_what_nccl_says_is_told(let_go: threading.Event, monkeypatch: pytest.Mon
 
     backend = meets(monkeypatch, fail)
     with pytest.raises(BackendError, match="team tp on rank 0: no route to host") as caught:
-        connecting.join(backend, None, 5.0, "team tp on rank 0", nobody, nothing)
+        nccl.join(backend, None, 5.0, "team tp on rank 0", nobody, nothing)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert backend.abort.called

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from tests.support.pool import Ranks
 
-from interlace.comm import backends, connections, release_teams, team_of
+from interlace.comm import backends, release_teams, team_of
 from interlace.comm.backends import apart
-from interlace.comm.cuda import connecting
+from interlace.comm.cuda import nccl
 from interlace.errors import AgreementError, BackendError, InterlaceError
 from interlace.ir import parse, parse_set
 from interlace.options import Options
@@ -73,10 +73,10 @@ def played() -> Iterator[tuple[World, Any]]:
     world = World()
     with contextlib.ExitStack() as stack:
         for where, name, new in (
-            (connections, "connect", Nccl),
-            (connections, "require_backend", lambda name: None),
-            (connecting, "relax_captures", lambda: None),
-            (connecting, "_meet", world.meet),
+            (backends, "connect", Nccl),
+            (backends, "require_backend", lambda name: None),
+            (nccl, "relax_captures", lambda: None),
+            (nccl, "meet", world.meet),
             (torch.cuda, "current_device", lambda: 0),
         ):
             stack.enter_context(mock.patch.object(where, name, new))
@@ -109,7 +109,7 @@ def asked_again(how: str) -> list[Heard]:
             world.problem = "Duplicate GPU detected"
         if how == "fails before":
             why = BackendError("out of memory") if rank == 1 else None
-            with mock.patch.object(connections, "connect", mock.Mock(wraps=Nccl, side_effect=why)):
+            with mock.patch.object(backends, "connect", mock.Mock(wraps=Nccl, side_effect=why)):
                 found = [ask(team, 20.0)]
         else:
             found = [ask(team)]
@@ -148,8 +148,8 @@ def released() -> list[Heard]:
     """The user's backend, whose ranks did not meet, is not tried again by a team made later."""
     rank = dist.get_rank()
     with played() as (_, team):
-        mine = Nccl("nccl", team._connections._store, rank, 2)
-        with mock.patch.object(connections.Connections, "users", return_value=mine):
+        mine = Nccl("nccl", dist.distributed_c10d._get_default_store(), rank, 2)
+        with mock.patch.object(backends.Connections, "users", return_value=mine):
             if rank == 1:
                 time.sleep(2 * TIME_OUT_S)
             found = [ask(team)]
@@ -192,7 +192,7 @@ def beside_a_wait() -> float:
     begun = time.monotonic()
     team = team_of(dist.group.WORLD, "tp")  # pyright: ignore
     team.setup(20)
-    team.board.exchange("beside", team.ranks, team.rank, {}, 20)
+    team.board.exchange("beside", {}, 20)
     return time.monotonic() - begun
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from interlace.comm.cuda import driver as driver_file
-from interlace.comm.cuda import memory as memory_file
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import share_memory
 from interlace.errors import (
@@ -50,47 +49,46 @@ class Blocks:
         self.log.append(("free", base))
 
 
-def log_of(monkeypatch: pytest.MonkeyPatch, *met: Any) -> list[tuple[str, int]]:
+def log_of(*met: Any) -> list[tuple[str, int]]:
     """What rank 0 does of three whose meetings give these notes, or errors."""
     answers = iter(met)
 
-    def meet(*args: Any) -> Any:
-        if args[-1] is not None:
-            raise args[-1]
+    def exchange(*args: Any, problem: Exception | None) -> Any:
+        if problem is not None:
+            raise problem
         answer = next(answers)
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    monkeypatch.setattr(memory_file, "meet", meet)
     driver: Any = Blocks()
-    board: Any = None
+    board: Any = SimpleNamespace(exchange=exchange, me=0)
     with pytest.raises(InterlaceError):
-        share_memory(driver, board, "t", (0, 1, 2), 0, 1 << 20, {}, 5.0)
+        share_memory(driver, board, "t", 1 << 20, 5.0)
     return driver.log
 
 
 def notes(*handles: str) -> list[dict[str, Any]]:
-    return [{"handle": handle, "note": {}} for handle in handles]
+    return [{"handle": handle} for handle in handles]
 
 
-def test_what_no_peer_can_have_mapped_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert log_of(monkeypatch, BackendError("a peer has no memory")) == [
+def test_what_no_peer_can_have_mapped_is_freed() -> None:
+    assert log_of(BackendError("a peer has no memory")) == [
         ("alloc", OWN),
         ("free", OWN),
     ]
     late = AgreementError("rank 2 did not come, which is the verdict for all")
-    assert log_of(monkeypatch, late) == [("alloc", OWN), ("free", OWN)]
+    assert log_of(late) == [("alloc", OWN), ("free", OWN)]
     lost = PeerError("the store does not answer; the others may have met")
-    assert log_of(monkeypatch, lost) == [("alloc", OWN)]
+    assert log_of(lost) == [("alloc", OWN)]
 
 
 @pytest.mark.parametrize("mine", [True, False])
-def test_what_was_mapped_is_unmapped(mine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_mapped_is_unmapped(mine: bool) -> None:
     """And the own block stays: peers may have mapped it, and when they let go is not known."""
     good = notes("mine", "theirs", "bad" if mine else "theirs")
     opened = [("open", THEIRS)] * (1 if mine else 2)
-    found = log_of(monkeypatch, good, BackendError("a peer could not map it"))
+    found = log_of(good, BackendError("a peer could not map it"))
     assert found == [("alloc", OWN), *opened, *[("close", THEIRS)] * len(opened)]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from interlace.comm.host.messages import Incoming, Outgoing
-from interlace.comm.host.workspace import Box
+from interlace.comm.host.workspace import MessageBox
 
 
 class Gates:
@@ -52,7 +52,7 @@ def started_by(rng: random.Random) -> set[str]:
     some tries after it could have heard of that."""
     gates = Gates(rng, ["send", "recv"])
     cells = memoryview(bytearray(16)).cast("q")
-    box = Box(cells, 0, cells, 1)
+    box = MessageBox((cells, 0), (cells, 1))
     started: list[str] = []
 
     def backend(name: str) -> Any:

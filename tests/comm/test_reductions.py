@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interlace.comm.reductions import reduce_into
-from interlace.kernels.exchange.reduce import sum_slots
+from interlace.comm.collectives import reduce_into
+from interlace.kernels import sum_slots
 
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -103,8 +103,8 @@ class Team:
         self.drivers = [Driver() for _ in range(size)]
         self.registries: list[Registry] = []
         for me, driver in enumerate(self.drivers):
-            facts = {"topic": "t", "board": Board(store), "ranks": tuple(range(size)), "me": me}
-            team: Any = types.SimpleNamespace(**facts, rank=me)
+            board = Board(store, range(size), me)
+            team: Any = types.SimpleNamespace(topic="t", board=board, ranks=board.ranks, me=me)
             fake: Any = driver
             self.registries.append(Registry(team, fake, torch.device("cpu")))
         self._topics = itertools.count()

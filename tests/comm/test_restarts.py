@@ -16,7 +16,7 @@ from tests.support.pool import Died, Pool
 from torch.testing._internal.distributed import fake_pg
 
 from interlace.comm.rendezvous.board import Board
-from interlace.frontend.consent import consent_of_ranks
+from interlace.frontend.teams import consent_of_ranks
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -55,9 +55,7 @@ def job(port: int, dying: int | None, asks: int, compiles: bool) -> list[float]:
     group: Any = dist.group.WORLD
     try:
         if compiles:
-            consent = consent_of_ranks(["layer"], LIMIT_S)
-            assert consent is not None
-            assert consent([(group, True)]) == [True]
+            assert consent_of_ranks(["layer"], [(group, True)], LIMIT_S) == [True]
         options = Options(time_out_s=LIMIT_S)
         executor = Executor(parse(TEXT), groups={"tp": group}, options=options).prepare()
         y, z = executor.run([torch.full((4,), float(rank))])

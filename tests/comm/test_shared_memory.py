@@ -34,10 +34,9 @@ from interlace.comm import (
 )
 from interlace.comm.backends import cut
 from interlace.comm.host import shared_memory
-from interlace.comm.host.shared_memory import default_folder
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import default_folder, share
 from interlace.comm.rendezvous.board import Board
-from interlace.comm.rendezvous.liveness import Life, identity
+from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.errors import (
     AgreementError,
     BackendError,
@@ -193,10 +192,10 @@ def test_stamps_grow_with_runs_and_then_with_values() -> None:
 
 
 def test_a_process_is_alive_until_it_ends() -> None:
-    assert Life.of(*identity()).alive()
+    assert PeerProcess.of(*identity()).alive()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
-    life = Life.of(child.pid, started)
+    life = PeerProcess.of(child.pid, started)
     assert life.alive()
     child.kill()
     deadline = time.monotonic() + 10
@@ -205,21 +204,21 @@ def test_a_process_is_alive_until_it_ends() -> None:
     assert not life.alive(), "it ended, though nobody has collected it yet"
     child.wait()
     life.close()
-    assert Life.of(child.pid, started).alive(), "what cannot be seen counts as alive"
+    assert PeerProcess.of(child.pid, started).alive(), "what cannot be seen counts as alive"
 
 
 def test_a_process_whose_entry_cannot_be_read_counts_as_alive() -> None:
     """So it is where this process may open no more files."""
     me = identity()
     with mock.patch("interlace.comm.rendezvous.liveness._stat", return_value=[]):
-        assert Life.of(*me).alive()
+        assert PeerProcess.of(*me).alive()
 
 
 def ping_pong(rounds: int, seed: int) -> bool:
     """Ranks pass data through a segment, guarded by counters alone, without a lock."""
     me, world = dist.get_rank(), dist.get_world_size()
-    board = Board(dist.distributed_c10d._get_default_store(), f"ping-{seed}")
-    shared = share(board, "x", range(world), me, 1 << 16, {}, 20.0)
+    board = Board(dist.distributed_c10d._get_default_store(), range(world), me, f"ping-{seed}")
+    shared = share(board, "x", 1 << 16, {}, 20.0)
     data = [segment.bytes(4096, 8000).view(torch.int64) for segment in shared.segments]
     cells = [segment.cells for segment in shared.segments]
     wait = Wait(20.0, lambda: "ping-pong")
@@ -245,10 +244,10 @@ def test_data_behind_a_counter_is_whole(pool: Pool, world: int, seed: int) -> No
 
 
 def share_too_much(greedy: int) -> tuple[str, str, list[str]]:
-    board = Board(dist.distributed_c10d._get_default_store(), "greedy")
     me = dist.get_rank()
+    board = Board(dist.distributed_c10d._get_default_store(), range(3), me, "greedy")
     try:
-        share(board, "x", range(3), me, 2**50 if me == greedy else 4096, {}, 20.0)
+        share(board, "x", 2**50 if me == greedy else 4096, {}, 20.0)
     except SharedMemoryError as error:
         return type(error).__name__, str(error), left_over(os.getpid())
     return "shared", "", []
@@ -263,7 +262,8 @@ def test_all_ranks_hear_that_one_lacks_memory(pool: Pool) -> None:
 
 def share_without_descriptors(poor: int, left: int) -> tuple[str, str, float, list[str]]:
     """One rank may open `left` more files; its own segment takes one, and each peer's."""
-    board, me = Board(dist.distributed_c10d._get_default_store(), f"poor-{left}"), dist.get_rank()
+    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    board = Board(store, range(3), me, f"poor-{left}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     started, spare, kind, text = time.monotonic(), list[int](), "shared", ""
     if me == poor:
@@ -275,7 +275,7 @@ def share_without_descriptors(poor: int, left: int) -> tuple[str, str, float, li
         for _ in range(left):
             os.close(spare.pop())
     try:
-        share(board, "x", range(3), me, 4096, {}, 20.0)
+        share(board, "x", 4096, {}, 20.0)
     except InterlaceError as error:
         kind, text = type(error).__name__, str(error)
     finally:
@@ -325,11 +325,11 @@ def test_what_a_killed_process_left_goes_with_the_next_segment(
 
 
 def share_alone() -> str:
-    board = Board(dist.distributed_c10d._get_default_store(), "alone")
+    board = Board(dist.distributed_c10d._get_default_store(), (0, 1), 0, "alone")
     if dist.get_rank() == 1:
         return "away"
     try:
-        share(board, "x", range(2), 0, 4096, {}, 0.5)
+        share(board, "x", 4096, {}, 0.5)
     except AgreementError as error:
         return f"{error} {left_over(os.getpid())}"
     return "shared"
@@ -347,7 +347,7 @@ def push(seed: int, takes: int) -> list[int]:
     assert group is not None
     team = team_of(group, "tp")
     team.setup(20.0)
-    pool = SlotPool(team.board, f"push-{seed}", team.ranks, team.me)
+    pool = SlotPool(team.board, f"push-{seed}")
     slot = pool.ensure("1", {"s": 64}, 20.0)["s"]
     wait = Wait(20.0, lambda: "take")
     generator, found = random.Random(seed), []

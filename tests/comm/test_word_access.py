@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from interlace.comm.cuda import access as access_file
-from interlace.comm.cuda.access import DriverHeldUpError, WordAccess
+from interlace.comm.cuda import words as words_file
+from interlace.comm.cuda.words import DriverHeldUpError, WordAccess
 from interlace.errors import BackendError, CommTimeoutError
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,7 +51,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """It; nothing is held up when the test is over."""
     found = Device()
-    monkeypatch.setattr(access_file, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(words_file, "PATIENCE_S", 0.1)
     yield found
     found.goes_on.set()
 

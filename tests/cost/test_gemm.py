@@ -8,7 +8,7 @@ import pytest
 
 from interlace.cost import GemmTime, default_machine
 from interlace.cost.gemm import gemm_seconds
-from interlace.cost.op_times import op_seconds
+from interlace.cost.op_times import op_cost
 from interlace.ir import DType, parse
 
 H200 = default_machine("cuda")
@@ -62,6 +62,6 @@ def test_equal_groups_take_what_a_batch_takes() -> None:
 """
     program = parse(text)
     box = program.boxes(0)
-    grouped, batched = (op_seconds(op, box, H200, {}) for op in program.ops)
+    grouped, batched = (op_cost(op, box, H200, {}).seconds for op in program.ops)
     assert grouped == pytest.approx(batched, rel=1e-3)
     assert grouped > H200.launch_s

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.nn.grouped_linear import grouped_linear_ops
+from interlace.nn.grouped.linear import grouped_linear_ops
 
 EXPERTS, ROOM, DIM, HIDDEN = 2, 16, 32, 64
 """Experts of a rank, tokens from each rank to each expert, and sizes."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace
-from interlace.demo.model import Config, Transformer, parallelize
+from interlace.demo.model import ModelConfig, Transformer, parallelize
 from interlace.errors import BackendError, InterlaceError, UnsupportedError
 from interlace.frontend import capture
 from interlace.frontend.explain import explain
@@ -414,7 +414,7 @@ def collectives_of_the_demo() -> list[tuple[int, int, list[tuple[str, str, str]]
     """For each graph: collectives, those without a site, (kind, strategy, reason), explain."""
     mesh = mesh_of()
     torch.manual_seed(0)
-    config = Config(layers=2, dim=64, heads=4, hidden=128, sequence=64, batch=2)
+    config = ModelConfig(layers=2, dim=64, heads=4, hidden=128, sequence=64, batch=2)
     model = parallelize(Transformer(config), mesh)
     tokens = torch.randint(config.vocabulary, (config.batch, config.sequence))
     with capture() as captured:

@@ -60,15 +60,14 @@ def fail_and_recover() -> tuple[str, bool, bool]:
             return str(error)
         return ""
 
-    engine = bound.executor._engine
-    assert engine is not None
     broken = {"once": rank == 1}
 
     def fault(*_: object) -> None:
         if broken.pop("once", False):
             raise RuntimeError("planted")
 
-    engine._before_op = fault  # pyright: ignore[reportAttributeAccessIssue]
+    bound.executor._before_op = fault
+    interlace.reset(20.0)  # the next run binds it
     dist.barrier()  # or a slow rank hears of it in the run that must still go well
     first = heard() or heard()  # the others may hear of it one run later
     refused = bool(heard())

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace.frontend
-from interlace.demo.model import Config, Transformer, parallelize
+from interlace.demo.model import ModelConfig, Transformer, parallelize
 from interlace.launch import has_avx512
 
 STEPS = 20
@@ -61,7 +61,7 @@ def train_transformer(
     options: dict[str, Any] | None, steps: int, seed: int, layers: int = 2
 ) -> Trace:
     """Steps of AdamW on random bytes, from one seed."""
-    config = Config(layers=layers, dim=64, heads=4, hidden=128, sequence=64, batch=2)
+    config = ModelConfig(layers=layers, dim=64, heads=4, hidden=128, sequence=64, batch=2)
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     torch.manual_seed(seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from itertools import permutations
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 
 import interlace
-from interlace.comm.teams import _registry
+from interlace.comm import team_of
 from interlace.frontend import backend
 from interlace.frontend.calling.specialise import signature
 
@@ -69,21 +70,21 @@ def test_the_stride_of_a_dimension_of_one_says_nothing() -> None:
     assert signature([torch.ones(2, 8)]) != signature([torch.ones(8, 2).t()])
 
 
-def destroyed() -> list[int]:
-    """Teams and bound graphs before and after a group is destroyed."""
+def destroyed() -> list[Any]:
+    """A group's team, whether it lives, and bound graphs, before and after it is destroyed."""
     group: Any = dist.new_group(list(range(dist.get_world_size())))
-    before = len(_registry._teams)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     name = group.group_name
     compiled = interlace.compile(lambda x: all_reduce(x, "sum", name) * 2)
     compiled(torch.ones(4))
-    found = [len(_registry._teams) - before, len(compiled.bound)]
+    team = weakref.ref(team_of(group, "tp"))
+    found = [team() is not None, len(compiled.bound)]
     dist.barrier()
     dist.destroy_process_group(group)
     del group, mesh
     gc.collect()
-    return [*found, len(_registry._teams) - before, len(compiled.bound)]
+    return [*found, team() is not None, len(compiled.bound)]
 
 
 def test_destroying_a_group_frees_what_stands_on_it(pool: Pool) -> None:
-    assert pool(2).run(destroyed) == [[1, 1, 0, 0]] * 2
+    assert pool(2).run(destroyed) == [[True, 1, False, 0]] * 2

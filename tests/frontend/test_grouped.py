@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.partition import Partition
 from interlace.ir import Call, Program, validate
-from interlace.nn.grouped_linear import grouped_linear_ops
+from interlace.nn.grouped.linear import grouped_linear_ops
 
 E, C, K, N = 3, 4, 16, 32
 c10d: Any = torch.ops._c10d_functional

@@ -93,9 +93,9 @@ def changing_lengths(cache_size: int) -> tuple[int, int, int, int]:
                 w.grad = v.grad = None
             for mine, eager in zip(*outcomes, strict=True):
                 torch.testing.assert_close(mine, eager, rtol=1e-5, atol=1e-5)
-    forward, backward = captured.artefacts
+    forward, backward = captured.graphs
     sites = sum(site.kind != "all_gather" for site in forward.bound[-1].program.sites)
-    return len(captured.artefacts), len(forward.bound), len(backward.bound), sites
+    return len(captured.graphs), len(forward.bound), len(backward.bound), sites
 
 
 def test_changing_lengths_share_one_graph(pool: Pool) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.frontend import Bound, capture
-from interlace.frontend.importing.locs import is_state, label, module_path
+from interlace.frontend.importing.nodes import is_state, label, module_path
 from interlace.ir import Call
 
 PATHS = {

@@ -156,13 +156,12 @@ def test_a_rank_that_compiles_alone_says_who_did_not_come(pool: Pool) -> None:
 
 def alone() -> str:
     from interlace.errors import AgreementError
-    from interlace.frontend.consent import consent_of_ranks
+    from interlace.frontend.teams import consent_of_ranks
 
-    consent = consent_of_ranks(["mlp"], 0.5)
-    assert consent is not None
+    group: Any = dist.group.WORLD
     try:
         if dist.get_rank() == 0:
-            consent([(dist.group.WORLD, True)])
+            consent_of_ranks(["mlp"], [(group, True)], 0.5)
     except AgreementError as error:
         return str(error)
     return ""
@@ -204,3 +203,36 @@ def _with_links(machine: Machine, bandwidth: float) -> Machine:
         for name, link in machine.links
     )
     return machine.replace(links=links)
+
+
+def compile_again_and_again() -> list[int]:
+    """Keys of the store after each of a few shapes, about which ranks agree while they compile."""
+    from torch.distributed._functional_collectives import (
+        all_gather_tensor_autograd,
+        all_to_all_single_autograd,
+    )
+
+    torch.compiler.reset()
+    store: Any = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    world = dist.get_world_size()
+    tp = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",)).get_group("tp")
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        full = all_gather_tensor_autograd(x, 0, tp) @ w
+        return all_to_all_single_autograd(full, [x.shape[0]] * world, [x.shape[0]] * world, tp)
+
+    compiled = torch.compile(fn, backend="interlace", dynamic=False)
+    w, found = torch.randn(DIM, DIM, requires_grad=True), list[int]()
+    for rows in range(2, 8):
+        compiled(torch.randn(rows, DIM, requires_grad=True), w).sum().backward()
+        dist.barrier()
+        found.append(store.num_keys())
+        dist.barrier()
+    return found
+
+
+def test_compiling_more_shapes_leaves_no_more_keys_behind(pool: Pool) -> None:
+    for keys in pool(2).run(compile_again_and_again, replace=True):
+        assert keys[-1] <= keys[2], keys

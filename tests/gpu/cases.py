@@ -270,14 +270,16 @@ def poison(executor: Executor) -> None:
     executor.synchronize()
     torch.cuda.synchronize()
     meet()
-    context: Any = executor._context
+    assert executor._engine is not None
+    context: Any = executor._engine.context
     whole: list[torch.Tensor] = []
     arena = context.values._arena
     if arena.nbytes():
         whole.append(torch.empty(0, dtype=torch.uint8, device="cuda").set_(arena))
     for slot in executor._shared.slots.values():
         whole += slot.copies[slot.me]
-    for space in executor._shared.spaces.values():
+    spaces: Any = executor._shared.spaces
+    for space in spaces.values():
         whole += [_staging(space.side, area) for area in space.side.areas]
     for memory in whole:
         memory.fill_(0xFF)

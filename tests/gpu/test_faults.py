@@ -19,7 +19,7 @@ from tests.gpu.cases import Case, Outcome, attempt, finish, meet, prepared, run
 from tests.support.pool import Died, Ranks
 
 from interlace.comm import Spec, team_of
-from interlace.comm.cuda.collectives import bind_on_stream
+from interlace.comm.cuda.nccl import bind_on_stream
 from interlace.ir import Op
 from interlace.options import Options
 from interlace.runtime import Executor

@@ -1,5 +1,5 @@
 """A host that waits in the driver behind a stalled run, or streams that share a queue: the process
-ends itself with a report, and its peers hear why. Note [Held up] in `comm/cuda/access.py`."""
+ends itself with a report, and its peers hear why. Note [Held up] in `comm/cuda/words.py`."""
 
 from __future__ import annotations
 
@@ -207,8 +207,9 @@ def capture_beside(strategy: str, victim: int, seed: int) -> tuple[str, Outcome]
     heard = ("", "", 0.0)
     if dist.get_rank() != victim:  # which does not come at all
         heard = attempt(only_run)
-        deadline = time.monotonic() + TIME_OUT_S + LATE_S
-        while executor._engine.watched.failure is None and time.monotonic() < deadline:
+        engine, deadline = executor._engine, time.monotonic() + TIME_OUT_S + LATE_S
+        assert engine is not None
+        while engine.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)  # this thread may not ask for events
         time.sleep(0.5)
     ends.set()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.bench.kernels.case import COPY, OURS, peak
 from interlace.bench.kernels.host import WIDTH, chain, program
-from interlace.bench.kernels.work import OPS, Settings, work
+from interlace.bench.kernels.work import OPS, KernelSettings, work
 from interlace.bench.ranks import Alone
 from interlace.runtime import Executor
 
@@ -24,7 +24,7 @@ DEVICE = torch.device("cuda")
 
 
 def test_every_case_runs_in_our_way_at_small_sizes() -> None:
-    report = work(Settings(small=True, seconds=200), DEVICE)
+    report = work(KernelSettings(small=True, seconds=200), DEVICE)
     assert report["skipped"] == []
     rows = report["rows"]
     assert {row["op"] for row in rows} == set(OPS)

@@ -1,18 +1,29 @@
-"""A new op: its dataclass is all that the text, the builder and the checks need."""
+"""A new op: its dataclass is all that the text, the builder, the checks and the passes need.
+
+Beside it an op has a case in the cost model and one in each binder (on hosts and on GPUs), which
+refuse an op that they do not know. So does the exhaustive oracle, which shares nothing with them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 import interlace
-from interlace.errors import ParseError, ProgramError
-from interlace.ir import Access, Index, Op, View, map_views, parse, validate
+from interlace.cost import default_machine, graph, simulate
+from interlace.cost.op_times import Cost
+from interlace.errors import ParseError, ProgramError, UnsupportedError
+from interlace.ir import Access, Index, Op, View, in_order, map_views, parse, validate
 from interlace.ir.fields import NAME, NAMES, ROLES, SEVERAL, TEAM, form_of, written
 from interlace.ir.text.expressions import STEPS
 from interlace.ir.text.parser import op_words
 from interlace.ir.types import Team
+from interlace.passes.insert_sync import InsertSync
+from interlace.passes.plan_memory import PlanMemory
+from interlace.verify import check
+from interlace.verify.oracle import explore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +92,60 @@ def test_its_mistakes_are_told(op: str, told: str) -> None:
     assert told in str(raised.value)
 
 
+WAITS = """
+def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
+    full = alloc(f32[4], symmetric=tp)
+    main: copy(x, full)
+    main: notify(ready, to=tp.others)
+    main: expect(ready, tp.rank + 1)
+    main: peer_scale(full, y, peer=tp.rank + 1)
+    main: notify(done, to=tp.others)
+    main: expect(done, tp.rank + 1)
+    main: free(full)
+"""
+
+
+def test_the_verifier_reads_what_it_reads_and_writes() -> None:
+    assert check(parse(WAITS)).sound
+    early = check(parse(WAITS.replace("    main: expect(ready, tp.rank + 1)\n", "")))
+    assert early.kinds() == {"race"}
+    (race,) = [finding for finding in early.errors if finding.kind == "race"]
+    assert any("reads full of rank" in op.role for op in race.ops if "peer_scale" in op.text)
+    assert race.edits
+    with pytest.raises(UnsupportedError, match="the oracle knows no op PeerScale"):
+        explore(parse(WAITS), runs=1)
+
+
+def test_passes_order_it_and_keep_its_buffers() -> None:
+    bare = parse(
+        "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n"
+        "    a = alloc(f32[4])\n    full = alloc(f32[4], symmetric=tp)\n"
+        "    main: copy(x, full)\n    main: barrier(team=tp)\n"
+        "    comm: peer_scale(full, a, peer=tp.rank + 1)\n"
+        "    main: copy(a, y)\n    main: barrier(team=tp)\n"
+    )
+    assert in_order(bare.ops) == [(index, 0) for index in range(len(bare.ops))]
+    planned = InsertSync().run(PlanMemory().run(bare))
+    words = [line.split("(")[0].strip() for line in str(planned).splitlines()[1:]]
+    scale = words.index("comm: peer_scale")
+    assert "comm: wait" in words[:scale]
+    assert "comm: record" in words[scale:]
+    assert check(planned).sound
+
+
+def test_the_simulator_asks_for_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = default_machine("cuda").replace(issue=())
+    with pytest.raises(UnsupportedError, match="the cost model knows no op PeerScale"):
+        simulate(parse(WAITS), machine)
+    known = graph.op_cost
+
+    def cost_of_all(op: Op, *given: Any) -> Cost:
+        return Cost(work_s=1.0) if isinstance(op, PeerScale) else known(op, *given)
+
+    monkeypatch.setattr(graph, "op_cost", cost_of_all)
+    assert simulate(parse(WAITS), machine).makespan_s >= 1.0
+
+
 def test_a_field_without_a_role_is_an_error() -> None:
     @dataclass(frozen=True)
     class Odd:
@@ -97,7 +162,7 @@ def test_printer_and_parser_know_every_role() -> None:
     teams = (Team("tp", 2),)
     writes = printer.Printer(teams)
     assert roles == {*writes.one, *writes.several}
-    reads = parser.OpParser(parser.Source("", "made_up.ilc"), teams)
+    reads = parser.OpParser(parser.SourceText("", "made_up.ilc"), teams)
     assert roles == {*reads.one, *reads.several}
     assert {"copy", "all_gather", "host_sync"} <= set(op_words())
     assert set(STEPS) == {

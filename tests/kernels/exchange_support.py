@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.kernels.exchange.launch import FLAG_NBYTES, LINE, MAX_BLOCKS, WORDS_NBYTES, Exchange
+from interlace.comm.collectives import reduce_into
+from interlace.kernels.exchange.exchange import (
+    FLAG_NBYTES,
+    LINE,
+    MAX_BLOCKS,
+    WORDS_NBYTES,
+    PeerExchange,
+)
+from interlace.kernels.exchange.moves import Moves
 
 KERNEL = Path(importlib.util.find_spec("interlace.kernels.exchange").origin or "").parent  # pyright: ignore
 POISON = 0x7F
@@ -53,6 +61,69 @@ def _mend_index() -> None:
     interpreter._patch_lang_tensor = mended
 
 
+def reduced(parts: Sequence[torch.Tensor], reduce: str) -> torch.Tensor:
+    """In rank order, as every transport reduces."""
+    out = torch.empty_like(parts[0])
+    reduce_into(out, parts, reduce)
+    return out
+
+
+def exchange_twin(
+    kind: str,
+    sources: Sequence[torch.Tensor],
+    parts: Sequence[int],
+    *,
+    reduce: str = "sum",
+    root: int = 0,
+    merges: bool = False,
+) -> list[torch.Tensor]:
+    """Each rank's destination, flat; empty where a rank gets nothing."""
+    size = len(sources)
+    flat = [source.reshape(-1) for source in sources]
+    nothing = flat[0].new_empty(0)
+
+    def cut(source: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        return list(source.split(list(sizes)))
+
+    match kind:
+        case "all_gather":
+            return [torch.cat(flat)] * size
+        case "gather":
+            return [torch.cat(flat) if rank == root else nothing for rank in range(size)]
+        case "broadcast":
+            return [flat[root]] * size
+        case "scatter":
+            return cut(flat[root], parts)
+        case "all_to_all":
+            sizes = [[parts[rank]] * size if merges else parts for rank in range(size)]
+            pieces = [cut(flat[rank], sizes[rank]) for rank in range(size)]
+            return [torch.cat([pieces[s][rank] for s in range(size)]) for rank in range(size)]
+        case "reduce_scatter":
+            return cut(reduced(flat, reduce), parts)
+        case "reduce":
+            total = reduced(flat, reduce)
+            return [total if rank == root else nothing for rank in range(size)]
+        case "all_reduce":
+            return [reduced(flat, reduce)] * size
+        case _:
+            return [nothing] * size
+
+
+def late(flags: Sequence[int], calls: int, moves: Moves, blocks: int) -> list[int]:
+    """The ranks that a stuck call waits for, from this rank's flags and its number of calls ended.
+
+    A rank counts as late where any of its CTAs has not raised the flag of the first step.
+    """
+    call = calls + 1
+    behind = {
+        writer
+        for writer in range(moves.size)
+        for block in range(blocks)
+        if writer != moves.rank and (int(flags[block * LINE + writer]) - call) & 0xFFFFFFFF > 1
+    }
+    return sorted(behind)
+
+
 class Emulated:
     """The ranks of a team with their staging, flags and words."""
 
@@ -70,9 +141,9 @@ class Emulated:
         self.blocks: list[int] = []
 
     def exchange(self, rank: int, kind: str, dtype: torch.dtype, parts: Any, **options: Any) -> Any:
-        """One rank's Exchange; addresses do not matter here."""
+        """One rank's PeerExchange; addresses do not matter here."""
         nothing = [0] * self.size
-        return Exchange(
+        return PeerExchange(
             *(kind, dtype, parts, rank, self.size, torch.device("cpu")),
             *(nothing, self.nbytes, nothing, 0),
             **options,
@@ -103,9 +174,8 @@ class Emulated:
         assert not any(int(words[1]) for words in self.words)
         return [dst[: x.moves.taken // scale] for x, dst in zip(bound, made, strict=True)]
 
-    def _step(self, one: Exchange, step: int, src: torch.Tensor, dst: torch.Tensor) -> None:
-        _, constants, _ = one.signature(aligned=False)
-        constants |= {"FIRST": step, "LAST": step}
+    def _step(self, one: PeerExchange, step: int, src: torch.Tensor, dst: torch.Tensor) -> None:
+        constants = {**one.source(aligned=False).constants, "FIRST": step, "LAST": step}
         view = one.dtype if one.op else getattr(torch, "int" + one.element[1:])
         view = torch.uint8 if view == torch.bool else view
         moves = one.moves
@@ -115,12 +185,11 @@ class Emulated:
             self.words[moves.rank],
             tuple(stage.view(view) for stage in self.stages),
             tuple(self.flags),
-            *(moves.send_at, moves.send_n, moves.take_at, moves.take_n),
-            *(one._numbers[-3], one._numbers[-2], one.tiles),
+            *one.arguments[3:],
             **constants,
         )
 
-    def _check_flags(self, rank: int, step: int, call: torch.Tensor, one: Exchange) -> None:
+    def _check_flags(self, rank: int, step: int, call: torch.Tensor, one: PeerExchange) -> None:
         flags = self.flags[rank].view(2, MAX_BLOCKS, LINE)
         others = [other for other in range(self.size) if other != rank]
         if step == 0 or (step == 1 and one.moves.twice):

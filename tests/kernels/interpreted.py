@@ -22,8 +22,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from interlace.kernels import sum_slots
 from interlace.kernels.exchange import sums
-from interlace.kernels.exchange.reduce import sum_slots
 from interlace.kernels.gemm import device, gather_kernel, scatter_kernel
 
 patch_tensor = interpreter._patch_lang_tensor

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
+from interlace.kernels import launch as launcher
 from interlace.optim import Adam, AdamW
-from interlace.optim.adam import entry as adam_entry
+from interlace.optim.adam import plan as adam_plan
 from interlace.optim.adam import table as adam_table
-from interlace.optim.adam.arithmetic import Hyper, Spec, key_of, scalars, update_twin
+from interlace.optim.adam.arithmetic import AdamSpec, Hyper, key_of, scalars, update_twin
 
 warnings.filterwarnings("ignore", message="overflow encountered")
 patch_tensor = interpreter._patch_lang_tensor
@@ -50,7 +51,7 @@ class Interpreted:
         self.source.kernel[(grid,)](*args, **self.source.constants)
 
 
-adam_table.Program = Interpreted  # type: ignore[misc]
+launcher.LoadedKernel = Interpreted  # type: ignore[misc]
 
 
 def params_of(draw: random.Random, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
@@ -140,11 +141,11 @@ def check_optimizer(draw: random.Random) -> None:
             vars(by_kernel).update(amp)
             vars(by_twin).update(amp)
         LAUNCHED.clear()
-        adam_entry.served = lambda device: True
+        adam_plan.served = lambda device: True
         by_kernel.step()
         if any(grad is not None and grad.numel() for grad in grads):
             assert "adam_kernel" in LAUNCHED, (options, LAUNCHED)
-        adam_entry.served = lambda device: False
+        adam_plan.served = lambda device: False
         LAUNCHED.clear()
         by_twin.step()
         assert not LAUNCHED
@@ -163,16 +164,16 @@ def check_far(draw: random.Random) -> None:
     """Elements on both sides of number 2^32: the random words take the upper half in."""
     count = 1031
     base = (draw.randrange(3) << 32) - draw.randrange(count) + (1 << 32)
-    spec = Spec(p=torch.bfloat16, g=torch.bfloat16, m=torch.bfloat16, v=torch.bfloat16,
+    spec = AdamSpec(p=torch.bfloat16, g=torch.bfloat16, m=torch.bfloat16, v=torch.bfloat16,
                 stochastic=True)  # fmt: skip
     made = [torch.randn(count).abs().bfloat16() for _ in range(4)]
-    flat = adam_entry.Flat(*(t.clone() for t in made))
+    flat = adam_plan.FlatParam(*(t.clone() for t in made))
     key = key_of(draw.randrange(1 << 64), 5)
     hyper = Hyper(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     row = scalars(hyper, draw.randrange(1, 10**6))
     update_twin(spec, flat, row, key=key, base=base, chunk=draw.choice([None, 100]))
     p, g, m, v = made
-    work = adam_table.Work(
+    work = adam_table.TableRow(
         p.data_ptr(), m.data_ptr(), v.data_ptr(), 0, 0, count=count, base=base, key=key, step=0
     )
     launch = adam_table.Launch(torch.device("cpu"), spec, [work], aligned=True, counts=False)
@@ -186,7 +187,7 @@ def check_prepare(draw: random.Random) -> None:
     steps = [float(draw.choice([0, 1, 2, 9, 999, 12345, 10**6, 2**24 - 1])) for _ in range(200)]
     counts = torch.tensor(steps)
     works = [
-        adam_table.Work(0, 0, 0, 0, 0, count=0, base=0, key=0, step=counts[i].data_ptr())
+        adam_table.TableRow(0, 0, 0, 0, 0, count=0, base=0, key=0, step=counts[i].data_ptr())
         for i in range(200)
     ]
     hypers = [
@@ -202,7 +203,7 @@ def check_prepare(draw: random.Random) -> None:
     ]
     row_of = [draw.randrange(3) for _ in steps]
     f32 = torch.float32
-    spec = Spec(p=f32, g=f32, m=f32, v=f32)
+    spec = AdamSpec(p=f32, g=f32, m=f32, v=f32)
     launch = adam_table.Launch(torch.device("cpu"), spec, works, aligned=True, counts=True)
     rate, scale = torch.tensor(0.125), torch.tensor(4.0)
     rates = [rate if i == 1 else hyper.lr for i, hyper in enumerate(hypers)]
@@ -212,8 +213,8 @@ def check_prepare(draw: random.Random) -> None:
     assert counts.tolist() == [step + 1 for step in steps]
     from dataclasses import replace
 
-    assert launch._rows is not None
-    for i, (step, row) in enumerate(zip(steps, launch._rows.tolist(), strict=True)):
+    assert launch.rows is not None
+    for i, (step, row) in enumerate(zip(steps, launch.rows.tolist(), strict=True)):
         hyper = replace(hypers[row_of[i]], lr=float(rates[row_of[i]]))
         assert tuple(row) == tuple(scalars(hyper, int(step) + 1, 4.0)), (i, step, hyper)
     skip = torch.tensor(2.0)
@@ -221,7 +222,7 @@ def check_prepare(draw: random.Random) -> None:
         [0] * 200, list(zip(rates, hypers, strict=True)), row_of, scale=None, found_inf=skip
     )
     assert counts.tolist() == [step + 1 for step in steps], "a skipped step is not counted"
-    assert all(row[11] == 2.0 for row in launch._rows.tolist())
+    assert all(row[11] == 2.0 for row in launch.rows.tolist())
 
 
 if __name__ == "__main__":

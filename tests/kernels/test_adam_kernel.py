@@ -14,7 +14,7 @@ from tests.support.resources import spills
 pytest.importorskip("triton")
 
 import interlace
-from interlace.optim.adam.arithmetic import Spec
+from interlace.optim.adam.arithmetic import AdamSpec
 from interlace.optim.adam.kernel import adam_source, prepare_source, tile_of
 
 SCRIPT = Path(__file__).with_name("interpreted_adam.py")
@@ -22,16 +22,18 @@ SOURCE = Path(interlace.__file__).parents[1]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 SPECS = {
-    "fp32": Spec(p=FP32, g=FP32, m=FP32, v=FP32),
-    "fp32-bf16-moments": Spec(p=FP32, g=FP32, m=BF16, v=BF16, stochastic=True),
-    "bf16": Spec(p=BF16, g=BF16, m=BF16, v=BF16, stochastic=True),
-    "bf16-nearest": Spec(p=BF16, g=BF16, m=BF16, v=BF16),
-    "bf16-remainder": Spec(p=BF16, g=BF16, m=BF16, v=BF16, master="remainder", stochastic=True),
-    "bf16-remainder-fp32-moments": Spec(p=BF16, g=BF16, m=FP32, v=FP32, master="remainder"),
-    "bf16-master": Spec(p=BF16, g=BF16, m=BF16, v=BF16, master="fp32", stochastic=True),
-    "fp16-master": Spec(p=FP16, g=FP16, m=FP32, v=BF16, master="fp32", stochastic=True),
-    "bf16-fp32-gradient": Spec(p=BF16, g=FP32, m=BF16, v=BF16, stochastic=True),
-    "amsgrad": Spec(p=BF16, g=BF16, m=BF16, v=FP32, amsgrad=True, coupled=True, stochastic=True),
+    "fp32": AdamSpec(p=FP32, g=FP32, m=FP32, v=FP32),
+    "fp32-bf16-moments": AdamSpec(p=FP32, g=FP32, m=BF16, v=BF16, stochastic=True),
+    "bf16": AdamSpec(p=BF16, g=BF16, m=BF16, v=BF16, stochastic=True),
+    "bf16-nearest": AdamSpec(p=BF16, g=BF16, m=BF16, v=BF16),
+    "bf16-remainder": AdamSpec(p=BF16, g=BF16, m=BF16, v=BF16, master="remainder", stochastic=True),
+    "bf16-remainder-fp32-moments": AdamSpec(p=BF16, g=BF16, m=FP32, v=FP32, master="remainder"),
+    "bf16-master": AdamSpec(p=BF16, g=BF16, m=BF16, v=BF16, master="fp32", stochastic=True),
+    "fp16-master": AdamSpec(p=FP16, g=FP16, m=FP32, v=BF16, master="fp32", stochastic=True),
+    "bf16-fp32-gradient": AdamSpec(p=BF16, g=FP32, m=BF16, v=BF16, stochastic=True),
+    "amsgrad": AdamSpec(
+        p=BF16, g=BF16, m=BF16, v=FP32, amsgrad=True, coupled=True, stochastic=True
+    ),
 }
 
 
@@ -48,7 +50,7 @@ def test_kernel_has_the_bits_of_the_twin(seed: int, part: int) -> None:
     assert done.stdout.strip() == "all right"
 
 
-def streams(spec: Spec) -> tuple[list[int], list[int]]:
+def streams(spec: AdamSpec) -> tuple[list[int], list[int]]:
     """Bytes of an element of each tensor that is read, and of each that is written."""
     moments = [spec.m.itemsize, spec.v.itemsize] + [spec.v.itemsize] * spec.amsgrad
     master = {None: [], "fp32": [4], "remainder": [2]}[spec.master]

@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
-from interlace.kernels.gemm.configs import (
+from interlace.kernels.gemm.support import (
     CONFIGS,
     SPECIALIZED,
     WITH_TAIL,
     choose,
+    refuse,
     short_tail,
     tiles,
 )
-from interlace.kernels.gemm.support import refuse, refuse_operand, weight_layout
 
 ALL = [config for config, _ in (*CONFIGS, SPECIALIZED)] + [WITH_TAIL]
 SM_BYTES = 228 * 1024
@@ -67,15 +67,3 @@ def test_refusals_say_why() -> None:
     assert "empty" in why(rows=0)
     assert "2^31" in why(rows=2**30, size=4)
     assert "cpu" in why()
-
-
-def test_operands_are_looked_at() -> None:
-    w = torch.zeros(64, 128, dtype=torch.bfloat16)
-    assert weight_layout(w) is False
-    assert weight_layout(torch.zeros(128, 64).t()) is True
-    assert weight_layout(w[:, ::2]) is None
-    assert refuse_operand("w", torch.zeros(128, 64).t(), (64, 128)) is None
-    assert "shape" in (refuse_operand("x", w, (64, 64)) or "")
-    assert "contiguous" in (refuse_operand("x", w[:, :64], (64, 64)) or "")
-    assert "address" in (refuse_operand("x", w.view(-1)[1:65].view(1, 64), (1, 64)) or "")
-    assert "strides" in (refuse_operand("w", w[:, :64], (64, 64)) or "")

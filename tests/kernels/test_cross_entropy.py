@@ -152,6 +152,7 @@ def test_kernels_are_given_what_they_name(
 ) -> None:
     """Not compiled anew at the second call; what is not used is null, not some other argument."""
     pytest.importorskip("triton")
+    from interlace.kernels import launch as launcher
     from interlace.nn.cross_entropy import launch
 
     programs: dict[str, list[Launched]] = {}
@@ -160,9 +161,9 @@ def test_kernels_are_given_what_they_name(
         programs.setdefault(source.kernel.__name__, []).append(Launched(source, device))
         return programs[source.kernel.__name__][-1]
 
-    monkeypatch.setattr(launch, "Program", made)
+    monkeypatch.setattr(launcher, "LoadedKernel", made)
     monkeypatch.setattr(launch, "stream_of", lambda device: 7)
-    launch.program_of.cache_clear()
+    launcher.kernel_of.cache_clear()
     x, y = torch.zeros(2 * rows, 4097)[:, 1:], torch.zeros(2 * rows, dtype=torch.int64)
     weight = torch.ones(4096) if weighted else None
     for start in (0, rows):
@@ -172,7 +173,7 @@ def test_kernels_are_given_what_they_name(
         loss, divisor = launch.total(losses, kept, weighted, True, None)
         grad = launch.gradient(problem, kept, loss, divisor)
         launch.scale([kept[0], losses[:0], grad], loss)
-    launch.program_of.cache_clear()
+    launcher.kernel_of.cache_clear()
     assert all(len(of_kernel) == 1 for of_kernel in programs.values())
     stream, grid, columns, given = programs["grad_kernel"][0].launched[1]
     assert (stream, grid, columns) == (7, rows, 1)
@@ -214,12 +215,12 @@ def test_rows_are_found_without_a_copy(
     shape: tuple[int, ...], view: Any, dims: int, even: bool
 ) -> None:
     pytest.importorskip("triton")
-    from interlace.nn.cross_entropy.layout import Layout
+    from interlace.nn.cross_entropy.layout import RowLayout
 
     x = view(torch.zeros(shape, dtype=torch.bfloat16))
     y = torch.zeros(x.shape[:-1], dtype=torch.int64)
     problem = Problem(x, y, None, Terms(), Shards.alone(x.shape[-1]), new_word("cpu"))
-    layout = Layout(problem)
+    layout = RowLayout(problem)
     assert (layout.cut.dims, dict(layout.cut.ways)["EVEN"]) == (dims, even)
     copied = layout.logits.data_ptr() != x.data_ptr()
     assert copied == (len(shape) > 4), "only what takes more than three strides is copied"

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.exchange_support import Emulated
+from tests.kernels.exchange_support import Emulated, exchange_twin, late
 
 from interlace.errors import UnsupportedError
-from interlace.kernels.exchange.launch import _REDUCED, Exchange, late, staging_nbytes
+from interlace.kernels.exchange.exchange import REDUCED, PeerExchange, staging_nbytes
 from interlace.kernels.exchange.moves import GRAIN, balanced, moves_of
-from interlace.kernels.exchange.twin import exchange_twin
 from interlace.passes.strategies.write import EXCHANGED
 from interlace.runtime.values import DTYPES
 
@@ -263,19 +262,17 @@ def test_two_copies_suffice_and_one_does_not(seed: int) -> None:
 
 def exchange(
     kind: str, dtype: torch.dtype, parts: tuple[int, ...], size: int, **options: Any
-) -> Exchange:
-    """One rank's Exchange that is never launched."""
+) -> PeerExchange:
+    """One rank's PeerExchange that is never launched."""
     none = [0] * size
     device = torch.device("cpu")
-    return Exchange(kind, dtype, parts, 1, size, device, none, 1 << 26, none, 0, **options)
+    return PeerExchange(kind, dtype, parts, 1, size, device, none, 1 << 26, none, 0, **options)
 
 
-def order_of(one: Exchange, aligned: bool) -> list[str]:
+def order_of(one: PeerExchange, aligned: bool) -> list[str]:
     """The instructions that matter, in the order of the PTX for sm_90."""
     pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
-    ptx: str = one.compile(GPUTarget("cuda", 90, 32), aligned).asm["ptx"]
+    ptx: str = one.source(aligned).compile().asm["ptx"]
     names = (
         ("ld.acquire.sys.global.b32", "acquire"),
         ("atom.global.sys.release.exch.b32", "release"),
@@ -316,11 +313,9 @@ def test_flags_follow_their_stores_and_loads_follow_the_flags(size: int) -> None
 
 def test_results_are_rounded_to_nearest() -> None:
     pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
     for dtype, name in ((torch.bfloat16, "bf16x2"), (torch.float16, "f16")):
         one = exchange("all_reduce", dtype, (1 << 14,), 4)
-        assert f"cvt.rn.{name}" in one.compile(GPUTarget("cuda", 90, 32), True).asm["ptx"]
+        assert f"cvt.rn.{name}" in one.source(True).compile().asm["ptx"]
 
 
 def test_odd_sizes_still_push_whole_vectors() -> None:
@@ -333,8 +328,8 @@ def test_odd_sizes_still_push_whole_vectors() -> None:
 
 def test_host_and_kernel_count_flags_alike() -> None:
     pytest.importorskip("triton")
+    from interlace.kernels.exchange import exchange
     from interlace.kernels.exchange import kernel as exchange_kernel
-    from interlace.kernels.exchange import launch as exchange
 
     assert exchange_kernel.MAX_BLOCKS.value == exchange.MAX_BLOCKS
     assert exchange_kernel.LINE.value == exchange.LINE
@@ -342,24 +337,24 @@ def test_host_and_kernel_count_flags_alike() -> None:
 
 def test_a_launch_gives_every_parameter_of_the_compiled_kernel() -> None:
     pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
     for size in (2, 4):
         one = exchange("all_to_all", torch.float16, (32,) * size, size)
-        ptx: str = one.compile(GPUTarget("cuda", 90, 32), True).asm["ptx"]
+        ptx: str = one.source(True).compile().asm["ptx"]
         entry = ptx[ptx.index(".entry") :]
         params = re.findall(r"\.param \.(u\d+)", entry[: entry.index(")")])
-        pointers = ["u64"] * (2 + len(one._pointers))
-        assert params == [*pointers, *["u32"] * len(one._numbers), "u64", "u64"]
+        numbers: Any
+        words, stages, flags, *numbers = one.arguments
+        pointers = ["u64"] * (2 + len((words, *stages, *flags)))
+        tables, sizes = numbers[:-3], numbers[-3:]
+        count = sum(map(len, tables)) + len(sizes)
+        assert params == [*pointers, *["u32"] * count, "u64", "u64"]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS.values(), torch.float64], ids=str)
 def test_an_average_is_rounded_to_nearest(dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-
     one = exchange("all_reduce", dtype, (32,), 3, reduce="avg")
-    ptx: str = one.compile(GPUTarget("cuda", 90, 32), True).asm["ptx"]
+    ptx: str = one.source(True).compile().asm["ptx"]
     assert re.findall(r"div\S+", ptx)
     assert set(re.findall(r"div\S+", ptx)) == {
         "div.rn.f64" if dtype.itemsize == 8 else "div.rn.f32"
@@ -367,12 +362,12 @@ def test_an_average_is_rounded_to_nearest(dtype: torch.dtype) -> None:
 
 
 def test_what_is_reduced_is_what_passes_take_it_for() -> None:
-    assert {DTYPES[dtype] for dtype in EXCHANGED} == set(_REDUCED) - {torch.bool}  # it has no sum
+    assert {DTYPES[dtype] for dtype in EXCHANGED} == set(REDUCED) - {torch.bool}  # it has no sum
 
 
 def test_what_does_not_fit_or_has_no_sum_is_refused() -> None:
     none, cpu = [0, 0], torch.device("cpu")
     with pytest.raises(UnsupportedError, match="bytes of staging"):
-        Exchange("all_gather", torch.float32, (999, 999), 0, 2, cpu, none, 4096, none, 0)
+        PeerExchange("all_gather", torch.float32, (999, 999), 0, 2, cpu, none, 4096, none, 0)
     with pytest.raises(UnsupportedError, match="does not reduce"):
         exchange("all_reduce", torch.complex64, (4,), 2)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kernels.exchange_support import exchange_twin, late
 from tests.kernels.test_exchange import FLOATS, KINDS, parts_of, sources_of
 
-from interlace.kernels.exchange.launch import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, Exchange, late
+from interlace.kernels.exchange.exchange import FLAG_NBYTES, STOP_AT, WORDS_NBYTES, PeerExchange
 from interlace.kernels.exchange.moves import moves_of
-from interlace.kernels.exchange.twin import exchange_twin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +21,13 @@ pytestmark = [
 ]
 
 NBYTES = 8 << 20
+
+
+def launch(
+    bound: PeerExchange, stream: torch.cuda.Stream, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    """One call of one rank."""
+    bound.launch(stream.cuda_stream, x.data_ptr(), y.data_ptr())
 
 
 class Team:
@@ -37,11 +44,11 @@ class Team:
         self.stages = memory(nbytes, 0xFF)  # NaN in every float type
         self.flags, self.words = memory(FLAG_NBYTES), memory(WORDS_NBYTES)
 
-    def bind(self, kind: str, dtype: torch.dtype, parts: Any, **options: Any) -> list[Exchange]:
+    def bind(self, kind: str, dtype: torch.dtype, parts: Any, **options: Any) -> list[PeerExchange]:
         """The ranks' Exchanges, ready to launch."""
         stages, flags = ([t.data_ptr() for t in ts] for ts in (self.stages, self.flags))
         return [
-            Exchange(
+            PeerExchange(
                 *(kind, dtype, parts, rank, self.size, self.device, stages, self.nbytes, flags),
                 self.words[rank].data_ptr(),
                 **options,
@@ -49,13 +56,15 @@ class Team:
             for rank in range(self.size)
         ]
 
-    def launch(self, bound: list[Exchange], sources: list, made: list, delays: Any = None) -> None:
+    def launch(
+        self, bound: list[PeerExchange], sources: list, made: list, delays: Any = None
+    ) -> None:
         """One call, each rank on its stream, after a delay of its own."""
         for rank, stream in enumerate(self.streams):
             with torch.cuda.stream(stream):
                 if delays is not None:
                     torch.cuda._sleep(delays.randrange(300_000))
-                bound[rank].launch(stream.cuda_stream, sources[rank], made[rank])
+                launch(bound[rank], stream, sources[rank], made[rank])
 
     def run(
         self, kind: str, sources: list[torch.Tensor], parts: Any, delays: Any = None, **options: Any
@@ -127,7 +136,7 @@ def test_a_graph_replays_with_changed_inputs(seed: int) -> None:
     graphs = [torch.cuda.CUDAGraph() for _ in range(size)]
     for rank, graph in enumerate(graphs):
         with torch.cuda.graph(graph, stream=team.streams[rank]):
-            bound[rank].launch(team.streams[rank].cuda_stream, given[rank], made[rank])
+            launch(bound[rank], team.streams[rank], given[rank], made[rank])
     for again in range(20):
         sources = sources_of("all_reduce", (rows,), size, torch.bfloat16, seed + again, False)
         for mine, source in zip(given, sources, strict=True):
@@ -151,7 +160,7 @@ def test_a_call_whose_peer_does_not_come_is_stopped_and_says_whom_it_waits_for()
     made = [torch.empty_like(x) for x in given]
     torch.cuda.synchronize()
     for rank in (0, 2):
-        bound[rank].launch(team.streams[rank].cuda_stream, given[rank], made[rank])
+        launch(bound[rank], team.streams[rank], given[rank], made[rank])
     side = torch.cuda.Stream()
     time.sleep(0.05)
     with torch.cuda.stream(side):
@@ -178,9 +187,9 @@ def test_a_launch_takes_little_time() -> None:
     took = []
     for _ in range(200):
         start = time.perf_counter()
-        bound[0].launch(team.streams[0].cuda_stream, x, y)
+        launch(bound[0], team.streams[0], x, y)
         took.append(time.perf_counter() - start)
-        bound[1].launch(team.streams[1].cuda_stream, x, y)
+        launch(bound[1], team.streams[1], x, y)
         torch.cuda.synchronize()
     median = sorted(took)[100] * 1e6
     print(f"a launch takes {median:.1f} us")

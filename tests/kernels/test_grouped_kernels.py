@@ -17,6 +17,7 @@ import interlace
 
 pytest.importorskip("triton")
 
+from interlace.kernels import launch as launcher
 from interlace.nn.grouped import launch
 from interlace.nn.grouped import products as grouped
 from interlace.nn.grouped.products import ROWS, SUMS, TILE
@@ -121,12 +122,10 @@ class Mapped:
 
     made = 0
 
-    def __init__(self, program: Launched, index: int, shape: tuple[int, int]) -> None:
-        self.name, self.shape = ("dy", "x")[index], shape
-
-    def make(self, address: int) -> tuple[Any, ...]:
+    @staticmethod
+    def matrix(_: Launched, index: int, address: int, shape: tuple[int, int]) -> tuple[Any, ...]:
         Mapped.made += 1
-        return (f"{self.name} at {address}", *self.shape, self.shape[1], 1)
+        return (f"{('dy', 'x')[index]} at {address}", *shape, shape[1], 1)
 
 
 @pytest.fixture
@@ -138,11 +137,11 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
         return made[-1]
 
     def forget() -> None:
-        launch.program_of.cache_clear()
-        launch.wgrad_of.cache_clear()
+        launch.kernel_of.cache_clear()
+        launch.wgrad_operands.cache_clear()
 
-    monkeypatch.setattr(launch, "Program", program)
-    monkeypatch.setattr(launch, "Descriptors", Mapped)
+    monkeypatch.setattr(launcher, "LoadedKernel", program)
+    monkeypatch.setattr(launch, "matrix", Mapped.matrix)
     monkeypatch.setattr(launch, "stream_of", lambda device: 7)
     forget()
     yield made

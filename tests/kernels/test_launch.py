@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from interlace.kernels.gemm import gather_matmul, scatter_matmul
-from interlace.kernels.launch import RECENT, Source
+from interlace.kernels.gemm import matmul
+from interlace.kernels.launch import RECENT, KernelSource
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 class Launched:
     """Stands in for a compiled kernel; `named()` are the arguments of the last launch by name."""
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: KernelSource, device: torch.device) -> None:
         self.source = source
         self.launches: list[tuple[int, int, tuple[Any, ...]]] = []
 
@@ -45,26 +45,35 @@ class Launched:
         return found
 
 
-class Mapped:
-    """Stands in for tensor maps."""
+class Made:
+    """What was made: the programs in their order, and how many tensor maps."""
 
-    made = 0
+    def __init__(self) -> None:
+        self.programs: list[Launched] = []
+        self.maps = 0
 
-    def __init__(self, program: Launched, index: int, shape: tuple[int, int]) -> None:
-        self.shape = shape
+    def kernel_of(self, device: torch.device, source: Any, *given: Any, **facts: Any) -> Launched:
+        self.programs.append(Launched(source(*given, **facts), device))
+        return self.programs[-1]
 
-    def make(self, address: int) -> tuple[Any, ...]:
-        Mapped.made += 1
-        return (f"map of {address}", *self.shape, self.shape[1], 1)
+    def matrix(
+        self, program: Launched, index: int, address: int, shape: tuple[int, int]
+    ) -> tuple[Any, ...]:
+        """Stands in for a tensor map."""
+        kernel = program.source.kernel
+        assert kernel.arg_names[index].endswith("_desc")
+        self.maps += 1
+        return (f"map of {address}", *shape, shape[1], 1)
 
 
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gather_matmul, scatter_matmul):
-        monkeypatch.setattr(module, "Program", Launched)
-        monkeypatch.setattr(module, "Descriptors", Mapped)
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    stand_ins = Made()
+    monkeypatch.setattr(matmul, "kernel_of", stand_ins.kernel_of)
+    monkeypatch.setattr(matmul, "matrix", stand_ins.matrix)
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return stand_ins
 
 
 def zeros(*shape: int) -> torch.Tensor:
@@ -76,15 +85,15 @@ def map_of(tensor: torch.Tensor, rows: int, columns: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gather_is_given_what_it_names(transposed: bool) -> None:
-    kernel = gather_matmul.GatherMatmul(
+def test_gather_is_given_what_it_names(made: Made, transposed: bool) -> None:
+    kernel = matmul.GatherMatmul(
         rows=32, inner=64, columns=128, size=4, rank=2, dtype=torch.bfloat16, device=CPU,
         transposed=transposed, bias=True,
     )  # fmt: skip
     x, slots, y, bias = zeros(32, 64), zeros(128, 64), zeros(128, 128), zeros(128)
     w = zeros(128, 64).t() if transposed else zeros(64, 128)
     kernel.launch(7, x, w, slots, y, bias, 4096, (1 << 32) + 5)
-    program: Any = kernel._program
+    (program,) = made.programs
     got = program.named()
     assert program.launches[-1][0] == 7
     assert got["x_desc"] == map_of(x, 32, 64)
@@ -97,13 +106,13 @@ def test_gather_is_given_what_it_names(transposed: bool) -> None:
     assert (got["rows"], got["columns"], got["inner"], got["rank"]) == (32, 128, 64, 2)
 
 
-def test_scatter_is_given_what_it_names() -> None:
-    kernel = scatter_matmul.ScatterMatmul(
+def test_scatter_is_given_what_it_names(made: Made) -> None:
+    kernel = matmul.ScatterMatmul(
         rows=64, inner=72, columns=128, size=3, rank=1, dtype=torch.bfloat16, device=CPU, subs=2
     )
     x, w, stage, own = zeros(192, 72), zeros(72, 128), zeros(192, 128), zeros(64, 128)
     kernel.launch(9, x, w, stage, own, None, 8192)
-    program: Any = kernel._program
+    (program,) = made.programs
     got = program.named()
     assert got["x_desc"] == map_of(x, 192, 72)
     assert got["w_desc"] == map_of(w, 72, 128)
@@ -114,9 +123,10 @@ def test_scatter_is_given_what_it_names() -> None:
     assert [got[n] for n in ("rows", "columns", "inner")] == [64, 128, 72]
 
 
+@pytest.mark.usefixtures("made")
 def test_ranges_of_a_chunk_cover_its_rows_once() -> None:
     for rows, subs in ((1024, 4), (1000, 2), (384, 2), (64, 3), (200, 5)):
-        kernel = scatter_matmul.ScatterMatmul(
+        kernel = matmul.ScatterMatmul(
             rows=rows, inner=512, columns=4096, size=4, rank=0, dtype=torch.float16, device=CPU,
             subs=subs,
         )  # fmt: skip
@@ -128,22 +138,22 @@ def test_ranges_of_a_chunk_cover_its_rows_once() -> None:
         assert kernel.raised * kernel.subs == each
 
 
-def test_maps_are_made_once_for_an_address() -> None:
-    kernel = gather_matmul.GatherMatmul(
+def test_maps_are_made_once_for_an_address(made: Made) -> None:
+    kernel = matmul.GatherMatmul(
         rows=32, inner=64, columns=128, size=1, rank=0, dtype=torch.bfloat16, device=CPU
     )
     x, w, y = zeros(32, 64), zeros(64, 128), zeros(32, 128)
     kernel.launch(0, x, w, None, y, None, 0, 0)
-    made = Mapped.made
+    before = made.maps
     for _ in range(3):
         kernel.launch(0, x, w, None, y, None, 0, 0)
-    assert Mapped.made == made
+    assert made.maps == before
     kernel.launch(0, x.clone(), w, None, y, None, 0, 0)
-    assert Mapped.made > made
+    assert made.maps > before
 
 
-def test_the_oldest_goes_first() -> None:
-    kernel = gather_matmul.GatherMatmul(
+def test_the_oldest_goes_first(made: Made) -> None:
+    kernel = matmul.GatherMatmul(
         rows=32, inner=64, columns=128, size=1, rank=0, dtype=torch.bfloat16, device=CPU
     )
     w, y = zeros(64, 128), zeros(32, 128)
@@ -151,9 +161,9 @@ def test_the_oldest_goes_first() -> None:
 
     def makes(number: int) -> bool:
         """Whether a launch with that input makes maps."""
-        made = Mapped.made
+        before = made.maps
         kernel.launch(0, inputs[number], w, None, y, None, 0, 0)
-        return Mapped.made > made
+        return made.maps > before
 
     assert all(makes(number) for number in range(RECENT))
     assert not makes(0)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from interlace.kernels.exchange.reduce import sum_slots, sum_slots_twin
-from interlace.kernels.gemm.configs import CONFIGS, SPECIALIZED, WITH_TAIL, Config
-from interlace.kernels.gemm.support import refuse
+from interlace.kernels import sum_slots, sum_slots_twin
+from interlace.kernels.gemm.support import CONFIGS, SPECIALIZED, WITH_TAIL, TileConfig, refuse
 
 pytestmark = pytest.mark.gpu
 
@@ -117,13 +116,13 @@ CASES = [
 LARGE = SPECIALIZED[0]
 
 
-def fits(case: tuple, config: Config | None) -> bool:
+def fits(case: tuple, config: TileConfig | None) -> bool:
     """Whether chunks end with a tile of the kernel with a warp for loads."""
     size, rows = case[:2]
     return config is not LARGE or size == 1 or rows % LARGE.bm == 0
 
 
-def cases(*configs: Config | None) -> list[object]:
+def cases(*configs: TileConfig | None) -> list[object]:
     """Each case with each configuration that serves it."""
     return [
         pytest.param(case, config, id=f"{case}-{config and (config.bm, config.bn, config.stages)}")
@@ -134,9 +133,11 @@ def cases(*configs: Config | None) -> list[object]:
 
 
 @pytest.mark.parametrize(("case", "config"), cases(None, WITH_TAIL, LARGE))
-def test_gather_with_late_gates(line: Line, case: tuple, config: Config | None, seed: int) -> None:
+def test_gather_with_late_gates(
+    line: Line, case: tuple, config: TileConfig | None, seed: int
+) -> None:
     """Slots arrive while the kernel runs, one after another, across the wrap of the epoch."""
-    from interlace.kernels.gemm.gather_matmul import GatherMatmul
+    from interlace.kernels.gemm.matmul import GatherMatmul
 
     torch.manual_seed(seed)
     size, rows, inner, columns, dtype, transposed, has_bias = case
@@ -169,10 +170,10 @@ def test_gather_with_late_gates(line: Line, case: tuple, config: Config | None, 
 
 @pytest.mark.parametrize(("case", "config"), cases(None, CONFIGS[0][0], LARGE))
 def test_scatter_with_copies_behind_it(
-    line: Line, case: tuple, config: Config | None, seed: int
+    line: Line, case: tuple, config: TileConfig | None, seed: int
 ) -> None:
     """Copies of the rows, range by range, wait for the counters of two runs."""
-    from interlace.kernels.gemm.scatter_matmul import ScatterMatmul
+    from interlace.kernels.gemm.matmul import ScatterMatmul
 
     torch.manual_seed(seed)
     size, rows, inner, columns, dtype, transposed, has_bias = case
@@ -237,7 +238,7 @@ def test_sum_is_the_twin_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...])
 
 
 def test_in_a_graph() -> None:
-    from interlace.kernels.gemm.gather_matmul import GatherMatmul
+    from interlace.kernels.gemm.matmul import GatherMatmul
 
     device = gpu()
     x, w = drawn(1024, 512), drawn(512, 768)

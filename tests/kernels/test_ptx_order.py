@@ -16,9 +16,8 @@ from tests.support.resources import spills
 pytest.importorskip("triton")
 
 from interlace.kernels.exchange.sums import sum_source
-from interlace.kernels.gemm.configs import CONFIGS, SPECIALIZED, WITH_TAIL, Config
-from interlace.kernels.gemm.gather_matmul import gather_source
-from interlace.kernels.gemm.scatter_matmul import scatter_source
+from interlace.kernels.gemm.matmul import gather_source, scatter_source
+from interlace.kernels.gemm.support import CONFIGS, SPECIALIZED, WITH_TAIL, TileConfig
 
 EVENTS = {
     "acquire": r"ld\.acquire\.sys\.global|atom\.global\.sys\.acquire|ld\.global\.sys\.acquire",
@@ -44,13 +43,13 @@ def events_of(source: Any) -> list[str]:
     return [match.lastgroup or "" for match in PATTERN.finditer(code)]
 
 
-def name(config: Config) -> str:
+def name(config: TileConfig) -> str:
     return f"{config.bm}x{config.bn}x{config.stages}"
 
 
 @pytest.mark.parametrize("config", ALL, ids=name)
 @pytest.mark.parametrize("by_tma", [True, False])
-def test_gather_waits_before_it_loads(config: Config, by_tma: bool) -> None:
+def test_gather_waits_before_it_loads(config: TileConfig, by_tma: bool) -> None:
     """Each copy of the loads that the pipeliner makes has its own wait right before it."""
     tail = config is WITH_TAIL
     source = gather_source(config, size=4, dtype=torch.bfloat16, by_tma=by_tma, tail=tail)
@@ -71,7 +70,7 @@ def test_gather_waits_before_it_loads(config: Config, by_tma: bool) -> None:
 
 @pytest.mark.parametrize("config", [config for config, _ in CONFIGS], ids=name)
 @pytest.mark.parametrize("by_tma", [True, False])
-def test_counters_rise_after_the_stores(config: Config, by_tma: bool) -> None:
+def test_counters_rise_after_the_stores(config: TileConfig, by_tma: bool) -> None:
     """Stores, then all of them performed (TMA) and visible, then all threads, then the counter."""
     source = scatter_source(config, size=4, rank=1, dtype=torch.bfloat16, by_tma=by_tma)
     seen = events_of(source)
@@ -118,7 +117,7 @@ def test_each_half_of_a_tile_rises_after_its_stores(transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0][0], SPECIALIZED[0]], ids=name)
-def test_a_scatter_waits_for_nobody(config: Config) -> None:
+def test_a_scatter_waits_for_nobody(config: TileConfig) -> None:
     """Its peers wait for it: were some of its blocks kept off their processors, nothing ended."""
     seen = events_of(scatter_source(config, size=4, rank=2, dtype=torch.float16))
     assert "acquire" not in seen

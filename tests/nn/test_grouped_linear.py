@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from interlace.errors import GradientError, GroupError
 from interlace.nn import GroupedLinear
-from interlace.nn.grouped_linear import _dense, grouped_linear_ops
+from interlace.nn.grouped.linear import dense_rows, grouped_linear_ops
 from interlace.optim import GradAccumulator
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -396,11 +396,11 @@ def test_a_single_row_of_odd_stride_is_made_regular(seed: int) -> None:
     row = torch.randn(1, 101)[:, :96]
     assert row.is_contiguous()
     assert row.stride(0) == 101
-    dense = _dense(row, row.dtype)
+    dense = dense_rows(row, row.dtype)
     assert dense.stride() == (96, 1)
     assert torch.equal(dense, row)
     regular = torch.randn(5, 96)
-    assert _dense(regular, regular.dtype) is regular
+    assert dense_rows(regular, regular.dtype) is regular
 
 
 @pytest.mark.parametrize("sizes", [[5, 0, 9, 200], [5, 90, 9, 2], [21, 0, 0, 0]])

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.errors import InputError, TargetError, UnsupportedError
 from interlace.nn import LinearCrossEntropyLoss
+from interlace.nn.cross_entropy.chunks import Chunks
+from interlace.nn.cross_entropy.linear_loss import default_size
 from interlace.nn.functional import cross_entropy, linear_cross_entropy, raise_pending
-from interlace.nn.functional.linear_chunks import Chunks
-from interlace.nn.functional.linear_loss import default_size
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -222,7 +222,7 @@ def test_no_gradient_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch, see
     parts, wanted = leaves(hidden, weight, bias), []
     real = Chunks.forward
     monkeypatch.setattr(
-        Chunks, "forward", lambda self, *args: (wanted.append(args[3]), real(self, *args))[1]
+        Chunks, "forward", lambda self, *args: (wanted.append(args[1]), real(self, *args))[1]
     )
     with torch.no_grad():
         loss = linear_cross_entropy(parts[0], parts[1], target, parts[2])

@@ -350,7 +350,7 @@ def test_the_host_work_does_not_grow_with_the_parameters(
 ) -> None:
     """Where nothing moved, as much Python runs for 300 parameters as for 30."""
     pytest.importorskip("triton")
-    from interlace.optim.adam import entry as adam_entry
+    from interlace.optim.adam import plan as adam_plan
     from interlace.optim.adam import table as adam_table
 
     launched: list[int] = []
@@ -359,8 +359,8 @@ def test_the_host_work_does_not_grow_with_the_parameters(
         def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
             launched.append(grid)
 
-    monkeypatch.setattr(adam_table, "_update_program", lambda *_: Launched())
-    monkeypatch.setattr(adam_entry, "served", lambda device: True)
+    monkeypatch.setattr(adam_table, "kernel_of", lambda *_, **__: Launched())
+    monkeypatch.setattr(adam_plan, "served", lambda device: True)
     counts: list[int] = []
     for number in (30, 300):
         params = drawn([(8, 8)] * number, seed)

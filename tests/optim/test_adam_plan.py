@@ -27,8 +27,8 @@ def parameters(count: int, *shape: int) -> list[Tensor]:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """As on a GPU, but launches do nothing; the kernels that are loaded, by name."""
     pytest.importorskip("triton")
-    from interlace.optim.adam import entry as adam_entry
-    from interlace.optim.adam import table as adam_table
+    from interlace.kernels import launch
+    from interlace.optim.adam import plan as adam_plan
 
     names: list[str] = []
 
@@ -39,14 +39,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
             pass
 
-    monkeypatch.setattr(adam_table, "Program", Loaded)
-    monkeypatch.setattr(adam_entry, "served", lambda device: True)
-    caches = (adam_table._update_program, adam_table._prepare_program)
-    for cache in caches:
-        cache.cache_clear()
+    monkeypatch.setattr(launch, "LoadedKernel", Loaded)
+    monkeypatch.setattr(adam_plan, "served", lambda device: True)
+    launch.kernel_of.cache_clear()
     yield names
-    for cache in caches:
-        cache.cache_clear()
+    launch.kernel_of.cache_clear()
 
 
 def test_steps_are_counted_in_fp32_whatever_the_default_dtype() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from interlace.optim import AdamW
 from interlace.optim.adam.arithmetic import (
-    Flat,
+    AdamSpec,
+    FlatParam,
     Hyper,
-    Spec,
     key_of,
     random_words,
     scalars,
@@ -135,14 +135,14 @@ def test_random_bits_are_even_and_unrelated(seed: int) -> None:
 def test_bits_hang_on_the_elements_number_alone(seed: int) -> None:
     """Cut anywhere, across 2^32 too, a parameter is rounded as when it is whole."""
     count, base = 5000, (1 << 32) - 1777
-    spec = Spec(p=BF16, g=BF16, m=BF16, v=BF16, stochastic=True)
+    spec = AdamSpec(p=BF16, g=BF16, m=BF16, v=BF16, stochastic=True)
     whole = [torch.randn(count).abs().bfloat16() for _ in range(4)]
     cut = [t.clone() for t in whole]
     row = scalars(Hyper(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1), 77)
     key = key_of(seed, 1)
-    update_twin(spec, Flat(*whole), row, key=key, base=base)
+    update_twin(spec, FlatParam(*whole), row, key=key, base=base)
     for start, stop in itertools.pairwise((0, 3, 1777, 1778, 4000, count)):
-        part = Flat(*(t[start:stop] for t in cut))
+        part = FlatParam(*(t[start:stop] for t in cut))
         update_twin(spec, part, row, key=key, base=base + start)
     assert all(map(torch.equal, whole, cut))
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from interlace.demo.data import Batches, read_text
-from interlace.demo.lesson import Config
 from interlace.demo.model import Transformer
+from interlace.demo.plan import ModelConfig
+from interlace.demo.train import Batches, read_text
 from interlace.optim import AdamW
 
 BF16 = torch.bfloat16
 MOMENTS: dict[str, Any] = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}
-SMALL = Config(layers=2, dim=64, heads=4, hidden=192, sequence=64, batch=8)
+SMALL = ModelConfig(layers=2, dim=64, heads=4, hidden=192, sequence=64, batch=8)
 
 
 @pytest.fixture(autouse=True)

@@ -197,16 +197,23 @@ def closes_all() -> None:
     def fail(_: Executor) -> None:
         raise PeerError("made up")
 
+    closed: list[Executor] = []
+    close = Executor.close
+
+    def count(executor: Executor) -> None:
+        closed.append(executor)
+        close(executor)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Executor, "synchronize", fail)
+        patch.setattr(Executor, "close", count)
         reducer = GradReducer(nn.Linear(4, 4), bucket_bytes=1, options=Options(time_out_s=10))
         groups = len(dist.distributed_c10d._world.pg_map)
-        executors = list(reducer._reductions._executors)
-        assert len(executors) == 2
+        assert len(reducer.buckets) == 2
         with pytest.raises(PeerError, match="made up"):
             reducer.close()
         reducer.close()
-    assert all(executor._closed for executor in executors)
+    assert len(set(map(id, closed))) == 2
     assert len(dist.distributed_c10d._world.pg_map) == groups - 1
     assert not [t for t in threading.enumerate() if t.name == "interlace reductions"]
 
@@ -325,7 +332,7 @@ def test_thread_keeps_the_order_and_the_first_error() -> None:
     worker = Worker([lambda: seen.append(0), lambda: seen.append(1), fail])
     for index in (1, 0, 1):
         worker.put(index)
-    worker.wait(5)
+    worker.wait()
     assert seen == [1, 0, 1]
     assert worker.is_done(0)
     assert not worker.is_done(2)
@@ -333,30 +340,24 @@ def test_thread_keeps_the_order_and_the_first_error() -> None:
     worker.put(0)
     for _ in range(2):
         with pytest.raises(PeerError, match="made up"):
-            worker.wait(5)
+            worker.wait()
     assert not worker.is_done(2)
     assert seen == [1, 0, 1], "nothing runs after a failure"
-    worker.clear(5)
+    worker.clear()
     worker.put(0)
-    worker.wait(5)
+    worker.wait()
     assert seen == [1, 0, 1, 0]
     worker.stop()
-    with pytest.raises(InterlaceError, match="has ended"):
-        worker.put(0)
+    assert not worker.is_alive()
 
 
-def test_thread_that_hangs_is_waited_for_in_bounds() -> None:
-    go = threading.Event()
-    worker = Worker([lambda: void(go.wait(20))])
+def test_a_thread_that_stops_drops_what_it_was_asked_for() -> None:
+    began, go, seen = threading.Event(), threading.Event(), []
+    worker = Worker([lambda: (began.set(), go.wait(20)), lambda: seen.append(1)])
     worker.put(0)
-    began = time.monotonic()
-    with pytest.raises(CommTimeoutError, match=r"did not end within 0\.2 s"):
-        worker.wait(0.1)
-    assert time.monotonic() - began < 5
-    go.set()
-    worker.wait(5)
+    worker.put(1)
+    assert began.wait(5)
+    threading.Timer(0.1, go.set).start()
     worker.stop()
-
-
-def void(_: object) -> None:
-    return
+    assert not worker.is_alive()
+    assert not seen

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from interlace.passes.sites.blocks import Blocks, order
+from interlace.passes.find_sites import Blocks, in_blocks
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["near", "wide"])
@@ -25,7 +25,7 @@ def test_accepted_exactly_where_there_is_an_order(wide: bool, seed: int) -> None
             first = rng.choice(sorted(free))
             near = sorted(i for i in free if abs(i - first) <= reach)
             block = {first, *rng.sample(near, min(len(near), rng.randint(1, 3)))}
-            possible = order(before, [*taken, block]) is not None
+            possible = in_blocks(before, [*taken, block]) is not None
             assert blocks.accepts(block) == possible, (before, taken, block)
             answers[possible] += 1
             if possible:

@@ -13,7 +13,7 @@ from interlace.cost import SiteKey, SiteTime, default_machine
 from interlace.ir import parse, validate
 from interlace.options import Options
 from interlace.passes import lower
-from interlace.passes.choosing.candidates import (
+from interlace.passes.strategies.candidates import (
     candidates,
     keeping_sites,
     plain_program,

@@ -12,11 +12,12 @@ from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 from interlace.cost import Link, Machine, SiteKey, SiteTime, default_machine
 from interlace.ir import Collective, Program, parse
 from interlace.passes import parse_pipeline, run_pipeline
-from interlace.passes.choosing.choose import Chooser, pick
-from interlace.passes.choosing.estimate import Estimate, site_key
-from interlace.passes.order.overlaps import representatives
-from interlace.passes.sites.analysis import analyse
-from interlace.passes.sites.values import Values
+from interlace.passes.dependencies import dependencies
+from interlace.passes.find_sites import analyse
+from interlace.passes.overlaps import representatives
+from interlace.passes.sites.values import Dataflow
+from interlace.passes.strategies.choose import Chooser, pick
+from interlace.passes.strategies.estimate import Estimate, site_key
 from interlace.passes.strategies.table import STRATEGIES
 
 SIZES = {
@@ -48,8 +49,8 @@ def decomposed(program: Program, machine: Machine, options: str = "") -> Program
 def candidates(program: Program, machine: Machine, protocol: str = "get") -> tuple[Estimate, ...]:
     """What is looked at for the one site of a Program, serial first."""
     marked = run_pipeline(program, "find_sites")
-    values = Values(marked, representatives(marked)[0])
-    (found,) = analyse(marked, [])
+    values = Dataflow(marked, representatives(marked)[0])
+    (found,) = analyse(Dataflow(marked, representatives(marked)[0]), dependencies(marked))
     assert found.site is not None
     return Chooser(machine, protocol, 0).candidates(values, found.site)
 
@@ -172,8 +173,8 @@ def table(
 def key_of(program: Program) -> SiteKey:
     """The one site of a Program."""
     marked = run_pipeline(program, "find_sites")
-    values = Values(marked, representatives(marked)[0])
-    (found,) = analyse(marked, [])
+    values = Dataflow(marked, representatives(marked)[0])
+    (found,) = analyse(Dataflow(marked, representatives(marked)[0]), dependencies(marked))
     assert found.site is not None
     return site_key(values, found.site)
 

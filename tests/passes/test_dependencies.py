@@ -11,7 +11,7 @@ from tests.support.line_count import per_op
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.passes import lower
-from interlace.passes.order.dependencies import Before, dependencies
+from interlace.passes.dependencies import Before, dependencies
 from interlace.verify import check
 
 

@@ -12,6 +12,7 @@ from interlace.ir import (
     Expect,
     Free,
     Fused,
+    FusedKernel,
     Get,
     Op,
     Program,
@@ -20,10 +21,10 @@ from interlace.ir import (
     Wait,
     in_order,
     parse,
+    validate,
 )
 from interlace.passes import run_pipeline
-from interlace.passes.fuse import Fuse
-from interlace.passes.order.groups import SUM, groups
+from interlace.passes.fuse import SUM, Fuse, groups
 from interlace.passes.strategies import pieces as pieces_file
 from interlace.verify import check
 
@@ -93,6 +94,24 @@ def test_waits_go_before_and_the_own_rows_come_first() -> None:
     assert main == [Wait, Fused, Wait, Free, Call]
     assert made.sites[0].strategy == "fused"
     assert not made.remarks
+
+
+def test_the_op_names_its_kernel() -> None:
+    made = run_pipeline(parse(LAYER), f"{LOWER},fuse")
+    kinds = [op.kernel.kind for op in fused(made) if op.kernel is not None]
+    assert kinds == ["gather_matmul", "gather_matmul", "scatter_matmul"]
+    assert parse(str(made)) == made
+    for rank in made.world:
+        validate(made.instantiate(rank))
+
+
+def test_ranges_that_no_kernel_makes_leave_a_remark() -> None:
+    """Fewer rows than a tile: the parts are one op, and run one after another."""
+    made = run_pipeline(scattered(64), f"{LOWER.replace('fused', 'fused,chunks=4')},fuse")
+    (op,) = fused(made)
+    assert op.kernel is None
+    (remark,) = [remark for remark in made.remarks if remark.pass_name == "fuse"]
+    assert "whole tiles of 128 rows, and not 2 of 64" in remark.text
 
 
 def test_a_free_goes_after() -> None:
@@ -226,6 +245,8 @@ def f(tp: Team[{size}], x: bf16[{size * 512}, 8], w: bf16[8, 8], y: out[bf16[512
         made = run_pipeline(parse(text), f"{LOWER},fuse")
         assert check(made).sound
         (kernel,) = fused(made)
+        lead = pieces // 2 if pieces > 1 else 1
+        assert kernel.kernel == FusedKernel(kind="scatter_matmul", pieces=pieces, lead=lead)
         assert made.sites[0].chunks == size * pieces
         own = [m.outs[0].buffer == "t_slots" for m in kernel.members if isinstance(m, Call)]
         last = own[(size - 2) * pieces :]
@@ -292,6 +313,8 @@ def f(tp: Team[{size}], x: bf16[{size * 768}, 8], w: bf16[8, 8], y: out[bf16[{si
         made = run_pipeline(parse(text), f"{LOWER},fuse")
         assert check(made).sound
         (kernel,) = fused(made)
+        slabbed = {"pieces": slabs, "lead": 0} if slabs else {}
+        assert kernel.kernel == FusedKernel(kind="scatter_matmul", **slabbed)
         calls = [member for member in kernel.members if isinstance(member, Call)]
         assert len(calls) == size * max(slabs, 1)
         assert made.sites[0].chunks == len(calls)

@@ -11,8 +11,7 @@ from tests.cli.schedules import ROOT
 
 from interlace.cost import SiteKey, SiteTime, default_machine
 from interlace.cost.site_times import correction
-from interlace.passes.choosing.candidates import with_sites
-from interlace.passes.choosing.site_rows import site_times
+from interlace.passes.strategies.candidates import site_times, with_sites
 
 Correct = Callable[[Sequence[SiteTime], SiteKey, str, float], float | None]
 

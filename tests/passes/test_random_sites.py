@@ -13,10 +13,11 @@ from tests.passes.test_decompose import assert_overlaps
 from interlace.cost import default_machine
 from interlace.ir import parse
 from interlace.passes import run_pipeline
-from interlace.passes.choosing.choose import Chooser
-from interlace.passes.order.overlaps import representatives
-from interlace.passes.sites.analysis import analyse
-from interlace.passes.sites.values import Values
+from interlace.passes.dependencies import dependencies
+from interlace.passes.find_sites import analyse
+from interlace.passes.overlaps import representatives
+from interlace.passes.sites.values import Dataflow
+from interlace.passes.strategies.choose import Chooser
 
 COUNT = 6
 FOUND = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
@@ -49,8 +50,8 @@ def test_a_choice_that_is_shared_is_each_sites_own(device: str, seed: int) -> No
         for word in rng.sample(("sum", "max", "avg"), 3):
             program = parse(text.replace('reduce="sum"', f'reduce="{word}"'))
             program = run_pipeline(program, "find_sites,place_resharding")
-            values = Values(program, representatives(program)[0])
-            for found in analyse(program, []):
+            values = Dataflow(program, representatives(program)[0])
+            for found in analyse(values, dependencies(program)):
                 if found.site is not None:
                     alone = Chooser(default_machine(device), "get", 0).fastest(values, found.site)
                     assert together.fastest(values, found.site) == alone, number

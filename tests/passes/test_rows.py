@@ -8,18 +8,26 @@ import random
 import pytest
 
 from interlace.ir import Box, DType
-from interlace.passes.sites.layout import in_rows
-from interlace.passes.sites.rows import COLUMNS, PAD, Contents, Refused, Run, join, seen
+from interlace.passes.sites.rows import (
+    COLUMNS,
+    PAD,
+    ByteRun,
+    Contents,
+    Refused,
+    in_rows,
+    join,
+    seen,
+)
 
 
 def random_contents(rng: random.Random, count: int) -> Contents:
     """`count` elements of four bytes in some runs, some of them zeros."""
-    pieces: list[Run] = []
+    pieces: list[ByteRun] = []
     while count:
         length = rng.randint(1, count)
         source = rng.choice((PAD, 0, 1, 2))
         offset = 0 if source == PAD else 4 * rng.randint(0, 5)
-        pieces.append(Run(0, 4 * length, source, offset))
+        pieces.append(ByteRun(0, 4 * length, source, offset))
         count -= length
     return join(pieces)
 
@@ -40,10 +48,10 @@ def byte_by_byte(buffer: Contents, box: Box) -> Contents:
         for run in buffer
         for i in range(run.length)
     ]
-    found: list[Run] = []
+    found: list[ByteRun] = []
     for index in itertools.product(*map(range, box.sizes)):
         at = box.offset + sum(i * stride for i, stride in zip(index, box.strides, strict=True))
-        found += [Run(0, 1, *held[4 * at + i]) for i in range(4)]
+        found += [ByteRun(0, 1, *held[4 * at + i]) for i in range(4)]
     return join(found)
 
 
@@ -77,4 +85,4 @@ def test_a_view_holds_what_each_of_its_bytes_is(seed: int) -> None:
 def test_a_transposed_matrix_is_refused_at_once() -> None:
     rows = Box(0, (1 << 14, 1 << 14), (1, 1 << 14), DType.f32)
     with pytest.raises(Refused, match=COLUMNS):
-        seen((Run(0, rows.nbytes, 0, 0),), rows, 4 << 14)
+        seen((ByteRun(0, rows.nbytes, 0, 0),), rows, 4 << 14)

@@ -9,11 +9,14 @@ from tests.passes.spellings import as_sample
 from tests.passes.test_decompose import assert_overlaps
 from tests.support.interpreter import run_ranks
 
-from interlace.cost import default_machine
+from interlace.cost import Machine, default_machine
 from interlace.ir import Call, parse
+from interlace.options import Options
 from interlace.passes import parse_pipeline, run_pipeline
+from interlace.passes.strategies.candidates import candidates
 from interlace.passes.strategies.table import STRATEGIES as ROWS
-from interlace.passes.strategies.table import strategy
+from interlace.passes.strategies.table import Offset, Path, Strategy, strategy
+from interlace.verify import check
 
 WORLD = 4
 SUMMED = f"""def f(tp: Team[{WORLD}], x: f32[{WORLD}, 1], w: f32[1, 1]):
@@ -69,6 +72,32 @@ def test_every_row_names_each_other_rank_once(key: tuple[str, str | None]) -> No
     assert row.reduces
 
 
+@pytest.mark.parametrize("transport", ["messages", "get", "put"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_of_the_table_is_all_that_a_strategy_takes(
+    kind: str, transport: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """One that goes through the ranks backwards: it is written, proved, run and predicted."""
+    back, forth = Offset(0, -1), Offset(0, 1)
+    row = Strategy(
+        "backwards",
+        "ranks",
+        transport,
+        "in the order of the ranks",
+        gather=Path(chunk=back, to=forth, source=back),
+        scatter=Path(chunk=back, to=back, source=forth),
+    )
+    monkeypatch.setitem(ROWS, ("backwards", None), row)
+    sample = KINDS[kind](4, "uneven", "f32", seed)
+    lower = "find_sites,decompose{strategy=backwards},schedule,plan_memory,insert_sync"
+    made = run_pipeline(sample.program, lower)
+    assert made.sites[0].strategy == "backwards"
+    check(made).raise_if_unsound()
+    assert_overlaps(made, sample, seed)
+    (found,) = candidates(sample.program, Options(), default_machine("cpu")).values()
+    assert "backwards" in [estimate.label for estimate in found]
+
+
 def test_a_maximum_is_no_sum() -> None:
     text = SUMMED.replace('reduce="sum"', 'reduce="max"')
     for name, options in STRATEGIES.items():
@@ -90,7 +119,7 @@ def test_what_cannot_be_fused_is_copied_and_says_so(seed: int) -> None:
 
 @pytest.mark.parametrize("machine", [None, default_machine("cuda")], ids=["no-machine", "machine"])
 def test_what_was_asked_for_is_predicted_where_there_is_a_machine(
-    machine: object, seed: int
+    machine: Machine | None, seed: int
 ) -> None:
     program = KINDS["matmul_all_reduce"](2, "even", "f32", seed).program
     made = run_pipeline(program, parse_pipeline("find_sites,decompose{strategy=ring}", machine))

@@ -15,7 +15,7 @@ import torch
 from tests.support.fake_cuda import Fake, fake_engine
 from tests.support.fake_device import Entry
 
-from interlace.ir import Program, parse
+from interlace.ir import Program, kernels, parse
 from interlace.options import Options
 from interlace.passes import lower, take_turns
 from interlace.passes.strategies import pieces
@@ -86,7 +86,11 @@ def lowered(text: str, strategy: str) -> Program:
     found: dict[str, Any] = {"BESIDE_BYTES": 1 if strategy == "beside" else 1 << 40}
     if strategy == "slabs":
         found |= {"SLAB_FLOPS": 1, "SLAB_BYTES": 1, "SMALL_BYTES": 0}
-    with mock.patch.multiple(pieces, **found), mock.patch.object(take_turns, "TURN_BYTES", 1):
+    with (
+        mock.patch.multiple(pieces, **found),
+        mock.patch.object(take_turns, "TURN_BYTES", 1),
+        mock.patch.object(kernels, "TILE_ROWS", 1),
+    ):
         return lower(parse(text), Options(**STRATEGIES[strategy]))
 
 

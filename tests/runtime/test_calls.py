@@ -13,7 +13,7 @@ from interlace.errors import BackendError, ExecutorError, InterlaceError, Progra
 from interlace.ir import Program, parse
 from interlace.kernels import sum_slots
 from interlace.options import Options
-from interlace.runtime import Executor, executor_for
+from interlace.runtime import Executor, engine_for
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -239,9 +239,9 @@ def shaky(x: f32[3, 4], i: i64[1]):
 
 
 def test_there_is_a_seam_for_other_devices() -> None:
-    assert executor_for("cpu").__name__ == "CpuEngine"
+    assert engine_for("cpu")[0].__name__ == "CpuEngine"
     with pytest.raises(BackendError, match="'meta' devices"):
-        executor_for("meta")
+        engine_for("meta")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])

@@ -18,14 +18,13 @@ from tests.runtime.cuda_sites import (
     writes_what_peers_use,
 )
 from tests.support.fake_cuda import MAIN, TILES, WORD, Launch, fake_engine, word
-from tests.support.fake_device import Entry, Order
+from tests.support.fake_device import Entry, Order, ranges
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interlace.errors import BackendError, ExecutorError, TeamError
+from interlace.errors import BackendError, ExecutorError, ProgramError, TeamError
 from interlace.ir import Get, parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.cuda.launches.parts import turns
 
 sites = pytest.mark.parametrize("site", ["gather", "scatter"])
 served = pytest.mark.parametrize(("site", "strategy"), SERVED)
@@ -253,13 +252,13 @@ def test_slabs_are_summed_and_fetched_while_the_next_is_computed() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
-    from interlace.kernels.gemm import scatter_kernel, specialized_scatter
+    from interlace.kernels.gemm import scatter_kernel, specialized
 
     for subs in range(1, 5):
         for lead in range(subs + 1):
-            wanted = turns(size, subs, lead)
+            wanted = ranges(size, subs, lead)
             assert sorted(wanted) == [(part, sub) for part in range(size) for sub in range(subs)]
-            for module in (scatter_kernel, specialized_scatter):
+            for module in (scatter_kernel, specialized):
                 turn_of: Any = module.turn_of
                 found = [turn_of.fn(turn, size, subs, lead) for turn in range(size * subs)]
                 assert found == wanted
@@ -276,7 +275,13 @@ def test_kernels_take_their_turns_as_parts_say(size: int) -> None:
 def test_own_ranges_elsewhere_have_no_kernel(old: str, new: str) -> None:
     text = str(program("scatter", "beside"))
     assert old in text
-    with fake_engine(parse(text.replace(old, new, 1)), 1) as fake:
+    edited = text.replace(old, new, 1)
+    with pytest.raises(ProgramError, match="its parts have not the rows of one matrix"):
+        with fake_engine(parse(edited), 1):
+            pass
+    with fake_engine(
+        parse(edited.replace("kernel=scatter_matmul(pieces=4, lead=2), ", "")), 1
+    ) as fake:
         assert not fake.engine.binding.binder.kernels
     with fake_engine(parse(text), 1) as fake:
         assert fake.engine.binding.binder.kernels
@@ -382,9 +387,13 @@ def test_a_slot_that_another_executors_peers_get_is_taken_before_it_is_written()
 
 
 class NotNow:
-    """What issues runs, but not in a capture."""
+    """An engine whose caller is in a capture."""
 
     issued = 0
+    failure = None
+
+    def __init__(self, engine: Any) -> None:
+        self.context = engine.context
 
     def run(self, *_: Any) -> None:
         """The Executor has to look."""
@@ -400,16 +409,16 @@ class NotNow:
 def test_an_executor_asks_before_it_issues_and_is_as_it_was() -> None:
     text = "def f(x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
     with Executor(parse(text)).prepare() as executor:
-        runner: Any = NotNow()
-        executor._runner, executor._teams = runner, {"tp": mock.Mock(resets=0)}
+        engine: Any = NotNow(executor._engine)
+        executor._engine, executor._teams = engine, {"tp": mock.Mock(resets=0)}
         with pytest.raises(ExecutorError, match="inside a CUDA graph capture"):
             executor.run([torch.ones(4)])
-        assert not runner.issued
+        assert not engine.issued
         assert executor._poison is None
         executor._teams = {}
-        runner.look = lambda: None
+        engine.look = lambda: None
         executor.run([torch.ones(4)])
-        assert runner.issued == 1
+        assert engine.issued == 1
 
 
 @served
@@ -420,7 +429,7 @@ def test_a_call_in_a_capture_does_nothing(
     with bound(site, strategy) as fake:
         logs_of(fake, site, 1)
         inputs, out = tensors(site)
-        (team,) = fake.engine.context.crew.teams.values()
+        (team,) = fake.engine.context.resources.teams.values()
         entered = mock.Mock(wraps=team.control.enter)
         monkeypatch.setattr(team.control, "enter", entered)
         monkeypatch.setattr(fake.engine, "_capturing", lambda: True)
@@ -428,12 +437,12 @@ def test_a_call_in_a_capture_does_nothing(
         fake.log.clear()
         assert fake.runner.run(inputs, out) is None
         with pytest.raises(ExecutorError, match="inside a CUDA graph capture"):
-            fake.runner.look()
+            fake.engine.look()
         assert fake.log == []
         assert not entered.called
         assert fake.engine.issued == fake.engine.entered == 1
         monkeypatch.setattr(fake.engine, "_capturing", lambda: False)
-        fake.runner.look()
+        fake.engine.look()
         assert logs_of(fake, site, 1)
 
 
@@ -638,7 +647,7 @@ def test_runs_under_way_when_their_team_goes_are_an_error_not_a_wait(
 ) -> None:
     with bound("gather", "put") as fake:
         logs_of(fake, "gather", 2)
-        watched, (team,) = fake.engine.watched, fake.engine.context.crew.teams.values()
+        watched, (team,) = fake.engine.watched, fake.engine.context.resources.teams.values()
         assert not watched.past
         for done in (True, False):
             monkeypatch.setattr(fake.driver, "done", lambda event, done=done: done, raising=False)

@@ -29,7 +29,7 @@ from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
 from interlace.runtime.cuda.graphs import graphs as graphs_file
 from interlace.runtime.cuda.graphs.captured import launcher
-from interlace.runtime.cuda.runner import Replayer
+from interlace.runtime.cuda.runner import Runner
 from interlace.runtime.prepare.plan import Turn
 
 CAPTURE = 4711
@@ -75,9 +75,9 @@ class Graphed:
         """and what was captured last."""
         self.pools: list[Any] = []
         """The graph, by number, whose memory each capture shares."""
-        given = fake.runner._inputs, fake.runner._outputs
-        self.runner = Replayer(fake.engine, *given, self._results, 7)
-        self.runner._source = self.runner._source._replace(new=self.new)
+        object.__setattr__(fake.engine.context, "results", self._results)
+        self.runner = fake.engine.runner = Runner(fake.engine)
+        fake.engine.context.outputs.new = self.new
         self.runner.warm = True
 
     def run(self, inputs: list[Any], out: list[Any] | None) -> list[tuple[Any, ...]]:
@@ -148,7 +148,7 @@ def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     with fake_engine(of, 0) as fake:
         fake.driver.log = log
         fake.driver.done = lambda event: True  # pyright: ignore
-        object.__setattr__(fake.engine.context.crew, "graph_spaces", ({}, {}))
+        object.__setattr__(fake.engine.context.resources, "graph_spaces", ({}, {}))
         fake.engine.graphs = graphs_file.Graphs(fake.engine)
         made = Graphed(fake, fake.engine.graphs)
 
@@ -708,11 +708,10 @@ def test_a_replay_of_what_lies_where_it_lay_is_a_launch_and_little_else(graphed:
                 taken.set()
                 assert go_on.wait(10)
 
-        with ThreadPoolExecutor(1) as threads, mock.patch.object(runner, "_limit", 0.2):
+        with ThreadPoolExecutor(1) as threads:
             held = threads.submit(hold)
             assert taken.wait(10)
-            with pytest.raises(ExecutorError, match=r"waited 0\.2 s for another thread's run"):
-                runner.run(inputs, out)
+            assert runner.run(inputs, out) is None, "the Executor waits for the lock"
             go_on.set()
             held.result()
     assert graphed.run(inputs, out)[0][0] == "replay"
@@ -720,7 +719,7 @@ def test_a_replay_of_what_lies_where_it_lay_is_a_launch_and_little_else(graphed:
 
 def test_what_a_replay_writes_of_registered_memory_is_seen_by_autograd(graphed: Graphed) -> None:
     inputs, out = [tensor(), tensor()], [tensor()]
-    graphed.runner._changes.registered[:] = inputs[1:]
+    graphed.runner.changes.registered[:] = inputs[1:]
     for number in range(1, 4):
         graphed.run(inputs, out)
         assert inputs[1]._version == number

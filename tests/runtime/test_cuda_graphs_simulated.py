@@ -17,7 +17,7 @@ from tests.support.registered import REGISTERED, TEXTS
 
 from interlace.ir import Notify, Program, parse
 from interlace.options import Options
-from interlace.runtime.cuda.graphs.graphs import Graphs, Source
+from interlace.runtime.cuda.graphs.graphs import Graphs
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.prepare.plan import make_plan
 from interlace.runtime.values import DTYPES
@@ -62,16 +62,16 @@ class Replays:
         spaces = [FakeSpace(fake.side, base.span, base.gotten) for _ in (0, 1)]
         for space in spaces:
             space.raised = raised
-        object.__setattr__(context.crew, "graph_spaces", [{team: space} for space in spaces])
+        object.__setattr__(context.resources, "graph_spaces", [{team: space} for space in spaces])
         log.clear()
         graphs = fake.engine.graphs = Graphs(fake.engine)
         before = [("write", MAIN, *e[2:4]) for e in log if e[0] == "fill" and e[3]]
-        source, runs = Source((), (), lambda: (), tuple), list[list[Entry]]()
+        runs = list[list[Entry]]()
         for number in range(RUNS):
             log.clear()
             given = {b.name: zeros(b) for b in context.plan.program.params}
             given |= {name: tensors[context.plan.rank] for name, tensors in self.held.items()}
-            graphs._issue(number & 1, given, source)
+            graphs._issue(number & 1, given)
             runs.append([*before, *log, ("record", MAIN, -1 - number, "over")])
             before = []
         return runs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from interlace.runtime.cuda.graphs.homes import giver
+from interlace.runtime.cuda.graphs.captured import giver
 
 
 def five() -> list[torch.Tensor]:

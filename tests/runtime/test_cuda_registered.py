@@ -147,7 +147,7 @@ def test_the_run_before_a_capture_leaves_what_is_registered_as_it_was() -> None:
         assert tensors[0].eq(5.0).all()
 
 
-@pytest.mark.parametrize("where", ["run", "synchronize"])
+@pytest.mark.parametrize("where", ["issue_ops", "synchronize"])
 def test_a_run_before_a_capture_that_fails_leaves_it_as_it_was_too(where: str) -> None:
     with engines("update") as (fakes, tensors):
         tensors[0].fill_(5.0).requires_grad_()  # as a Parameter is
@@ -230,7 +230,7 @@ def test_in_a_graph_the_hand_over_stands_before_what_touches_peers(graph: bool) 
     with fake_engine(program, 0, registered={"x": tensors[:2]}) as fake:
         engine = fake.engine
         context = dataclasses.replace(engine.context, options=Options(graph=graph))
-        binding = Binding(context, engine.driver, engine.context.crew.spaces, engine)
+        binding = Binding(context, engine.driver, engine.context.resources.spaces, engine)
         binding.main.handle = MAIN
         context.values.begin(dict(zip("xzyn", (tensors[0], *tensors[2:]), strict=True)), {})
         fake.side.run = 7

@@ -12,7 +12,7 @@ from tests.support.fake_cuda import MAIN
 
 from interlace.ir import Box, Call, DType, View
 from interlace.runtime.cuda.lanes import Lane
-from interlace.runtime.cuda.launches.sums import bind_sum
+from interlace.runtime.cuda.launches.fused import bind_sum
 
 
 @pytest.mark.parametrize("odd", [None, "slots", "out"])

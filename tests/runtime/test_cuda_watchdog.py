@@ -22,8 +22,8 @@ from tests.support.fake_cuda import Fake, fake_engine
 from torch.distributed import HashStore
 
 from interlace.comm.control import EXITED, Control
-from interlace.comm.cuda.access import DriverHeldUpError
-from interlace.comm.cuda.collector import uncollected
+from interlace.comm.cuda.driver import uncollected
+from interlace.comm.cuda.words import DriverHeldUpError
 from interlace.comm.rendezvous import patience as patience_file
 from interlace.comm.rendezvous.board import Board
 from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError
@@ -31,9 +31,9 @@ from interlace.ir import parse
 from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.waits import watchdog as watchdog_file
 from interlace.runtime.cuda.waits.marks import APART, Marks
-from interlace.runtime.cuda.waits.stalls import stalled
-from interlace.runtime.cuda.waits.watchdog import Watched
-from interlace.runtime.prepare.shares import Kept
+from interlace.runtime.cuda.waits.watchdog import Watched, stalled
+from interlace.runtime.engine import RunLabel
+from interlace.runtime.executor import Teardown
 
 LIMIT_S = 20.0
 
@@ -73,12 +73,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake, Device]]:
 def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
     """Also where it fails before anything is issued; and each Executor meets its own peers."""
     store, errors = HashStore(), list[AgreementError]()
-    board, theirs = Board(store), Board(store)
+    board, theirs = (Board(store, (0, 1), rank) for rank in (0, 1))
     with bound("gather", "put") as one:
         team: Any = SimpleNamespace(topic="tp", ranks=(0, 1), rank=0, resets=0, board=board)
-        one.runner._limit = 5
         for tag in (7, 9):
-            one.runner._tag = tag
+            one.runner._label = RunLabel(tag, "f")
             peer = threading.Thread(target=meet, args=(theirs, f"tp/{tag:x}/0/warm-up", errors))
             peer.start()
             if fails:
@@ -87,7 +86,7 @@ def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
                 ):
                     with pytest.raises(MemoryError, match="full"):
                         one.runner.warm_up([team])
-                found = one.engine.context.crew.teams["tp"].control.failure()
+                found = one.engine.context.resources.teams["tp"].control.failure()
                 assert "rank 1 of team tp stopped: MemoryError: full" in str(found)
             else:
                 one.runner.warm_up([team])
@@ -98,7 +97,7 @@ def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
 
 def meet(board: Board, place: str, errors: list[AgreementError]) -> None:
     try:
-        board.exchange(place, (0, 1), 1, {}, 5)
+        board.exchange(place, {}, 5)
     except AgreementError as error:
         errors.append(error)
 
@@ -243,7 +242,7 @@ def peer_of(control: Control) -> Control:
 def test_what_a_peer_told_before_it_let_go_is_heard(fake: tuple[Fake, Device]) -> None:
     """The watchdog has not looked yet, and the run has ended: with what nobody may use."""
     found, device = fake
-    (team,) = found.engine.context.crew.teams.values()
+    (team,) = found.engine.context.resources.teams.values()
     runs(found, device, 1)
     peer_of(team.control).fail(CommTimeoutError("no progress in 60 s"))
     device.done_to = device.issued
@@ -263,7 +262,7 @@ def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
 
 def test_the_host_does_not_go_on_with_what_a_stopped_peer_left() -> None:
     with fake_engine(parse(SYNCED), 1) as found:
-        (team,) = found.engine.context.crew.teams.values()
+        (team,) = found.engine.context.resources.teams.values()
         peer = peer_of(team.control)
 
         def done(event: int) -> bool:
@@ -303,9 +302,9 @@ def test_a_rank_has_left_its_runs_when_all_its_executors_have(fake: tuple[Fake, 
     """Peers go by that when its process ends: has it died in a run, or after it?"""
     found, device = fake
     with fake_engine(program("scatter", "put"), 1, beside=found) as other:
-        (team,) = found.engine.context.crew.teams.values()
+        (team,) = found.engine.context.resources.teams.values()
         other.engine.watched._teams = [team]
-        other.runner._teams = [team]
+        other.runner._controls = [team.control]
         dog = watchdog_file.Watchdog()
         dog._watched.update({0: found.engine.watched, 1: other.engine.watched})
         runs(found, device, 1)
@@ -328,7 +327,7 @@ def test_a_rank_has_left_its_runs_when_all_its_executors_have(fake: tuple[Fake, 
 @pytest.mark.parametrize("how", ["synchronize", "close"])
 def test_a_rank_that_ends_well_says_so_at_once(fake: tuple[Fake, Device], how: str) -> None:
     found, device = fake
-    (team,) = found.engine.context.crew.teams.values()
+    (team,) = found.engine.context.resources.teams.values()
     runs(found, device, 1)
     device.done_to = device.issued
     dog = watchdog_file.Watchdog()
@@ -354,7 +353,7 @@ def test_what_runs_use_is_given_back_behind_them(
     monkeypatch.setattr(watchdog_file, "GRACE_S", 0.01)
     destroyed: list[int] = []
     monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
-    dog, kept, close = watchdog_file.Watchdog(), Kept(), mock.Mock()
+    dog, kept, close = watchdog_file.Watchdog(), Teardown(), mock.Mock()
     kept.engine = found.engine
     kept.shared.callback(close)
     runs(found, device, 1)
@@ -411,7 +410,7 @@ def test_a_process_whose_driver_is_held_up_ends_itself_with_a_report(
     monkeypatch.setattr(found.space, "value", held_up)
     monkeypatch.setattr(found.side, "release", held_up)
     monkeypatch.setattr(watchdog_file, "end_process", reports.append)
-    (team,) = found.engine.context.crew.teams.values()
+    (team,) = found.engine.context.resources.teams.values()
     watched.look()
     device.done_to = runs(found, device, 1)[0] - 1  # it has begun
     while watched.failure is None:
@@ -469,7 +468,7 @@ def f(tp: Team[3], x: f32[4], y: out[f32[4]]):
 """
     with fake_engine(parse(text), 0) as found:
         found.space.value = mock.Mock(side_effect=BackendError("held up"))
-        control = found.engine.context.crew.teams["tp"].control
+        control = found.engine.context.resources.teams["tp"].control
         peers = [Control("tp", control.ranks, m, control._segments, control._lives) for m in (1, 2)]
         found.run([torch.zeros(4)], [torch.zeros(4)])
         found.engine.entered += 1  # as if it were under way
@@ -543,7 +542,7 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
     found, device = fake
     monkeypatch.setattr(watchdog_file, "GRACE_S", 0.01)
     runs(found, device, 1)
-    kept, passed, watched = Kept(), found.engine.marks.passed, found.engine.watched
+    kept, passed, watched = Teardown(), found.engine.marks.passed, found.engine.watched
     kept.engine = found.engine
 
     def collected() -> int:

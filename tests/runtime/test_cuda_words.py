@@ -12,7 +12,7 @@ from tests.support.fake_cuda import FakeDriver
 
 from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.driver import WAIT_VALUE_32, Batch
-from interlace.comm.cuda.space import CudaSpace
+from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Expect, Notify, parse
 from interlace.runtime.cuda.lanes import Lane
 from interlace.runtime.cuda.sharing import reaches
@@ -165,7 +165,7 @@ def f(tp: Team[3], x: f32[4], y: out[f32[4]], z: out[f32[4]]):
         note["raises"] = reaches(plan, Notify)["tp"]
     side = mock.MagicMock(size=3, me=1)
 
-    def exchange(topic: str, ranks: Any, rank: int, note: Any, limit: float) -> Any:
+    def exchange(topic: str, note: Any, limit: float) -> Any:
         assert note["raises"] == told[1]["raises"]
         return told
 

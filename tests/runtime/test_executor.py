@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from tests.runtime.programs import TEXTS, inputs_of, prepared, program_of
 from tests.support.interpreter import run_ranks
 from tests.support.pool import Pool
 
-from interlace.ir import parse
+from interlace.errors import UnsupportedError
+from interlace.ir import Op, parse
+from interlace.ir.ops import Ordering
 from interlace.runtime import Executor
+from interlace.runtime.prepare.plan import make_plan
 from interlace.verify import check
 
 
@@ -58,3 +62,19 @@ def f(x: f32[4], y: out[f32[4]]):
         for _ in range(20):
             (y,) = executor.run([torch.ones(4)])
             assert torch.equal(y, torch.full((4,), -1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shout(Op):
+    """An op that meets its peers, and that nothing else knows."""
+
+    def ordering(self) -> Ordering:
+        return Ordering(meets=("tp", None))
+
+
+def test_an_op_that_meets_peers_without_a_transport_is_refused() -> None:
+    """And not left out without a word."""
+    text = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
+    program = parse(text)
+    with pytest.raises(UnsupportedError, match=r"op 1 \(Shout\) meets peers"):
+        make_plan(program.replace(ops=(*program.ops, Shout())), 0, lambda *_: "gloo")

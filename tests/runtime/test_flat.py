@@ -15,13 +15,12 @@ import torch.distributed as dist
 from tests.runtime.programs import Outcome, attempt
 from tests.support.pool import Died, Pool
 
-from interlace.comm import release_teams
+from interlace.comm import TeamComm, release_teams, team_of
 from interlace.comm.control import DONE, ENTERED, EXITED, PROGRESS
 from interlace.comm.host.signals import stamp
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.host.flat import Flat
 
 TIME_OUT_S = 2.5
 
@@ -62,10 +61,10 @@ def prepared(text: str, **options: Any) -> Executor:
     return Executor(parse(text), groups={"tp": group}, options=Options(**limit)).prepare()
 
 
-def flat(text: str, **options: Any) -> Executor:
-    executor = prepared(text, **options)
-    assert isinstance(executor._runner, Flat)
-    return executor
+def own_team() -> TeamComm:
+    group = dist.group.WORLD
+    assert group is not None
+    return team_of(group, "tp")
 
 
 def given(seed: int, good: bool = True) -> list[torch.Tensor]:
@@ -74,13 +73,12 @@ def given(seed: int, good: bool = True) -> list[torch.Tensor]:
 
 
 def beside_the_engine(seed: int) -> list[bool]:
-    """The same Programs by the engine, which a trace keeps from running flat; in turn."""
+    """The same Programs with every op watched, as a trace does; in turn."""
     same: list[bool] = []
     for text in (*(t.format(b) for t in TEXTS.values() for b in ("gloo", "peer")), RING):
-        quick, slow = flat(text), prepared(text, trace=True)
-        assert slow._runner is None
+        quick, slow = prepared(text), prepared(text, trace=True)
         for number in range(20):
-            inputs = given(seed + number)[: len(quick._inputs.names)]
+            inputs = given(seed + number)[: sum(b.kind == "input" for b in quick.program.params)]
             order = [quick, slow]
             random.Random(seed + number).shuffle(order)
             found = {one: one.run(inputs) for one in order}
@@ -96,8 +94,8 @@ def test_results_are_the_engines(pool: Pool, seed: int) -> None:
 
 
 def words() -> list[tuple[int, int, int]]:
-    executor = flat(BEFORE.format("peer"))
-    control = executor._teams["tp"].control
+    executor = prepared(BEFORE.format("peer"))
+    control = own_team().control
     found: list[tuple[int, int, int]] = []
     for number in range(3):
         executor.run(given(number))
@@ -116,7 +114,7 @@ def test_peers_can_read_where_a_rank_is(pool: Pool) -> None:
 
 
 def raises(kind: str, backend: str, victim: int, seed: int) -> list[Outcome]:
-    executor = flat(TEXTS[kind].format(backend))
+    executor = prepared(TEXTS[kind].format(backend))
     bad = given(seed, good=dist.get_rank() != victim)
     executor.run(given(seed))
     found: list[Outcome] = []
@@ -125,7 +123,6 @@ def raises(kind: str, backend: str, victim: int, seed: int) -> list[Outcome]:
     found.append(attempt(lambda: executor.run(given(seed))))
     executor.reset()
     assert torch.is_grad_enabled()
-    assert isinstance(executor._runner, Flat)
     found.append(attempt(lambda: executor.run(given(seed))))
     return found
 
@@ -150,7 +147,7 @@ def test_an_op_that_raises_is_named_on_all_ranks(
 
 
 def dies(backend: str, victim: int, seed: int) -> list[Outcome]:
-    executor = flat(BEFORE.format(backend))
+    executor = prepared(BEFORE.format(backend))
     executor.run(given(seed))
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -170,7 +167,7 @@ def test_a_rank_that_died_is_named(pool: Pool, backend: str, seed: int) -> None:
 
 
 def stalls(victim: int, seed: int) -> list[Outcome]:
-    executor = flat(AFTER.format("peer"))
+    executor = prepared(AFTER.format("peer"))
     executor.run(given(seed))
     if dist.get_rank() == victim:
         time.sleep(TIME_OUT_S * 1.6)
@@ -195,14 +192,14 @@ def test_a_rank_that_does_not_come_is_named_within_the_time_out(pool: Pool, seed
 
 def blocked() -> list[Outcome]:
     """Another thread is at the team, and lets go in time or does not."""
-    executor = flat(BEFORE.format("peer"), time_out_s=0.5)
+    executor = prepared(BEFORE.format("peer"), time_out_s=0.5)
     dist.barrier()
     found: list[Outcome] = []
     for seconds in (0.2, 1.5):
         held = threading.Event()
 
         def hold(held: threading.Event = held, seconds: float = seconds) -> None:
-            with executor._teams["tp"].lock:
+            with own_team().lock:
                 held.set()
                 time.sleep(seconds)
 
@@ -224,7 +221,7 @@ def test_runs_wait_for_another_thread_and_not_for_ever(pool: Pool) -> None:
 
 
 def released() -> list[Outcome]:
-    executor = flat(BEFORE.format("peer"))
+    executor = prepared(BEFORE.format("peer"))
     executor.run(given(0))
     release_teams()
     return [attempt(lambda: executor.run(given(0))) for _ in range(2)]
@@ -239,8 +236,8 @@ def test_a_team_that_was_released_is_not_touched(pool: Pool) -> None:
 
 def refused(seed: int) -> list[Outcome]:
     """What is wrong with an input is said before any peer is told of a run."""
-    executor = flat(BEFORE.format("peer"))
-    control, wrong = executor._teams["tp"].control, given(seed)
+    executor = prepared(BEFORE.format("peer"))
+    control, wrong = own_team().control, given(seed)
     executor.run(wrong)
     before = control.run
     wrong[0].resize_(2, 2)
@@ -258,10 +255,19 @@ def test_an_input_that_changed_in_place_is_seen(pool: Pool, seed: int) -> None:
 
 def nested() -> list[Outcome]:
     """An op of a run calls the Executor that it is an op of."""
-    executor = flat(BEFORE.format("peer"))
-    runner = executor._runner
-    at, index, _ = runner._listed[0]
-    runner._listed[0] = at, index, lambda: executor.run(given(0))
+    group = dist.group.WORLD
+    assert group is not None
+    text, options = BEFORE.format("peer"), Options(time_out_s=TIME_OUT_S)
+
+    def again(*_: object) -> None:
+        executor.run(given(0))
+
+    executor = Executor(
+        parse(text),
+        groups={"tp": group},
+        options=options,
+        before_op=again,
+    ).prepare()
     return [attempt(lambda: executor.run(given(0)))]
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from interlace.errors import ExecutorError
 from interlace.ir import parse
-from interlace.runtime.inputs import Given
+from interlace.runtime.inputs import Parameters
 
 HERE = torch.device("cuda", 0)
 KINDS = {
@@ -64,12 +64,12 @@ BAD: dict[str, list[Make]] = {
 }
 
 
-def given(*kinds: str) -> Given:
+def given(*kinds: str) -> Parameters:
     lines = ", ".join(f"a{i}: {KINDS[kind]}" for i, kind in enumerate(kinds))
     program = parse(f"def f({lines}):\n    return {'a0' if kinds else ''}".rstrip())
     host = frozenset(f"a{i}" for i, kind in enumerate(kinds) if kind == "host")
     with mock.patch.object(torch._C, "_cuda_getDevice", create=True):  # CPU builds have none
-        return Given("f", "input", program.params, HERE, host)
+        return Parameters("f", "input", program.params, HERE, host)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,7 +102,7 @@ def test_what_is_no_such_list_is_none(wrong: Any) -> None:
 def test_zeros_lie_in_one_place_but_for_what_is_written() -> None:
     kinds = ["dense", "transposed", "of one", "complex", "scalar", "none", "dense"]
     lines = ", ".join(f"a{i}: {KINDS[kind]}" for i, kind in enumerate(kinds))
-    looked = Given(
+    looked = Parameters(
         "f", "input", parse(f"def f({lines}):\n    return a0").params, torch.device("cpu")
     )
     made = looked.zeros({"a0", "a4"})
@@ -121,7 +121,9 @@ def test_zeros_lie_in_one_place_but_for_what_is_written() -> None:
 def test_zeros_leave_no_room_for_what_is_registered() -> None:
     held: Any = SimpleNamespace(tensor=torch.ones(8, 6), address=0)
     text = f"def f(a: f32[8, 6], b: {KINDS['dense']}):\n    return a"
-    looked = Given("f", "input", parse(text).params, torch.device("cpu"), registered={"a": held})
+    looked = Parameters(
+        "f", "input", parse(text).params, torch.device("cpu"), registered={"a": held}
+    )
     a, b = looked.zeros(())
     assert a is held.tensor
     assert b.untyped_storage().nbytes() == 4 * 6 * 4
@@ -129,11 +131,11 @@ def test_zeros_leave_no_room_for_what_is_registered() -> None:
 
 def test_addresses_are_those_of_the_tensors_in_order() -> None:
     program = parse(f"def f(a: {KINDS['dense']}, b: {KINDS['dense']}):\n    return a")
-    looked = Given("f", "input", program.params, torch.device("cpu"))
+    looked = Parameters("f", "input", program.params, torch.device("cpu"))
     a, b = torch.zeros(4, 6), torch.zeros(8, 6)[4:]
     assert looked.addresses((b, a)) == (b.data_ptr(), a.data_ptr())
     assert looked.addresses([a]) is False
-    nobody = Given("f", "output", [], torch.device("cpu"))
+    nobody = Parameters("f", "output", [], torch.device("cpu"))
     assert nobody.addresses([]) == ()
     assert nobody.fit(())
     assert nobody.addresses([a]) is False

@@ -24,7 +24,7 @@ from interlace.comm.teams import reset_teams
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.engine import Context, Engine
+from interlace.runtime.engine import Engine, EngineContext
 from interlace.runtime.prepare.agreement import _collect
 
 LIMIT_S = 0.6
@@ -172,7 +172,7 @@ def rebind_that_fails() -> tuple[list[Outcome], list[int]]:
     inputs = inputs_of(executor.program, dist.get_rank(), 1)
     make, ends = executor._engine_class, list[int]()
 
-    def counted(context: Context) -> Engine:
+    def counted(context: EngineContext) -> Engine:
         if not ends:
             ends.append(0)
             raise MemoryError("no memory for events")
@@ -189,6 +189,7 @@ def rebind_that_fails() -> tuple[list[Outcome], list[int]]:
 
     executor.run(inputs)
     first = executor._engine
+    assert first is not None
     closed = mock.Mock(side_effect=first.close)
     first.close = closed
     executor._engine_class = counted  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,7 +212,7 @@ def test_a_rank_that_one_team_has_seen_come_is_not_given_up_in_another() -> None
     """Rank 1 is in both teams. It looks for rank 2 too early, and again when the first team has its
     verdict: rank 0 saw them all."""
     store = dist.HashStore()
-    boards = [Board(store) for _ in range(3)]
+    boards = [Board(store, range(3), rank) for rank in range(3)]
     one, two = ["A/1", [0, 1], "A", 1], ["B/1", [1, 2], "B", 1]
     notes = [{"name": "p", "teams": teams} for teams in ([one], [one, two], [two])]
     missed, decided, late = (threading.Event() for _ in range(3))
@@ -224,10 +225,10 @@ def test_a_rank_that_one_team_has_seen_come_is_not_given_up_in_another() -> None
             assert decided.wait(10)
         return note
 
-    def decides(topic: str, me: int, why: str = "") -> None:
+    def decides(topic: str, why: str = "") -> None:
         if topic == "B/1":
             late.wait(10)
-        decide(topic, me, why)
+        decide(topic, why)
         if topic == "A/1":
             decided.set()
 

@@ -28,7 +28,7 @@ from interlace.comm.host import messages
 from interlace.comm.host.signals import Wait
 from interlace.comm.rendezvous import patience
 from interlace.comm.rendezvous.board import Board
-from interlace.frontend.consent import consent_of_ranks
+from interlace.frontend.teams import consent_of_ranks
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -49,9 +49,8 @@ def agree_without(victim: int, what: str) -> Outcome:
     if dist.get_rank() == victim:
         die()
     if what == "consent":
-        consent = consent_of_ranks(["mlp"], LIMIT_S)
-        assert consent is not None
-        return attempt(lambda: consent([(world_group(), True)]))
+        wishes = [(world_group(), True)]
+        return attempt(lambda: consent_of_ranks(["mlp"], wishes, LIMIT_S))
     program = program_of("get", dist.get_world_size())
     executor = Executor(program, groups={"tp": world_group()}, options=Options(time_out_s=LIMIT_S))
     return attempt(executor.prepare)
@@ -72,14 +71,13 @@ def test_nobody_waits_for_a_rank_that_died_before_the_first_meeting(
 
 def die_after_consent(victim: int) -> Outcome:
     """Its process is known from the meeting before; its gloo connections say nothing."""
-    consent = consent_of_ranks(["mlp"], LIMIT_S)
-    assert consent is not None
-    consent([(world_group(), True)])
+    consent_of_ranks(["mlp"], [(world_group(), True)], LIMIT_S)
     if dist.get_rank() == victim:
         die()
-    board = Board(dist.distributed_c10d._get_default_store(), "after", LIMIT_S)
+    store = dist.distributed_c10d._get_default_store()
+    board = Board(store, range(3), dist.get_rank(), "after", LIMIT_S)
     board._next_probe = float("inf")
-    return attempt(lambda: board.exchange("t/1", range(3), dist.get_rank(), {}, LIMIT_S))
+    return attempt(lambda: board.exchange("t/1", {}, LIMIT_S))
 
 
 def test_a_process_that_met_once_is_watched_in_all_meetings(pool: Pool, seed: int) -> None:
@@ -96,9 +94,8 @@ def consent_alone() -> Outcome:
     executor.run(inputs)
     if dist.get_rank():
         return attempt(lambda: executor.run(inputs))
-    consent = consent_of_ranks(["mlp"], LIMIT_S)
-    assert consent is not None
-    return attempt(lambda: consent([(world_group(), True)]))
+    wishes = [(world_group(), True)]
+    return attempt(lambda: consent_of_ranks(["mlp"], wishes, LIMIT_S))
 
 
 def test_a_rank_that_compiles_alone_is_told_when_another_waits_for_it_in_a_run(pool: Pool) -> None:
@@ -180,13 +177,13 @@ def test_what_a_survivor_heard_in_another_team_is_passed_on(pool: Pool) -> None:
 def leave_a_meeting() -> Outcome:
     """The same in meetings: rank 1 leaves one with rank 2, and rank 0 waits for it in another."""
     me, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    board = Board(store, "leaving", LIMIT_S)
-    board.announce(me)
+    pair = (1, 2) if me else (0, 1)
+    board = Board(store, pair, me, "leaving", LIMIT_S)
+    board.announce()
     dist.barrier()
     if me == 2:
         die()
-    pair = (1, 2) if me else (0, 1)
-    found = attempt(lambda: board.exchange(f"{pair}/1", pair, me, {}, LIMIT_S))
+    found = attempt(lambda: board.exchange(f"{pair}/1", {}, LIMIT_S))
     if me:
         os._exit(7)
     return found
@@ -210,14 +207,14 @@ def leave_with_the_store() -> Outcome:
     dist.broadcast_object_list(told)
     if me:
         store = dist.TCPStore("127.0.0.1", told[0], is_master=False)
-    board = Board(store, limit_s=LIMIT_S)
+    pair = (0, 1) if me else (0, 2)
+    board = Board(store, pair, me, limit_s=LIMIT_S)
     board.lives.update(known_lives())
     dist.barrier()
     if me == 2:
         time.sleep(0.5)
         die()
-    pair = (0, 1) if me else (0, 2)
-    found = attempt(lambda: board.exchange(f"{pair}/1", pair, me, {}, LIMIT_S))
+    found = attempt(lambda: board.exchange(f"{pair}/1", {}, LIMIT_S))
     if me == 0:
         os._exit(7)
     return found
@@ -367,13 +364,13 @@ def ask_a_stopped_store() -> tuple[float, str, bool]:
     if dist.get_rank() == 0:
         dist.barrier()
         return 0.0, "", True
-    board = Board(dist.TCPStore("127.0.0.1", port, is_master=False), limit_s=1.0)
+    board = Board(dist.TCPStore("127.0.0.1", port, is_master=False), (0, 1), 1, limit_s=1.0)
     assert board.read("nothing") is None
     os.kill(pid, signal.SIGSTOP)
     try:
         begun = time.monotonic()
         waking = in_a_while(5.0, lambda: os.kill(pid, signal.SIGCONT))
-        _, first, _ = attempt(lambda: board.exchange("t/1", (0, 1), 1, {}, 1.0))
+        _, first, _ = attempt(lambda: board.exchange("t/1", {}, 1.0))
         seconds = time.monotonic() - begun
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from interlace.ir import parse
-from interlace.runtime.releases import callers, homes, releases
+from interlace.runtime.prepare.plan import callers, homes, releases
 
 TEXT = """
 def f(tp: Team[2], x: f32[4], y: out[f32[4]], z: out[f32[4]]):

@@ -14,8 +14,7 @@ from tests.support.pool import Pool
 
 from interlace.comm import team_of
 from interlace.comm.teams import reset_teams
-from interlace.frontend.consent import consent_of_ranks
-from interlace.frontend.membership import learn_groups
+from interlace.frontend.teams import consent_of_ranks, learn_groups
 from interlace.ir import Notify, Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -43,12 +42,10 @@ def reset_alone(kind: str, first: int, failed: bool, early: bool, seed: int) -> 
     def act() -> object:
         groups, options = {"tp": world_group()}, Options(time_out_s=TIME_OUT_S)
         if kind == "compile":
-            consent = consent_of_ranks(["mlp"], TIME_OUT_S)
-            assert consent is not None
-            return consent([(world_group(), True)])
+            return consent_of_ranks(["mlp"], [(world_group(), True)], TIME_OUT_S)
         if kind == "learn":
             store = dist.PrefixStore(str(seed), dist.distributed_c10d._get_default_store())
-            return learn_groups([(3, ((0, 1, 2),), False)], me, TIME_OUT_S, store)
+            return learn_groups([((0, 1, 2),)], me, TIME_OUT_S, store)
         if kind == "prepare":
             return Executor(program_of("shift", 3), groups=groups, options=options).prepare()
         return executor.run(inputs)

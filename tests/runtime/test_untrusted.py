@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.commands.operators import look_up
+from interlace.commands.check import look_up
 from interlace.errors import ExecutorError, InterlaceError, ProgramError
 from interlace.frontend import backend
-from interlace.frontend.importing.rng import GET_STATE, SET_STATE
+from interlace.frontend.importing.lowerings import GET_STATE, SET_STATE
 from interlace.ir import parse
 from interlace.ir.call_names import FUNCTIONS, OPERATORS, WORDS, refusal
 from interlace.kernels import KERNELS

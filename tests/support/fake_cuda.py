@@ -25,11 +25,11 @@ import torch
 
 from interlace.comm import Registered
 from interlace.comm.control import NBYTES, Control
-from interlace.comm.cuda.memory import tensor_at
-from interlace.comm.cuda.slots import slot_keys
+from interlace.comm.cuda.memory import slot_keys, tensor_at
 from interlace.comm.host.shared_memory import Segment
-from interlace.comm.rendezvous.liveness import Life, identity
+from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.ir import Call, Get, Program, View
+from interlace.ir import kernels as kernels_file
 from interlace.kernels.gemm import support
 from interlace.options import Options
 from interlace.runtime.cuda import binder as binder_file
@@ -37,14 +37,14 @@ from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.engine import CudaEngine
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.launches import transfers as transfers_file
-from interlace.runtime.cuda.runner import Runner, runner_of
+from interlace.runtime.cuda.runner import Runner
 from interlace.runtime.cuda.sharing import mark_gotten, signals_of
-from interlace.runtime.engine import Context, Crew
+from interlace.runtime.engine import EngineContext, RunLabel, TeamResources, lock_of
 from interlace.runtime.flight import Flight
-from interlace.runtime.inputs import Given
+from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan, make_plan
 from interlace.runtime.prepare.registered import written
-from interlace.runtime.values import Values, nbytes
+from interlace.runtime.values import ValueTable, nbytes
 
 MAIN = 1
 """The handle of the caller's stream; the others count on from there."""
@@ -192,10 +192,6 @@ class FakeKernel:
 
     raised = TILES
 
-    def sub_rows(self, sub: int) -> range:
-        length = self._facts["rows"] // self.subs
-        return range(sub * length, (sub + 1) * length)
-
     def launch(self, stream: int, *args: Any) -> None:
         gather = self._kind == "gather"
         names = ("x", "w", "slots", "y", "bias")
@@ -213,10 +209,11 @@ class FakeKernel:
 class Fake:
     """A bound engine, and what it asked of the driver."""
 
-    def __init__(self, engine: CudaEngine, runner: Runner, driver: FakeDriver, caller: Any) -> None:
-        self.engine, self.runner, self.driver, self._caller = engine, runner, driver, caller
+    def __init__(self, engine: CudaEngine, driver: FakeDriver, caller: Any) -> None:
+        self.engine, self.driver, self._caller = engine, driver, caller
+        self.runner: Runner = engine.runner
         self.side: Any = next(iter(engine.sides), None)
-        self.space: Any = next(iter(engine.context.crew.spaces.values()), None)
+        self.space: Any = next(iter(engine.context.resources.spaces.values()), None)
 
     @property
     def log(self) -> list[tuple[Any, ...]]:
@@ -243,7 +240,7 @@ class Fake:
 
     def place(self, address: int) -> tuple[int, int] | None:
         """Of an address in a slot: whose, and which of its copies."""
-        for slot in self.engine.context.crew.slots.values():
+        for slot in self.engine.context.resources.slots.values():
             for member, copies in enumerate(slot.copies):
                 for copy, memory in enumerate(copies):
                     if 0 <= address - memory.data_ptr() < memory.nbytes:
@@ -255,7 +252,7 @@ def noting(driver: FakeDriver, engines: list[CudaEngine]) -> Callable[..., Any]:
     """`bind_call`, of Calls that are noted with the addresses of what they read and write."""
     bind_call = binder_file.bind_call
 
-    def bind(op: Call, values: Values, *rest: Any) -> Any:
+    def bind(op: Call, values: ValueTable, *rest: Any) -> Any:
         run = bind_call(op, values, *rest)
         reads = [values.own(view) for view in op.views()]
         writes = [values.own(out) for out in op.outs if isinstance(out, View)]
@@ -293,31 +290,26 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize, tensor.device)
 
 
-def but_for_the_device(why: str | None) -> str | None:
-    """What a kernel refuses, sizes and element types, as if tensors were a GPU's."""
-    return None if why is not None and why.startswith("the device is") else why
-
-
 def alone_or_teamed(
     plan: Plan, driver: FakeDriver, beside: Fake | None
-) -> tuple[Crew, list[Segment]]:
+) -> tuple[TeamResources, list[Segment]]:
     """What a rank shares with its one team, if it is in one."""
     if not plan.where.members:
-        return Crew({}, {}, {}, {}, {}), []
+        return TeamResources({}, {}, {}), []
     (name,) = plan.where.members
     member = plan.where.member(name)
     size, me = len(member.ranks), member.index
     _, span = signals_of(plan.program)
     side = FakeSide(driver, size, me) if beside is None else beside.side
     segments = [Segment.create(NBYTES) for _ in range(size)]
-    lives = [Life.of(*identity()) for _ in range(size)]
+    lives = [PeerProcess.of(*identity()) for _ in range(size)]
     control = Control(name, range(size), me, segments, lives)
     team: Any = mock.Mock(
         control=control, resets=0, topic=name, lock=threading.RLock(), size=size, me=me
     )
     slots: Any = {}
     keys = slot_keys(plan.takes, plan.buffers)
-    shared: Any = {} if beside is None else beside.engine.context.crew.slots
+    shared: Any = {} if beside is None else beside.engine.context.resources.slots
     known = {(slot.name, slot.nbytes): slot for slot in shared.values()}
     for buffer in plan.takes:
         size_of = plan.buffers[buffer].offset + nbytes(plan.buffers[buffer])
@@ -331,7 +323,7 @@ def alone_or_teamed(
     gotten = frozenset(keys[name] for name in gets if name in keys)
     mark_gotten({keys[buffer]: slot for buffer, slot in slots.items()}, gotten)
     spaces: Any = {name: FakeSpace(side, span, gotten)}
-    return Crew({name: team}, slots, spaces, {}, {}), segments
+    return TeamResources({name: team}, slots, spaces), segments
 
 
 @contextlib.contextmanager
@@ -341,10 +333,12 @@ def fake_engine(
     options: Options | None = None,
     beside: Fake | None = None,
     registered: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    refuses: str | None = None,
 ) -> Iterator[Fake]:
     """The engine of one rank of a Program with one team or none; `beside` is another's of it.
 
-    `registered` has each registered parameter's tensor on every rank.
+    `registered` has each registered parameter's tensor on every rank; `refuses` says why the GPU
+    has no kernels for Fused ops.
     """
     driver = FakeDriver() if beside is None else beside.driver
     device = torch.device("cpu")
@@ -359,17 +353,31 @@ def fake_engine(
         )
         for buffer, theirs in (registered or {}).items()
     }
-    values = Values(plan.program, plan.box, crew.slots, device, registered=held)
+    values = ValueTable(plan.program, plan.box, crew.slots, device, registered=held)
     options = options or Options()
-    facts = options, device, Flight(plan.program, rank), options.time_out_s or 60.0
-    context = Context(plan, values, crew, *facts, None)
-    engines: list[CudaEngine] = []
-    kernels = {
-        f"interlace.kernels.gemm.{kind}_matmul": types.SimpleNamespace(
-            **{f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)}
+    flight, limit = Flight(plan.program, rank), options.time_out_s or 60.0
+    inputs, outputs = (
+        Parameters(
+            program.name,
+            kind,
+            [b for b in plan.program.params if b.kind == kind],
+            device,
+            registered=held,
         )
+        for kind in ("input", "output")
+    )
+    context = EngineContext(
+        *(plan, values, crew, options, device, flight, limit, None),
+        *(inputs, outputs, tuple),
+        RunLabel(7, program.name, flight.text),
+        lock_of([*crew.teams.values()]),
+    )
+    engines: list[CudaEngine] = []
+    matmuls = {
+        f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)
         for kind in ("gather", "scatter")
     }
+    kernels = {"interlace.kernels.gemm.matmul": types.SimpleNamespace(**matmuls)}
     with contextlib.ExitStack() as stack:
         for segment in segments:
             stack.callback(segment.unlink)
@@ -384,8 +392,8 @@ def fake_engine(
         stack.enter_context(device_of).return_value = 0
         stack.enter_context(mock.patch.dict(sys.modules, kernels))
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        refuse = support.refuse
-        patch(support, "refuse", lambda **facts: but_for_the_device(refuse(**facts)))
+        patch(support, "refuse_device", lambda device: refuses)
+        patch(kernels_file, "TILE_ROWS", 1)
         capturing = mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", create=True)
         stack.enter_context(capturing).return_value = False
         patch(Lane, "own", lambda lane, device: Lane(lane, next(driver.streams)))
@@ -396,14 +404,4 @@ def fake_engine(
             patch(engine_file, "Driver", lambda: driver)
         engine = CudaEngine(context)
         engines.append(engine)
-        given = [
-            Given(
-                program.name,
-                kind,
-                [b for b in plan.program.params if b.kind == kind],
-                device,
-                registered=held,
-            )
-            for kind in ("input", "output")
-        ]
-        yield Fake(engine, runner_of(engine, given[0], given[1], tuple, 7), driver, caller)
+        yield Fake(engine, driver, caller)

@@ -21,11 +21,21 @@ from typing import Any
 from tests.support.fake_cuda import TILES, WORD, Launch
 
 from interlace.comm.cuda.words import reached
-from interlace.runtime.cuda.launches.parts import turns
+from interlace.ir import FusedKernel
+from interlace.ir.kernels import turns
 
 Entry = tuple[Any, ...]
 Look = Callable[[int, int, Entry, Callable[[int], int]], None]
 """Rank, run (from 1 on), entry, and the last run that a rank has ended."""
+
+
+def ranges(size: int, subs: int, lead: int) -> list[tuple[int, int]]:
+    """The order in which a scatter's kernel makes ranges, the rank's own part being the last: that
+    of the parts, but own rows that are one part are made in ranges too."""
+    order = turns(FusedKernel(kind="scatter_matmul", pieces=subs, lead=lead), size)
+    if lead == subs:
+        order = [*order[:-1], *((0, sub) for sub in range(subs))]
+    return [((distance - 1) % size, sub) for distance, sub in order]
 
 
 class Order:
@@ -74,7 +84,7 @@ def steps(entry: Entry) -> Iterator[Entry]:
         return
     others = [(launch.rank + k) % launch.size for k in range(1, launch.size)]
     if launch.kind == "scatter":
-        for part, sub in turns(launch.size, launch.subs, launch.lead):
+        for part, sub in ranges(launch.size, launch.subs, launch.lead):
             chunk = (launch.rank + 1 + part) % launch.size
             address = launch.counters + 4 * (chunk * launch.subs + sub)
             yield ("raise", stream, address, TILES)

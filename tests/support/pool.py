@@ -51,7 +51,7 @@ END_S = 30.0
 TORCH = ("torch", "torch.distributed")
 LOADED = (
     *TORCH,
-    *("torch.distributed.tensor.parallel", "interlace.frontend", "interlace.runtime.host.flat"),
+    *("torch.distributed.tensor.parallel", "interlace.frontend", "interlace.runtime.host.engine"),
     # what the first compiled call imports
     *("functorch.compile", "torch._inductor.debug", "torch._inductor.pattern_matcher"),
 )

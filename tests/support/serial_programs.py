@@ -2,7 +2,7 @@
 
 Every Program is one stream, sound and deterministic in list order: matmuls and pointwise calls
 between gathers, scatters and reductions of every kind (collectives, messages, one-sided copies),
-chunked writes, writes in place and uneven shards. Values are small integers, so results do not
+chunked writes, writes in place and uneven shards. ValueTable are small integers, so results do not
 depend on the order of a reduction.
 
     program, inputs = serial_program(random.Random(seed), world=3, length=12)

@@ -16,7 +16,7 @@ from tests.trace.samples import RANKS, run, sample
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Loc, Program, Remark, Site
 from interlace.trace import Run, html_page, write_html
-from interlace.trace.page_data import page_data
+from interlace.trace.html import page_data
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",

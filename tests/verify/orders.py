@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from interlace.verify.happens_before.graph import Graph
+from interlace.verify.happens_before.graph import HappensBefore
 
 
-def another_order(graph: Graph, rng: random.Random) -> list[int]:
+def another_order(graph: HappensBefore, rng: random.Random) -> list[int]:
     """The nodes that can finish, in a legal order drawn by chance: often stream after stream."""
     by_chain = rng.random() < 0.5
     weights = {chain: rng.random() for chain in sorted(set(graph.chain))}
@@ -40,12 +40,12 @@ def another_order(graph: Graph, rng: random.Random) -> list[int]:
 @contextmanager
 def shuffled(seed: int) -> Iterator[None]:
     """Within it, `check` walks in an order drawn by chance."""
-    solve, rng = Graph.solve, random.Random(seed)
+    solve, rng = HappensBefore.solve, random.Random(seed)
 
-    def solve_and_shuffle(graph: Graph) -> None:
+    def solve_and_shuffle(graph: HappensBefore) -> None:
         solve(graph)
         graph.order = another_order(graph, rng)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Graph, "solve", solve_and_shuffle)
+        patch.setattr(HappensBefore, "solve", solve_and_shuffle)
         yield

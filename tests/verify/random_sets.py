@@ -7,17 +7,13 @@ import random
 
 from tests.verify.random_programs import Draw
 
-from interlace.ir import Alloc, Call, Free, Fused, Op, Program
-
-
-def _declares(op: Op) -> bool:
-    return isinstance(op, Alloc) or (isinstance(op, Call) and bool(op.fresh))
+from interlace.ir import Alloc, Call, Free, Fused, Program
 
 
 def mutilate(program: Program, rng: random.Random) -> Program:
     """The Program with one op dropped, moved, repeated, or put on another stream."""
     ops = list(program.ops)
-    movable = [i for i, op in enumerate(ops) if not _declares(op)]
+    movable = [i for i, op in enumerate(ops) if not op.declares()]
     if not movable:
         return program
     i = rng.choice(movable)
@@ -42,7 +38,7 @@ def mutilate(program: Program, rng: random.Random) -> Program:
         ops[i : i + 1] = [dataclasses.replace(op, parts=kept)] if kept else []
     elif kind < 0.4:
         del ops[i]
-    elif kind < 0.75 and i + 1 < len(ops) and not _declares(ops[i + 1]):
+    elif kind < 0.75 and i + 1 < len(ops) and not ops[i + 1].declares():
         ops[i], ops[i + 1] = ops[i + 1], ops[i]
     elif kind < 0.85 and not isinstance(op, Free | Call):
         ops.insert(i, op)

@@ -16,7 +16,7 @@ from tests.verify.random_sets import random_set
 
 from interlace.ir import Program, print_set
 from interlace.verify import Report, check
-from interlace.verify.oracle.machine import Verdict, explore
+from interlace.verify.oracle.machine import OracleVerdict, explore
 
 MAX_STATES = 4_000
 
@@ -48,7 +48,7 @@ def check_in_all_ways(programs: list[Program], runs: int, report: Report) -> Non
         )
 
 
-def compare(programs: list[Program], runs: int, report: Report) -> Verdict | None:
+def compare(programs: list[Program], runs: int, report: Report) -> OracleVerdict | None:
     """Explores; None where the oracle cannot say (too large, or not well-formed)."""
     if report.kinds() & {"double-free", "bad-free"} or any(
         finding.kind == "use-before-alloc" and "before it is allocated" in finding.message
@@ -65,7 +65,7 @@ def compare(programs: list[Program], runs: int, report: Report) -> Verdict | Non
     return verdict
 
 
-def agree(verdict: Verdict, report: Report) -> None:
+def agree(verdict: OracleVerdict, report: Report) -> None:
     """Asserts that the oracle and the checker found the same sorts of fault."""
     kinds = report.kinds()
     lifetime = kinds & {"use-after-free", "use-before-alloc"}

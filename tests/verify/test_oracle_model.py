@@ -9,17 +9,23 @@ import pytest
 from tests.verify.random_sets import random_set
 
 from interlace.ir import Program, parse, parse_set, print_set
-from interlace.verify.oracle.machine import Machine, Memory, Verdict, conflicts, explore
+from interlace.verify.oracle.machine import (
+    OracleMachine,
+    OracleMemory,
+    OracleVerdict,
+    conflicts,
+    explore,
+)
 from interlace.verify.oracle.script import Clause, Script
 
 
-def spmd(*lines: str, runs: int = 1, world: int = 2, params: str = "") -> Verdict:
+def spmd(*lines: str, runs: int = 1, world: int = 2, params: str = "") -> OracleVerdict:
     """What can happen where all ranks do the same; x is read, y (as large) is written."""
     head = f"def f(tp: Team[{world}], x: f32[4], y: out[f32[4]]{params}):"
     return explore(parse("\n".join((head, *(f"    {line}" for line in lines)))), runs=runs)
 
 
-def each(*ranks: str, runs: int = 1, declared: str = "") -> Verdict:
+def each(*ranks: str, runs: int = 1, declared: str = "") -> OracleVerdict:
     """What can happen where each rank does its own (lines apart by `;`), with a slot `s`."""
     world = list(range(len(ranks)))
     texts: list[str] = []
@@ -474,12 +480,12 @@ def test_memory_is_the_same_in_every_order_of_what_never_races(seed: int) -> Non
         if verdict.race:
             continue
         script = Script(programs, 2, strong=False)
-        moves, done, memory = moves_of(script), 0, Memory()
+        moves, done, memory = moves_of(script), 0, OracleMemory()
         while states := following(moves, done):
             state = rng.choice(states)
             move = (state ^ done).bit_length() - 1
             done, act = state, script.acts[move // 2]
             (memory.begin if move == act.began else memory.end)(act)
-        assert done.bit_count() == len(Machine(script).go())
+        assert done.bit_count() == len(OracleMachine(script).go())
         found = (memory.uninitialized, memory.after_free, memory.before_alloc)
         assert found == (verdict.uninitialized, verdict.use_after_free, verdict.use_before_alloc)

@@ -10,7 +10,7 @@ from tests.support.line_count import per_op
 from interlace.errors import ProgramError
 from interlace.ir import parse
 from interlace.verify import check
-from interlace.verify.happens_before.graph import Graph
+from interlace.verify.happens_before.graph import HappensBefore
 
 ROUND = (
     "    main: record(a{0})\n    comm: wait(a{0})\n"
@@ -78,8 +78,8 @@ def test_what_ranks_of_a_mesh_know_of_all_is_put_together_once_for_a_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[int] = []
-    real = Graph._new_base
-    monkeypatch.setattr(Graph, "_new_base", lambda *args: made.append(1) or real(*args))
+    real = HappensBefore._new_base
+    monkeypatch.setattr(HappensBefore, "_new_base", lambda *args: made.append(1) or real(*args))
     head = "dp: Team[16], tp: Team[8], x: f32[4], y: out[f32[4]], z: out[f32[4]]"
     body = "".join(LAYER.format(i) for i in range(6))
     assert check(parse(f"def f({head}):\n{body}")).sound

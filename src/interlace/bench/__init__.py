@@ -1,22 +1,18 @@
 """Benchmarks: what the links do, what overlap gains, and the roof of both, measured alike.
 
-ranks.py         the ranks of a benchmark: joining, meeting
-launch.py        torchrun's ranks or processes of our own, what each does, and the progress bar
+ranks.py         the ranks of a benchmark: starting, joining, meeting; progress
 timing.py        bursts of back-to-back launches, in rounds that interleave the candidates
-facts.py         what a row says of the machine: commit, versions, clocks
-rows.py          rows of CSV
-peer_memory.py   memory of the peers, and the two ways to copy it
-links.py         copies between ranks
-collectives.py   collectives of every backend
+rows.py          rows of CSV, and what a row says of the machine: commit, versions
+bars.py          the bars that rows must clear
+transfers.py     copies between ranks, messages, collectives
 device.py        what calibration wants to know of one device alone
-interconnect.py  `interlace bench interconnect`
+interconnect.py  `interlace bench interconnect`, and what `interlace calibrate` measures
 sites.py         AG+GEMM, GEMM+RS and GEMM+AR: Program, inputs, reference
 candidates.py    the ways to compute a site: ours, and what both are compared with
-rivals.py        other libraries' ways; jax_rival.py: JAX's, in a process of its own
+jax_rival.py     JAX's way, in a process of its own
 overlap.py       `interlace bench overlap`
-bars.py          the bars that the rows must clear
 layer.py         `interlace bench layer`
-calibrate.py     what `interlace calibrate` measures
+kernels/         `interlace bench kernels`
 plots.py         pictures of rows (extra `bench`)
 
 $ torchrun --nproc-per-node 4 -m interlace bench overlap --preset bars

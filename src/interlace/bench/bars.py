@@ -1,61 +1,77 @@
-"""The bars that the rows of `bench overlap` must clear, and whether they do.
+"""The bars that rows must clear, and whether they do.
 
-    for verdict in judge(rows):
+    for verdict in judge_overlap(rows):
         print(verdict.bar, verdict.figure, verdict.passed)
 
-Every bar is judged four times: for `auto` and for the best of our strategies, eager against eager
-and graph against graph. R compares with the roof, which has no mode.
+Of `bench overlap` every bar is judged four times: for `auto` and for the best of our strategies,
+eager against eager and graph against graph. R compares with the roof, which has no mode. Of `bench
+kernels` what is judged is what a user gets by default; variants of ours are shown beside it, and no
+bar is cleared by one of them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from interlace.bench.candidates import OURS
+from interlace.bench.kernels.case import OURS as OUR_WAY
 from interlace.bench.rows import Row, number
 from interlace.bench.sites import SMALL_ROWS
+
+HOLDS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt}
+
+
+@dataclass(frozen=True, slots=True)
+class BarVerdict:
+    """A bar, judged."""
+
+    bar: str
+    limit: str
+    """Such as `<= 1.05`."""
+    figure: float
+    of: dict[str, Any] = field(default_factory=dict)
+    """What the figure is of, by column of a table."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the figure keeps to the limit."""
+        sign, bound = self.limit.split()
+        return HOLDS[sign](self.figure, float(bound))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        told = {"bar": self.bar, "limit": self.limit, **self.of}
+        return {**told, "figure": self.figure, "passed": self.passed}
+
+
+def missed(verdicts: Sequence[BarVerdict]) -> list[str]:
+    """The bars that are cleared in no mode, each with its case; of `overlap` those of `auto`."""
+    passed: dict[str, bool] = {}
+    for verdict in verdicts:
+        if verdict.of.get("who", "auto") == "auto":
+            bar = ": ".join(filter(None, (verdict.of.get("case"), verdict.bar)))
+            passed[bar] = passed.get(bar, False) or verdict.passed
+    return [bar for bar, good in passed.items() if not good]
+
+
+# -- overlap -------------------------------------------------------------------------------------
 
 MANY = 1000
 """Calls, one after another, whose median is judged: a burst's, which begins after a rest, tell
 less, and stand in only where there are no others."""
-MODES = ("eager", "graph")
+MODES = {"eager": "<= 40", "graph": "<= 10"}
+"""With the microseconds that the host may take for an AG+GEMM call."""
 Shape = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A bar in one reading of the rows."""
-
-    bar: str
-    limit: str
-    who: str
-    """`auto`, or the `best` of our fixed strategies; of host times `all` of them."""
-    mode: str
-    figure: float
-    passed: bool
-    worst: str
-    """The shape that is furthest from it."""
-    count: int
-    """How many shapes it was judged by."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Bar:
-    text: str
-    limit: str
-    wants: Callable[[Shape], bool]
-    figure: Callable[[_Point], float]
-    """Of one shape."""
-    joined: Callable[[Sequence[float]], float]
-    passes: Callable[[float], bool]
-    high_is_bad: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
+class ShapeTimes:
     """One shape's times in microseconds: ours, and what it is compared with."""
 
     ours: float
@@ -66,14 +82,21 @@ class _Point:
     """The best of our fixed strategies."""
 
 
+@dataclass(frozen=True, slots=True)
+class OverlapBar:
+    """What must hold for the shapes that it `wants`: their figures, joined, keep to the limit."""
+
+    text: str
+    limit: str
+    wants: Callable[[Shape], bool]
+    figure: Callable[[ShapeTimes], float]
+    joined: Callable[[Sequence[float]], float]
+
+
 def geomean(values: Iterable[float]) -> float:
     """The geometric mean; NaN of nothing."""
     found = [value for value in values if value > 0]
     return statistics.geometric_mean(found) if found else math.nan
-
-
-def _big(op: str) -> Callable[[Shape], bool]:
-    return lambda shape: shape[0] == op and not _small(shape)
 
 
 def _small(shape: Shape) -> bool:
@@ -81,130 +104,212 @@ def _small(shape: Shape) -> bool:
     return op in ("ag_gemm", "gemm_rs") and m in SMALL_ROWS and (k, n) == (4096, 4096)
 
 
-def _excess(point: _Point) -> float:
+def _big(op: str) -> Callable[[Shape], bool]:
+    return lambda shape: shape[0] == op and not _small(shape)
+
+
+def _over_roof(point: ShapeTimes) -> float:
+    return point.ours / point.limit
+
+
+def _over_sequential(point: ShapeTimes) -> float:
+    return point.sequential / point.ours
+
+
+def _excess(point: ShapeTimes) -> float:
     """Microseconds by which a small case is slower than allowed."""
     return point.ours - point.sequential - max(0.02 * point.sequential, 1.0)
 
 
-BARS = (
-    *(
-        bar
-        for op, title, mean, worst, gain in (
-            ("ag_gemm", "AG+GEMM", 1.05, 1.10, 1.25),
-            ("gemm_rs", "GEMM+RS", 1.08, 1.15, 1.3),
-        )
-        for bar in (
-            _Bar(
-                *(f"{title} R, geomean", f"<= {mean}", _big(op)),
-                *(lambda p: p.ours / p.limit, geomean, lambda f, mean=mean: f <= mean),
-            ),
-            _Bar(
-                *(f"{title} R, worst", f"<= {worst}", _big(op)),
-                *(lambda p: p.ours / p.limit, max, lambda f, worst=worst: f <= worst),
-            ),
-            _Bar(
-                *(f"{title} over sequential, geomean", f">= {gain}", _big(op)),
-                *(lambda p: p.sequential / p.ours, geomean, lambda f, gain=gain: f >= gain),
-                high_is_bad=False,
-            ),
-        )
+AG, RS, AR = _big("ag_gemm"), _big("gemm_rs"), _big("gemm_ar")
+BEST_FIXED = "over the best fixed strategy, worst"
+OVERLAP_BARS = (
+    OverlapBar("AG+GEMM R, geomean", "<= 1.05", AG, _over_roof, geomean),
+    OverlapBar("AG+GEMM R, worst", "<= 1.1", AG, _over_roof, max),
+    OverlapBar("AG+GEMM over sequential, geomean", ">= 1.25", AG, _over_sequential, geomean),
+    OverlapBar("GEMM+RS R, geomean", "<= 1.08", RS, _over_roof, geomean),
+    OverlapBar("GEMM+RS R, worst", "<= 1.15", RS, _over_roof, max),
+    OverlapBar("GEMM+RS over sequential, geomean", ">= 1.3", RS, _over_sequential, geomean),
+    OverlapBar(
+        "AG+GEMM over async-TP, geomean", ">= 1.4", AG, lambda p: p.async_tp / p.ours, geomean
     ),
-    _Bar(
-        *("AG+GEMM over async-TP, geomean", ">= 1.4", _big("ag_gemm")),
-        *(lambda p: p.async_tp / p.ours, geomean, lambda f: f >= 1.4),
-        high_is_bad=False,
-    ),
-    _Bar(
-        *("GEMM+AR over sequential, geomean", ">= 1.2", _big("gemm_ar")),
-        *(lambda p: p.sequential / p.ours, geomean, lambda f: f >= 1.2),
-        high_is_bad=False,
-    ),
-    _Bar(
-        *("GEMM+AR over sequential, worst", ">= 1", _big("gemm_ar")),
-        *(lambda p: p.sequential / p.ours, min, lambda f: f >= 1),
-        high_is_bad=False,
-    ),
-    _Bar(
-        *("small: us slower than max(2 %, 1 us) allows, worst", "<= 0", _small),
-        *(_excess, max, lambda f: f <= 0),
-    ),
-    _Bar(
-        *("over the best fixed strategy, worst", "<= 1.03", lambda shape: True),
-        *(lambda p: p.ours / p.best, max, lambda f: f <= 1.03),
-    ),
+    OverlapBar("GEMM+AR over sequential, geomean", ">= 1.2", AR, _over_sequential, geomean),
+    OverlapBar("GEMM+AR over sequential, worst", ">= 1", AR, _over_sequential, min),
+    OverlapBar("small: us slower than max(2 %, 1 us) allows, worst", "<= 0", _small, _excess, max),
+    OverlapBar(BEST_FIXED, "<= 1.03", lambda shape: True, lambda p: p.ours / p.best, max),
 )
 
 
-def judge(rows: Sequence[Row]) -> list[Verdict]:
+def judge_overlap(rows: Sequence[Row]) -> list[BarVerdict]:
     """Every bar that the rows tell something of; the bars are for bf16, where there are others."""
     rows = [row for row in rows if row.get("dtype") == "bf16"] or list(rows)
-    found: list[Verdict] = []
-    for mode in MODES:
-        for who in ("auto", "best"):
-            points = {shape: _point(rows, shape, who, mode) for shape in _shapes(rows)}
-            for bar in BARS:
-                figures = {
-                    shape: bar.figure(point)
-                    for shape, point in points.items()
-                    if point is not None and bar.wants(shape)
-                }
-                known = {shape: f for shape, f in figures.items() if not math.isnan(f)}
-                if known and not (who == "best" and "best fixed" in bar.text):
-                    found.append(_verdict(bar, who, mode, known))
-            found += _host(rows, who, mode)
-    order = [bar.text for bar in BARS]
-    return sorted(found, key=lambda v: order.index(v.bar) if v.bar in order else len(order))
+    readings = [(mode, who) for mode in MODES for who in ("auto", "best")]
+    points = {(mode, who): _points(rows, who, mode) for mode, who in readings}
+    found = [
+        _verdict(bar, who, mode, known)
+        for bar in OVERLAP_BARS
+        for mode, who in readings
+        if not (who == "best" and bar.text == BEST_FIXED)
+        and (known := _figures(bar, points[mode, who]))
+    ]
+    return [*found, *(verdict for mode, who in readings for verdict in _host(rows, who, mode))]
 
 
-def _verdict(bar: _Bar, who: str, mode: str, known: dict[Shape, float]) -> Verdict:
-    figure = bar.joined(list(known.values()))
-    extreme = (max if bar.high_is_bad else min)(known, key=lambda shape: known[shape])
+def _shape(row: Row) -> Shape:
+    return row["op"], int(row["m"]), int(row["k"]), int(row["n"])
+
+
+def _points(rows: Sequence[Row], who: str, mode: str) -> dict[Shape, ShapeTimes]:
+    """By shape, where `auto` or any fixed strategy of ours was timed."""
+    times: dict[Shape, dict[str, float]] = {}
+    limits: dict[Shape, float] = {}
+    for row in rows:
+        mine = times.setdefault(_shape(row), {})
+        if not row["error"]:
+            limits[_shape(row)] = max(number(row["gemm_us"]), number(row["link_us"]))
+            if row["mode"] == mode:
+                mine[row["strategy"]] = number(row["median_us"])
+    found: dict[Shape, ShapeTimes] = {}
+    for shape, known in times.items():
+        best = min((known[name] for name in OURS if name != "auto" and name in known), default=None)
+        ours = known.get("auto") if who == "auto" else best
+        if ours is not None:
+            found[shape] = ShapeTimes(
+                ours=ours,
+                sequential=known.get("sequential", math.nan),
+                async_tp=known.get("async-tp", math.nan),
+                limit=limits[shape],
+                best=math.nan if best is None else best,
+            )
+    return found
+
+
+def _figures(bar: OverlapBar, points: dict[Shape, ShapeTimes]) -> dict[Shape, float]:
+    figures = {shape: bar.figure(point) for shape, point in points.items() if bar.wants(shape)}
+    return {shape: figure for shape, figure in figures.items() if not math.isnan(figure)}
+
+
+def _verdict(bar: OverlapBar, who: str, mode: str, known: dict[Shape, float]) -> BarVerdict:
+    pick = min if bar.limit.startswith(">") else max
+    extreme = pick(known, key=lambda shape: known[shape])
     worst = f"{extreme[0]} {','.join(map(str, extreme[1:]))}: {known[extreme]:.3f}"
-    return Verdict(*(bar.text, bar.limit, who, mode, figure, bar.passes(figure), worst, len(known)))
+    of = {"who": who, "mode": mode, "count": len(known), "worst": worst}
+    return BarVerdict(bar.text, bar.limit, bar.joined(list(known.values())), of)
 
 
-def _host(rows: Sequence[Row], who: str, mode: str) -> list[Verdict]:
+def _host(rows: Sequence[Row], who: str, mode: str) -> list[BarVerdict]:
     """The host time of an AG+GEMM call: of `auto`, and of the slowest fixed strategy.
 
     Of each strategy the median over the shapes at which many calls were timed.
     """
     hosts: dict[str, list[float]] = {}
-    counted = [row for row in rows if number(row["host_runs"]) >= MANY] or rows
-    for row in counted:
+    for row in [row for row in rows if number(row["host_runs"]) >= MANY] or rows:
         if row["op"] == "ag_gemm" and row["mode"] == mode and not row["error"]:
             hosts.setdefault(row["strategy"], []).append(number(row["host_us"]))
     names = ("auto",) if who == "auto" else [n for n in OURS if n not in ("auto", "pipeline")]
     known = {name: statistics.median(hosts[name]) for name in names if name in hosts}
     if not known:
         return []
-    most = 40.0 if mode == "eager" else 10.0
     slowest = max(known, key=lambda name: known[name])
-    fixed = "host time of an AG+GEMM call, us", f"<= {most:g}", "auto" if who == "auto" else "all"
-    worst, passed = f"{slowest}: {known[slowest]:.1f}", known[slowest] <= most
-    return [Verdict(*fixed, mode, known[slowest], passed, worst, len(hosts[slowest]))]
+    of = {"who": "auto" if who == "auto" else "all", "mode": mode, "count": len(hosts[slowest])}
+    of["worst"] = f"{slowest}: {known[slowest]:.1f}"
+    return [BarVerdict("host time of an AG+GEMM call, us", MODES[mode], known[slowest], of)]
 
 
-def _shapes(rows: Sequence[Row]) -> list[Shape]:
-    return list(
-        dict.fromkeys((row["op"], int(row["m"]), int(row["k"]), int(row["n"])) for row in rows)
-    )
+# -- kernels -------------------------------------------------------------------------------------
+
+Ways = dict[str, Row]
+"""The rows of one case, by way."""
 
 
-def _point(rows: Sequence[Row], shape: Shape, who: str, mode: str) -> _Point | None:
-    times: dict[tuple[str, str], float] = {}
-    limit = math.nan
+@dataclass(frozen=True, slots=True)
+class KernelBar:
+    """What must hold for the cases that it `wants`; the figure is NaN where rows do not tell."""
+
+    text: str
+    limit: str
+    wants: Callable[[Row], bool]
+    figure: Callable[[Row, Ways], float]
+
+
+def _ratio(column: str, rival: str) -> Callable[[Row, Ways], float]:
+    """Ours over a rival's."""
+
+    def figure(row: Row, ways: Ways) -> float:
+        its = number(ways[rival][column]) if rival in ways else math.nan
+        return number(row[column]) / its if its else math.nan
+
+    return figure
+
+
+def _extra(rival: str) -> Callable[[Row, Ways], float]:
+    """Memory that is needed beside what is handed out, over a rival's."""
+
+    def extra(row: Row) -> float:
+        return number(row["peak_bytes"]) - number(row["kept_bytes"])
+
+    return lambda row, ways: extra(row) / extra(ways[rival]) if rival in ways else math.nan
+
+
+def _share(row: Row, ways: Ways) -> float:
+    return number(row["share"])
+
+
+def _main_loss(row: Row) -> bool:
+    whole = row["does"] == "forward+backward" and row["dtype"] == "bf16"
+    return row["op"] == "cross-entropy" and row["shape"] == "8192x128256" and whole
+
+
+def _on_gpu(op: str, row: Row) -> bool:
+    return row["op"] == op and row["device"] == "cuda"
+
+
+def _executor(row: Row) -> bool:
+    return row["op"] == "host" and row["shape"].startswith("Executor.run")
+
+
+LINEAR = functools.partial(_on_gpu, "linear-cross-entropy")
+ADAM = functools.partial(_on_gpu, "adam")
+COMPILED = _ratio("peak_bytes", "torch.compile")
+KERNEL_BARS = (
+    KernelBar("share of copy bandwidth", ">= 0.85", _main_loss, _share),
+    KernelBar("peak memory over torch.compile's", "<= 1", _main_loss, COMPILED),
+    KernelBar("extra memory over unfused", "<= 0.1", LINEAR, _extra("unfused")),
+    KernelBar("extra memory over torch's", "<= 0.1", LINEAR, _extra("torch")),
+    KernelBar("time over unfused", "<= 1.1", LINEAR, _ratio("median_us", "unfused")),
+    KernelBar("share of copy bandwidth", ">= 0.9", ADAM, _share),
+    KernelBar("run over plain calls", "<= 1.3", _executor, _ratio("median_us", "torch")),
+    KernelBar("time over torch fused", "< 1", ADAM, _ratio("median_us", "torch")),
+)
+
+
+def judge_kernels(rows: Sequence[Row]) -> list[BarVerdict]:
+    """Every bar that the rows tell something of."""
+    cases: dict[tuple[str, ...], Ways] = {}
     for row in rows:
-        if (row["op"], int(row["m"]), int(row["k"]), int(row["n"])) == shape and not row["error"]:
-            times[row["strategy"], row["mode"]] = number(row["median_us"])
-            limit = max(number(row["gemm_us"]), number(row["link_us"]))
-    fixed = [times[name, mode] for name in OURS if name != "auto" and (name, mode) in times]
-    ours = times.get(("auto", mode)) if who == "auto" else min(fixed, default=None)
-    if ours is None:
-        return None
-    return _Point(
-        ours,
-        times.get(("sequential", mode), math.nan),
-        times.get(("async-tp", mode), math.nan),
-        limit,
-        min(fixed, default=math.nan),
-    )
+        if not row["error"]:
+            key = tuple(row[name] for name in ("op", "shape", "dtype", "does"))
+            cases.setdefault(key, {})[row["way"]] = row
+    ours = {key: ways[OUR_WAY] for key, ways in cases.items() if OUR_WAY in ways}
+    found = [
+        BarVerdict(bar.text, bar.limit, bar.figure(row, cases[key]), _kernel(key))
+        for bar in KERNEL_BARS
+        for key, row in ours.items()
+        if bar.wants(row)
+    ]
+    return [verdict for verdict in (*found, *_halved(ours)) if not math.isnan(verdict.figure)]
+
+
+def _kernel(key: tuple[str, ...]) -> dict[str, Any]:
+    return {"case": " ".join(key), "way": OUR_WAY}
+
+
+def _halved(ours: dict[tuple[str, ...], Row]) -> list[BarVerdict]:
+    """Bytes of states: bf16 moments over the fp32 moments of the same parameters."""
+    kept = {key[1].split(" ", 1)[1]: key for key, row in ours.items() if ADAM(row)}
+    if not {"all f32", "all bf16"} <= set(kept):
+        return []
+    wide, narrow = kept["all f32"], kept["all bf16"]
+    figure = number(ours[narrow]["state_bytes"]) / number(ours[wide]["state_bytes"])
+    bar = "bytes of states over those of fp32 moments"
+    return [BarVerdict(bar, "<= 0.501", figure, _kernel(narrow))]

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import importlib
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.bench.links import timed
-from interlace.bench.peer_memory import PeerMemory
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import CACHE, DTYPES, PRESETS
-from interlace.cost.samples import Sample
+from interlace.bench.timing import host_times
+from interlace.bench.transfers import BenchMemory, timed
+from interlace.cost.fit import Sample
 
 COPIES = tuple(1 << power for power in (16, 20, 28, 29))
 """Bytes. The larger half, which tells a GPU's bandwidth, is beyond any cache of today's."""
 HOST_CALLS = 200
-HOST_BATCH = 20
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COLUMNS = ((4096, 4096), (4096, 7168), (8192, 2560), (3584, 4096), (8192, 8192), (2048, 8192))
 """K and N of the matmuls, each with all rows: chunks of sites are among them."""
@@ -125,7 +123,7 @@ def _host(ranks: Ranks) -> list[Sample]:
     """How long the host takes to issue things."""
     x, w = (torch.zeros(64, 64, dtype=torch.bfloat16, device=ranks.device) for _ in range(2))
     out = torch.empty_like(x)
-    memory = PeerMemory(ranks, 1 << 12)
+    memory = BenchMemory(ranks, 1 << 12)
     peer = memory.theirs[(ranks.me + 1) % ranks.size]
     whole = x.new_empty(64 * ranks.size, 64)
     event = torch.cuda.Event()
@@ -155,13 +153,4 @@ def _signal(word: torch.Tensor) -> dict[str, Callable[[], Any]]:
 
 def _issue(ranks: Ranks, call: Callable[[], Any]) -> float:
     call()
-    ranks.align()
-    spent: list[float] = []
-    for number in range(HOST_CALLS):
-        before = time.perf_counter()
-        call()
-        spent.append(time.perf_counter() - before)
-        if number % HOST_BATCH == HOST_BATCH - 1:
-            ranks.synchronize()
-    ranks.synchronize()
-    return max(ranks.maximum([statistics.median(spent)]))
+    return max(ranks.maximum([statistics.median(host_times(ranks, call, [()], HOST_CALLS))]))

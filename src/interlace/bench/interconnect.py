@@ -1,34 +1,49 @@
-"""`interlace bench interconnect`: copies, collectives and the device, and the calibration of both.
+"""`interlace bench interconnect`, and what `interlace calibrate` measures by the same ranks.
 
     report = work(settings, ranks, tell)       # on every rank; rank 0 gets the report
 
-Rank 0 fits a Machine to what was measured (`interlace.cost.fit`) and saves it where `auto` looks.
+Copies, collectives and the device: rank 0 fits a Machine to what was measured
+(`interlace.cost.fit`) and saves it where `auto` looks. `calibrate_work` measures that, whole sites,
+or both.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from interlace.bench.collectives import KINDS, backends, measure_collectives
+from interlace.bench import overlap
+from interlace.bench.candidates import OURS
 from interlace.bench.device import device_samples
-from interlace.bench.facts import facts
-from interlace.bench.links import Figure, engines, measure_links, patterns, sizes_between
 from interlace.bench.ranks import Ranks
-from interlace.bench.rows import Row
-from interlace.cost import Sample, default_machine, default_path, fit
+from interlace.bench.rows import Row, facts
+from interlace.bench.sites import SiteCase
+from interlace.bench.transfers import (
+    ARGUMENTS,
+    Figure,
+    backends,
+    engines,
+    measure_collectives,
+    measure_links,
+    patterns,
+    sizes_between,
+)
+from interlace.cost import Sample, default_machine, default_path, fingerprint, fit
 from interlace.errors import OptionError
-from interlace.passes.choosing.candidates import keeping_sites
+from interlace.launch import Tell
+from interlace.passes.strategies.candidates import keeping_sites
 from interlace.runtime.machine import gpus_of
 
 LONG = 64 << 20
+"""Bytes of a copy that tells a link's bandwidth."""
+FIXED = tuple(name for name in OURS if name != "auto")
+"""The strategies that `auto` chooses among."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class InterconnectSettings:
     """What is measured. Plain data."""
 
     least: int = 1 << 10
@@ -46,31 +61,20 @@ class Settings:
         if not 8 <= self.least <= self.most:
             raise OptionError(f"sizes from {self.least} to {self.most} bytes: give 8 <= least")
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Settings:
-        """From what `to_json` gave."""
-        return cls(**{**data, "dtypes": tuple(data["dtypes"])})
-
-
-def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None]) -> Row | None:
+def work(settings: InterconnectSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Measures all of it; rank 0 fits, saves and gets the report."""
     begun = time.monotonic()
     there, absent = backends(ranks)
     links = len(patterns(ranks)) * 2 * len(engines(ranks)) + 1 if settings.links else 0
-    collectives = len(there) * len(KINDS) if settings.collectives else 0
+    collectives = len(there) * len(ARGUMENTS) if settings.collectives else 0
     device = len(settings.dtypes) + 1 if settings.device else 0
     tell({"event": "total", "total": links + collectives + device, "doing": "starting"})
 
     def step(doing: str) -> None:
         tell({"event": "step", "doing": doing})
 
-    common = facts(ranks.device.type)
-    if settings.commit:
-        common["commit"] = settings.commit
+    common = facts(ranks.device.type, settings.commit)
     figures: list[Figure] = []
     if settings.links:
         sizes = sizes_between(settings.least, settings.most)
@@ -120,8 +124,12 @@ def engine_share(rows: list[Row]) -> list[Row]:
 def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
     """A figure as a row."""
     return {
-        **{"kind": figure.kind, "backend": figure.backend, "protocol": figure.protocol},
-        **{"pattern": figure.pattern, "nbytes": figure.nbytes, "world": ranks.size},
+        "kind": figure.kind,
+        "backend": figure.backend,
+        "protocol": figure.protocol,
+        "pattern": figure.pattern,
+        "nbytes": figure.nbytes,
+        "world": ranks.size,
         "us": figure.seconds * 1e6,
         "gbs": figure.bandwidth / 1e9,
         "error": figure.error,
@@ -129,10 +137,8 @@ def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
     }
 
 
-def calibrate(samples: list[Sample], settings: Settings, ranks: Ranks) -> str:
+def calibrate(samples: list[Sample], settings: InterconnectSettings, ranks: Ranks) -> str:
     """Fits a machine and saves it; the path, or empty where none was wanted."""
-    from interlace.cost import fingerprint
-
     if settings.calibration == "" or not samples:
         return ""
     where = gpus_of(ranks.device.type)
@@ -142,3 +148,33 @@ def calibrate(samples: list[Sample], settings: Settings, ranks: Ranks) -> str:
     machine = fit(samples, base, name=path.stem, host=fingerprint(where))
     keeping_sites(machine, path).save(path)
     return str(path)
+
+
+CalibrationSettings = tuple[InterconnectSettings | None, overlap.OverlapSettings | None]
+"""What `interlace calibrate` measures: the interconnect, sites, or both."""
+
+
+def calibration_settings(
+    *, calibration: str, dtypes: Sequence[str], most: int, cases: Sequence[SiteCase], seconds: float
+) -> CalibrationSettings:
+    """No `calibration` file, no interconnect; no `cases`, no sites. Whole sites' host times are not
+    calibrated by, so few calls are timed."""
+    links = InterconnectSettings(
+        calibration=calibration, dtypes=tuple(dtypes), most=most, collectives_most=most
+    )
+    sites = overlap.OverlapSettings(cases=tuple(cases), only=FIXED, seconds=seconds, host_runs=20)
+    return (links if calibration else None), (sites if cases else None)
+
+
+def calibrate_work(given: CalibrationSettings, ranks: Ranks, tell: Tell) -> Row | None:
+    """Measures on every rank; rank 0 gets what there is to calibrate by."""
+    links, sites = given
+    found: Row = {"calibration": "", "rows": [], "skipped": []}
+    if links is not None:
+        report = work(links, ranks, tell)
+        found["calibration"] = report["calibration"] if report is not None else ""
+    if sites is not None:
+        report = overlap.work(sites, ranks, tell)
+        if report is not None:
+            found |= {"rows": report["rows"], "skipped": report["skipped"]}
+    return None if ranks.me else found

@@ -24,13 +24,13 @@ from typing import Any
 
 from interlace.bench.ranks import WAIT_S, Ranks
 from interlace.bench.rows import Row, number
-from interlace.bench.sites import Case
+from interlace.bench.sites import SiteCase
 
 TIME_OUT_S = 240.0
 ROUNDS, LAUNCHES = 7, 10
 
 
-def jax_rows(cases: Sequence[Case], ranks: Ranks, rows: Sequence[Row]) -> list[Row]:
+def jax_rows(cases: Sequence[SiteCase], ranks: Ranks, rows: Sequence[Row]) -> list[Row]:
     """JAX's rows beside those that are there; on rank 0 alone."""
     cases = [case for case in cases if case.op != "gemm_ar"]  # which has no loop of chunks
     found = _run(cases, ranks) if ranks.me == 0 else {}
@@ -52,7 +52,7 @@ def jax_rows(cases: Sequence[Case], ranks: Ranks, rows: Sequence[Row]) -> list[R
     return made
 
 
-def _run(cases: Sequence[Case], ranks: Ranks) -> dict[str, tuple[float, str]]:
+def _run(cases: Sequence[SiteCase], ranks: Ranks) -> dict[str, tuple[float, str]]:
     """Median microseconds and errors by case."""
     if importlib.util.find_spec("jax") is None:
         return {str(case): (float("nan"), "JAX is not installed") for case in cases}
@@ -66,7 +66,10 @@ def _run(cases: Sequence[Case], ranks: Ranks) -> dict[str, tuple[float, str]]:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "interlace.bench.jax_rival", json.dumps(asked)],
-            **{"capture_output": True, "text": True, "timeout": TIME_OUT_S, "env": environment},
+            capture_output=True,
+            text=True,
+            timeout=TIME_OUT_S,
+            env=environment,
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -86,7 +89,7 @@ def main() -> None:
     """Times every case that the command line asks for, and prints a line of JSON each."""
     asked = json.loads(sys.argv[1])
     for sizes in asked["cases"]:
-        case = Case(*sizes)
+        case = SiteCase(*sizes)
         us, error = float("nan"), ""
         try:
             us = measure(case, asked["world"]) * 1e6
@@ -95,7 +98,7 @@ def main() -> None:
         print(json.dumps({"case": str(case), "us": us, "error": error}), flush=True)
 
 
-def measure(case: Case, world: int) -> float:
+def measure(case: SiteCase, world: int) -> float:
     """Median seconds of one collective matmul."""
     jax: Any = importlib.import_module("jax")
     jnp: Any = importlib.import_module("jax.numpy")
@@ -136,7 +139,7 @@ def measure(case: Case, world: int) -> float:
     return statistics.median(times[1:])
 
 
-def _gather(jax: Any, jnp: Any, case: Case, world: int) -> Callable[[Any, Any], Any]:
+def _gather(jax: Any, jnp: Any, case: SiteCase, world: int) -> Callable[[Any, Any], Any]:
     """Rows come round from the next rank while those that are here are multiplied."""
     back = [(rank, (rank - 1) % world) for rank in range(world)]
 
@@ -153,7 +156,7 @@ def _gather(jax: Any, jnp: Any, case: Case, world: int) -> Callable[[Any, Any], 
     return body
 
 
-def _scatter(jax: Any, jnp: Any, case: Case, world: int) -> Callable[[Any, Any], Any]:
+def _scatter(jax: Any, jnp: Any, case: SiteCase, world: int) -> Callable[[Any, Any], Any]:
     """Sums go round; each rank adds its part while the next part is multiplied."""
     onward = [(rank, (rank + 1) % world) for rank in range(world)]
 

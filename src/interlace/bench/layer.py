@@ -1,6 +1,6 @@
 """`interlace bench layer`: a whole transformer layer, compiled by Interlace and by Inductor.
 
-    report = work(Settings(), ranks, tell)       # on every rank; rank 0 gets the report
+    report = work(LayerSettings(), ranks, tell)       # on every rank; rank 0 gets the report
 
 A layer of an 8B-sized model under tensor parallelism, without gradients. `prefill` is sequence
 parallel (gathers before, scatters after the matmuls); `decode` is one token of each of 16 sequences
@@ -14,7 +14,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,16 +31,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 import interlace
-from interlace.bench.facts import facts
 from interlace.bench.ranks import Ranks
-from interlace.bench.rows import Row
+from interlace.bench.rows import Row, facts
 from interlace.bench.sites import DTYPES
 from interlace.bench.timing import ahead, describe, race
-from interlace.demo.lesson import Config
-from interlace.demo.model import Block, RMSNorm, rotary_table
+from interlace.demo.model import Attention, Block, rotary_table
+from interlace.demo.plan import ModelConfig
 from interlace.demo.train import registered
 from interlace.errors import OptionError
 from interlace.frontend.compile import Compiled
+from interlace.launch import Tell
 
 WAYS = (
     "eager",
@@ -59,8 +59,8 @@ element may be 16 times further off: it may be as much larger than the others.""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What is run. Plain data; the sizes are those of an 8B-sized Llama."""
+class LayerSettings:
+    """What is run; the sizes are those of an 8B-sized Llama."""
 
     dim: int = 4096
     heads: int = 32
@@ -81,35 +81,20 @@ class Settings:
             if way not in WAYS:
                 raise OptionError(f"--only {way}: choose from {', '.join(WAYS)}")
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Settings:
-        """From what `to_json` gave."""
-        return cls(**{**data, "only": tuple(data["only"])})
-
-
-class CachedAttention(nn.Module):
+class CachedAttention(Attention):
     """One new token of each sequence against those in a cache; each rank holds some heads."""
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, settings: Settings, world: int) -> None:
-        super().__init__()
-        dim = settings.dim
-        self.head_dim = dim // settings.heads
-        self.wq = nn.Linear(dim, dim, bias=False)
-        self.wk = nn.Linear(dim, dim, bias=False)
-        self.wv = nn.Linear(dim, dim, bias=False)
-        self.wo = nn.Linear(dim, dim, bias=False)
+    def __init__(self, config: ModelConfig, settings: LayerSettings, world: int) -> None:
+        super().__init__(config)
         shape = (settings.decode, settings.heads // world, settings.cached, self.head_dim)
         self.register_buffer("keys", torch.randn(shape), persistent=False)
         self.register_buffer("values", torch.randn(shape), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Attention of (sequences, dim) over the cached tokens and the new one."""
         rows = x.shape[0]
 
@@ -123,18 +108,14 @@ class CachedAttention(nn.Module):
         return self.wo(y.reshape(rows, -1))
 
 
-class DecodeBlock(nn.Module):
+class DecodeBlock(Block):
     """A layer of a decode step."""
 
-    def __init__(self, settings: Settings, config: Config, world: int) -> None:
-        super().__init__()
-        block = Block(config)
-        self.attention_norm = RMSNorm(config.dim)
-        self.attention = CachedAttention(settings, world)
-        self.feed_forward_norm = RMSNorm(config.dim)
-        self.feed_forward = block.feed_forward
+    def __init__(self, settings: LayerSettings, config: ModelConfig, world: int) -> None:
+        super().__init__(config)
+        self.attention = CachedAttention(config, settings, world)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """One layer for one token of each sequence."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -145,7 +126,7 @@ class PrefillBlock(Block):
 
     table: Tensor
 
-    def __init__(self, settings: Settings, config: Config) -> None:
+    def __init__(self, settings: LayerSettings, config: ModelConfig) -> None:
         super().__init__(config)
         table = rotary_table(settings.prefill, config.head_dim)
         self.register_buffer("table", table, persistent=False)
@@ -155,10 +136,10 @@ class PrefillBlock(Block):
         return super().forward(x, self.table)
 
 
-def make(step: str, settings: Settings, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:
+def make(step: str, settings: LayerSettings, mesh: DeviceMesh, ranks: Ranks) -> nn.Module:
     """The layer of a step, sharded, with the same weights on every call."""
     torch.manual_seed(0)
-    config = Config(
+    config = ModelConfig(
         layers=1,
         dim=settings.dim,
         heads=settings.heads,
@@ -193,7 +174,7 @@ def make(step: str, settings: Settings, mesh: DeviceMesh, ranks: Ranks) -> nn.Mo
     return module.requires_grad_(False)
 
 
-def inputs(step: str, settings: Settings, ranks: Ranks) -> list[tuple[Tensor]]:
+def inputs(step: str, settings: LayerSettings, ranks: Ranks) -> list[tuple[Tensor]]:
     """Inputs in turn: this rank's rows of a prefill, all rows of a decode step."""
     generator = torch.Generator(ranks.device).manual_seed(ranks.me if step == "prefill" else 0)
     shape = (
@@ -209,7 +190,7 @@ def inputs(step: str, settings: Settings, ranks: Ranks) -> list[tuple[Tensor]]:
 
 
 def compiled(
-    way: str, module: nn.Module, settings: Settings, mesh: DeviceMesh
+    way: str, module: nn.Module, settings: LayerSettings, mesh: DeviceMesh
 ) -> Callable[..., Any]:
     """The layer compiled one way."""
     match way:
@@ -230,14 +211,12 @@ def compiled(
             return torch.compile(module, backend=registered(), options=options)
 
 
-def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None]) -> Row | None:
+def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Measures both steps; rank 0 gets the report."""
     if settings.heads % ranks.size or settings.hidden % ranks.size:
         raise OptionError(f"{settings.heads} heads do not divide over {ranks.size} ranks")
     mesh = DeviceMesh(ranks.device.type, list(range(ranks.size)), mesh_dim_names=("tp",))
-    common = facts(ranks.device.type)
-    if settings.commit:
-        common["commit"] = settings.commit
+    common = facts(ranks.device.type, settings.commit)
     rows: list[Row] = []
     ways = [way for way in settings.only if ranks.cuda or not way.endswith("-graph")]
     tell({"event": "total", "total": 2 * len(ways), "doing": "starting"})
@@ -257,12 +236,12 @@ def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None
 
 def _step(
     step: str,
-    settings: Settings,
+    settings: LayerSettings,
     mesh: DeviceMesh,
     ranks: Ranks,
     ways: list[str],
     seconds: float,
-    tell: Callable[[dict[str, Any]], None],
+    tell: Tell,
 ) -> list[Row]:
     module = make(step, settings, mesh, ranks)
     given = inputs(step, settings, ranks)
@@ -273,7 +252,8 @@ def _step(
         tell({"event": "step", "doing": f"{step}: {way}"})
         problem: str | None = None
         try:
-            torch.compiler.reset() if way == ways[0] else None
+            if way == ways[0]:
+                torch.compiler.reset()
             run = compiled(way, module, settings, mesh)
             for each, want in [*zip(given[:2], wanted, strict=True)] * 2:
                 off = _apart(_local(run(*each)), want)
@@ -300,8 +280,12 @@ def _step(
         median = one.median if one is not None and one.problem is None else math.nan
         found.append(
             {
-                **{"step": step, "way": way, "dtype": settings.dtype},
-                **{"dim": settings.dim, "hidden": settings.hidden, "heads": settings.heads},
+                "step": step,
+                "way": way,
+                "dtype": settings.dtype,
+                "dim": settings.dim,
+                "hidden": settings.hidden,
+                "heads": settings.heads,
                 "rows": settings.prefill if step == "prefill" else settings.decode,
                 "median_us": median * 1e6,
                 "p90_us": one.p90 * 1e6 if one is not None else math.nan,

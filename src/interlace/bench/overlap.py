@@ -12,39 +12,36 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from interlace.bench.candidates import OURS, Candidate, Launch, ours
-from interlace.bench.facts import facts
+from interlace.bench.candidates import OURS, Candidate, Launch, ours, rivals, whole_gemms
 from interlace.bench.jax_rival import jax_rows
-from interlace.bench.links import ROOF_SIZES, Roof, best_copy
 from interlace.bench.ranks import Ranks
-from interlace.bench.rivals import rivals, whole_gemms
-from interlace.bench.rows import Row
-from interlace.bench.sites import Case, Inputs, deviation, make_inputs, whole_check
-from interlace.bench.timing import Timed, describe, race
+from interlace.bench.rows import Row, facts
+from interlace.bench.sites import Inputs, SiteCase, deviation, make_inputs, whole_check
+from interlace.bench.timing import Timing, describe, host_times, race
+from interlace.bench.transfers import ROOF_SIZES, Roof, best_copy
 from interlace.comm.teams import reset_teams
 from interlace.errors import InterlaceError, OptionError
+from interlace.launch import Tell
 
 RIVALS = ("sequential", "async-tp")
 HOST_RUNS = 1000
 BRIEF_S = 150e-6
 """What takes longer hides its host's time, which is taken from the bursts then."""
-HOST_BATCH = 20
-"""Calls between which the host waits for the device, so that it never waits in a call."""
 MARGIN_S = 0.25
 """Of a case's share of the time, what setting up is taken to need at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What is run. Plain data."""
+class OverlapSettings:
+    """What is run."""
 
-    cases: tuple[tuple[str, int, int, int, str], ...]
+    cases: tuple[SiteCase, ...]
     only: tuple[str, ...] = (*OURS, *RIVALS)
     graphs: bool = True
     seconds: float = 90.0
@@ -60,44 +57,29 @@ class Settings:
                 known = ", ".join((*OURS, *RIVALS, "jax"))
                 raise OptionError(f"--only {name}: choose from {known}")
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Settings:
-        """From what `to_json` gave."""
-        cases = tuple(tuple(case) for case in data["cases"])
-        return cls(**{**data, "cases": cases, "only": tuple(data["only"])})
-
 
 @dataclass(slots=True)
-class Entry:
+class CandidateRun:
     """A candidate under way."""
 
     candidate: Candidate
     launch: Launch | None = None
     deviation: float = math.nan
     problem: str | None = None
-    timed: Timed = field(default_factory=Timed)
+    timed: Timing = field(default_factory=Timing)
     host_s: float = math.nan
     host_runs: int = 0
 
 
-Step = Callable[[str], None]
-
-
 @torch.no_grad()
-def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None]) -> Row | None:
+def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Measures every case; rank 0 gets the report."""
     begun = time.monotonic()
-    cases = [Case(*case) for case in settings.cases]
+    cases = settings.cases
     for case in cases:
         case.check(ranks.size)
     tell({"event": "total", "total": len(cases), "doing": "links"})
-    common = facts(ranks.device.type)
-    if settings.commit:
-        common["commit"] = settings.commit
+    common = facts(ranks.device.type, settings.commit)
     roof = best_copy(ranks, ROOF_SIZES if ranks.cuda else (1 << 20,))
     smallest = {case.op: min(c.m * c.k * c.n for c in cases if c.op == case.op) for case in cases}
     measured: dict[int, list[Row]] = {}
@@ -129,13 +111,13 @@ def work(settings: Settings, ranks: Ranks, tell: Callable[[dict[str, Any]], None
 
 
 def _case(
-    case: Case, settings: Settings, ranks: Ranks, share: float, small: bool, tell: Any
-) -> tuple[list[Entry], float]:
+    case: SiteCase, settings: OverlapSettings, ranks: Ranks, share: float, small: bool, tell: Tell
+) -> tuple[list[CandidateRun], float]:
     begun = time.monotonic()
     inputs = make_inputs(case, ranks, settings.seed)
-    gemms = [Entry(item) for item in whole_gemms(case, ranks)]
+    gemms = [CandidateRun(item) for item in whole_gemms(case, ranks)]
     entries = [
-        Entry(item)
+        CandidateRun(item)
         for item in (
             *rivals(case, ranks, settings.only, inputs.sets),
             *ours(case, ranks, settings.only, settings.calibration, settings.graphs),
@@ -180,29 +162,28 @@ def _case(
     return [*gemms, *entries], best
 
 
-def _key(entry: Entry) -> str:
+def _key(entry: CandidateRun) -> str:
     return f"{entry.candidate.name}/{entry.candidate.mode}"
 
 
-def _twins(entries: Sequence[Entry]) -> dict[str, Entry]:
+def _twins(entries: Sequence[CandidateRun]) -> dict[str, CandidateRun]:
     """By key: candidates whose Program is that of another, which is timed for both: what `auto`
     chose is the same launches as the fixed strategy, and would differ by noise alone."""
-    found: dict[str, Entry] = {}
+    found: dict[str, CandidateRun] = {}
     for entry in entries:
         one = entry.candidate
-        if one.name != "auto" or not one.text:
-            continue
-        for other in entries:
-            if other is not entry and (other.candidate.text, other.candidate.mode) == (
-                *(one.text, one.mode),
-            ):
-                found[_key(entry)] = other
-                break
+        if one.name == "auto" and one.text:
+            same = [e for e in entries if e is not entry and _runs(e) == (one.text, one.mode)]
+            found |= {_key(entry): twin for twin in same[:1]}
     return found
 
 
+def _runs(entry: CandidateRun) -> tuple[str, str]:
+    return entry.candidate.text, entry.candidate.mode
+
+
 def _open(
-    entry: Entry, checks: Sequence[tuple[Any, Any]], ranks: Ranks, tell: Any, case: Case
+    entry: CandidateRun, checks: Sequence[tuple[Any, Any]], ranks: Ranks, tell: Tell, case: SiteCase
 ) -> None:
     """Opens a candidate on all ranks, and lets it compute what is known."""
     tell({"event": "doing", "doing": f"{case}: {_key(entry)}"})
@@ -228,7 +209,7 @@ def _open(
         _recover(entry, ranks)
 
 
-def _recover(entry: Entry, ranks: Ranks) -> None:
+def _recover(entry: CandidateRun, ranks: Ranks) -> None:
     """Leaves a failed candidate behind, so that the next one can run."""
     entry.launch = None
     try:
@@ -239,23 +220,14 @@ def _recover(entry: Entry, ranks: Ranks) -> None:
     ranks.agree(None)
 
 
-def _host(entry: Entry, inputs: Inputs, ranks: Ranks, runs: int) -> None:
+def _host(entry: CandidateRun, inputs: Inputs, ranks: Ranks, runs: int) -> None:
     """The median time of many calls, of this rank's host."""
     if ranks.agree(entry.problem) is not None or entry.launch is None:
         return
     problem: str | None = None
     spent: list[float] = []
-    sets = inputs.of(entry.candidate.mode)
     try:
-        ranks.align()
-        for number in range(runs):
-            given = sets[number % len(sets)]
-            before = time.perf_counter()
-            entry.launch(*given)
-            spent.append(time.perf_counter() - before)
-            if number % HOST_BATCH == HOST_BATCH - 1:
-                ranks.synchronize()
-        ranks.synchronize()
+        spent = host_times(ranks, entry.launch, inputs.of(entry.candidate.mode), runs)
     except Exception as error:
         problem = describe(error, ranks)
     entry.problem = ranks.agree(problem)
@@ -266,8 +238,8 @@ def _host(entry: Entry, inputs: Inputs, ranks: Ranks, runs: int) -> None:
 
 
 def _rows(
-    case: Case,
-    entries: Sequence[Entry],
+    case: SiteCase,
+    entries: Sequence[CandidateRun],
     gemm_s: float,
     roof: Roof,
     ranks: Ranks,
@@ -288,14 +260,17 @@ def _rows(
         candidate, median = entry.candidate, entry.timed.median
         if entry.problem is not None:
             median = math.nan
+        known = not math.isnan(median)
         rows.append(
             {
-                **{"op": case.op, "m": case.m, "k": case.k, "n": case.n, "dtype": case.dtype},
-                **{"world": ranks.size, "strategy": candidate.name, "mode": candidate.mode},
+                **asdict(case),
+                "world": ranks.size,
+                "strategy": candidate.name,
+                "mode": candidate.mode,
                 "chosen": candidate.chosen if candidate.name in ("auto", "sequential") else "",
                 "median_us": median * 1e6,
-                "p90_us": entry.timed.p90 * 1e6 if median == median else math.nan,
-                "least_us": entry.timed.least * 1e6 if median == median else math.nan,
+                "p90_us": entry.timed.p90 * 1e6 if known else math.nan,
+                "least_us": entry.timed.least * 1e6 if known else math.nan,
                 "host_us": host_s * 1e6,
                 "host_runs": entry.host_runs,
                 "speedup_eager": base.get("eager", math.nan) / median,

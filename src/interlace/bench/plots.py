@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from interlace.errors import BackendError
 
 STYLES = {"peer": "--", "gloo": ":", "put": "--", "send": ":"}
 Series = dict[str, list[tuple[float, float, float]]]
+Times = dict[tuple[str, str], float]
+"""By case and name."""
 
 
 def _pyplot() -> Any:
@@ -61,27 +63,22 @@ def draw_overlap(rows: Sequence[Row], path: Path) -> None:
     """Time over the roof, R, by site and strategy: panels for eager runs and for graphs, of as many
     ranks each as there are rows of."""
     pyplot = _pyplot()
-    latest: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    latest: dict[tuple[str, str], Times] = {}
     for row in rows:
         if not (row["error"] or math.isnan(number(row["r"])) or row["strategy"][:4] == "gemm"):
             site = f"{row['op']} {row['m']},{row['k']},{row['n']}"
             times = latest.setdefault((row["world"], row["mode"]), {})
             times[site, row["strategy"]] = number(row["r"])
     panels = sorted(latest, key=lambda panel: (-number(panel[0]), panel[1]))
-    every = [key for times in latest.values() for key in times]
+    every = dict.fromkeys(name for times in latest.values() for _, name in times)
+    colours = {name: f"C{i}" for i, name in enumerate(every)}
     most = max((len({site for site, _ in times}) for times in latest.values()), default=0)
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for _, name in every))}
     shape = {"figsize": (max(8.0, 0.7 * most), 5 * max(1, len(panels))), "squeeze": False}
     figure, axes = pyplot.subplots(max(1, len(panels)), 1, layout="constrained", **shape)
     for (world, mode), (axis,) in zip(panels, axes, strict=False):
-        times = latest[world, mode]
-        sites = list(dict.fromkeys(site for site, _ in times))
-        names = list(dict.fromkeys(name for _, name in times))
-        width = 0.8 / len(names)
-        for place, name in enumerate(names):
-            heights = [times.get((site, name), math.nan) for site in sites]
-            offsets = [i + place * width for i in range(len(sites))]
-            axis.bar(offsets, heights, width, label=name, color=colours[name])
+        sites = list(dict.fromkeys(site for site, _ in latest[world, mode]))
+        for name, places, heights, width in _bars(latest[world, mode]):
+            axis.bar(places, heights, width, label=name, color=colours[name])
         axis.axhline(1.0, color="black", linewidth=0.8)
         title = f"{world} ranks, {mode}"
         axis.set(title=title, ylabel="R: time over the roof", ylim=(0, 3))
@@ -89,6 +86,16 @@ def draw_overlap(rows: Sequence[Row], path: Path) -> None:
         axis.set_xticklabels(sites, rotation=60, ha="right", fontsize=7)
         axis.legend(fontsize=7, ncols=4)
     _save(pyplot, figure, path)
+
+
+def _bars(times: Times) -> Iterator[tuple[str, list[float], list[float], float]]:
+    """Of each name: its bars' places beside those of the others, their lengths, their width."""
+    cases = list(dict.fromkeys(case for case, _ in times))
+    names = list(dict.fromkeys(name for _, name in times))
+    width = 0.8 / len(names)
+    for place, name in enumerate(names):
+        lengths = [times.get((case, name), math.nan) for case in cases]
+        yield name, [i + place * width for i in range(len(cases))], lengths, width
 
 
 def draw_layer(rows: Sequence[Row], path: Path) -> None:
@@ -109,7 +116,7 @@ def draw_layer(rows: Sequence[Row], path: Path) -> None:
 def draw_kernels(rows: Sequence[Row], path: Path) -> None:
     """The median time of each way over ours, by case: a panel for each op."""
     pyplot = _pyplot()
-    latest: dict[str, dict[tuple[str, str], float]] = {}
+    latest: dict[str, Times] = {}
     for row in rows:
         if not row["error"] and row["way"] != "copy":
             case = " ".join(row[name] for name in ("shape", "dtype", "does"))
@@ -118,15 +125,10 @@ def draw_kernels(rows: Sequence[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(max(1, len(latest)), 1, layout="constrained", **size)
     for (op, times), (axis,) in zip(latest.items(), axes, strict=False):
         cases = list(dict.fromkeys(case for case, _ in times))
-        ways = list(dict.fromkeys(way for _, way in times))
-        width = 0.8 / len(ways)
-        for place, way in enumerate(ways):
-            ours = [times.get((case, "interlace"), math.nan) for case in cases]
-            lengths = [
-                times.get((case, way), math.nan) / one
-                for case, one in zip(cases, ours, strict=True)
-            ]
-            axis.barh([i + place * width for i in range(len(cases))], lengths, width, label=way)
+        ours = {case: times.get((case, "interlace"), math.nan) for case in cases}
+        over = {(case, way): time / ours[case] for (case, way), time in times.items()}
+        for way, places, lengths, width in _bars(over):
+            axis.barh(places, lengths, width, label=way)
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set(title=op, xlabel="time over ours")
         axis.set_yticks([i + 0.4 for i in range(len(cases))], cases, fontsize=7)

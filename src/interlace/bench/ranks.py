@@ -1,27 +1,36 @@
-"""The ranks of a benchmark: one process each, on gloo alone or with a GPU and NCCL.
+"""The ranks of a benchmark: processes of our own or torchrun's, on gloo, on GPUs also on NCCL.
 
-    with join("cuda", time_out_s=600) as ranks:
+    report = run("overlap", overlap.work, settings, device="auto", world=None, time_out_s=600)
+
+    def work(settings, ranks, tell):        # on every rank; rank 0's result is the report
         x = torch.ones(8, device=ranks.device)
         slowest = max(note["s"] for note in ranks.exchange({"s": 0.01}))
 
-Whatever hangs ends by itself: after `time_out_s` the process prints where its threads are and ends.
+Alone, `run` starts a rank for each GPU (two on a CPU) and ends them all, whatever happens. Under
+torchrun this process is a rank already. A rank that hangs ends by itself: after `time_out_s` it
+prints the stacks of its threads and ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from interlace.bench.rows import append
 from interlace.comm import Board
 from interlace.errors import BackendError, TeamError
-from interlace.launch import joined
+from interlace.launch import Report, Tell, joined, launch
 
 WAIT_S = 60.0
 """How long ranks wait for one another before they give up."""
@@ -48,8 +57,7 @@ class Ranks:
 
     def exchange(self, note: Note, wait_s: float = WAIT_S) -> list[Note]:
         """Every rank's note, by rank. All ranks call it, in the same order."""
-        everyone = range(self.size)
-        return self.board.exchange(self.topic("meet"), everyone, self.me, note, wait_s)
+        return self.board.exchange(self.topic("meet"), note, wait_s)
 
     def topic(self, what: str) -> str:
         """A name that all ranks give to their next meeting, and to no other."""
@@ -99,9 +107,45 @@ class Alone(Ranks):
         self.synchronize()
 
 
-def default_world(device: str) -> int:
-    """How many ranks a benchmark has that runs alone."""
-    return torch.cuda.device_count() if device == "cuda" else 2
+Work = Callable[[Any, Ranks, Tell], Report | None]
+"""A benchmark, on one rank: its settings, the ranks, and who hears of progress and rows."""
+
+
+def run(
+    name: str,
+    work: Work,
+    settings: Any,
+    *,
+    device: str,
+    world: int | None,
+    time_out_s: float,
+    verbose: bool = False,
+    path: Path | None = None,
+) -> Report | None:
+    """Rank 0's report; None on other ranks of torchrun. Rows go to `path` as they come."""
+    device = pick_device(device)
+    if os.environ.get("RANK", "0") != "0":
+        return on_rank(name, work, device, time_out_s, settings, lambda event: None)
+    with progress(name, verbose, path) as hear:
+        if "WORLD_SIZE" in os.environ:
+            return on_rank(name, work, device, time_out_s, settings, hear)
+        size = world or (torch.cuda.device_count() if device == "cuda" else 2)
+        if size < 2:
+            raise TeamError(
+                f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere"
+            )
+        each = functools.partial(on_rank, name, work, device, time_out_s)
+        return launch(each, settings, size, hear, time_out_s, f"bench {name}")
+
+
+def on_rank(
+    name: str, work: Work, device: str, time_out_s: float, settings: Any, tell: Tell
+) -> Report | None:
+    """Runs a benchmark as one rank, in the default process group of torchrun or `launch`."""
+    if name in ("overlap", "layer"):  # and not where `auto` learns what users' runs take
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")  # NCCL's default, which rivals have
+    with joined(device, timedelta(seconds=2 * WAIT_S), time_out_s) as where:
+        return work(settings, here(where), tell)
 
 
 def pick_device(device: str) -> str:
@@ -116,15 +160,32 @@ def pick_device(device: str) -> str:
 
 
 @contextlib.contextmanager
-def join(device: str, time_out_s: float) -> Iterator[Ranks]:
-    """Joins the default process group, as torchrun or `launch` says."""
-    with joined(device, timedelta(seconds=2 * WAIT_S), time_out_s) as where:
-        yield here(where)
+def progress(name: str, verbose: bool, path: Path | None) -> Iterator[Tell]:
+    """Appends the rows that a benchmark tells to `path`, as they come, and shows its steps: as
+    lines where it is to be `verbose`, else as a bar where stderr is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    terminal = Console(stderr=True)
+    begun = time.monotonic()
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, TextColumn("{task.description}"), console=terminal)
+    task = bar.add_task("starting", total=None)
 
-def register_in_graphs() -> None:
-    """NCCL's own default in captures, for all: rivals have it, and so do ours beside them."""
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "1")
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "rows" and path is not None:
+            append(path, event["rows"])  # what was measured stays, whatever comes next
+        if "total" in event:
+            bar.update(task, total=event["total"], completed=0)
+        if "doing" in event:
+            advance = 1 if event["event"] == "step" else 0
+            bar.update(task, advance=advance, description=event["doing"])
+            if verbose:
+                since = time.monotonic() - begun
+                print(f"[{since:6.1f} s] {event['doing']}", file=sys.stderr, flush=True)
+
+    with bar if terminal.is_terminal and not verbose else contextlib.nullcontext():
+        yield hear
 
 
 def here(device: torch.device) -> Ranks:
@@ -136,11 +197,14 @@ def here(device: torch.device) -> Ranks:
     store = dist.distributed_c10d._get_default_store()
     world = dist.group.WORLD
     assert world is not None
-    board = Board(store, "interlace/bench")
-    generation = board.count(f"joined/{dist.get_rank()}")
+    me, size = dist.get_rank(), dist.get_world_size()
+    generation = Board(store, (), me, "interlace/bench").count(f"joined/{me}")
     ranks = Ranks(
-        *(dist.get_rank(), dist.get_world_size(), device, world),
-        Board(store, f"interlace/bench/{generation}"),
+        me,
+        size,
+        device,
+        world,
+        Board(store, range(size), me, f"interlace/bench/{generation}"),
         _device_tick=torch.zeros(1, device=device),
     )
     ranks.align()

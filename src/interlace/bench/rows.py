@@ -4,26 +4,34 @@
     rows = read(Path("benchmarks/results/overlap.csv"))
 
 A file whose columns differ from the rows' keeps them: new columns are added, by writing it again.
+Every row says where it was measured (`facts`): commit, GPU, versions, date.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import datetime
+import importlib
+import importlib.metadata
 import io
 import math
+import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.errors import InterlaceError
+import torch
+
+import interlace
+from interlace.trace.tracks import write_whole
 
 Row = dict[str, Any]
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Adds rows at the end of a file, which is made if it is not there."""
-    from interlace.trace.runs import write_whole
-
     old = read(path) if path.exists() else []
     columns = list(dict.fromkeys(key for row in (*old, *rows) for key in row))
     text = io.StringIO()
@@ -31,10 +39,7 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     writer.writeheader()
     for row in (*old, *rows):
         writer.writerow({key: cell(value) for key, value in row.items()})
-    try:
-        write_whole(path, text.getvalue().encode())
-    except OSError as error:
-        raise InterlaceError(f"cannot write {path}: {error.strerror or error}") from error
+    write_whole(path, text.getvalue())
 
 
 def read(path: Path) -> list[Row]:
@@ -62,3 +67,49 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.6g}"
     return "" if value is None else str(value)
+
+
+def facts(device: str, commit: str = "") -> dict[str, str]:
+    """The columns that are the same for all rows of a run; `commit` where git cannot tell."""
+    nccl = ""
+    if device == "cuda":
+        of_torch: Any = importlib.import_module("torch.cuda.nccl")
+        nccl = ".".join(map(str, of_torch.version()))
+    gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    return {
+        "commit": commit or source_commit(),
+        "gpu": gpu or platform.machine(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "nccl": nccl,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def source_commit() -> str:
+    """The commit of the source that runs, with `+` where it was changed; empty for a package."""
+    source = Path(interlace.__file__).parent
+    answers: list[str] = []
+    for question in (
+        ("rev-parse", "--short=12", "HEAD"),
+        ("status", "--porcelain", "-uno", "--", str(source)),
+    ):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(
+                ["git", "-C", str(source), *question],
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
+            answers.append(done.stdout.strip())
+    if not answers or not answers[0]:
+        return ""
+    return answers[0] + ("+" if any(answers[1:]) else "")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

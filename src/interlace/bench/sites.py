@@ -1,6 +1,6 @@
 """The sites that are timed: AG+GEMM, GEMM+RS, GEMM+AR; Program, inputs, reference, limit.
 
-    >>> case = Case("ag_gemm", 8192, 8192, 14336)
+    >>> case = SiteCase("ag_gemm", 8192, 8192, 14336)
     >>> print(case.program(4))
     def ag_gemm(tp: Team[4], x: bf16[2048, 8192], w: bf16[8192, 14336]):
     ...
@@ -31,7 +31,7 @@ MOST_SETS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SiteCase:
     """One row's work."""
 
     op: str
@@ -114,7 +114,7 @@ class Inputs:
         return self.sets if mode == "eager" else [(x, self.sets[0][1]) for x, _ in self.sets]
 
 
-def make_inputs(case: Case, ranks: Ranks, seed: int = 0) -> Inputs:
+def make_inputs(case: SiteCase, ranks: Ranks, seed: int = 0) -> Inputs:
     """Random inputs; all ranks call it, since references need all ranks' inputs."""
     generator = torch.Generator(ranks.device).manual_seed(1000 * seed + ranks.me)
     dtype = DTYPES[case.dtype]
@@ -140,7 +140,7 @@ def make_inputs(case: Case, ranks: Ranks, seed: int = 0) -> Inputs:
     return Inputs(sets, whole, checks)
 
 
-def gathered(case: Case, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def gathered(case: SiteCase, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """All rows that a rank multiplies."""
     if case.op != "ag_gemm":
         return x
@@ -150,7 +150,7 @@ def gathered(case: Case, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def reference(
-    case: Case, x: torch.Tensor, w: torch.Tensor, ranks: Ranks
+    case: SiteCase, x: torch.Tensor, w: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result in wide arithmetic, and what rounding may change of it, element by element.
 
@@ -189,21 +189,6 @@ def deviation(found: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) 
     return off.max().item() if off.numel() else 0.0
 
 
-def parse_shapes(text: str, dtypes: Sequence[str]) -> list[Case]:
-    """Cases of text such as `ag_gemm:8192,8192,14336 gemm_rs:4096,3584,4096`."""
-    cases: list[Case] = []
-    for item in text.split():
-        op, colon, sizes = item.partition(":")
-        try:
-            m, k, n = map(int, sizes.split(","))
-        except ValueError:
-            colon = ""
-        if not colon:
-            raise OptionError(f"--shapes {item}: write them as ag_gemm:M,K,N, with spaces between")
-        cases += [Case(op, m, k, n, dtype) for dtype in dtypes]
-    return cases
-
-
 def _cases(op: str, *shapes: tuple[int, int, int]) -> list[tuple[str, int, int, int]]:
     return [(op, *shape) for shape in shapes]
 
@@ -232,13 +217,36 @@ PRESETS: dict[str, list[tuple[str, int, int, int]]] = {
         *_cases("gemm_rs", (64, 48, 32)),
         *_cases("gemm_ar", (64, 48, 32)),
     ],
+    "cpu": [
+        *_cases("ag_gemm", (256, 256, 512), (1024, 256, 768), (2048, 512, 2048)),
+        *_cases("gemm_rs", (256, 512, 256), (1024, 768, 256), (2048, 2048, 512)),
+        *_cases("gemm_ar", (256, 256, 256), (1024, 512, 512)),
+    ],
 }
 """`bars`: the shapes that the bars name; `others`: so that nothing is tuned to those; `tiny`: to
-see that all works."""
+see that all works; `cpu`: to calibrate a CPU by, where the others take too long or tell too little.
+"""
 
 
-def preset(name: str, dtypes: Sequence[str]) -> list[Case]:
-    """The cases of a preset."""
-    if name not in PRESETS:
-        raise OptionError(f"--preset {name}: choose from {', '.join(PRESETS)}")
-    return [Case(*shape, dtype) for dtype in dtypes for shape in PRESETS[name]]
+def cases_of(presets: str, shapes: str, dtypes: Sequence[str]) -> list[SiteCase]:
+    """The cases of `shapes`, such as `ag_gemm:8192,8192,14336 gemm_rs:4096,3584,4096`, or without
+    any those of `presets`, with commas."""
+    if shapes:
+        return [case for text in shapes.split() for case in _parsed(text, dtypes)]
+    names = [name.strip() for name in presets.split(",") if name.strip()]
+    for name in names:
+        if name not in PRESETS:
+            raise OptionError(f"--preset {name}: choose from {', '.join(PRESETS)}")
+    every = [(shape, dtype) for name in names for dtype in dtypes for shape in PRESETS[name]]
+    return [SiteCase(*shape, dtype) for shape, dtype in every]
+
+
+def _parsed(text: str, dtypes: Sequence[str]) -> list[SiteCase]:
+    op, _, sizes = text.partition(":")
+    try:
+        m, k, n = map(int, sizes.split(","))
+    except ValueError:
+        raise OptionError(
+            f"--shapes {text}: write them as ag_gemm:M,K,N, with spaces between"
+        ) from None
+    return [SiteCase(op, m, k, n, dtype) for dtype in dtypes]

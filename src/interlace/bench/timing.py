@@ -13,6 +13,8 @@ Of a burst the slowest rank counts, and over the rounds the median and the 90th 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 import random
 import statistics
@@ -23,7 +25,6 @@ from typing import Any
 
 import torch
 
-from interlace.bench.facts import SMClock
 from interlace.bench.ranks import Ranks
 from interlace.errors import ExecutorError
 
@@ -41,12 +42,16 @@ AHEAD_CYCLES = 4e9
 """Cycles that the device waits for each second of the host's: twice as long as that takes."""
 REST_S = 5e-3
 """How long the device rests before a burst."""
+HOST_BATCH = 20
+"""Calls between which the host waits for the device, so that it never waits in a call."""
+HOST_CALLS, HOST_BLOCK = 1000, 100
+"""Calls of a way that `time_in_turn` times, and how many before it is another's turn."""
 ROUNDS = (3, 15)
 """At least and at most so many rounds."""
 
 
 @dataclass(slots=True)
-class Timed:
+class Timing:
     """What was measured of one candidate, in seconds."""
 
     rounds: list[float] = field(default_factory=list)
@@ -157,13 +162,13 @@ def race(
     seconds: float,
     rounds: tuple[int, int] = ROUNDS,
     launches: tuple[int, int] = LAUNCHES,
-) -> dict[str, Timed]:
+) -> dict[str, Timing]:
     """Times the candidates against one another for about `seconds`.
 
     `inputs` has sets of inputs for each, `launches` bounds a burst. A candidate that raises is out
     on all ranks, with the reason; a fault of the device ends it all.
     """
-    found = {name: Timed() for name in runs}
+    found = {name: Timing() for name in runs}
     clock = SMClock(ranks.device)
     bursts = _launches(ranks, runs, inputs, found, launches)
     names = [name for name in runs if found[name].problem is None]
@@ -174,9 +179,8 @@ def race(
         for name in random.Random(number).sample(names, len(names)):  # the same on all ranks
             first = number * (bursts[name] + 1)
             try:
-                each, host, mhz = burst(
-                    *(ranks, runs[name], inputs[name], bursts[name], first), clock
-                )
+                count = bursts[name]
+                each, host, mhz = burst(ranks, runs[name], inputs[name], count, first, clock)
             except Exception as error:
                 failed[name] = describe(error, ranks)
                 continue
@@ -218,11 +222,76 @@ def ahead(
     return {name: statistics.median(each) for name, each in zip(runs, rounds, strict=True)}
 
 
+def host_times(ranks: Ranks, run: Run, inputs: Sequence[Sequence[Any]], calls: int) -> list[float]:
+    """Seconds that this rank's host takes for each of many calls, one after another."""
+    spent: list[float] = []
+    ranks.align()
+    for number in range(calls):
+        given = inputs[number % len(inputs)]
+        before = time.perf_counter()
+        run(*given)
+        spent.append(time.perf_counter() - before)
+        if number % HOST_BATCH == HOST_BATCH - 1:
+            ranks.synchronize()
+    ranks.synchronize()
+    return spent
+
+
+def time_in_turn(
+    ranks: Ranks, runs: Mapping[str, Run], sets: Sequence[Sequence[Any]], seconds: float
+) -> dict[str, Timing]:
+    """The time of each of 1,000 calls, by way, or of fewer that take so long.
+
+    A way that raises has the reason instead. torch computes with one thread meanwhile: others would
+    have to be woken for each call.
+    """
+    found = {name: Timing() for name in runs}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        until = time.monotonic() + seconds
+        number, blocks = 0, dict.fromkeys(runs, HOST_BATCH)
+        while number < HOST_CALLS // HOST_BLOCK + 1 and (number < 2 or time.monotonic() < until):
+            for name in random.Random(number).sample(list(runs), len(runs)):
+                _turn(ranks, runs[name], sets, blocks[name], found[name])
+            if not number:  # the first turn warms up, and tells how many calls a block may have
+                for name, timed in found.items():
+                    if timed.problem is not None:
+                        continue
+                    share = seconds / len(runs) / 2 / (HOST_CALLS / HOST_BLOCK)
+                    blocks[name] = int(max(4, min(HOST_BLOCK, share / max(timed.least, 1e-6))))
+                    timed.rounds.clear()
+            number += 1
+    finally:
+        torch.set_num_threads(threads)
+    for timed in found.values():
+        timed.host = timed.rounds
+    return found
+
+
+def _turn(ranks: Ranks, run: Run, sets: Sequence[Sequence[Any]], calls: int, timed: Timing) -> None:
+    """So many calls of a way, one after another."""
+    if timed.problem is not None:
+        return
+    clock, spent = time.perf_counter, timed.rounds
+    try:
+        for number in range(calls):
+            if number % HOST_BATCH == 0:
+                ranks.align()
+            given = sets[number % len(sets)]
+            before = clock()
+            run(*given)
+            spent.append(clock() - before)
+        ranks.align()
+    except Exception as error:
+        timed.problem = describe(error, ranks)
+
+
 def _launches(
     ranks: Ranks,
     runs: Mapping[str, Run],
     inputs: Mapping[str, Sequence[Sequence[Any]]],
-    found: Mapping[str, Timed],
+    found: Mapping[str, Timing],
     bounds: tuple[int, int],
 ) -> dict[str, int]:
     """Launches of a burst, by candidate, from a first short one that is not counted."""
@@ -247,7 +316,7 @@ def _launches(
     }
 
 
-def _slowest(ranks: Ranks, found: dict[str, Timed], names: Sequence[str]) -> dict[str, Timed]:
+def _slowest(ranks: Ranks, found: dict[str, Timing], names: Sequence[str]) -> dict[str, Timing]:
     """Of each round and candidate the slowest rank; of host times this rank's."""
     flat = ranks.maximum([each for name in names for each in found[name].rounds])
     for name in names:
@@ -264,3 +333,28 @@ def describe(error: BaseException, ranks: Ranks) -> str:
     except RuntimeError as fault:
         raise ExecutorError(f"the GPU of rank {ranks.me} is in error, after {text}") from fault
     return text
+
+
+class SMClock:
+    """Reads the clock of a GPU's multiprocessors by NVML (`nvidia-ml-py`), where that is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._nvml: Any = None
+        self._handle: Any = None
+        if device.type != "cuda":
+            return
+        with contextlib.suppress(Exception):  # NVML is an extra, and raises what it likes
+            pynvml: Any = importlib.import_module("pynvml")
+            pynvml.nvmlInit()
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            self._nvml = pynvml
+
+    def read(self) -> float:
+        """The clock now, in MHz; NaN where it cannot be read."""
+        if self._nvml is None:
+            return math.nan
+        try:
+            return float(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+        except self._nvml.NVMLError:
+            return math.nan

@@ -1,10 +1,9 @@
 """Teams and what moves bytes between their ranks.
 
 teams.py         a team over a process group, its set-up and reset
-connections.py   a team's backends of torch, connected by all of its ranks or by none
-backends.py      backends of torch that a team has for itself
+backends.py      a team's backends of torch, connected by all of its ranks or by none
 control.py       the block where ranks see each other's runs, progress and errors
-collectives.py   every kind of collective on gloo, NCCL or UCC;  reductions.py: sums in rank order
+collectives.py   every kind of collective on gloo, NCCL or UCC; sums in rank order
 
 rendezvous/      how ranks find one another, agree in bounded time, and notice who is gone
 host/            what the processes of one host share: memory, signals, slots, messages

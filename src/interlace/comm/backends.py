@@ -1,7 +1,16 @@
-"""Backends of torch.distributed, made for a team alone.
+"""A team's backends of torch: the user's own where they serve, others that the team connects.
 
-backend = connect("nccl", store, rank, size, 60, "team tp on rank 0")     # all ranks, together
-end([backend], 10, "team tp on rank 0")
+    connections = Connections(team, weakref.ref(group), store)
+    gloo = connections.get("gloo", "cpu", None, "connect/1", time_out_s=60)    # all ranks, together
+    connections.end(time_out_s=10)
+
+Note [Connected by all or by none]
+    Ranks connect in a meeting (Note [All or none] in board.py), another one whenever they prepare a
+    Program or reset: what a rank keeps, all keep, and who tries again finds nothing of the meeting
+    before in the store, such as the id that NCCL's ranks meet by. The user's backend serves in the
+    first meeting only, and none that is marked as spent: one that a failed run was on, or NCCL's
+    whose ranks did not meet, which is aborted, whoever made it. What the first rank there finds of
+    the mark holds for all.
 
 Note [Whose time-out]
     Interlace's watchdog bounds what NCCL does, and aborts it. torch's own watchdog would see the
@@ -15,17 +24,24 @@ Note [Whose time-out]
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
-from interlace.errors import BackendError, TeamError
+from interlace.errors import BackendError, InterlaceError, TeamError
 from interlace.options import LONGEST_S
+
+if TYPE_CHECKING:
+    from interlace.comm.teams import TeamComm
+
+Key = tuple[str, str]
+"""The name of a backend, and the type of its device."""
 
 BACKENDS = ("gloo", "nccl", "ucc", "peer")
 
@@ -143,13 +159,13 @@ def apart(store: Any) -> Any:
 
 
 def end(made: list[Any], time_out_s: float, whose: str) -> None:
-    """Ends what was made, and forgets it: Note [Aborts] in aborts.py.
+    """Ends what was made, and forgets it: Note [Aborts] in nccl.py.
 
     Raises `TeamError` where one does not end in time; then it is not forgotten.
     """
     left = [backend for backend in made if backend.name() == "nccl"]
     if left:
-        from interlace.comm.cuda.aborts import abort, all_ended
+        from interlace.comm.cuda.nccl import abort, all_ended
 
         if not all_ended(abort(left), time_out_s):
             raise TeamError(
@@ -157,3 +173,122 @@ def end(made: list[Any], time_out_s: float, whose: str) -> None:
                 "process"
             )
     made.clear()
+
+
+class Connections:
+    """The backends of a team, each connected when it is first asked for."""
+
+    def __init__(
+        self, team: TeamComm, group: weakref.ref[dist.ProcessGroup], store: dist.Store
+    ) -> None:
+        self._team, self._group, self._store = team, group, store
+        self._kept: dict[Key, Any] = {}
+        self.made: list[Any] = []
+        """What the team connected itself."""
+
+    @property
+    def whose(self) -> str:
+        """This rank's part of the team, for messages."""
+        return f"team {self._team.name} on rank {self._team.rank}"
+
+    def users(self, device: str) -> Any:
+        """The backend that the user's group has for a device, if any."""
+        group = self._group()
+        if group is None:
+            raise TeamError(f"the process group of team {self._team.name} was destroyed")
+        try:
+            return group._get_backend(torch.device(device))
+        except RuntimeError:
+            return None
+
+    def name(self, name: str | None, device: str) -> str:
+        """What `None` means for this group and device; checks that the backend exists."""
+        if name is None:
+            mine = self.users(device)
+            usual = "gloo" if device == "cpu" else "nccl"
+            name = str(mine.name()) if mine is not None else usual
+        require_backend(name)
+        if name == "nccl" and device == "cpu":
+            raise BackendError(
+                "the backend 'nccl' is not there for tensors of the CPU (team "
+                f"{self._team.name}): run the Program on device 'cuda', or choose gloo or peer"
+            )
+        return name
+
+    def get(
+        self, name: str, device: str, on: torch.device | None, where: str, time_out_s: float
+    ) -> Any:
+        """The backend; `where` its ranks meet to connect it, NCCL's with their devices `on`."""
+        key = (name, device)
+        if key not in self._kept:
+            self._kept[key] = self._connect(key, on, where, time_out_s)
+        return self._kept[key]
+
+    def renew(self, on: torch.device | None, where: str, time_out_s: float) -> None:
+        """Connects all that are kept anew, and forgets those of before."""
+        for key in sorted(self._kept):
+            self._spend(key)
+            self._kept[key] = self._connect(key, on, where, time_out_s)
+
+    def end(self, time_out_s: float) -> None:
+        """Ends what the team connected."""
+        end(self.made, time_out_s, self.whose)
+
+    def close(self, time_out_s: float, failed: bool) -> None:
+        """Ends and forgets all; `failed` says whether runs on them did."""
+        if failed:
+            with contextlib.suppress(InterlaceError):
+                for key in self._kept:
+                    self._spend(key)
+        self._kept.clear()
+        self.end(time_out_s)
+
+    def _spend(self, key: Key) -> None:
+        """Says, also to teams of this group that come later, that the user's backend is no good."""
+        self._team.board.post(self._mark(key), {})
+
+    def _mark(self, key: Key) -> str:
+        return f"{self._team.key}/{'/'.join(key)}/spent"
+
+    def _connect(self, key: Key, on: torch.device | None, where: str, time_out_s: float) -> Any:
+        """The user's backend or a new one, once all ranks have it: see the Note above."""
+        (name, device), team, board = key, self._team, self._team.board
+        topic = f"{team.topic or team.key}/{name}/{device}"
+        place, unspent = f"{topic}/{where}", board.read(self._mark(key)) is None
+        first, serves = board.first(f"{topic}/first", [where, unspent])
+        users = self.users(device) if serves and first == where else None
+        theirs = users is not None and users.name() == name
+        backend: Any = users if theirs else None
+        joined = False
+
+        def look() -> None:
+            if board.is_over(place):
+                board.decide(place)  # raises what a peer gave up for
+
+        def ended() -> set[int]:
+            return board.ended(team.ranks) & {*team.ranks}
+
+        try:
+            with board.attending([place]):
+                look()
+                if backend is None:
+                    store = c10d.PrefixStore(f"interlace/{place}/backend", self._store)
+                    known = self.whose, look, ended
+                    backend = connect(name, store, team.me, team.size, time_out_s, *known)
+                    self.made.append(backend)
+                if name == "nccl":
+                    from interlace.comm.cuda.nccl import join  # which needs the CUDA driver
+
+                    join(backend, on, time_out_s, self.whose, board.ended, look)
+                    joined = True
+            board.exchange(place, {}, time_out_s)
+        except BaseException:
+            if theirs and name == "nccl":
+                with contextlib.suppress(InterlaceError):
+                    self._spend(key)
+            if joined:  # and a peer has not
+                from interlace.comm.cuda.nccl import abort
+
+                abort([backend])
+            raise
+        return backend

@@ -9,13 +9,16 @@ from run to run:
 
 What only moves data goes as bytes, so every element type works. Order of reductions is the
 backend's own: the same in every run of one shape and on every rank, but not that of another
-backend.
+backend. Where Interlace reduces itself, it is the ranks' order, in fp32: the same bits on every
+rank.
+
+    >>> reduce_into(out, [torch.ones(2), torch.ones(2)], "sum")
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +28,6 @@ from torch.distributed import distributed_c10d
 
 from interlace.comm.backends import MARGIN_S
 from interlace.comm.host.signals import Wait
-from interlace.comm.reductions import check_reduction
 from interlace.errors import UnsupportedError
 
 c10d: Any = distributed_c10d
@@ -34,14 +36,17 @@ c10d: Any = distributed_c10d
 Run = Callable[[torch.Tensor | None, torch.Tensor | None, Wait], None]
 
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
-_GLOO_REDUCES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8),
-)
-_NCCL_TYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8),
-)
+_TYPES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+"""The element types that gloo reduces, and that NCCL knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,7 @@ def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
     """The function that runs this collective on the backend."""
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
-        if backend.name() == "gloo" and spec.dtype not in _GLOO_REDUCES:
+        if backend.name() == "gloo" and spec.dtype not in _TYPES:
             raise UnsupportedError(
                 f"gloo does not reduce {spec.dtype}: choose 'peer' instead of gloo (the option "
                 "transport='peer', or backend='peer' in a Program's text), or convert first"
@@ -129,7 +134,7 @@ class _Binder:
         self.backend = backend
         self.spec = spec
         self.limit = limit
-        plain = backend.name() == "nccl" and spec.dtype in _NCCL_TYPES
+        plain = backend.name() == "nccl" and spec.dtype in _TYPES
         self.moved: Callable[[torch.Tensor], torch.Tensor] = _itself if plain else as_bytes
         """A contiguous tensor as the backend moves it,"""
         self.flat: Callable[[torch.Tensor], torch.Tensor] = _itself if plain else _flat
@@ -318,3 +323,41 @@ def nothing(device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Ten
     """
     with torch.inference_mode(False):  # else runs out of that mode could not take it
         return torch.empty(0, dtype=dtype, device=device)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type a reduction accumulates in: fp32 for narrower floats, else the type itself."""
+    narrow = dtype.is_floating_point and dtype.itemsize < 4
+    return torch.float32 if narrow else dtype
+
+
+def check_reduction(reduce: str, dtype: torch.dtype) -> None:
+    """Raises `UnsupportedError` where the reduction has no meaning for the element type."""
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    if reduce == "avg" and exact:
+        raise UnsupportedError(
+            f"an average of {dtype} is not defined: reduce with sum and divide, or convert first"
+        )
+    if dtype.is_complex and reduce in ("min", "max"):
+        raise UnsupportedError(f"{reduce} of {dtype} is not defined: complex numbers have no order")
+    if dtype == torch.bool and reduce not in ("min", "max"):
+        raise UnsupportedError(f"{reduce} of {dtype} is not defined: reduce with max (or) or min")
+
+
+def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], reduce: str) -> None:
+    """`out` becomes the reduction of `parts`, one after another."""
+    wide = accumulator(out.dtype)
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        match reduce:
+            case "sum" | "avg":
+                total += part.to(wide)
+            case "prod":
+                total *= part.to(wide)
+            case "min":
+                torch.minimum(total, part.to(wide), out=total)
+            case _:
+                torch.maximum(total, part.to(wide), out=total)
+    if reduce == "avg":
+        total /= len(parts)
+    out.copy_(total)

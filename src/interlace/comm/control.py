@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from interlace.comm.host.shared_memory import Segment
 from interlace.comm.host.signals import Wait, fence, order_cells, stamp
 from interlace.comm.rendezvous.board import named
-from interlace.comm.rendezvous.liveness import Life
+from interlace.comm.rendezvous.liveness import PeerProcess
 from interlace.errors import AgreementError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS
 
@@ -56,7 +56,7 @@ class Control:
         ranks: Sequence[int],
         me: int,
         segments: Sequence[Segment],
-        lives: Sequence[Life],
+        lives: Sequence[PeerProcess],
         word: Callable[[int], str] = lambda rank: "",
     ) -> None:
         """`word` gives what a rank said elsewhere before its process ended."""
@@ -273,29 +273,9 @@ class Control:
 
     # -- progress --------------------------------------------------------------------------------
 
-    def teller(self) -> Callable[[int, int], None]:
-        """A function for the run that was entered last: called as (stream, op), it tells that the
-        stream of this rank is at the op of that index; `DONE` after its last."""
-        mine, clock = self._mine, time.monotonic_ns
-        run = mine[ENTERED]
-
-        def tell(stream: int, op: int) -> None:
-            if stream < STREAMS:
-                at = PROGRESS + 2 * stream
-                mine[at] = stamp(run, op)
-                mine[at + 1] = clock()
-
-        return tell
-
     def progress(self, streams: int) -> list[tuple[int, float]]:
-        """The op that each of the first streams of this rank is at in the run entered last, and
-        for how many seconds; as op -1 before its first, -2 after its last."""
-        mine, now, found = self._mine, time.monotonic_ns(), list[tuple[int, float]]()
-        for at in range(PROGRESS, PROGRESS + 2 * streams, 2):
-            run, op = divmod(mine[at], 1 << VALUE_BITS)
-            op = -1 if run != mine[ENTERED] else -2 if op == DONE else op
-            found.append((op, (now - mine[at + 1]) / 1e9))
-        return found
+        """`progress_of` the first streams of this rank."""
+        return progress_of(self._mine, streams)
 
     def reach(self, backend: int, count: int, wait: Wait) -> None:
         """Returns when every rank got to collective number `count` of this run: a rendezvous."""
@@ -387,6 +367,17 @@ class Control:
     def _read(segment: Segment, offset: int, length: int) -> str:
         data = bytes(segment.cells.cast("B")[offset : offset + length])
         return data.decode(errors="replace")
+
+
+def progress_of(cells: Sequence[int], streams: int) -> list[tuple[int, float]]:
+    """The op that each of the first streams is at in the run entered last, and for how many
+    seconds; as op -1 before its first, -2 after its last."""
+    now, found = time.monotonic_ns(), list[tuple[int, float]]()
+    for at in range(PROGRESS, PROGRESS + 2 * streams, 2):
+        run, op = divmod(cells[at], 1 << VALUE_BITS)
+        op = -1 if run != cells[ENTERED] else -2 if op == DONE else op
+        found.append((op, (now - cells[at + 1]) / 1e9))
+    return found
 
 
 def _called_reset(rank: int) -> str:

@@ -28,14 +28,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from interlace.comm.backends import apart, limit_s
-from interlace.comm.connections import Connections
+from interlace.comm.backends import Connections, apart, limit_s
 from interlace.comm.control import NBYTES, Control
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import share
 from interlace.comm.host.slots import SlotPool
-from interlace.comm.rendezvous.board import STORE_S, Board, Note, named
-from interlace.comm.rendezvous.greeting import Party, meet
-from interlace.comm.rendezvous.liveness import Life, identity
+from interlace.comm.rendezvous.board import STORE_S, Board, Note, Party, meet, named
+from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.errors import BackendError, InterlaceError, PeerError, TeamError
 
 if TYPE_CHECKING:
@@ -76,20 +74,19 @@ class TeamComm:
         self.me = self.ranks.index(rank)
         self.rank = rank
         self.lock = threading.RLock()
-        self.board = Board(store, limit_s=limit_s)
+        self.board = Board(store, self.ranks, rank, limit_s=limit_s)
         self._control: Control | None = None
-        self._lives: list[Life] = []
+        self._lives: list[PeerProcess] = []
         self.resets = 0
         """The round of the last reset: Note [All or none] in board.py."""
         self.num_prepared = 0
         """The round in which the last Program was prepared."""
         self.key = f"{group.group_name}/{'-'.join(map(str, self.ranks))}"
-        self.party = Party(f"{self.key}/greeting", self.ranks, rank)
+        self.party = Party(f"{self.key}/greeting", self.ranks)
         self.topic = ""
         """Where the notes of its present processes are; `meet` finds it."""
-        self.slots = SlotPool(self.board, "", self.ranks, self.me)
-        place = self.board, self.key, self.ranks, rank, name
-        self._connections = Connections(weakref.ref(group), store, *place)
+        self.slots = SlotPool(self.board)
+        self._connections = Connections(weakref.proxy(self), weakref.ref(group), store)
         self._cuda: CudaSide | None = None
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
 
@@ -120,7 +117,7 @@ class TeamComm:
 
     def found(self) -> None:
         """Its processes have met: from now on its notes have a place."""
-        self.topic = self._connections.topic = f"{self.key}/{self.party.name}"
+        self.topic = f"{self.key}/{self.party.name}"
         self.slots.topic = f"{self.topic}/slots"
 
     def setup(self, time_out_s: float) -> None:
@@ -131,7 +128,7 @@ class TeamComm:
         process = identity()
         note: Note = {"host": host(), "process": list(process)}
         topic = f"{self.topic}/setup/{self.num_prepared}"
-        notes = self.board.exchange(f"{topic}/hello", self.ranks, self.rank, note, time_out_s)
+        notes = self.board.exchange(f"{topic}/hello", note, time_out_s)
         away = [rank for rank, n in zip(self.ranks, notes, strict=True) if n["host"] != host()]
         if away:
             raise BackendError(
@@ -139,8 +136,8 @@ class TeamComm:
                 f"{named(away)} on others. The CPU executor shares memory between the ranks of a "
                 "team: start them on one host, or make teams that stay within one"
             )
-        shared = share(self.board, topic, self.ranks, self.me, NBYTES, {}, time_out_s)
-        self._lives = [Life.of(*n["process"]) for n in notes]
+        shared = share(self.board, topic, NBYTES, {}, time_out_s)
+        self._lives = [PeerProcess.of(*n["process"]) for n in notes]
         self.board.lives.update(zip(self.ranks, self._lives, strict=True))
         known = shared.segments, self._lives, self.board.word
         self._control = Control(self.name, self.ranks, self.me, *known)
@@ -148,7 +145,19 @@ class TeamComm:
     def fail(self, error: BaseException) -> None:
         """Tells the team why this rank stops, and other teams' ranks, in the store, if it ends."""
         self.control.fail(error)
-        self.board.leave_word(self.rank, error)
+        self.board.leave_word(error)
+
+    def consult(self, what: str, note: Note, time_out_s: float) -> list[Note]:
+        """What every rank of the team notes, to agree on `what`; all come here together, or none.
+
+        Peers that wait for this rank in a run of any team of these ranks are to know.
+        """
+        meet([self], repr(what), time_out_s)
+        self.board.announce()
+        place, over = self.board.next_round(f"{self.topic}/{what}")
+        over = over if self.me == 0 else []
+        with attending((team, place) for team in known_teams([self.ranks])) as look:
+            return self.board.exchange(place, note, time_out_s, look, over)
 
     @contextlib.contextmanager
     def attending(self, meeting: str) -> Iterator[Callable[[], None]]:
@@ -200,11 +209,6 @@ class TeamComm:
             )
         return self._cuda
 
-    @property
-    def side(self) -> CudaSide | None:
-        """The device side, if there is one."""
-        return self._cuda
-
     def begin_reset(self, time_out_s: float) -> None:
         """Peers that wait for this rank, in a run or in a meeting, hear that it resets."""
         with self.lock:
@@ -227,12 +231,12 @@ class TeamComm:
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            where, mine = (self.ranks, self.rank), {"run": self.control.run, "renew": renew}
+            mine = {"run": self.control.run, "renew": renew}
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
             try:
-                told = self.board.exchange(topic, *where, mine, time_out_s)
+                told = self.board.exchange(topic, mine, time_out_s)
                 renew = any(note["renew"] for note in told)
                 if renew:
                     self._connections.end(time_out_s)
@@ -245,7 +249,7 @@ class TeamComm:
                 self.slots.reset()
                 if self._cuda is not None:
                     self._cuda.reset()
-                self.board.exchange(f"{topic}/renewal", *where, {}, time_out_s)
+                self.board.exchange(f"{topic}/renewal", {}, time_out_s)
                 on = None if self._cuda is None else self._cuda.device
                 if renew:
                     self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
@@ -273,7 +277,7 @@ class TeamComm:
             theirs = any(backend.name() == "nccl" for backend in self._connections.made)
             if theirs and self.is_set_up and not failed:
                 with contextlib.suppress(InterlaceError):
-                    self.board.exchange(f"{self.topic}/end", self.ranks, self.rank, {}, END_S)
+                    self.board.exchange(f"{self.topic}/end", {}, END_S)
         finally:
             self._control = None
             self.slots.slots.clear()
@@ -299,6 +303,7 @@ class _Registry:
             team = self._teams.get(group)
             if team is None:
                 team = self._teams[group] = TeamComm(group, name, limit_s)
+            team.name = team.name or name
             return team
 
     def live(self) -> list[TeamComm]:
@@ -320,8 +325,8 @@ _registry = _Registry()
 
 
 def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> TeamComm:
-    """The TeamComm of a process group, made at the first call; `name` is for messages, `limit_s`
-    bounds what it asks the store."""
+    """The TeamComm of a process group, made at the first call; the first `name` that is not empty
+    is for messages, `limit_s` bounds what it asks the store."""
     return _registry.get(group, name, limit_s)
 
 
@@ -338,7 +343,7 @@ def attending(meetings: Iterable[tuple[TeamComm, str]]) -> Iterator[Callable[[],
         yield lambda: [look() for look in looks]
 
 
-def known_lives() -> dict[int, Life]:
+def known_lives() -> dict[int, PeerProcess]:
     """The processes of the ranks of all teams that are set up, as far as they are known."""
     return {rank: life for team in _registry.live() for rank, life in team.board.lives.items()}
 

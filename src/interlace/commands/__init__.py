@@ -1,7 +1,11 @@
-"""The commands of `interlace`, one file each; `cli.py` puts them together.
+"""The commands of `interlace`, each a function in a file with its like; `cli.py` joins them.
 
-    output.py     tables, JSON and errors, on a terminal and off it
-    files.py      reading schedules, and laying them on another mesh or world
+output.py     tables, JSON and errors, on a terminal and off it
+files.py      reading schedules, and laying them on another mesh or world
+check.py      whether a schedule can go wrong
+schedules.py  passes, pages and predictions of a schedule
+explain.py    the strategy of every site, and why
+demo.py, bench.py, calibrate.py, doctor.py    what runs on this machine
 
 None imports torch, nor anything else that is slow, before it runs.
 """

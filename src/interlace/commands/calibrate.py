@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interlace.commands.output import command, print_json, say, table
+from interlace.commands.output import command, print_json, say, table, words
 from interlace.errors import CalibrationError, OptionError
 
 if TYPE_CHECKING:
@@ -52,46 +52,48 @@ def calibrate(
     json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
 ) -> None:
     """Measure links, matmuls and whole sites of this machine, for `auto` to choose by."""
-    parts = [word.strip() for word in measure.split(",") if word.strip()]
-    if not parts and not given:
-        parts = list(PARTS)
+    parts = words(measure) or ([] if given else list(PARTS))
     for part in parts:
         if part not in PARTS:
             raise OptionError(f"--measure {part}: choose from {', '.join(PARTS)}")
     texts = [(path, _read(path)) for path in given or ()]
     place = _Place(device, [row for _, rows in texts for row in rows], out)
-    path = place.path
     machine = _from_samples(place.start(), texts, place.host)
     rows: list[Mapping[str, Any]] = [row for _, rows in texts for row in rows if "op" in row]
     skipped: list[str] = []
     if parts:
-        wanted = preset or ("" if shapes else "bars" if place.cuda else "cpu")
-        settings = {
-            "dtypes": [w.strip() for w in (dtype or place.dtype).split(",")],
-            "most": most or (1 << 28 if place.cuda else 1 << 22),
-            "seconds": seconds,
-        }
-        options = {"device": place.device, "world": world, "time_out_s": time_out}
+        from interlace.bench.interconnect import calibrate_work, calibration_settings
+        from interlace.bench.ranks import run
+        from interlace.bench.sites import cases_of
+        from interlace.cost import Machine
+
+        wanted = preset or ("bars" if place.cuda else "cpu")
+        dtypes = words(dtype or ("bf16" if place.cuda else "f32"))
+        ranks: dict[str, Any] = {"device": place.device, "world": world, "time_out_s": time_out}
         with tempfile.TemporaryDirectory() as folder:
-            new = Path(folder) / "machine.json"
-            report = _measured(parts, new, wanted, shapes, settings, options, verbose)
+            settings = calibration_settings(
+                calibration=f"{folder}/machine.json" if "interconnect" in parts else "",
+                dtypes=dtypes,
+                most=most or (1 << 28 if place.cuda else 1 << 22),
+                cases=cases_of(wanted, shapes, dtypes) if "overlap" in parts else (),
+                seconds=seconds,
+            )
+            report = run("calibrate", calibrate_work, settings, **ranks, verbose=verbose)
             if report is None:
                 return  # another rank than 0, of torchrun
             if report["calibration"]:
-                from interlace.cost import Machine
-
                 found = Machine.load(report["calibration"], any_host=True)
                 machine = found.replace(sites=machine.sites)
         rows += report["rows"]
         skipped = report["skipped"]
-    saved = _save(machine, rows, path, place.host)
+    saved = _save(machine, rows, place)
     if json:
-        print_json({"schema": 1, "file": str(path), "host": saved.host, **_facts(saved)})
+        print_json({"schema": 1, "file": str(place.path), "host": saved.host, **_facts(saved)})
         return
     table(("of", "what"), [(key, str(value)) for key, value in _facts(saved).items()])
     if skipped:
         say(f"no time left for: {'; '.join(skipped)}")
-    say(f"wrote {path}")
+    say(f"wrote {place.path}")
 
 
 class _Place:
@@ -100,14 +102,13 @@ class _Place:
     def __init__(self, device: str, rows: Sequence[Mapping[str, Any]], out: Path | None) -> None:
         from interlace.bench.ranks import pick_device
         from interlace.cost import Machine, default_path, fingerprint
-        from interlace.passes.choosing.site_rows import gpu_of
+        from interlace.passes.strategies.candidates import gpu_of
         from interlace.runtime.machine import gpus_of
 
         gpu, world = gpu_of(rows)
         elsewhere = device == "cuda" and rows and not _has_gpu()
         self.device = "cuda" if elsewhere else pick_device(device)
         self.cuda = self.device == "cuda"
-        self.dtype = "bf16" if self.cuda else "f32"
         if elsewhere and not gpu:
             if out is None or not out.exists():
                 raise CalibrationError(
@@ -155,7 +156,7 @@ def _from_samples(
 ) -> Machine:
     """The machine with what files of samples tell."""
     from interlace.cost import fit
-    from interlace.cost.samples import sample_of
+    from interlace.cost.fit import sample_of
 
     samples = [
         sample_of(row, f"{path}, line {i}")
@@ -168,41 +169,12 @@ def _from_samples(
     return fit(samples, machine, host=host).replace(sites=machine.sites)
 
 
-def _measured(
-    parts: Sequence[str],
-    new: Path,
-    preset: str,
-    shapes: str,
-    settings: Mapping[str, Any],
-    options: Mapping[str, Any],
-    verbose: bool,
-) -> dict[str, Any] | None:
-    from interlace.bench.calibrate import CPU_CASES
-    from interlace.bench.calibrate import settings as settings_of
-    from interlace.bench.launch import run
-    from interlace.bench.sites import Case, parse_shapes
-    from interlace.bench.sites import preset as shapes_of
-
-    names = [word.strip() for word in preset.split(",") if word.strip()]
-    dtypes = settings["dtypes"]
-    cases = parse_shapes(shapes, dtypes) if shapes else []
-    for name in names:
-        of_cpu = [Case(*case, dtype) for case in CPU_CASES for dtype in dtypes]
-        cases += of_cpu if name == "cpu" else shapes_of(name, dtypes)
-    told = settings_of(
-        calibration=str(new) if "interconnect" in parts else "",
-        cases=cases if "overlap" in parts else (),
-        **settings,
-    )
-    return run("calibrate", told, **options, verbose=verbose)
-
-
-def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], path: Path, host: str) -> Machine:
+def _save(machine: Machine, rows: Sequence[Mapping[str, Any]], place: _Place) -> Machine:
     """Writes the machine with the sites of these rows."""
-    from interlace.passes.choosing.candidates import with_sites
-    from interlace.passes.choosing.site_rows import site_times
+    from interlace.passes.strategies.candidates import site_times, with_sites
 
-    named = machine.replace(name=path.stem, host=host)
+    path = place.path
+    named = machine.replace(name=path.stem, host=place.host)
     saved = with_sites(named, site_times(rows))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

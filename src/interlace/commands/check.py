@@ -7,14 +7,19 @@ sound (8 ranks, 168 ops, 12 ms)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
-from interlace.commands.operators import look_up
 from interlace.commands.output import UNSOUND, command, print_json, say
+from interlace.errors import ProgramError
+
+if TYPE_CHECKING:
+    from interlace.ir import Program
+    from interlace.verify import Finding
 
 
 @command
@@ -50,3 +55,51 @@ def check(
         say(str(report))
     if not report.sound:
         raise typer.Exit(UNSOUND)
+
+
+def look_up(programs: Sequence[Program], allowed: Collection[str] = ()) -> tuple[Finding, ...]:
+    """Remarks on the operators that the Programs call, as far as the PyTorch that is here can say.
+
+    Raises ProgramError for an operator that PyTorch does not have, and for one of another library
+    that `allowed` does not name. PyTorch is imported for names that the passes do not know.
+    """
+    from interlace.ir.call_names import refuse_others
+    from interlace.verify import Finding
+
+    for program in programs:
+        refuse_others(program, allowed)
+    return tuple(
+        Finding("unknown-operator", message, level="remark") for message in _remarks(programs)
+    )
+
+
+def _remarks(programs: Sequence[Program]) -> list[str]:
+    from interlace.ir.call_names import FUNCTIONS, called, is_known
+    from interlace.ir.call_names import OPERATORS as OURS
+    from interlace.ir.operators import OPERATORS, POINTWISE
+
+    known = {*FUNCTIONS, *OURS, *OPERATORS, *POINTWISE.values()}
+    calls: dict[str, str] = {}  # the first place of each name
+    for program in programs:
+        for fn, place in called(program):
+            if fn not in known:
+                calls.setdefault(fn, place)
+    own = {fn: at for fn, at in calls.items() if is_known(fn)}
+    remarks = [
+        f"{at}: {fn!r} is not known to Interlace, which takes it for granted that this operator "
+        "touches its arguments and results alone"
+        for fn, at in calls.items()
+        if fn not in own
+    ]
+    if not own:
+        return remarks
+    try:
+        from interlace.runtime.calling.operators import resolve
+    except ImportError:
+        return [*remarks, "whether the operators exist was not looked up: PyTorch is not here"]
+    for fn, place in own.items():
+        try:
+            resolve(fn)
+        except ProgramError as error:
+            raise ProgramError(f"{place}: {error}") from None
+    return remarks

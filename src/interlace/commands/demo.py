@@ -9,8 +9,9 @@ Where there are two GPUs or more the ranks have one each, and the model is large
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from interlace.commands.output import command, print_json, say, table
 from interlace.errors import BackendError, OptionError, TeamError
 
 if TYPE_CHECKING:
-    from interlace.demo.lesson import Lesson
+    from interlace.demo.plan import TrainingPlan
     from interlace.launch import Tell
 
 
@@ -56,7 +57,7 @@ def demo(
     serial program, and overlapped; on GPUs a fourth way, the overlapped ops one by one. Losses are
     shown side by side.
     """
-    from interlace.demo.lesson import Lesson
+    from interlace.demo.plan import TrainingPlan
     from interlace.options import Options
 
     if steps < 1:
@@ -77,17 +78,16 @@ def demo(
     device, world = _place(device, ranks)
     if os.environ.get("RANK", "0") == "0" or not started:
         make_folder(out)
-    lesson = Lesson.on(device, layers=layers, in_order=in_order, **given)
-    settings = {"lesson": lesson.to_json(), "out": str(out), "time_out_s": time_out}
+    plan = TrainingPlan.on(device, layers=layers, in_order=in_order, **given)
+    plan.model.check(int(os.environ["WORLD_SIZE"]) if started else world)
+    work = functools.partial(train, out, time_out)
     if started:
-        lesson.model.check(int(os.environ["WORLD_SIZE"]))
-        report = train(settings, lambda event: None)
+        report = work(plan, lambda event: None)
     else:
         from interlace.launch import launch
 
-        lesson.model.check(world)
-        with _progress(lesson, quiet=json) as hear:
-            report = launch(train, settings, world, hear, time_out, "the demo")
+        with _progress(plan, quiet=json) as hear:
+            report = launch(work, plan, world, hear, time_out, "the demo")
     if report is None:
         return
     if json:
@@ -120,22 +120,20 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def train(settings: Mapping[str, Any], tell: Tell) -> dict[str, Any] | None:
+def train(out: Path, time_out_s: float, plan: TrainingPlan, tell: Tell) -> dict[str, Any] | None:
     """Works as one of the ranks."""
     from datetime import timedelta
 
-    from interlace.demo.lesson import Lesson
-    from interlace.demo.worker import work
+    from interlace.demo.train import work
     from interlace.launch import joined
 
-    lesson = Lesson.from_json(settings["lesson"])
-    limit = timedelta(seconds=lesson.time_out_s)
-    with joined(lesson.device, limit, settings["time_out_s"], exact=True) as device:
-        return work(lesson, Path(settings["out"]), tell, device)
+    limit = timedelta(seconds=plan.time_out_s)
+    with joined(plan.device, limit, time_out_s, exact=True) as device:
+        return work(plan, out, tell, device)
 
 
 @contextlib.contextmanager
-def _progress(lesson: Lesson, quiet: bool) -> Iterator[Tell]:
+def _progress(plan: TrainingPlan, quiet: bool) -> Iterator[Tell]:
     """Shows rank 0's steps as a bar on a terminal, and nothing elsewhere."""
     from rich.console import Console
 
@@ -145,14 +143,14 @@ def _progress(lesson: Lesson, quiet: bool) -> Iterator[Tell]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from interlace.demo.lesson import WAYS
+    from interlace.demo.plan import WAYS
 
     columns = (TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn())
     loss = TextColumn("{task.fields[loss]}")
     with Progress(*columns, loss, TimeElapsedColumn(), console=terminal) as bar:
         tasks = {
-            way: bar.add_task(WAYS[way], total=lesson.steps, start=False, loss="")
-            for way in lesson.ways
+            way: bar.add_task(WAYS[way], total=plan.steps, start=False, loss="")
+            for way in plan.ways
         }
 
         def hear(event: dict[str, Any]) -> None:
@@ -168,7 +166,7 @@ def _progress(lesson: Lesson, quiet: bool) -> Iterator[Tell]:
 def show(report: dict[str, Any]) -> None:
     """The report for people."""
     from interlace.commands.explain import HEADINGS
-    from interlace.demo.lesson import WAYS
+    from interlace.demo.plan import WAYS
 
     lesson, model = report["lesson"], report["lesson"]["model"]
     where = "" if report["device"] == "cpu" else f" on {report['device']}"
@@ -225,7 +223,7 @@ def _some(steps: int) -> list[int]:
 
 def _equality(report: dict[str, Any]) -> None:
     """Says, of each way, whether it gave the same bits as the overlapped one."""
-    from interlace.demo.lesson import WAYS
+    from interlace.demo.plan import WAYS
 
     steps = report["lesson"]["steps"]
     for way, equal in report["equal"].items():

@@ -16,20 +16,32 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from interlace.commands.doctor_cuda import look_at_gpus
 from interlace.commands.files import read_machine
-from interlace.commands.finding import Finding
 from interlace.commands.output import UNSOUND, command, print_json, say, table
-from interlace.errors import CalibrationError
+from interlace.errors import CalibrationError, InterlaceError
 
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_MEMORY = 1 << 30
 STRICT = "AVX512,STRICT"
+BINDINGS = "pip install 'cuda-bindings>=13.0.3,<14' (a CUDA build of torch brings it)"
+PROBE = 2 << 20
+"""Bytes of the allocation with which peer memory is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """One thing that was looked at. `state`: ok, absent (something does without) or broken."""
+
+    name: str
+    state: str
+    found: str
+    mend: str = ""
 
 
 @command
@@ -62,12 +74,14 @@ def doctor(
         raise typer.Exit(UNSOUND)
 
 
-def look(calibration: Path | None = None) -> Iterator[Finding]:
+def look(calibration: Path | None = None) -> Iterator[Inspection]:
     """Everything that doctor looks at, in order."""
     import interlace
 
-    yield Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
-    yield Finding("interlace", "ok", f"{interlace.__version__} ({Path(interlace.__file__).parent})")
+    yield Inspection("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield Inspection(
+        "interlace", "ok", f"{interlace.__version__} ({Path(interlace.__file__).parent})"
+    )
     torch = _import("torch")
     yield from _torch(torch)
     yield _plugin()
@@ -88,24 +102,26 @@ def _import(name: str) -> Any:
         return error
 
 
-def _torch(torch: Any) -> Iterator[Finding]:
+def _torch(torch: Any) -> Iterator[Inspection]:
     if isinstance(torch, Exception):
         mend = "pip install 'torch>=2.11' (README.md: which torch)"
-        yield Finding("torch", "broken", f"does not import: {torch}", mend)
+        yield Inspection("torch", "broken", f"does not import: {torch}", mend)
         return
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
     build = f"ROCm {torch.version.hip} build" if torch.version.hip else build
     if release < (2, 11):
-        yield Finding("torch", "broken", f"{torch.__version__}, {build}", "install torch >= 2.11")
+        yield Inspection(
+            "torch", "broken", f"{torch.__version__}, {build}", "install torch >= 2.11"
+        )
     else:
-        yield Finding("torch", "ok", f"{torch.__version__}, {build}")
+        yield Inspection("torch", "ok", f"{torch.__version__}, {build}")
     if torch.version.cuda:
         yield from look_at_gpus(torch)
     dist = torch.distributed
     if not dist.is_available():
         mend = "take a torch built with USE_DISTRIBUTED=1"
-        yield Finding("torch.distributed", "broken", "not in this torch", mend)
+        yield Inspection("torch.distributed", "broken", "not in this torch", mend)
         return
     backends: dict[str, tuple[Callable[[], bool], str]] = {
         "gloo": (dist.is_gloo_available, "take a torch with gloo: every CPU program needs it"),
@@ -114,17 +130,17 @@ def _torch(torch: Any) -> Iterator[Finding]:
     }
     for name, (available, mend) in backends.items():
         if available():
-            yield Finding(name, "ok", "in this torch")
+            yield Inspection(name, "ok", "in this torch")
         else:
             state = "broken" if name == "gloo" else "absent"
-            yield Finding(name, state, "not in this torch", mend)
+            yield Inspection(name, state, "not in this torch", mend)
 
 
-def _plugin() -> Finding:
+def _plugin() -> Inspection:
     points = importlib.metadata.entry_points(group="torch_dynamo_backends")
     if "interlace" in points.names:
-        return Finding("torch.compile backend", "ok", 'backend="interlace" is registered')
-    return Finding(
+        return Inspection("torch.compile backend", "ok", 'backend="interlace" is registered')
+    return Inspection(
         "torch.compile backend",
         "absent",
         'backend="interlace" is not registered',
@@ -132,74 +148,76 @@ def _plugin() -> Finding:
     )
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> Inspection:
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError as error:
         mend = "mount a tmpfs at /dev/shm: one-sided copies between CPU ranks need it"
-        return Finding("shared memory", "absent", f"no {SHARED_MEMORY} ({error.strerror})", mend)
+        return Inspection("shared memory", "absent", f"no {SHARED_MEMORY} ({error.strerror})", mend)
     found = f"{usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f} at {SHARED_MEMORY}"
     if usage.free < ENOUGH_SHARED_MEMORY:
         mend = "symmetric buffers of CPU ranks live there: docker run --shm-size=2g, or remount it"
-        return Finding("shared memory", "absent", found, mend)
-    return Finding("shared memory", "ok", found)
+        return Inspection("shared memory", "absent", found, mend)
+    return Inspection("shared memory", "ok", found)
 
 
-def _compiler() -> Finding:
+def _compiler() -> Inspection:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
-            return Finding("C++ compiler", "ok", path)
+            return Inspection("C++ compiler", "ok", path)
     mend = 'only regions="inductor" on the CPU needs one: apt-get install g++'
-    return Finding("C++ compiler", "absent", "none on PATH", mend)
+    return Inspection("C++ compiler", "absent", "none on PATH", mend)
 
 
-def _package(name: str, purpose: str, mend: str) -> Finding:
+def _package(name: str, purpose: str, mend: str) -> Inspection:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, "absent", f"not installed ({purpose})", mend)
+        return Inspection(name, "absent", f"not installed ({purpose})", mend)
     try:
-        return Finding(name, "ok", importlib.metadata.version(name))
+        return Inspection(name, "ok", importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(name, "ok", "installed, of no known version")
+        return Inspection(name, "ok", "installed, of no known version")
 
 
-def _cores(torch: Any) -> Finding:
+def _cores(torch: Any) -> Inspection:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = "" if isinstance(torch, Exception) else f", torch uses {torch.get_num_threads()}"
     if cores == 1:
         mend = "two cores or more let communication run beside compute"
-        return Finding("cores", "absent", f"1{threads}", mend)
-    return Finding("cores", "ok", f"{cores}{threads}")
+        return Inspection("cores", "absent", f"1{threads}", mend)
+    return Inspection("cores", "ok", f"{cores}{threads}")
 
 
-def _arithmetic(torch: Any) -> Finding:
+def _arithmetic(torch: Any) -> Inspection:
     """Whether chunks of a CPU matmul can equal the whole bit for bit."""
     name = "bit-equal chunks"
     if isinstance(torch, Exception):
-        return Finding(name, "absent", "unknown without torch")
+        return Inspection(name, "absent", "unknown without torch")
     capability = torch.backends.cpu.get_cpu_capability()
     if not torch.backends.mkl.is_available():
-        return Finding(name, "absent", f"{capability}, torch without MKL", "take a torch with MKL")
+        return Inspection(
+            name, "absent", f"{capability}, torch without MKL", "take a torch with MKL"
+        )
     if "AVX512" not in capability:
-        return Finding(name, "absent", f"{capability}: MKL_CBWR={STRICT} needs AVX512")
+        return Inspection(name, "absent", f"{capability}: MKL_CBWR={STRICT} needs AVX512")
     given = os.environ.get("MKL_CBWR", "")
     if given == STRICT:
-        return Finding(name, "ok", f"{capability}, MKL_CBWR={given}")
+        return Inspection(name, "ok", f"{capability}, MKL_CBWR={given}")
     mend = f"set MKL_CBWR={STRICT} where an overlapped fp32 run must equal the serial one in bits"
-    return Finding(name, "absent", f"{capability}, MKL_CBWR={given or 'not set'}", mend)
+    return Inspection(name, "absent", f"{capability}, MKL_CBWR={given or 'not set'}", mend)
 
 
-def _calibration(path: Path | None, torch: Any) -> Finding:
+def _calibration(path: Path | None, torch: Any) -> Inspection:
     """The file that was named, or the one of this machine."""
     if path is None:
         path = _own_calibration(torch)
         if not path.exists():
             mend = "interlace calibrate measures this machine, for `auto` to choose by"
-            return Finding("calibration", "absent", f"none at {path}: the built-in model", mend)
+            return Inspection("calibration", "absent", f"none at {path}: the built-in model", mend)
     try:
         machine = read_machine(path)
     except CalibrationError as error:
-        return Finding("calibration", "broken", str(error), "calibrate again on this machine")
-    return Finding("calibration", "ok", f"{machine.name} ({path})")
+        return Inspection("calibration", "broken", str(error), "calibrate again on this machine")
+    return Inspection("calibration", "ok", f"{machine.name} ({path})")
 
 
 def _own_calibration(torch: Any) -> Path:
@@ -211,3 +229,91 @@ def _own_calibration(torch: Any) -> Path:
     from interlace.runtime.machine import gpus_of
 
     return default_path(gpus_of("cuda"))
+
+
+# -- GPUs, where torch is a CUDA build ---------------------------------------------------------
+
+
+def look_at_gpus(torch: Any) -> Iterator[Inspection]:
+    """Everything about GPUs, for a torch that is built for CUDA."""
+    count = torch.cuda.device_count()
+    if not count:
+        mend = "no device is visible: look at the driver (nvidia-smi)"
+        yield Inspection("GPUs", "absent", "0", mend)
+    else:
+        names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
+        yield Inspection("GPUs", "ok", f"{count} {names}")
+    yield _bindings()
+    if count:
+        yield _nccl(torch)
+        yield _peers(torch, count)
+        yield from _memory(torch)
+
+
+def _bindings() -> Inspection:
+    name = "cuda-bindings"
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Inspection(name, "absent", "not installed (peer memory on GPUs)", BINDINGS)
+    if found.split(".")[0] not in ("12", "13"):
+        return Inspection(name, "absent", f"{found}, which is not known here", BINDINGS)
+    return Inspection(name, "ok", found)
+
+
+def _nccl(torch: Any) -> Inspection:
+    try:
+        version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    except (AttributeError, ImportError, RuntimeError) as error:
+        return Inspection(
+            "NCCL version", "absent", str(error), "take a CUDA build of torch with NCCL"
+        )
+    return Inspection("NCCL version", "ok", version)
+
+
+def _peers(torch: Any, count: int) -> Inspection:
+    """Which ordered pairs of GPUs cannot reach each other's memory."""
+    name = "peer access"
+    if count == 1:
+        return Inspection(name, "absent", "one GPU alone", "overlap needs two ranks")
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    apart = [(i, j) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+    if not apart:
+        return Inspection(name, "ok", f"all {len(pairs)} ordered pairs")
+    listed = ", ".join(f"{i} > {j}" for i, j in apart[:8])
+    found = f"{len(pairs) - len(apart)} of {len(pairs)} ordered pairs; none {listed}"
+    mend = "teams of GPUs need it (see nvidia-smi topo -p2p r): choose GPUs that reach each other"
+    return Inspection(name, "absent", found, mend)
+
+
+def _memory(torch: Any) -> Iterator[Inspection]:
+    """Tries, on the first GPU, what peer memory stands on."""
+    from interlace.comm.cuda.driver import Driver
+
+    ipc, words = "memory shared by processes", "stream memory operations"
+    mend = "teams of GPUs need it; on the CPU nothing does"
+    try:
+        torch.cuda.set_device(0)
+        torch.cuda.synchronize()
+        driver = Driver()
+        base = driver.alloc(PROBE)
+    except (InterlaceError, RuntimeError) as error:
+        yield Inspection(ipc, "absent", str(error), mend)
+        return
+    try:
+        try:
+            driver.handle(base)
+            yield Inspection(ipc, "ok", "CUDA IPC gives handles")
+        except InterlaceError as error:
+            why = "containers need --ipc=host or one IPC namespace; "
+            yield Inspection(ipc, "absent", str(error), why + mend)
+        try:
+            stream = driver.private_stream()
+            driver.write(stream, base, 7)
+            driver.wait(stream, base, 7)
+            driver.finish(stream)
+            yield Inspection(words, "ok", "streams write words and wait for them")
+        except InterlaceError as error:
+            yield Inspection(words, "absent", str(error), mend)
+    finally:
+        driver.free(base)

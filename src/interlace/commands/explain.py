@@ -18,7 +18,7 @@ from interlace.commands.output import UNSOUND, command, print_json, say, table
 if TYPE_CHECKING:
     from interlace.cost import Machine
     from interlace.ir import Program, Site
-    from interlace.passes.choosing.estimate import Estimate
+    from interlace.passes.strategies.estimate import Estimate
 
 HEADINGS = ("site", "module", "kind", "strategy", "serial", "predicted", "gain", "reason")
 CANDIDATES = ("site", "strategy", "predicted", "measured", "expected")
@@ -43,7 +43,7 @@ def explain(
     """
     from interlace.options import Options
     from interlace.passes import lower
-    from interlace.passes.choosing.candidates import candidates
+    from interlace.passes.strategies.candidates import candidates
     from interlace.verify import check
 
     machine = _machine(calibration, device)
@@ -126,8 +126,11 @@ def candidate_rows(found: Mapping[int, Sequence[Estimate]]) -> list[tuple[str, .
     """A row for each candidate of each site: what `CANDIDATES` names."""
     return [
         (
-            *(str(site), estimate.label, _ms(estimate.predicted_ms)),
-            *(_ms(estimate.measured_ms), _ms(estimate.expected_ms)),
+            str(site),
+            estimate.label,
+            _ms(estimate.predicted_ms),
+            _ms(estimate.measured_ms),
+            _ms(estimate.expected_ms),
         )
         for site, estimates in found.items()
         for estimate in estimates

@@ -59,16 +59,6 @@ def read_programs(path: Path) -> list[Program]:
     return programs
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    from interlace.trace.runs import write_whole
-
-    try:
-        write_whole(path, text.encode(errors="backslashreplace"))
-    except OSError as error:
-        raise InterlaceError(f"cannot write {path}: {error.strerror or error}") from error
-
-
 def make_folder(folder: Path) -> None:
     """Makes a folder for what is written at the end of long work, and sees that it can be."""
     try:

@@ -100,8 +100,12 @@ def console() -> Console:
 
 
 PLAIN: dict[str, Any] = {
-    **{"highlight": False, "markup": False, "emoji": False, "no_color": True},
-    **{"width": 10_000, "force_terminal": False},
+    "highlight": False,
+    "markup": False,
+    "emoji": False,
+    "no_color": True,
+    "width": 10_000,
+    "force_terminal": False,
 }
 
 
@@ -139,6 +143,11 @@ def code(text: str) -> None:
 
     lexer = "diff" if text.startswith("---") else "python"
     out.print(Syntax(text, lexer, theme="ansi_dark", background_color="default", word_wrap=True))
+
+
+def words(text: str) -> list[str]:
+    """The words of an option that takes several, with commas between."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def say(text: str) -> None:

@@ -1,25 +1,21 @@
 """What a Program costs: a machine model, op times, the simulator and the timelines it predicts.
 
 timeline.py      spans and overlap figures, predicted or measured
-curve.py         how long a message of n bytes takes
 machine.py       the figures of a machine; builtin.py: those known without measuring
-machine_file.py  calibration files; location.py: where they live
+machine_file.py  calibration files, and where they live
 gemm.py          how long matmuls take
-op_times.py      what one op costs; issue.py: what it costs the host
+op_times.py      what one op costs the device, and what it costs the host
 site_times.py    whole sites as they were measured
 graph.py         the ops of all ranks as tasks, and what each waits for
 simulate.py      the tasks played: a predicted timeline
-samples.py       what a benchmark measured; fit.py: the figures of a machine from that
+fit.py           what a benchmark measured, and the figures of a machine from that
 """
 
 from interlace.cost.builtin import default_machine
-from interlace.cost.curve import Curve
-from interlace.cost.fit import fit
-from interlace.cost.issue import issue_seconds, run_issue_seconds
-from interlace.cost.location import default_path, fingerprint
-from interlace.cost.machine import GemmTime, Link, Machine
-from interlace.cost.op_times import op_cost, op_kind, op_name, op_seconds
-from interlace.cost.samples import Sample, read_samples, write_samples
+from interlace.cost.fit import Sample, fit, read_samples, write_samples
+from interlace.cost.machine import Curve, GemmTime, Link, Machine
+from interlace.cost.machine_file import default_path, fingerprint
+from interlace.cost.op_times import issue_seconds, op_cost, op_kind, op_name, run_issue_seconds
 from interlace.cost.simulate import simulate, site_seconds
 from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.cost.timeline import Figures, Span, Timeline
@@ -43,7 +39,6 @@ __all__ = [
     "op_cost",
     "op_kind",
     "op_name",
-    "op_seconds",
     "read_samples",
     "run_issue_seconds",
     "simulate",

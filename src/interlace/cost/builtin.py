@@ -8,8 +8,7 @@ A calibration (`interlace calibrate`) replaces what it measured.
 
 from __future__ import annotations
 
-from interlace.cost.curve import Curve
-from interlace.cost.machine import Link, Machine
+from interlace.cost.machine import Curve, Link, Machine
 from interlace.errors import CalibrationError
 
 
@@ -44,30 +43,22 @@ CPU = Machine(
 """A core a rank for compute, and one more to copy with."""
 
 
-def _curve(*points: tuple[float, float]) -> Curve:
-    """A curve from (kilobytes, microseconds)."""
+def _curve(kilobytes: tuple[int, ...], microseconds: tuple[float, ...]) -> Curve:
+    points = zip(kilobytes, microseconds, strict=True)
     return Curve(tuple((size * 1e3, took * 1e-6) for size, took in points))
 
 
-NCCL_GATHER = _curve(
-    *((6, 15.0), (100, 16.0), (800, 22.0), (3_000, 38.0)),
-    *((12_000, 83.0), (48_000, 203.0), (192_000, 676.0), (768_000, 2393.0)),
-)
+SIZES = (6, 100, 800, 3_000, 12_000, 48_000, 192_000, 768_000)
+NCCL_GATHER = _curve(SIZES, (15, 16, 22, 38, 83, 203, 676, 2393))
 """Four ranks, from 12 MB up as measured."""
-NCCL_SCATTER = _curve(
-    *((6, 15.0), (100, 17.0), (800, 24.0), (3_000, 42.0)),
-    *((12_000, 92.0), (48_000, 220.0), (192_000, 720.0), (768_000, 2500.0)),
-)
-NCCL_REDUCE = _curve(
-    *((12, 20.0), (200, 22.0), (1_600, 33.0), (6_000, 64.0)),
-    *((24_000, 140.0), (96_000, 385.0), (384_000, 1340.0), (1_536_000, 4900.0)),
-)
-EXCHANGE = _curve((6, 9.0), (100, 9.5), (800, 12.0), (3_000, 20.0), (12_000, 52.0), (48_000, 190.0))
+NCCL_SCATTER = _curve(SIZES, (15, 17, 24, 42, 92, 220, 720, 2500))
+NCCL_REDUCE = _curve(tuple(2 * size for size in SIZES), (20, 22, 33, 64, 140, 385, 1340, 4900))
+EXCHANGE = _curve(SIZES[:6], (9, 9.5, 12, 20, 52, 190))
 """One kernel in which every rank writes to its peers."""
-EXCHANGE_REDUCE = _curve((12, 11.0), (200, 12.0), (1_600, 17.0), (6_000, 33.0), (24_000, 98.0))
+EXCHANGE_REDUCE = _curve((12, 200, 1_600, 6_000, 24_000), (11, 12, 17, 33, 98))
 PEER_COPY = _curve(
-    *((4, 11.0), (256, 11.7), (1_000, 13.8), (2_100, 16.8), (4_200, 22.0)),
-    *((8_400, 26.5), (16_800, 49.6), (33_600, 95.0), (134_000, 370.0)),
+    (4, 256, 1_000, 2_100, 4_200, 8_400, 16_800, 33_600, 134_000),
+    (11, 11.7, 13.8, 16.8, 22, 26.5, 49.6, 95, 370),
 )
 """Gets and puts: small ones with what their signals take to arrive, large ones as in a chain of
 puts, 5.6 us apart with their signals (measured on two GPUs)."""
@@ -76,8 +67,13 @@ H200 = Machine(
     name="h200",
     device="cuda",
     gemm_flops=(
-        *(("bf16", 830e12), ("f16", 830e12), ("f32", 50e12), ("f64", 55e12)),
-        *(("f8e4m3", 1500e12), ("f8e5m2", 1500e12), ("other", 50e12)),
+        ("bf16", 830e12),
+        ("f16", 830e12),
+        ("f32", 50e12),
+        ("f64", 55e12),
+        ("f8e4m3", 1500e12),
+        ("f8e5m2", 1500e12),
+        ("other", 50e12),
     ),
     gemm_tile=(128, 256),
     gemm_tiles=((128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45)),
@@ -87,8 +83,13 @@ H200 = Machine(
     launch_s=3e-6,
     issue_s=6e-6,
     issue=(
-        *(("call", 8e-6), ("kernel", 8e-6), ("copy", 2.5e-6), ("peer", 2.5e-6)),
-        *(("collective", 15e-6), ("event", 0.6e-6), ("signal", 1.6e-6)),
+        ("call", 8e-6),
+        ("kernel", 8e-6),
+        ("copy", 2.5e-6),
+        ("peer", 2.5e-6),
+        ("collective", 15e-6),
+        ("event", 0.6e-6),
+        ("signal", 1.6e-6),
     ),
     event_s=1e-6,
     lanes=1,

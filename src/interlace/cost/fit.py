@@ -1,8 +1,11 @@
-"""fit: a Machine from single figures that a benchmark measured.
+"""Samples, single figures that a benchmark measured, and `fit`, which makes a Machine of them.
 
     >>> samples = [Sample(kind="gemm", dtype="bf16", shape=(8192, 8192, 8192), seconds=1.4e-3)]
     >>> fit(samples, default_machine("cuda")).name
     'calibrated'
+
+    write_samples("interconnect.csv", samples)
+    machine = fit(read_samples("interconnect.csv"), default_machine("cuda"))
 
 What no sample tells keeps its figure. Sizes that were measured go into tables, which answer for
 themselves; what is between and beyond them follows the model, moved to fit them.
@@ -10,16 +13,18 @@ themselves; what is between and beyond them follows the model, moved to fit them
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import math
+import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 
-from interlace.cost.curve import Curve
 from interlace.cost.gemm import gemm_seconds
-from interlace.cost.machine import GemmTime, Link, Machine
-from interlace.cost.samples import COLLECTIVES, TRANSFERS, Sample
+from interlace.cost.machine import Curve, GemmTime, Link, Machine
 from interlace.errors import CalibrationError
 from interlace.ir import DType
 
@@ -27,6 +32,106 @@ HOST_BOUND = 1.3
 """A sample that is shorter than so many times what the host takes may be the host's."""
 LEAST_DOUBT_S = 1e-6
 """What a gain must come to where both sides are predicted from measurements."""
+TRANSFERS = ("get", "put", "send")
+"""Between two ranks."""
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "reduce")
+"""Of a team."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measured figure."""
+
+    kind: str
+    """`get`, `put`, `send` (point to point); a collective's kind as in the IR; `copy` (inside the
+    device's memory); `gemm`; `launch` (a kernel that does nothing, one after another); `event`
+    (a wait for an event of another stream); `issue` (the host, for the call that `protocol` names:
+    `call`, `kernel`, `copy`, `peer`, `collective`, `event` or `signal`)."""
+    seconds: float
+    """One of them, once warm: the median."""
+    backend: str = ""
+    """What moved the bytes: `nccl`, `peer`, `gloo`, `ucc`."""
+    protocol: str = ""
+    """Of point-to-point copies `ce` (copy engine) or `sm` (a kernel)."""
+    dtype: str = ""
+    """As the IR spells it: `bf16`."""
+    nbytes: int = 0
+    """Point to point and `copy`: the bytes copied. Collectives: those of the larger of a rank's
+    two tensors (what an all-gather makes, what a reduce-scatter takes)."""
+    shape: tuple[int, int, int] = (0, 0, 0)
+    """M, K and N of a matmul."""
+    ranks: int = 0
+    """Size of the team; of point-to-point copies, how many ranks took part."""
+    concurrent: bool = False
+    """Point to point: whether all ranks copied at once."""
+    under: str = ""
+    """What else ran on the device meanwhile: `gemm` or `copies`; empty: nothing."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it tells anything."""
+        return 0 < self.seconds < math.inf
+
+    @property
+    def link_bytes(self) -> float:
+        """The bytes that pass through the busiest rank's link, one way."""
+        part = self.nbytes * (self.ranks - 1) / self.ranks if self.ranks > 1 else 0.0
+        match self.kind:
+            case "get" | "put" | "send" | "copy":
+                return self.nbytes
+            case "all_reduce":
+                return 2 * part
+            case "broadcast":
+                return self.nbytes if self.ranks > 1 else 0.0
+            case _:
+                return part
+
+
+HEADINGS = tuple(field.name for field in fields(Sample))
+
+
+def write_samples(path: str | os.PathLike[str], samples: Iterable[Sample]) -> None:
+    """Writes samples as CSV, a row each."""
+    with Path(path).open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(HEADINGS)
+        for sample in samples:
+            row = {name: getattr(sample, name) for name in HEADINGS}
+            row["shape"] = "x".join(map(str, sample.shape))
+            row["concurrent"] = int(sample.concurrent)
+            row["seconds"] = repr(sample.seconds)
+            writer.writerow(row.values())
+
+
+def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
+    """The samples of a CSV file; columns that it does not have keep their defaults."""
+    with Path(path).open(newline="") as file:
+        return [
+            sample_of(row, f"{path}, line {i + 2}") for i, row in enumerate(csv.DictReader(file))
+        ]
+
+
+def sample_of(row: Mapping[str, str], where: str) -> Sample:
+    """The sample of a row of text."""
+    given = {key: value for key, value in row.items() if key in HEADINGS and value}
+    try:
+        sizes = tuple(map(int, given.get("shape", "0x0x0").split("x")))
+        if len(sizes) != 3:
+            raise ValueError(f"shape {given['shape']!r} is not MxKxN")
+        return Sample(
+            kind=given["kind"],
+            seconds=float(given["seconds"]),
+            backend=given.get("backend", ""),
+            protocol=given.get("protocol", ""),
+            dtype=given.get("dtype", ""),
+            nbytes=int(float(given.get("nbytes", "0"))),
+            shape=sizes,
+            ranks=int(given.get("ranks", "0")),
+            concurrent=given.get("concurrent", "").lower() in ("1", "true"),
+            under=given.get("under", ""),
+        )
+    except (KeyError, ValueError) as error:
+        raise CalibrationError(f"{where} is no sample: {error}") from error
 
 
 def fit(

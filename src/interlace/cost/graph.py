@@ -19,10 +19,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from interlace.cost.fused import Part, fused_costs
-from interlace.cost.issue import issue_seconds
 from interlace.cost.machine import Machine
-from interlace.cost.op_times import Cost, op_cost, op_kind, op_name
+from interlace.cost.op_times import (
+    Cost,
+    FusedPart,
+    fused_costs,
+    issue_seconds,
+    op_cost,
+    op_name,
+)
 from interlace.errors import ProgramError, SoundnessError
 from interlace.ir import (
     Expect,
@@ -63,7 +68,7 @@ class Task:
 
 
 @dataclass(slots=True)
-class Entry:
+class PlacedOp:
     """One op of one rank: its first and last task, and those that hold its stream up."""
 
     rank: int
@@ -74,44 +79,24 @@ class Entry:
     after: tuple[int, ...]
     earliest: float
 
-    @property
-    def stream(self) -> str:
-        """The op's stream."""
-        return self.op.stream
-
-    @property
-    def site(self) -> int | None:
-        """The op's site."""
-        return self.op.site
-
-    @property
-    def kind(self) -> str:
-        """What the op is to a timeline."""
-        return op_kind(self.op)
-
-    @property
-    def name(self) -> str:
-        """What the op is called."""
-        return op_name(self.op)
-
 
 @dataclass(slots=True)
-class Graph:
+class TaskGraph:
     """The tasks, and the op behind each."""
 
     tasks: list[Task]
-    entries: list[Entry]
+    entries: list[PlacedOp]
     ranks: tuple[int, ...]
     transports: frozenset[str]
 
     def stuck(self, done: Sequence[bool]) -> str:
         """Where every stream of every rank stands, for a set that cannot go on."""
-        heads: dict[tuple[int, str], Entry] = {}
+        heads: dict[tuple[int, str], PlacedOp] = {}
         for entry in self.entries:
             if not done[entry.last]:
-                heads.setdefault((entry.rank, entry.stream), entry)
+                heads.setdefault((entry.rank, entry.op.stream), entry)
         lines = [
-            f"  rank {rank}, {stream}: op {entry.index}, {entry.name}"
+            f"  rank {rank}, {stream}: op {entry.index}, {op_name(entry.op)}"
             + (f" at {entry.op.loc}" if str(entry.op.loc) else "")
             for (rank, stream), entry in sorted(heads.items(), key=lambda item: item[0])
         ]
@@ -120,7 +105,7 @@ class Graph:
         )
 
 
-def build(programs: Sequence[Program], machine: Machine) -> Graph:
+def build(programs: Sequence[Program], machine: Machine) -> TaskGraph:
     """The tasks of one run of every rank of a set of Programs."""
     builder = _Builder(machine)
     for program in programs:
@@ -136,7 +121,7 @@ class _Builder:
         self.machine = machine
         self.ranks: list[int] = []
         self.tasks: list[Task] = []
-        self.entries: list[Entry] = []
+        self.entries: list[PlacedOp] = []
         self.meetings = Meetings[int]()  # of tasks
         self.shared: dict[tuple[Queue | Channel, int], int] = {}  # what several ops come to
         self.transports: set[str] = set()
@@ -192,7 +177,7 @@ class _Builder:
             if isinstance(op, Fused):
                 last = self.fused(rank, op, fused_costs(op, box, self.machine), last, parts)
             self.entries.append(
-                Entry(rank, index, op, first if first >= 0 else last, last, after, issued)
+                PlacedOp(rank, index, op, first if first >= 0 else last, last, after, issued)
             )
             members = parts[1:] if isinstance(op, Fused) else parts
             for number, (item, begin, end) in enumerate(members):
@@ -218,7 +203,7 @@ class _Builder:
         return self.meet(key, (sender, receiver), cost, first, arrival, last)
 
     def fused(
-        self, rank: int, op: Fused, costs: Sequence[Part], start: int, parts: list[Spanned]
+        self, rank: int, op: Fused, costs: Sequence[FusedPart], start: int, parts: list[Spanned]
     ) -> int:
         """The members' tasks, noted in `parts`; the task of the end.
 
@@ -285,7 +270,7 @@ class _Builder:
                 self.edge(other, task)
         return task
 
-    def finish(self) -> Graph:
+    def finish(self) -> TaskGraph:
         """The graph, with the order between ranks; what never comes is waited for for ever."""
         tasks, met = self.tasks, self.meetings
         for queue, k, come in met.collectives():
@@ -299,7 +284,7 @@ class _Builder:
             for taker in retake.takers:
                 for free in retake.frees.values():
                     self.waits(free, taker)
-        return Graph(self.tasks, self.entries, tuple(self.ranks), frozenset(self.transports))
+        return TaskGraph(self.tasks, self.entries, tuple(self.ranks), frozenset(self.transports))
 
     def waits(self, source: int | None, task: int) -> None:
         if source is None:

@@ -1,19 +1,29 @@
-"""Op times: what one op costs on a machine, from its boxes alone.
+"""Op times: what one op costs on a machine, from its boxes alone, and what it costs the host.
 
-    >>> op_seconds(op, program.boxes(0), machine, {"tp": 4})
+    >>> op_cost(op, program.boxes(0), machine, {"tp": 4}).seconds
     0.0024
+    >>> issue_seconds(op, machine, {"tp": 4})
+    8e-06
 
 A matmul takes whole waves of tiles, or as long as its bytes do; other compute takes its bytes; a
 collective takes the bytes that each rank must receive, over its link.
+
+Note [Parts of a fused kernel]
+    Matmuls of one weight are cut from the same waves, which is what fusing is for: together they
+    take as long as a whole matmul of all their rows, and each takes its share of that. A tile is
+    one unit's: from when a part's rows are there it takes at least a tile's time, however many
+    units are idle, so that what fits into one wave hides nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from interlace.cost.gemm import arithmetic_seconds, gemm_seconds
+from interlace.cost.gemm import arithmetic_seconds, gemm_seconds, wave_seconds
 from interlace.cost.machine import Machine
 from interlace.errors import UnsupportedError
 from interlace.ir import (
@@ -31,6 +41,8 @@ from interlace.ir import (
     HostSync,
     Notify,
     Op,
+    Others,
+    Program,
     Put,
     Record,
     Recv,
@@ -94,13 +106,11 @@ def op_name(op: Op) -> str:
             return type(op).__name__.lower()
 
 
-def op_seconds(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> float:
-    """How long an op takes undisturbed; `sizes` has the number of ranks of each team."""
-    return op_cost(op, box, machine, sizes).seconds
-
-
 def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> Cost:
-    """What an op costs. Of a Group this is nothing, of a Fused its launch: the rest is members'."""
+    """What an op costs; `sizes` has the number of ranks of each team.
+
+    Of a Group this is nothing, of a Fused its launch: the rest is members'.
+    """
     match op:
         case Call():
             return _call_cost(op, box, machine)
@@ -130,7 +140,7 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
 def unknown(op: Op) -> UnsupportedError:
     """The error for an op that the cost model has no case for."""
     return UnsupportedError(
-        f"the cost model knows no op {type(op).__name__}: add a case to op_cost and to issue.py"
+        f"the cost model knows no op {type(op).__name__}: add it to op_cost and issue_seconds"
     )
 
 
@@ -211,3 +221,90 @@ def _attention(op: Call, box: Boxes, machine: Machine) -> float:
     query, key = matrices
     flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base_of(op.fn) else 1)
     return flops / machine.flops(query.dtype)
+
+
+class FusedPart(NamedTuple):
+    """What a member costs."""
+
+    cost: Cost
+    tile_s: float = 0.0
+    """Of a matmul: what one of its tiles takes."""
+
+
+def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
+    """The cost of each member: Note [Parts of a fused kernel]; the launch is the Fused's own."""
+    shapes: list[MatmulShape | None] = [
+        matmul_shape(member, box) if isinstance(member, Call) else None for member in op.members
+    ]
+    rows: defaultdict[tuple[DType, int, int, int], int] = defaultdict(int)
+    for shape in filter(None, shapes):
+        rows[shape.dtype, shape.inner, shape.columns, shape.batch] += shape.rows
+    costs: list[FusedPart] = []
+    for member, shape in zip(op.members, shapes, strict=True):
+        if shape is not None:
+            whole = rows[shape.dtype, shape.inner, shape.columns, shape.batch]
+            sizes = shape.dtype, whole, shape.inner, shape.columns, shape.batch
+            took = gemm_seconds(machine, *sizes) * machine.fused
+            tile = min(took, wave_seconds(machine, shape.dtype, shape.inner) * machine.fused)
+            share = Cost(work_s=took * shape.rows / whole)
+            costs.append(FusedPart(share, tile))
+        elif isinstance(member, Call):
+            costs.append(FusedPart(Cost(work_s=call_bytes(member, box) / machine.memory_bandwidth)))
+        else:
+            costs.append(FusedPart(Cost()))
+    return costs
+
+
+# -- the host -----------------------------------------------------------------------------------
+
+
+def issue_seconds(op: Op, machine: Machine, sizes: Mapping[str, int]) -> float:
+    """How long the host takes to issue an op; `sizes` has the number of ranks of each team.
+
+    A machine that has no figure for a kind of call takes `issue_s`, or for events what a stream
+    takes.
+    """
+    cheap = op_kind(op) in ("sync", "memory")
+    other = min(machine.event_s, machine.issue_s) if cheap else machine.issue_s
+    if not machine.issue:
+        return other
+    what, count = _calls(op, sizes)
+    return count * dict(machine.issue).get(what, other)
+
+
+def _calls(op: Op, sizes: Mapping[str, int]) -> tuple[str, int]:
+    """Which call issues an op, and how many of them."""
+    match op:
+        case Call(fn=fn):
+            return ("call" if fn.startswith("aten.") else "kernel"), 1
+        case Fused():
+            return "kernel", 1
+        case Copy():
+            return "copy", 1
+        case Put() | Get():
+            return "peer", 1
+        case Collective(backend=backend):
+            return ("kernel" if backend == "peer" else "collective"), 1
+        case Send() | Recv():
+            return "collective", 1
+        case Record() | Wait():
+            return "event", 1
+        case Notify(peer=peer, team=team) | Expect(peer=peer, team=team):
+            return "signal", sizes[team] - 1 if isinstance(peer, Others) else 1
+        case Alloc(buffer=buffer) if buffer.kind == "symmetric" and buffer.team:
+            # Taking a slot awaits that every peer released it, freeing it tells them so.
+            return "signal", 2 * (sizes[buffer.team] - 1)
+        case Alloc() | Free():
+            return "event", 0
+        case Group() | HostSync():
+            return "", 1
+        case _:
+            raise unknown(op)
+
+
+def run_issue_seconds(program: Program, machine: Machine) -> float:
+    """How long the host of one rank takes to issue a run, joining all streams included."""
+    sizes = {team.name: team.size for team in program.teams}
+    sides = max(0, len(program.streams()) - 1)
+    joins = 4 * sides * dict(machine.issue).get("event", 0.0)
+    return joins + sum(issue_seconds(op, machine, sizes) for op in program.ops)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from interlace.cost.graph import Graph, Task, build
+from interlace.cost.graph import Task, TaskGraph, build
 from interlace.cost.machine import Machine
+from interlace.cost.op_times import op_kind, op_name
 from interlace.cost.timeline import Span, Timeline
 from interlace.errors import SoundnessError
 from interlace.ir import Program
@@ -36,12 +37,10 @@ def simulate(programs: Program | Sequence[Program], machine: Machine) -> Timelin
         arrived = max((play.end[i] or 0.0 for i in item.after), default=0.0)
         assert end is not None
         start = min(end, max(arrived, item.earliest))
-        if end > start or item.kind != "memory":
-            spans.append(
-                Span(
-                    item.rank, item.stream, item.index, item.name, start, end, item.site, item.kind
-                )
-            )
+        op, kind = item.op, op_kind(item.op)
+        if end > start or kind != "memory":
+            name = op_name(op)
+            spans.append(Span(item.rank, op.stream, item.index, name, start, end, op.site, kind))
     return Timeline(tuple(spans), listed[0].name if listed else "", "predicted")
 
 
@@ -62,7 +61,7 @@ def site_seconds(program: Program, machine: Machine) -> dict[int, float]:
 class _Play:
     """Runs the tasks of a graph. Time passes from event to event; speeds change only there."""
 
-    def __init__(self, graph: Graph, machine: Machine) -> None:
+    def __init__(self, graph: TaskGraph, machine: Machine) -> None:
         self.graph, self.machine = graph, machine
         count = len(graph.tasks)
         self.missing = [task.missing for task in graph.tasks]

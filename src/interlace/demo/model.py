@@ -1,7 +1,7 @@
 """A Llama-style model on bytes, in ordinary PyTorch, and its DTensor plan.
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize(Transformer(Config()), mesh)
+    model = parallelize(Transformer(ModelConfig()), mesh)
     logits = model(tokens)  # (batch, sequence, 256), the same on every rank
 
 The plan is the usual one: tensor parallel matmuls, sequence parallel norms between them, so each
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from interlace.demo.lesson import Config
+from interlace.demo.plan import ModelConfig
 
 
 class RMSNorm(nn.Module):
@@ -59,7 +59,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention; each rank holds some of the heads."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate = nn.Linear(config.dim, config.hidden, bias=False)
         self.up = nn.Linear(config.dim, config.hidden, bias=False)
@@ -96,7 +96,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
 
     table: Tensor
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))

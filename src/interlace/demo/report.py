@@ -1,6 +1,6 @@
 """What the demo found, as data, and the files that it writes.
 
-report = make_report(lesson, world, outcomes, Path("interlace-demo"))
+report = make_report(plan, world, outcomes, Path("interlace-demo"))
 report["equal"]["losses"], report["overlap"]["overlapped"]["hidden"]
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,16 @@ import torch
 
 from interlace.commands.explain import explanation
 from interlace.cost import Machine, Timeline, simulate
-from interlace.demo.lesson import Lesson
+from interlace.demo.plan import TrainingPlan
 from interlace.ir import Program
 from interlace.runtime.machine import machine_for
 from interlace.trace import Run, write_page, write_perfetto
-from interlace.trace.runs import write_whole
+from interlace.trace.tracks import write_whole
 from interlace.verify import Report
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class DemoGraph:
     """A compiled graph: its Program, the proof of it, and how one run went on all ranks."""
 
     kind: str
@@ -36,7 +36,7 @@ class Graph:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class WayOutcome:
     """One way of training, as all ranks saw it; digests are by rank."""
 
     way: str
@@ -48,16 +48,16 @@ class Outcome:
     parameters: list[str]
     gradient_norm: float = 0.0
     """Of the first step's gradients, over all ranks' shards."""
-    graphs: list[Graph] = field(default_factory=list)
+    graphs: list[DemoGraph] = field(default_factory=list)
 
 
 def make_report(
-    lesson: Lesson, world: int, outcomes: Sequence[Outcome], out: Path
+    plan: TrainingPlan, world: int, outcomes: Sequence[WayOutcome], out: Path
 ) -> dict[str, Any]:
     """Compares the ways, writes the files and says all of it as plain data."""
     by_way = {outcome.way: outcome for outcome in outcomes}
     eager, serial, overlapped = (by_way[way] for way in ("eager", "serial", "overlapped"))
-    machine = machine_for(lesson.options("overlapped"), lesson.device)
+    machine = machine_for(plan.options("overlapped"), plan.device)
     graphs = [
         {
             "kind": graph.kind,
@@ -87,9 +87,9 @@ def make_report(
         "schema": 1,
         "world": world,
         "torch": torch.__version__,
-        "device": _device(lesson.device),
+        "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
         "machine": machine.name,
-        "lesson": lesson.to_json(),
+        "lesson": asdict(plan),
         "losses": {outcome.way: outcome.losses for outcome in outcomes},
         "step_ms": {outcome.way: _step_ms(outcome) for outcome in outcomes},
         "first_step_s": {outcome.way: outcome.step_s[0] for outcome in outcomes},
@@ -101,7 +101,7 @@ def make_report(
     return report
 
 
-def _difference(one: Outcome, other: Outcome) -> float:
+def _difference(one: WayOutcome, other: WayOutcome) -> float:
     return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
 
 
@@ -109,16 +109,12 @@ def _ratio(one: float, other: float) -> float:
     return one / other if other else float(one == other)
 
 
-def _device(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else device
-
-
-def _step_ms(outcome: Outcome) -> float:
+def _step_ms(outcome: WayOutcome) -> float:
     """The median step, without the first one, which compiles."""
     return statistics.median(outcome.step_s[1:] or outcome.step_s) * 1e3
 
 
-def _overlap(outcome: Outcome) -> dict[str, float]:
+def _overlap(outcome: WayOutcome) -> dict[str, float]:
     """Communication of a whole step, forward and backward, and how much compute hid of it."""
     figures = [graph.measured.figures() for graph in outcome.graphs]
     comm = sum(figure.comm_s for figure in figures)
@@ -132,14 +128,14 @@ def _overlap(outcome: Outcome) -> dict[str, float]:
 
 
 def _write(
-    overlapped: Outcome, serial: Outcome, machine: Machine, out: Path, report: dict[str, Any]
+    overlapped: WayOutcome, serial: WayOutcome, machine: Machine, out: Path, report: dict[str, Any]
 ) -> list[str]:
     """The Programs' text, the trace and the page; returns their paths."""
     written: list[Path] = []
     for outcome, suffix in ((overlapped, ""), (serial, ".serial")):
         for graph in outcome.graphs:
             path = out / f"{graph.kind}{suffix}.ilc"
-            write_whole(path, f"{graph.program}\n".encode())
+            write_whole(path, f"{graph.program}\n")
             written.append(path)
     runs = [
         Run((graph.program,), simulate(graph.program, machine), graph.measured, graph.kind)

@@ -1,31 +1,28 @@
 """From PyTorch to Programs: the torch.compile backend, `interlace.compile`, import of FX graphs.
 
-backend.py       torch.compile(model, backend="interlace")
-compile.py       interlace.compile(fn, *examples): the same without TorchDynamo
-capture.py       the Programs behind a compiled model;  explain.py: what became of each site
-artefact.py      a compiled graph, with a bound Program for each signature
-binding.py       serial Program -> overlapped, agreed on, bound
-partition.py     what is saved between forward and backward, and what is gathered again
-checkpoints.py   the user's own checkpointing
-consent.py       ranks decide alike on what depends on their own sizes
-teams.py         process groups as teams (membership.py: ranks tell each other theirs)
+backend.py         torch.compile(model, backend="interlace")
+compile.py         interlace.compile(fn, *examples): the same without TorchDynamo
+compiled_graph.py  a compiled graph, with a bound Program for each signature
+binding.py         serial Program -> overlapped, agreed on, bound
+explain.py         the Programs behind a compiled model, and what became of each site
+partition.py       what is saved between forward and backward, and what is gathered again
+teams.py           process groups as teams; what ranks tell each other while they compile
 
-importing/       an FX graph as a serial Program
-calling/         from the arguments of a call to a run
+importing/         an FX graph as a serial Program
+calling/           from the arguments of a call to a run
 """
 
-from interlace.frontend.artefact import Artefact
 from interlace.frontend.backend import backend
 from interlace.frontend.binding import Bound
-from interlace.frontend.capture import Captured, capture
-from interlace.frontend.importing.import_fx import import_graph
-from interlace.frontend.importing.imported import Imported, Opaque
+from interlace.frontend.compiled_graph import CompiledGraph
+from interlace.frontend.explain import Captured, capture
+from interlace.frontend.importing.importer import Imported, Opaque, import_graph
 from interlace.frontend.teams import Teams
 
 __all__ = [
-    "Artefact",
     "Bound",
     "Captured",
+    "CompiledGraph",
     "Imported",
     "Opaque",
     "Teams",

@@ -26,13 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import InterlaceError, OptionError
-from interlace.frontend.artefact import Artefact, Setting
-from interlace.frontend.calling.sizes import with_sizes
-from interlace.frontend.calling.waiting import without_waiting
-from interlace.frontend.capture import notice
-from interlace.frontend.importing.devices import device_of
+from interlace.frontend.calling.arguments import with_sizes, without_waiting
+from interlace.frontend.compiled_graph import CompiledGraph, Setting
+from interlace.frontend.explain import notice
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.locs import argument, is_state, label
+from interlace.frontend.importing.nodes import argument, is_state, label
+from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
 from interlace.options import Options
 from interlace.runtime.machine import shared_machine
@@ -43,7 +42,7 @@ class Compilation:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.artefacts: list[Artefact] = []
+        self.graphs: list[CompiledGraph] = []
         self._static: set[str] = set()
         """Placeholders of the forward graph that are parameters; backward has them by name."""
 
@@ -62,31 +61,32 @@ class Compilation:
     def prepare(self) -> None:
         """Binds the graphs that have concrete sizes, forward and backward together, or none."""
         try:
-            for artefact in self.artefacts:
-                artefact.prepare()
+            for graph in self.graphs:
+                graph.prepare()
         except BaseException:
-            for artefact in self.artefacts:
-                artefact.close()
+            for graph in self.graphs:
+                graph.close()
             raise
 
-    def _compiler(self, kind: str) -> Callable[[fx.GraphModule, Any], Artefact]:
-        def compiler(gm: fx.GraphModule, example_inputs: Any) -> Artefact:
+    def _compiler(self, kind: str) -> Callable[[fx.GraphModule, Any], CompiledGraph]:
+        def compiler(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
             if kind == "inference":
                 equal_groups(gm.graph)  # the others were one graph before
             if kind == "backward":
                 keep_saved()
-            meshes = dict.fromkeys((*self.setting.meshes, *graph_meshes(gm)))
+            places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+            found = meshes_in(node.meta.get("val") for node in places)
+            meshes = dict.fromkeys((*self.setting.meshes, *found))
             setting = replace(self.setting, meshes=tuple(meshes))
-            artefact = Artefact(kind, gm, setting, self._stays(kind, gm))
-            self.artefacts.append(artefact)
-            notice(artefact)
-            return artefact
+            graph = CompiledGraph(kind, gm, setting, self._stays(kind, places))
+            self.graphs.append(graph)
+            notice(graph)
+            return graph
 
         return compiler
 
-    def _stays(self, kind: str, gm: fx.GraphModule) -> frozenset[int]:
+    def _stays(self, kind: str, nodes: Sequence[fx.Node]) -> frozenset[int]:
         """Positions of the arguments of a graph that are the module's parameters and buffers."""
-        nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
         if kind != "backward":
             self._static = {
                 node.name
@@ -114,12 +114,12 @@ class NotCompiled(ShortenTraceback):
 
 
 class Backend:
-    """The backend's function, with the artefacts that `torch.compiler.reset()` frees."""
+    """The backend's function, with the graphs that `torch.compiler.reset()` frees."""
 
     __name__ = "interlace"
 
     def __init__(self) -> None:
-        self._artefacts: weakref.WeakSet[Artefact] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
 
     def __call__(
         self,
@@ -142,8 +142,8 @@ class Backend:
 
     def reset(self) -> None:
         """Frees every Executor; `torch.compiler.reset()` calls it."""
-        for artefact in list(self._artefacts):
-            artefact.close()
+        for graph in list(self._graphs):
+            graph.close()
 
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
@@ -162,7 +162,7 @@ class Backend:
         with compiling():
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare()
-        self._artefacts.update(compilation.artefacts)
+        self._graphs.update(compilation.graphs)
         # Example inputs are the tensors of this call; what was traced has symbols where sizes vary.
         traced = [node.meta.get("example_value") for node in places]
         return wrap(with_sizes(traced, setting.labels, setting.state, compiled))
@@ -181,7 +181,7 @@ def compiling() -> Iterator[None]:
 
     Note [Generator states are tensors]: on CUDA torch saves the state of recomputed dropout in
     generators that it hands in as arguments, for its own CUDA graphs. A Program saves it as a small
-    tensor, on every device alike (`interlace.frontend.importing.rng`).
+    tensor, on every device alike (`interlace.frontend.importing.lowerings`).
     """
     settings = functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
@@ -229,11 +229,6 @@ def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:
     found = [getattr(value, "device_mesh", value) for value in values]
     real = [getattr(value, "real_obj", value) for value in found]
     return tuple(dict.fromkeys(mesh for mesh in real if isinstance(mesh, DeviceMesh)))
-
-
-def graph_meshes(gm: fx.GraphModule) -> tuple[DeviceMesh, ...]:
-    """The device meshes that a graph takes as arguments."""
-    return meshes_in(node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder")
 
 
 def _source(node: fx.Node) -> str:

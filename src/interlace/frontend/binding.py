@@ -21,11 +21,11 @@ from torch.distributed import ProcessGroup
 
 from interlace.cost import Machine
 from interlace.errors import AgreementError, ProgramError, SoundnessError
-from interlace.frontend.importing.imported import Imported
+from interlace.frontend.importing.importer import Imported
 from interlace.ir import Program, Remark
-from interlace.ir.called import others
+from interlace.ir.call_names import others
 from interlace.options import Options
-from interlace.passes import add_remarks, lower
+from interlace.passes import lower
 from interlace.runtime import Executor
 from interlace.runtime.machine import built_in, machine_for
 from interlace.runtime.prepare.agreement import Agreement
@@ -52,18 +52,6 @@ class Bound:
     def program(self) -> Program:
         """The overlapped Program."""
         return self.executor.program
-
-    @property
-    def host_inputs(self) -> tuple[str, ...]:
-        """Inputs of the Program that are on the CPU although it runs on a GPU."""
-        host = self.imported.host
-        return tuple(b.name for b in self.serial.params if b.kind == "input" and b.name in host)
-
-    @property
-    def static_inputs(self) -> tuple[str, ...]:
-        """Inputs that, as a rule, are the same tensors in every call: parameters and constants."""
-        static = self.imported.static
-        return tuple(buffer.name for buffer in self.serial.params if buffer.name in static)
 
     @property
     def report(self) -> Report:
@@ -106,7 +94,7 @@ def bind(
 
     def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
         remarks = [*noted, *([Remark("frontend", why)] if why else [])]
-        program = add_remarks(lower(imported.program, options, machine), remarks)
+        program = lower(imported.program, options, machine).remarked(remarks)
         executor = Executor(
             program,
             groups=groups,

@@ -17,7 +17,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,27 +26,26 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
 from interlace.cost import Timeline, simulate
 from interlace.errors import ExecutorError, OptionError
-from interlace.frontend.artefact import Setting
 from interlace.frontend.backend import Compilation, compiling, meshes_in, options_from
 from interlace.frontend.binding import Bound
-from interlace.frontend.calling.call_key import Call, CallKeys
+from interlace.frontend.calling.arguments import without_waiting
+from interlace.frontend.calling.call_key import CallKeys, FunctionCall
 from interlace.frontend.calling.direct import Direct, observed
-from interlace.frontend.calling.functional import functional_collectives
-from interlace.frontend.calling.outputs import Outputs
-from interlace.frontend.calling.refusals import Unreached, Watch, own_errors, refuse_sharded
 from interlace.frontend.calling.state import State
-from interlace.frontend.calling.waiting import without_waiting
-from interlace.frontend.checkpoints import checkpoints_marked
+from interlace.frontend.calling.tracing import Unreached, Watch, refuse_sharded, tracing
+from interlace.frontend.compiled_graph import Setting
 from interlace.frontend.explain import explain
-from interlace.frontend.importing.devices import device_of
-from interlace.frontend.importing.locs import unwrapped
+from interlace.frontend.importing.nodes import unwrapped
+from interlace.frontend.importing.types import device_of
 from interlace.ir import Program
 from interlace.options import Options
+
+_TENSOR = object()
+"""Where a tensor stands among outputs."""
 
 
 def compile(
@@ -77,6 +76,29 @@ def compile(
 
 
 @dataclass(slots=True)
+class Outputs:
+    """How outputs hang together: their tree, and those that are no tensors, which tracing fixes."""
+
+    tree: pytree.TreeSpec
+    fixed: list[Any]
+
+    @classmethod
+    def of(cls, result: Any) -> tuple[Outputs, tuple[torch.Tensor, ...]]:
+        """A result taken apart into what is the same in every call and its tensors."""
+        leaves, tree = pytree.tree_flatten(result)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return cls(tree, [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]), tensors
+
+    def join(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The result with these tensors."""
+        if self.tree.is_leaf():
+            return tensors[0] if self.fixed[0] is _TENSOR else self.fixed[0]
+        rest = iter(tensors)
+        leaves = [next(rest) if leaf is _TENSOR else leaf for leaf in self.fixed]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+@dataclass(slots=True)
 class _Entry:
     """One combination of arguments: the compiled function, its graphs, what its outputs are."""
 
@@ -90,11 +112,11 @@ class _Entry:
         """What the function gives for arguments of this combination."""
         if self.direct is not None:
             return self.outputs.join(self.direct(tensors))
-        artefacts = self.compilation.artefacts
-        if self.calls != 1 or [a.kind for a in artefacts] != ["inference"]:
+        graphs = self.compilation.graphs
+        if self.calls != 1 or [a.kind for a in graphs] != ["inference"]:
             results = self.call(*tensors)
         else:
-            results, self.direct = observed(self.call, artefacts[0], tensors)
+            results, self.direct = observed(self.call, graphs[0], tensors)
         self.calls += 1
         return self.outputs.join(results)
 
@@ -131,7 +153,7 @@ class Compiled:
                 "interlace.compile the arguments of a call"
             )
         entry = next(reversed(self._entries.values()))
-        return tuple(bound for a in entry.compilation.artefacts for bound in a.bound[-1:])
+        return tuple(bound for a in entry.compilation.graphs for bound in a.bound[-1:])
 
     @property
     def program(self) -> Program:
@@ -202,9 +224,7 @@ class Compiled:
             raise ExecutorError("give the arguments of a call: there were no examples to take")
         return self._examples
 
-    def _tensors(self, args: Any = None, kwargs: Any = None) -> list[torch.Tensor]:
-        if args is None:
-            args, kwargs = self._examples or ((), {})
+    def _tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         leaves = [*self._state.tensors().values(), *pytree.tree_leaves((args, kwargs))]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -231,7 +251,7 @@ class Compiled:
         self._examples = (args, kwargs)
         return entry, call.tensors
 
-    def _compile(self, call: Call) -> _Entry:
+    def _compile(self, call: FunctionCall) -> _Entry:
         refuse_sharded(self._state)
         leaves, spec, tensors = call.leaves, call.spec, call.tensors
         names = (*call.names, *call.held)
@@ -249,19 +269,14 @@ class Compiled:
             return results
 
         meshes = meshes_in([*tensors, self._mesh])
-        labels = (*(unwrapped(name).replace(".", "_") for name in names), *_argument_names(leaves))
+        count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
+        labels = (*(unwrapped(name).replace(".", "_") for name in names), *arguments)
         state = frozenset(range(len(call.names)))
         setting = Setting(self.options, meshes, labels, device_of(tensors), state)
         compilation = Compilation(setting)
         plain, wrap = without_waiting(tensors)
-        with (
-            compiling(),
-            fx_traceback.preserve_node_meta(),  # else inference notes no modules
-            checkpoints_marked(),
-            functional_collectives(),
-            own_errors(self.fn),
-            _without_dynamo(),
-        ):
+        with compiling(), tracing(self.fn):
             compiled = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]
                 plain,
@@ -283,27 +298,6 @@ class _Function(nn.Module):
         return self.fn(*args)
 
 
-@contextlib.contextmanager
-def _without_dynamo() -> Iterator[None]:
-    """What torch.compile was given runs as it was written, and is traced with all else.
-
-    Code that asks `torch.compiler.is_compiling()` before it looks at values need not look.
-    """
-    nested = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-    before = torch.compiler._is_compiling_flag
-    with torch.compiler.set_stance("force_eager"), nested:
-        torch.compiler._is_compiling_flag = True
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag = before
-
-
-def _argument_names(leaves: Sequence[Any]) -> list[str]:
-    count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
-    return [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
-
-
 def _close(entry: _Entry) -> None:
-    for artefact in entry.compilation.artefacts:
-        artefact.close()
+    for graph in entry.compilation.graphs:
+        graph.close()

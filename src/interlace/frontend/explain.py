@@ -1,4 +1,12 @@
-"""What becomes of each communication, as text: strategy, gain, reason, and what it was chosen from.
+"""Seeing what was compiled: the Programs behind a model, and what becomes of each communication.
+
+    with interlace.frontend.capture() as captured:
+        model(x).sum().backward()
+    for program in captured.programs:
+        print(program)
+
+Only what is compiled inside the block is seen; call `torch.compiler.reset()` first to see it all.
+The text has strategy, gain, reason, and what it was chosen from:
 
 >>> print(explain(compiled.bound))
 forward: 2 communications, sound
@@ -8,12 +16,16 @@ forward: 2 communications, sound
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from interlace.frontend.binding import Bound
-from interlace.ir import Site
-from interlace.passes.choosing.candidates import candidates
-from interlace.passes.choosing.estimate import Estimate
+from interlace.frontend.compiled_graph import CompiledGraph
+from interlace.ir import Program, Site
+from interlace.passes.strategies.candidates import candidates
+from interlace.passes.strategies.estimate import Estimate
 
 
 def explain(bound: Iterable[Bound]) -> str:
@@ -66,3 +78,44 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
         "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+@dataclass(slots=True)
+class Captured:
+    """The compiled graphs, in the order in which they were compiled."""
+
+    graphs: list[CompiledGraph] = field(default_factory=list)
+
+    @property
+    def bound(self) -> list[Bound]:
+        """Every bound Program with its proof and its Executor."""
+        return [bound for graph in self.graphs for bound in graph.bound]
+
+    @property
+    def programs(self) -> list[Program]:
+        """The overlapped Programs: forward and backward of each graph."""
+        return [bound.program for bound in self.bound]
+
+    def explain(self) -> str:
+        """Each communication with its strategy, the reason and the gain that is predicted."""
+        return explain(self.bound)
+
+
+_CAPTURING: ContextVar[tuple[Captured, ...]] = ContextVar("interlace_capturing", default=())
+
+
+@contextmanager
+def capture() -> Iterator[Captured]:
+    """Collects what the `interlace` backend compiles inside the block."""
+    captured = Captured()
+    token = _CAPTURING.set((*_CAPTURING.get(), captured))
+    try:
+        yield captured
+    finally:
+        _CAPTURING.reset(token)
+
+
+def notice(graph: CompiledGraph) -> None:
+    """Tells every `capture` around about a compiled graph."""
+    for captured in _CAPTURING.get():
+        captured.graphs.append(graph)

@@ -24,12 +24,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
-from interlace.frontend.checkpoints import mark_checkpoints
-from interlace.frontend.consent import consent_of_ranks
-from interlace.frontend.importing.graphs import aliases
+from interlace.frontend.calling.tracing import mark_checkpoints
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.locs import location
+from interlace.frontend.importing.nodes import aliases, location
 from interlace.frontend.importing.types import dtype_of
+from interlace.frontend.teams import consent_of_ranks
 from interlace.ir.operators import matmul_of
 
 GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
@@ -79,9 +78,8 @@ class Partition:
         wanted = [self._wanted(node, moved) for node, moved in found]
         if self.regather == "auto" and found:
             places = [location(node).module for node, _ in found]
-            consent = consent_of_ranks(places, self.time_out_s)
-            groups = [_group(node) for node, _ in found]
-            wanted = consent(list(zip(groups, wanted, strict=True))) if consent else wanted
+            wishes = [(_group(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
+            wanted = consent_of_ranks(places, wishes, self.time_out_s)
         marked = [item for item, wish in zip(found, wanted, strict=True) if wish]
         for node, moved in marked:
             for other in (node, *moved):
@@ -187,10 +185,6 @@ def _moved(gather: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _nbytes(value: torch.Tensor) -> float:
-    return math.prod(_hint(size) for size in value.shape) * value.element_size()
-
-
 def _hint(size: Any) -> int:
     """A size as a number; a symbolic one by the example it was traced with."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
@@ -198,8 +192,9 @@ def _hint(size: Any) -> int:
 
 def _gather_seconds(gather: fx.Node, machine: Machine) -> float:
     link = machine.link(machine.backend)
-    size = _hint(gather.args[1])
-    return link.latency_s + _nbytes(gather.meta["val"]) * (size - 1) / size / link.bandwidth
+    size, value = _hint(gather.args[1]), gather.meta["val"]
+    nbytes = math.prod(map(_hint, value.shape)) * value.element_size()
+    return link.latency_s + nbytes * (size - 1) / size / link.bandwidth
 
 
 def _matmul_seconds(node: fx.Node, machine: Machine) -> float:

@@ -7,35 +7,53 @@ every rank and the verifier can put the ranks together:
     def forward(dp: Team[2], tp: Team[2], x: f32[4, 8]): ...
 
 A DeviceMesh says how all ranks are grouped. For process groups made by hand each rank knows only
-its own; the ranks tell each other through the store (`interlace.frontend.membership`), in bounded
-time.
+its own, so the ranks tell each other through the store: each writes the groups that it is in, and
+reads those of the ranks that they connect it to, until the circle closes.
+
+    groups = learn_groups([((0, 1),), ((0, 2),)], rank=0, time_out_s=None)
+
+Ranks decide alike on what each would decide by its own sizes. With uneven shards the ranks' matmuls
+take different times, so near a threshold one rank would gather again in backward and another not.
+They tell each other through the store, in bounded time, and do what all want:
+
+    wanted = consent_of_ranks(["layers.0.mlp", "layers.1.mlp"], [(group, True), (group, False)])
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.errors import TeamError
-from interlace.frontend.membership import learn_groups
+from interlace.comm import Board, attending, known_lives, known_teams, limit_s, team_of
+from interlace.errors import AgreementError, TeamError
 from interlace.ir import Team, Where
 
 Groups = tuple[tuple[int, ...], ...]
+Mine = tuple[tuple[int, ...], ...]
+"""One rank's own group in each team, in the order in which the graph uses them."""
+Wish = tuple[ProcessGroup | str, bool]
+"""A process group (or its name), and whether this rank wants something that it all must do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What this rank knows of a team: its name, its size, and the groups of global ranks."""
+class KnownTeam:
+    """What this rank knows of a team: its name, and the groups of global ranks."""
 
     name: str
-    size: int
     groups: Groups
     complete: bool
     """Whether `groups` lists every rank's group; else only this rank's."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks a group has."""
+        return len(self.groups[0])
 
 
 class Teams:
@@ -44,42 +62,40 @@ class Teams:
     def __init__(
         self,
         rank: int,
-        find: Callable[[str], Known],
-        learn: Callable[[Sequence[Known], int], list[Groups]] | None = None,
+        find: Callable[[str], KnownTeam],
+        given: bool = False,
+        time_out_s: float | None = None,
     ) -> None:
-        self.rank = rank
-        self._find = find
-        self._learn = learn
-        self._used: dict[str, Known] = {}
+        """`given` outright, teams need not be learnt, and have no process groups."""
+        self.rank, self._find = rank, find
+        self._given, self._time_out_s = given, time_out_s
+        self._used: dict[str, KnownTeam] = {}
 
     @classmethod
     def of_torch(cls, meshes: Iterable[DeviceMesh] = (), time_out_s: float | None = None) -> Teams:
         """The teams of torch.distributed in this process; `meshes` name them."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(0, _no_groups)
+            return cls(0, _no_groups, given=True)
         axes = mesh_axes(meshes)
 
-        def find(group: str) -> Known:
+        def find(group: str) -> KnownTeam:
             return axes.get(group) or _plain_group(group)
 
-        def learn(used: Sequence[Known], rank: int) -> list[Groups]:
-            return learn_groups([(k.size, k.groups, k.complete) for k in used], rank, time_out_s)
-
-        return cls(dist.get_rank(), find, learn)
+        return cls(dist.get_rank(), find, time_out_s=time_out_s)
 
     @classmethod
     def of(cls, groups: Mapping[str, tuple[str, Groups]], rank: int = 0) -> Teams:
         """Teams given outright: group name to (team name, groups of global ranks)."""
 
-        def find(group: str) -> Known:
+        def find(group: str) -> KnownTeam:
             name, all_groups = groups[group]
-            return Known(name, len(all_groups[0]), all_groups, True)
+            return KnownTeam(name, all_groups, True)
 
-        return cls(rank, find)
+        return cls(rank, find, given=True)
 
     def team(self, group: str | ProcessGroup) -> Team:
         """The team of a process group, or of its name."""
-        name = group if isinstance(group, str) else _group_name(group)
+        name = group if isinstance(group, str) else group.group_name
         known = self._used.get(name)
         if known is None:
             known = self._find(name)
@@ -100,16 +116,23 @@ class Teams:
     def process_groups(self) -> dict[str, ProcessGroup]:
         """The process group of each team of the Program, by the team's name."""
         return {
-            known.name: dist.distributed_c10d._resolve_process_group(group)  # pyright: ignore
+            known.name: _process_group(group)
             for group, known in self._used.items()
             if known.size > 1
         }
 
+    def consent(self, team: str, wish: bool, places: Sequence[str], what: str) -> bool:
+        """Whether all ranks of a team want what this one does."""
+        if self._given:
+            return wish
+        wishes = [(self.process_groups()[team], wish)]
+        return consent_of_ranks(places, wishes, self._time_out_s, what)[0]
+
     def used(self) -> tuple[tuple[Team, ...], tuple[int, ...] | None]:
         """The Teams of the Program, and its ranks: all that its collectives connect to this one."""
         known = [team for team in self._used.values() if team.size > 1]
-        if self._learn is not None and len(known) > 1 and not all(k.complete for k in known):
-            learnt = self._learn(known, self.rank)
+        if not self._given and len(known) > 1 and not all(k.complete for k in known):
+            learnt = learn_groups([k.groups for k in known], self.rank, self._time_out_s)
             known = [replace(k, groups=g) for k, g in zip(known, learnt, strict=True)]
         ranks = connected(self.rank, [team.groups for team in known])
         teams = tuple(
@@ -154,9 +177,9 @@ def as_axes(
     return axes, shown
 
 
-def mesh_axes(meshes: Iterable[DeviceMesh]) -> dict[str, Known]:
+def mesh_axes(meshes: Iterable[DeviceMesh]) -> dict[str, KnownTeam]:
     """The axes of the meshes, by the name of this rank's process group."""
-    found: dict[str, Known] = {}
+    found: dict[str, KnownTeam] = {}
     for mesh in meshes:
         root: DeviceMesh = getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)()
         for whole in (root, mesh):
@@ -165,33 +188,119 @@ def mesh_axes(meshes: Iterable[DeviceMesh]) -> dict[str, Known]:
     return found
 
 
-def _axis(mesh: DeviceMesh, dim: int) -> tuple[str, Known]:
+def _axis(mesh: DeviceMesh, dim: int) -> tuple[str, KnownTeam]:
     names = mesh.mesh_dim_names
     name = names[dim] if names else ("world" if mesh.ndim == 1 else f"axis_{dim}")
     size = mesh.size(dim)
     rows = mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist()
     groups = tuple(tuple(row) for row in rows)
     complete = len({rank for row in groups for rank in row}) == dist.get_world_size()
-    return _group_name(mesh.get_group(dim)), Known(name, size, groups, complete)
+    return mesh.get_group(dim).group_name, KnownTeam(name, groups, complete)
 
 
-def _group_name(group: ProcessGroup) -> str:
-    return group.group_name
-
-
-def _plain_group(name: str) -> Known:
-    group = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+def _plain_group(name: str) -> KnownTeam:
+    group = _process_group(name)
     ranks = tuple(dist.get_process_group_ranks(group))
     whole = len(ranks) == dist.get_world_size()
     described = str(getattr(group, "group_desc", "")).removeprefix("mesh_")
     plain = described.isidentifier() and described not in ("undefined", "default_pg")
-    return Known(
-        described if plain else ("world" if whole else "team"), len(ranks), (ranks,), whole
-    )
+    return KnownTeam(described if plain else "world" if whole else "team", (ranks,), whole)
 
 
-def _no_groups(name: str) -> Known:
+def _no_groups(name: str) -> KnownTeam:
     raise TeamError(
         f"the graph communicates in process group {name!r}, but torch.distributed is not "
         "initialised: call torch.distributed.init_process_group first"
     )
+
+
+def learn_groups(
+    teams: Sequence[Groups], rank: int, time_out_s: float | None, store: Any = None
+) -> list[Groups]:
+    """Every group of each team, of which some are known, that is connected to `rank`.
+
+    Nothing but the store is used, so a rank that does not come costs a bounded wait and an error
+    that names it, not a hang.
+    """
+    if store is None:
+        store = dist.distributed_c10d._get_default_store()
+    limit = limit_s(time_out_s)
+    board = Board(store, (), rank, "interlace/teams", limit)
+    board.lives.update(known_lives())
+    board.announce()
+    sizes = "-".join(str(len(groups[0])) for groups in teams)
+    mine: Mine = tuple(next(g for g in groups if rank in g) for groups in teams)
+    published = _published(board, f"{sizes}/{rank}")
+    if mine not in published:  # it may use several sets of groups of these sizes
+        board.post(f"{sizes}/{rank}", {"groups": [*published, mine]})
+    known: dict[int, Mine] = {rank: mine}
+
+    def missing() -> set[int]:
+        while unread := {r for of in known.values() for group in of for r in group} - known.keys():
+            before = len(known)
+            for other in sorted(unread):
+                said = reversed(_published(board, f"{sizes}/{other}"))
+                if theirs := next((one for one in said if _agrees(other, one, known)), None):
+                    known[other] = theirs
+            if len(known) == before:
+                break
+        return unread
+
+    what = "say in which process groups it runs this graph"
+    meetings = ((team, f"interlace/teams/{sizes}") for team in known_teams(mine))
+    with attending(meetings) as look:
+        neighbours = {r for group in mine for r in group} - {rank}
+        if absent := board.poll(neighbours, missing, what, limit, look):
+            raise AgreementError(board.absence(absent, known, what, limit))
+    return [tuple(sorted({groups[i] for groups in known.values()})) for i in range(len(teams))]
+
+
+def _published(board: Board, topic: str) -> list[Mine]:
+    note = board.read(topic) or {"groups": []}
+    return [tuple(tuple(group) for group in mine) for mine in note["groups"]]
+
+
+def _agrees(other: int, theirs: Mine, known: Mapping[int, Mine]) -> bool:
+    """Whether groups that `other` is in go together with those of the known ranks."""
+    return all(
+        groups[i] == theirs[i]
+        for groups in known.values()
+        for i in range(len(theirs))
+        if other in groups[i] or not set(groups[i]).isdisjoint(theirs[i])
+    )
+
+
+def consent_of_ranks(
+    places: Sequence[str],
+    wishes: Sequence[Wish],
+    time_out_s: float | None = None,
+    what: str = "what backward gathers again",
+) -> list[bool]:
+    """What all ranks of each process group want; a rank that compiles alone says who did not come.
+
+    `places` tells the graph from others: what is the same on all ranks, unlike sizes and padding.
+    `what` is what they agree about, for messages.
+    """
+    agreed = [wish for _, wish in wishes]
+    if not (dist.is_available() and dist.is_initialized()):
+        return agreed
+    groups = [_process_group(group) if isinstance(group, str) else group for group, _ in wishes]
+    limit = limit_s(time_out_s, groups)
+    teams = [team_of(group, "", limit) for group in groups]
+    digest = hashlib.sha256(" ".join(places).encode()).hexdigest()[:16]
+    for team in sorted({*teams}, key=lambda team: team.key):  # in an order that all ranks share
+        mine = [i for i, own in enumerate(teams) if own is team]
+        told = {"graph": digest, "wishes": [agreed[i] for i in mine]}
+        for rank, note in zip(team.ranks, team.consult(what, told, limit), strict=True):
+            if (note["graph"], len(note["wishes"])) != (digest, len(mine)):
+                raise AgreementError(
+                    f"rank {rank} compiles another graph than rank {team.rank}, where ranks decide "
+                    f"{what}: compile the same model on every rank of a process group"
+                )
+            for i, wish in zip(mine, note["wishes"], strict=True):
+                agreed[i] = agreed[i] and wish
+    return agreed
+
+
+def _process_group(name: str) -> ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore

@@ -7,11 +7,11 @@
     program.py   Program, its regions, sites and remarks; `instantiate(rank)`
     fields.py    how an op is written, from the fields of its dataclass
     text/        Program to text, and back
-    validate.py  structural rules, with the offending line (check_*.py; call_names.py: operators)
+    validate.py  structural rules, with the offending line; checks/ has those of single ops
     operators.py what an aten operator is: one table for all rooms
     order.py     what orders ops, in a list and between ranks; the order of one op after another
-    called.py    what a Program calls, and whether it may
-    builder.py   Programs written by hand in Python (builder_*.py, handle.py)
+    call_names.py  what a Program calls, and whether it may
+    builder.py   Programs written by hand in Python (builder_ops.py; handle.py: their views)
 
 Nothing here imports torch.
 """
@@ -22,17 +22,16 @@ from interlace.ir.handle import Handle
 from interlace.ir.ops import (
     KINDS,
     REDUCTIONS,
-    RNG,
     Access,
     Alloc,
     Arg,
     Call,
     Collective,
-    CollectiveKind,
     Copy,
     Expect,
     Free,
     Fused,
+    FusedKernel,
     FusedMember,
     Get,
     Group,
@@ -41,7 +40,6 @@ from interlace.ir.ops import (
     Name,
     Notify,
     Op,
-    Ordering,
     Put,
     Record,
     Recv,
@@ -50,7 +48,7 @@ from interlace.ir.ops import (
     Wait,
     views_in,
 )
-from interlace.ir.order import Meetings, TeamKey, bindings, in_order
+from interlace.ir.order import Meetings, bindings, in_order
 from interlace.ir.program import (
     Node,
     Program,
@@ -58,19 +56,17 @@ from interlace.ir.program import (
     Remark,
     Site,
     Spot,
-    map_members,
     map_views,
     spots,
 )
 from interlace.ir.text.parser import parse, parse_set
-from interlace.ir.text.printer import print_lines, print_op, print_program, print_set, print_view
+from interlace.ir.text.printer import print_op, print_program, print_set, print_view
 from interlace.ir.types import (
     VALUE_BITS,
     Buffer,
     Dim,
     DType,
     Index,
-    Member,
     Others,
     RankIndex,
     Table,
@@ -96,7 +92,6 @@ from interlace.ir.view import (
 __all__ = [
     "KINDS",
     "REDUCTIONS",
-    "RNG",
     "VALUE_BITS",
     "Access",
     "Alloc",
@@ -109,7 +104,6 @@ __all__ = [
     "Cast",
     "Chunk",
     "Collective",
-    "CollectiveKind",
     "Copy",
     "DType",
     "Dim",
@@ -117,6 +111,7 @@ __all__ = [
     "Expect",
     "Free",
     "Fused",
+    "FusedKernel",
     "FusedMember",
     "Get",
     "Group",
@@ -125,12 +120,10 @@ __all__ = [
     "Index",
     "Loc",
     "Meetings",
-    "Member",
     "Name",
     "Node",
     "Notify",
     "Op",
-    "Ordering",
     "Others",
     "Permute",
     "Program",
@@ -151,18 +144,15 @@ __all__ = [
     "Table",
     "TableEntry",
     "Team",
-    "TeamKey",
     "View",
     "Wait",
     "Where",
     "bindings",
     "contiguous_strides",
     "in_order",
-    "map_members",
     "map_views",
     "parse",
     "parse_set",
-    "print_lines",
     "print_op",
     "print_program",
     "print_set",

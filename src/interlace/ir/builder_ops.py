@@ -11,6 +11,7 @@ from interlace.errors import ProgramError
 from interlace.ir.fields import form_of
 from interlace.ir.handle import Handle, Scope
 from interlace.ir.ops import (
+    KINDS,
     Arg,
     Call,
     Collective,
@@ -18,6 +19,7 @@ from interlace.ir.ops import (
     Expect,
     Free,
     Fused,
+    FusedKernel,
     FusedMember,
     Get,
     Group,
@@ -46,15 +48,10 @@ class TeamOptions(TypedDict, total=False):
     backend: str | None
 
 
-class SplitOptions(TeamOptions, total=False):
-    """The same, with a table of uneven parts."""
+class CollectiveOptions(TeamOptions, total=False):
+    """The same, with a table of uneven parts, and what some kinds have."""
 
     splits: Table | str | None
-
-
-class CollectiveOptions(SplitOptions, total=False):
-    """The same, for a collective of any kind."""
-
     reduce: str | None
     root: Index | None
 
@@ -92,7 +89,7 @@ class BuilderOps:
         name = type(op).__name__
         if self.open_part is not None:
             if not isinstance(op, FusedMember):
-                (parts,) = form_of(Fused).fields
+                parts, _ = form_of(Fused).fields
                 raise ProgramError(
                     f"a part holds {parts.how.holding} only: move the {name} out of it"
                 )
@@ -115,12 +112,12 @@ class BuilderOps:
         self.emit(Group(ops=tuple(members), **common))
 
     @contextmanager
-    def fused(self) -> Generator[None]:
-        """The parts inside run as one kernel."""
+    def fused(self, kernel: FusedKernel | None = None) -> Generator[None]:
+        """The parts inside are one op: what `kernel` does, or else done one after another."""
         common = self.common()
         with self._holding("open_fused", []) as parts:
             yield
-        self.emit(Fused(parts=tuple(parts), **common))
+        self.emit(Fused(parts=tuple(parts), kernel=kernel, **common))
 
     @contextmanager
     def part(self) -> Generator[None]:
@@ -279,64 +276,53 @@ class BuilderOps:
         """A collective of any kind; `team` may be left out where there is only one."""
         self.add(Collective, kind=kind, src=src, dst=dst, **how)
 
-    def all_gather(self, src: Viewed, dst: Viewed, **how: Unpack[SplitOptions]) -> None:
+    def all_gather(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Every rank's `src`, in order of ranks, into every rank's `dst`."""
-        self.collective("all_gather", src, dst, **how)
+        self._collective("all_gather", src, dst, how)
 
-    def reduce_scatter(
-        self, src: Viewed, dst: Viewed, *, reduce: str = "sum", **how: Unpack[SplitOptions]
-    ) -> None:
-        """Part r of every rank's `src`, reduced, into rank r's `dst`."""
-        self.collective("reduce_scatter", src, dst, reduce=reduce, **how)
+    def reduce_scatter(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
+        """Part r of every rank's `src`, reduced (default: summed), into rank r's `dst`."""
+        self._collective("reduce_scatter", src, dst, how)
 
     def all_reduce(
-        self,
-        src: Viewed,
-        dst: Viewed | None = None,
-        *,
-        reduce: str = "sum",
-        **how: Unpack[TeamOptions],
+        self, src: Viewed, dst: Viewed | None = None, **how: Unpack[CollectiveOptions]
     ) -> None:
-        """Every rank's `src`, reduced, into every rank's `dst` (default: in place)."""
-        self.collective("all_reduce", src, src if dst is None else dst, reduce=reduce, **how)
+        """Every rank's `src`, reduced (default: summed), into each `dst` (default: `src`)."""
+        self._collective("all_reduce", src, dst or src, how)
 
     def broadcast(
-        self, src: Viewed, dst: Viewed | None = None, *, root: Index = 0, **how: Unpack[TeamOptions]
+        self, src: Viewed, dst: Viewed | None = None, **how: Unpack[CollectiveOptions]
     ) -> None:
-        """The root's `src` into every rank's `dst` (default: in place)."""
-        self.collective("broadcast", src, src if dst is None else dst, root=root, **how)
+        """The `src` of the root (default: 0) into every rank's `dst` (default: `src`)."""
+        self._collective("broadcast", src, dst or src, how)
 
-    def all_to_all(self, src: Viewed, dst: Viewed, **how: Unpack[SplitOptions]) -> None:
+    def all_to_all(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
         """Part r of this rank's `src` into this rank's part of rank r's `dst`."""
-        self.collective("all_to_all", src, dst, **how)
+        self._collective("all_to_all", src, dst, how)
 
-    def gather(
-        self, src: Viewed, dst: Viewed, *, root: Index = 0, **how: Unpack[SplitOptions]
-    ) -> None:
-        """Every rank's `src`, in order of ranks, into the root's `dst`."""
-        self.collective("gather", src, dst, root=root, **how)
+    def gather(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
+        """Every rank's `src`, in order of ranks, into the `dst` of the root (default: 0)."""
+        self._collective("gather", src, dst, how)
 
-    def scatter(
-        self, src: Viewed, dst: Viewed, *, root: Index = 0, **how: Unpack[SplitOptions]
-    ) -> None:
-        """Part r of the root's `src` into rank r's `dst`."""
-        self.collective("scatter", src, dst, root=root, **how)
+    def scatter(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
+        """Part r of the `src` of the root (default: 0) into rank r's `dst`."""
+        self._collective("scatter", src, dst, how)
 
-    def reduce(
-        self,
-        src: Viewed,
-        dst: Viewed,
-        *,
-        root: Index = 0,
-        reduce: str = "sum",
-        **how: Unpack[TeamOptions],
-    ) -> None:
-        """Every rank's `src`, reduced, into the root's `dst`."""
-        self.collective("reduce", src, dst, root=root, reduce=reduce, **how)
+    def reduce(self, src: Viewed, dst: Viewed, **how: Unpack[CollectiveOptions]) -> None:
+        """Every rank's `src`, reduced (default: summed), into the root's `dst`."""
+        self._collective("reduce", src, dst, how)
 
     def barrier(self, **how: Unpack[TeamOptions]) -> None:
         """No rank's stream goes on before every rank's has come here."""
         self.collective("barrier", **how)
+
+    def _collective(self, kind: str, src: Viewed, dst: Viewed, how: CollectiveOptions) -> None:
+        row = KINDS[kind]
+        if row.reduces:
+            how.setdefault("reduce", "sum")
+        if row.rooted:
+            how.setdefault("root", 0)
+        self.collective(kind, src, dst, **how)
 
 
 def _plain(value: Any) -> Any:

@@ -40,8 +40,8 @@ ROLES: Mapping[str, str] = {
 """The role of a type, as the field's annotation writes it (`X | None`: that of X)."""
 NAMES = ("name", "table", "team")
 """Roles of strings that are names."""
-SEVERAL = ("keywords", "outs", "fresh", "declaration", "member", "part")
-"""Roles of fields that are several arguments, or none."""
+SEVERAL = ("keywords", "outs", "fresh", "declaration", "member", "part", "kernel")
+"""Roles of fields that are several arguments, none, or a call."""
 
 
 @dataclass(frozen=True, slots=True)

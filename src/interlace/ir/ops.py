@@ -122,6 +122,10 @@ class Op:
         """What the op writes."""
         return ()
 
+    def declares(self) -> tuple[Buffer, ...]:
+        """The buffers that are known from here on."""
+        return ()
+
     def ordering(self) -> Ordering:
         """What the op means for the order of others."""
         return UNORDERED
@@ -168,6 +172,9 @@ class Call(Op):
         found = tuple(map(Access, made if len(made) < 2 else dict.fromkeys(made)))
         return (*found, Access(RNG)) if self.rng else found
 
+    def declares(self) -> tuple[Buffer, ...]:
+        return self.fresh
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy(Op):
@@ -192,6 +199,9 @@ class Alloc(Op):
     """
 
     buffer: Buffer = field(metadata=written("declaration"))
+
+    def declares(self) -> tuple[Buffer, ...]:
+        return (self.buffer,)
 
     def ordering(self) -> Ordering:
         return Ordering(takes=self.buffer)
@@ -423,8 +433,27 @@ _PART = "calls, waits, expects, records and notifies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FusedKernel:
+    """The kernel that does the parts of a Fused op at once.
+
+    `gather_matmul` multiplies the rank's own rows, then those of rank + 1, rank + 2, ... as each
+    arrives. `scatter_matmul` multiplies the rows of rank + 1, rank + 2, ... in `pieces` ranges
+    each, and the rank's own rows: as one part, last (`lead` = `pieces`); in as many ranges, of
+    which the first comes once `lead` ranges of the last other rank are made, the next after one
+    more, and so on; or (`lead` = 0) range by range, the same range of every rank before the next.
+    """
+
+    kind: str = field(metadata=written(words=("gather_matmul", "scatter_matmul")))
+    pieces: int = 1
+    lead: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fused(Op):
-    """One kernel that does several parts of a computation.
+    """Several parts of a computation, done by one `kernel` where the op names one.
+
+    Without a kernel, and on devices that have none, members run one after another. A kernel's parts
+    must be what it does: `interlace.ir.kernels`.
 
     The parts start when the stream gets here, and the op ends when all of them ended. Inside a part
     the members go in order; parts are not ordered, but are begun in the order listed, so that one
@@ -434,6 +463,7 @@ class Fused(Op):
     parts: tuple[tuple[FusedMember, ...], ...] = field(
         metadata=written("part", rest=True, holds=FusedMember, holding=_PART)
     )
+    kernel: FusedKernel | None = field(default=None, metadata=written("kernel"))
 
     @property
     def members(self) -> tuple[FusedMember, ...]:

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from interlace.errors import ProgramError
 from interlace.ir.fields import NAMES, form_of, written
-from interlace.ir.ops import Alloc, Arg, Call, Fused, FusedMember, Op
-from interlace.ir.types import Buffer, Layout, RankIndex, Table, Team, Where, spanned
+from interlace.ir.ops import Arg, Fused, Op
+from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
 
@@ -97,6 +97,10 @@ class Program:
         """This Program with some fields changed."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
+    def remarked(self, remarks: Iterable[Remark]) -> Program:
+        """This Program with these remarks added, each of them once."""
+        return self.replace(remarks=tuple(dict.fromkeys((*self.remarks, *remarks))))
+
     @property
     def world(self) -> tuple[int, ...]:
         """The global ranks that run this Program."""
@@ -115,7 +119,7 @@ class Program:
 
     def wheres(self, ranks: Iterable[int]) -> Iterator[Where]:
         """The resolvers for several ranks, which share what is the same for all."""
-        layout = Layout(self.teams, self.ranks)
+        layout = TeamLayout(self.teams, self.ranks)
         tables = {table.name: table for table in self.tables}
         for rank in ranks:
             yield Where(rank, layout.members(rank), tables)
@@ -124,10 +128,8 @@ class Program:
         """Every buffer by name: the parameters, and what Allocs and Calls declare."""
         found = {buffer.name: buffer for buffer in self.params}
         for op in self.ops:
-            if isinstance(op, Alloc):
-                found[op.buffer.name] = op.buffer
-            elif isinstance(op, Call):
-                found.update((buffer.name, buffer) for buffer in op.fresh)
+            for buffer in op.declares():
+                found[buffer.name] = buffer
         return found
 
     def streams(self) -> tuple[str, ...]:
@@ -219,12 +221,6 @@ def _mapped(value: Any, change: Callable[[object], object]) -> Any:
     if isinstance(value, tuple):
         return tuple([_mapped(item, change) for item in cast("tuple[object, ...]", value)])
     return map_values(value, change) if isinstance(value, Op) else change(value)
-
-
-def map_members(op: Fused, change: Callable[[FusedMember], Op]) -> Fused:
-    """The Fused with every member changed, to one of the same kind."""
-    parts = tuple(tuple(map(change, part)) for part in op.parts)
-    return dataclasses.replace(op, parts=cast("tuple[tuple[FusedMember, ...], ...]", parts))
 
 
 def _resolved(where: Where, value: object) -> object:

@@ -167,7 +167,7 @@ class Member:
     ranks: tuple[int, ...]
 
 
-class Layout:
+class TeamLayout:
     """The ranks that run a Program (None: all of its teams), and the place of each in its teams.
 
     Ranks of one instance of a team share one tuple of its ranks: large worlds have many.
@@ -255,7 +255,7 @@ class Where:
     ) -> Where:
         """The place of global `rank` in a Program with these teams and tables."""
         return cls(
-            rank, Layout(teams, ranks).members(rank), {table.name: table for table in tables}
+            rank, TeamLayout(teams, ranks).members(rank), {table.name: table for table in tables}
         )
 
     def member(self, team: str) -> Member:
@@ -281,6 +281,10 @@ class Where:
         if not 0 <= index < len(values):
             raise ProgramError(f"table {dim.table} has {len(values)} entries, not one at {index}")
         return values[index]
+
+    def value(self, value: Index | Dim) -> int:
+        """The integer that an index or a size stands for on this rank."""
+        return self.dim(value) if isinstance(value, TableEntry) else self.index(value)
 
     def table(self, name: str) -> Table:
         """The table of that name."""

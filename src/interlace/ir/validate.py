@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from interlace.errors import InterlaceError, ProgramError
-from interlace.ir.check_context import (
-    Context,
-    Fault,
+from interlace.ir.checks.context import (
+    BrokenRule,
+    CheckContext,
     check_arguments,
     check_buffer,
     check_operator,
 )
-from interlace.ir.check_ops import OpChecker
+from interlace.ir.checks.ops import OpChecker
 from interlace.ir.ops import Arg, Name, views_in
 from interlace.ir.program import Program, Region
 from interlace.ir.text.printer import print_lines
@@ -37,19 +37,19 @@ def validate(program: Program, text: str | None = None) -> Program:
     The error shows the line of the printed Program, or of `text`, which is what it was parsed from.
     """
     try:
-        context = Context(program)
+        context = CheckContext(program)
         _check_header(context)
         ops = OpChecker(context)
         for place, op in enumerate(program.ops):
             context.tag = ("op", place)
             ops.check(op)
         _check_results(context)
-    except Fault as fault:
+    except BrokenRule as fault:
         raise ProgramError(_message(program, fault, text)) from None
     return program
 
 
-def _message(program: Program, fault: Fault, text: str | None) -> str:
+def _message(program: Program, fault: BrokenRule, text: str | None) -> str:
     family, place = fault.tag
     loc = program.ops[place].loc if family == "op" else None
     if text is not None and loc is not None and loc.line and not loc.module:
@@ -66,7 +66,7 @@ def _message(program: Program, fault: Fault, text: str | None) -> str:
     return f"{head}: {fault.what}\n{shown}\n{fault.fix}"
 
 
-def _check_header(context: Context) -> None:
+def _check_header(context: CheckContext) -> None:
     """Everything but the ops and the results."""
     program = context.program
     _unique(context, [team.name for team in program.teams], "team")
@@ -101,7 +101,7 @@ def _check_header(context: Context) -> None:
     _unique(context, [region.name for region in program.regions], "region")
 
 
-def _check_results(context: Context) -> None:
+def _check_results(context: CheckContext) -> None:
     """What a run returns: views of what outlives it, numbers and None."""
     context.tag = ("results", 0)
     for result in context.program.returned():
@@ -119,7 +119,7 @@ def _check_results(context: Context) -> None:
                 )
 
 
-def _check_team(context: Context, team: Team) -> None:
+def _check_team(context: CheckContext, team: Team) -> None:
     if team.size < 1:
         raise context.fault(f"team {team.name!r} has {team.size} ranks", "give it 1 or more")
     if team.groups is None:
@@ -137,7 +137,7 @@ def _check_team(context: Context, team: Team) -> None:
         )
 
 
-def _check_sites(context: Context) -> None:
+def _check_sites(context: CheckContext) -> None:
     ids: set[int] = set()
     for place, site in enumerate(context.program.sites):
         if site.id in ids:
@@ -150,7 +150,7 @@ def _check_sites(context: Context) -> None:
             raise context.fault(f"no site {remark.site}", f"sites are {sorted(ids)[:12]}")
 
 
-def _check_region(context: Context, region: Region) -> None:
+def _check_region(context: CheckContext, region: Region) -> None:
     known = set(region.inputs)
     if len(known) != len(region.inputs):
         raise context.fault(
@@ -176,7 +176,7 @@ def _check_region(context: Context, region: Region) -> None:
         _known_value(context, region, name, known)
 
 
-def _known_value(context: Context, region: Region, name: str, known: set[str]) -> None:
+def _known_value(context: CheckContext, region: Region, name: str, known: set[str]) -> None:
     if name not in known:
         what = f"region {region.name!r} has no value {name!r} here"
         raise context.fault(what, did_you_mean(name, known, "values are"))
@@ -188,7 +188,7 @@ def _names_in(arg: Arg) -> list[str]:
     return [name for item in arg for name in _names_in(item)] if isinstance(arg, tuple) else []
 
 
-def _unique(context: Context, names: Iterable[str], family: str) -> None:
+def _unique(context: CheckContext, names: Iterable[str], family: str) -> None:
     seen: set[str] = set()
     for place, name in enumerate(names):
         if name in seen:

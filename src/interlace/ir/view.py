@@ -24,7 +24,9 @@ from interlace.ir.types import (
     Dim,
     DType,
     Index,
+    RankIndex,
     Table,
+    TableEntry,
     Where,
     contiguous_strides,
 )
@@ -167,6 +169,20 @@ class View(Steps):
                     f"{step} does not fit sizes {box.sizes} of a view of {self.buffer!r}: {error}"
                 ) from error
         return box
+
+
+def varying(view: View, buffer: Buffer) -> tuple[RankIndex | TableEntry, ...]:
+    """The indices and sizes that the view's box depends on and that differ between ranks."""
+    found: list[Dim | Index] = list(buffer.shape)
+    for step in view.steps:
+        match step:
+            case Chunk(index=index):
+                found.append(index)
+            case Slice(start=start, stop=stop):
+                found += [start, stop]
+            case _:
+                pass
+    return tuple([value for value in found if not isinstance(value, int)])
 
 
 def _apply(box: Box, step: Step, where: Where) -> Box:

@@ -1,13 +1,13 @@
-"""Compiling a Triton kernel once and launching it with little host work.
+"""The launcher of Triton kernels: compiled once, launched with little host work.
 
 Triton's own launch path looks arguments up, hashes them and builds tensor descriptors at every
 call (20 us and more). Here a kernel is compiled when it is bound, its arguments are addresses and
 numbers, and the call goes straight to the C launcher that Triton made for it:
 
-    program = Program(Source(kernel=..., types=..., constants=..., num_warps=8), device)
+    program = kernel_of(device, some_source, "bf16", 128)     # some_source gives a `KernelSource`
     program.launch(stream, grid, (x.data_ptr(), y.data_ptr(), x.numel()))
 
-What depends on the addresses alone, tensor maps above all, its users keep for the `RECENT` ones.
+Callers keep what depends on addresses alone, tensor maps above all, for the `RECENT` ones.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ TYPES: Mapping[torch.dtype, str] = {
 }
 """Triton's names of the element types that the kernels take."""
 RECENT = 64
-"""So many sets of addresses are remembered for a kernel: making a tensor map takes microseconds."""
+"""Sets of addresses that are cached for a kernel: making a tensor map takes microseconds."""
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
@@ -60,16 +61,18 @@ def block_type(dtype: torch.dtype, rows: int, columns: int, *, gluon: bool = Fal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class KernelSource:
     """A kernel with the types of its arguments, its constants and how it is compiled.
 
-    Pointers are 16-byte aligned; `divisible` says by what a number can be divided, which is what
-    wide loads and stores need. Compiling needs no GPU.
+    A tuple of types is that of an argument that is a tuple. Pointers are 16-byte aligned;
+    `divisible` says by what a number, or a pointer that is not, can be divided, which is what wide
+    loads and stores need. Compiling needs no GPU.
     """
 
     kernel: Any
-    types: Mapping[str, str]
+    types: Mapping[str, Any]
     constants: Mapping[str, Any]
+    """The last arguments."""
     num_warps: int
     num_stages: int = 1
     divisible: Mapping[str, int] = field(default_factory=dict)
@@ -78,15 +81,16 @@ class Source:
 
     def compile(self, target: GPUTarget = HOPPER) -> CompiledKernel:
         """The compiled kernel: its PTX and cubin are in `.asm`."""
-        names = self.kernel.arg_names
-        signature = {n: "constexpr" if n in self.constants else self.types[n] for n in names}
-        known = dict.fromkeys((n for n in names if signature[n][0] == "*"), 16)
-        known.update(self.divisible)
-        attributes = {
-            (index,): [["tt.divisibility", known[name]]]
-            for index, name in enumerate(names)
-            if name in known
-        }
+        signature: dict[str, Any] = {}
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        for index, name in enumerate(self.kernel.arg_names):
+            kind = "constexpr" if name in self.constants else self.types[name]
+            signature[name] = kind
+            each = kind if isinstance(kind, tuple) else (kind,)
+            by = self.divisible.get(name, 16 if each[0][0] == "*" else None)
+            if by is not None:
+                paths = [(index, i) for i in range(len(each))] if each is kind else [(index,)]
+                attributes |= {path: [["tt.divisibility", by]] for path in paths}
         form = ASTSource
         if self.kernel.is_gluon():
             from triton.experimental.gluon._runtime import GluonASTSource
@@ -97,20 +101,21 @@ class Source:
         return compile_source(source, target=target, options=options)
 
 
-class Program:
+class LoadedKernel:
     """A kernel compiled and loaded on one device, with its C launcher."""
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: KernelSource, device: torch.device) -> None:
+        self.source = source
         major, minor = torch.cuda.get_device_capability(device)
         with torch.cuda.device(device):
             self.compiled = source.compile(GPUTarget("cuda", 10 * major + minor, 32))
             launcher: Any = self.compiled.run  # loads the module on the current device
         if launcher.global_scratch_size or launcher.profile_scratch_size:
-            raise BackendError(f"{self.compiled.name} wants scratch memory, which nobody gives it")
+            raise BackendError(f"{self.compiled.name} needs scratch memory, which is not provided")
         self._call = _c_launcher(launcher.launch)
-        # What arguments are: Triton 3.6 makes a launcher for them, later ones tell their only one.
+        # Triton 3.6 compiles a launcher for each signature; later ones take it as arguments.
         later = hasattr(launcher, "kernel_signature")
-        self._told = (launcher.arg_annotations, launcher.kernel_signature) if later else None
+        self._signature = (launcher.arg_annotations, launcher.kernel_signature) if later else None
         self._function = self.compiled.function
         self._packed = self.compiled.packed_metadata
         self._rest = (None,) * len(source.constants)
@@ -120,7 +125,7 @@ class Program:
 
         Pointers are addresses, or tensors, of which the launcher takes the address (None: 0).
         """
-        if self._told is None:
+        if self._signature is None:
             self._call(
                 grid, columns, 1, stream, self._function, False, False, None, None,
                 self._packed, None, None, None, *args, *self._rest,
@@ -128,8 +133,16 @@ class Program:
         else:
             self._call(
                 grid, columns, 1, stream, self._function, False, False, self._packed,
-                None, None, None, None, None, *self._told, (*args, *self._rest),
+                None, None, None, None, None, *self._signature, (*args, *self._rest),
             )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def kernel_of(
+    device: torch.device, source: Callable[..., KernelSource], *given: Any, **facts: Any
+) -> LoadedKernel:
+    """The kernel that `source` makes of what is given, ready on a device: loaded once."""
+    return LoadedKernel(source(*given, **facts), device)
 
 
 def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
@@ -149,32 +162,21 @@ def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
     return launch
 
 
-class Descriptors:
-    """The tensor maps of one operand: one shape and tile, and whatever addresses come."""
+def matrix(
+    program: LoadedKernel, index: int, address: int, shape: tuple[int, int]
+) -> tuple[Any, ...]:
+    """The arguments that stand for a matrix, a kernel's descriptor `index`: map, shape, strides."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    from triton.runtime import driver
 
-    def __init__(self, program: Program, index: int, shape: tuple[int, int]) -> None:
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-        from triton.runtime import driver
-
-        utils: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]
-        later = hasattr(utils, "fill_tma_descriptor_tiled")  # than Triton 3.6
-        self._fill = utils.fill_tma_descriptor_tiled if later else utils.fill_tma_descriptor
-        self._meta = program.compiled.metadata.tensordesc_meta[index]
-        self._type = TMA_DTYPE_DEVICE_TO_HOST[self._meta["elem_type"]]
-        self._shape = shape
-
-    def make(self, address: int) -> tuple[Any, ...]:
-        """The arguments that stand for the matrix at that address: its map, shape and strides."""
-        meta = self._meta
-        shape, strides = list(self._shape), [self._shape[1], 1]
-        described = self._fill(
-            address,
-            meta["swizzle"],
-            meta["elem_size"],
-            self._type,
-            meta["block_size"],
-            shape,
-            strides,
-            0,
-        )
-        return (described, *shape, *strides)
+    utils: Any = driver.active.utils  # pyright: ignore[reportAttributeAccessIssue]
+    later = hasattr(utils, "fill_tma_descriptor_tiled")  # than Triton 3.6
+    fill = utils.fill_tma_descriptor_tiled if later else utils.fill_tma_descriptor
+    meta = program.compiled.metadata.tensordesc_meta[index]
+    element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    strides = [shape[1], 1]
+    described = fill(
+        address, meta["swizzle"], meta["elem_size"], element, meta["block_size"], list(shape),
+        strides, 0,
+    )  # fmt: skip
+    return (described, *shape, *strides)

@@ -14,7 +14,32 @@ from torch import nn
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
 
 
-class CrossEntropyLoss(nn.Module):
+class Loss(nn.Module):
+    """The options of a loss function."""
+
+    TAKEN = (
+        "ignore_index", "reduction", "label_smoothing",
+        "group", "z_loss", "softcap", "denominator", "check_targets", "shard_sizes",
+    )  # fmt: skip
+
+    def __init__(self, ignore_index: int, reduction: str, smoothing: float, more: Any) -> None:
+        super().__init__()
+        own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": smoothing}
+        for name in more:
+            if name not in self.TAKEN:
+                raise TypeError(f"a loss takes no argument {name!r}; it takes {self.TAKEN}")
+        self.options = own | more
+
+    def given(self, denominator: torch.Tensor | float | None) -> dict[str, Any]:
+        """The options, with this denominator if one is given."""
+        return self.options if denominator is None else {**self.options, "denominator": denominator}
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+class CrossEntropyLoss(Loss):
     """`interlace.nn.functional.cross_entropy` with its options set.
 
     Takes the arguments of `torch.nn.CrossEntropyLoss` (without the deprecated ones), then those of
@@ -31,12 +56,8 @@ class CrossEntropyLoss(nn.Module):
         label_smoothing: float = 0.0,
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(ignore_index, reduction, label_smoothing, options)
         self.register_buffer("weight", weight)
-        self.options = known(
-            {"ignore_index": ignore_index, "reduction": reduction}
-            | {"label_smoothing": label_smoothing} | options
-        )  # fmt: skip
 
     def forward(
         self,
@@ -45,20 +66,16 @@ class CrossEntropyLoss(nn.Module):
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """The loss; a `denominator` stands for that of this call."""
-        given = with_denominator(self.options, denominator)
-        return cross_entropy(logits, target, self.weight, **given)
-
-    def extra_repr(self) -> str:
-        """The options."""
-        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return cross_entropy(logits, target, self.weight, **self.given(denominator))
 
 
-class LinearCrossEntropyLoss(nn.Module):
+class LinearCrossEntropyLoss(Loss):
     """`interlace.nn.functional.linear_cross_entropy` with its options set.
 
     The weight and the bias are the caller's: an output layer's, often tied to the embedding's.
     """
 
+    TAKEN = (*Loss.TAKEN, "chunk_size", "accumulate_dtype", "overlap")
     class_weight: torch.Tensor | None
 
     def __init__(
@@ -69,13 +86,8 @@ class LinearCrossEntropyLoss(nn.Module):
         label_smoothing: float = 0.0,
         **options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(ignore_index, reduction, label_smoothing, options)
         self.register_buffer("class_weight", class_weight)
-        self.options = known(
-            {"ignore_index": ignore_index, "reduction": reduction}
-            | {"label_smoothing": label_smoothing} | options,
-            ("chunk_size", "accumulate_dtype", "overlap"),
-        )  # fmt: skip
 
     def forward(
         self,
@@ -86,33 +98,7 @@ class LinearCrossEntropyLoss(nn.Module):
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """The loss; a `denominator` stands for that of this call."""
-        given = with_denominator(self.options, denominator)
+        options = self.given(denominator)
         return linear_cross_entropy(
-            hidden, weight, target, bias, class_weight=self.class_weight, **given
+            hidden, weight, target, bias, class_weight=self.class_weight, **options
         )
-
-    def extra_repr(self) -> str:
-        """The options."""
-        return ", ".join(f"{name}={value}" for name, value in self.options.items())
-
-
-def with_denominator(
-    options: dict[str, Any], denominator: torch.Tensor | float | None
-) -> dict[str, Any]:
-    """The options, with this denominator if one is given."""
-    return options if denominator is None else {**options, "denominator": denominator}
-
-
-SHARED = (
-    "ignore_index", "reduction", "label_smoothing",
-    "group", "z_loss", "softcap", "denominator", "check_targets", "shard_sizes",
-)  # fmt: skip
-"""Options of both functions."""
-
-
-def known(options: dict[str, Any], more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The options, all of which the function takes."""
-    for name in options:
-        if name not in (*SHARED, *more):
-            raise TypeError(f"a loss takes no argument {name!r}; it takes {(*SHARED, *more)}")
-    return options

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from interlace.errors import OptimizerError
-from interlace.optim.adam.plan import Plan, arrived
+from interlace.optim.adam.plan import StepPlan, arrived
 from interlace.optim.adam.state import KEPT, MASTERS, STATE_DTYPES, check_param, fit, master_of
 
 
@@ -142,7 +142,7 @@ class Adam(Optimizer):
         grads = arrived(params)
         if self._plan is None or not self._plan.holds(self, params, grads):
             self._forget()
-            self._plan = Plan(self, params, grads)
+            self._plan = StepPlan(self, params, grads)
         self._plan.run(
             scale=getattr(self, "grad_scale", None), found_inf=getattr(self, "found_inf", None)
         )
@@ -208,10 +208,10 @@ class Adam(Optimizer):
 
     def _forget(self) -> None:
         """Nothing is known of where tensors lie; but what captured graphs read is kept."""
-        plan: Plan | None = self.__dict__.get("_plan")
+        plan: StepPlan | None = self.__dict__.get("_plan")
         baked = [launch for launch, _ in plan.launches if launch.baked] if plan else []
         self._baked: list[Any] = [*self.__dict__.get("_baked", ()), *baked]
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
 
 
 class AdamW(Adam):
@@ -243,7 +243,12 @@ class AdamW(Adam):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            *(params, lr, betas, eps, weight_decay, amsgrad),
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
             maximize=maximize,
             foreach=foreach,
             capturable=capturable,

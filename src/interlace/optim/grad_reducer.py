@@ -112,14 +112,15 @@ class GradReducer:
                 "some of the Parameters have an accumulator: close() the GradReducer or the "
                 "GradAccumulator that sums their gradients first"
             )
-        self._buckets = _fill(listed[::-1], main_grad_dtype, bucket_bytes)
+        self.buckets = _fill(listed[::-1], main_grad_dtype, bucket_bytes)
+        """The buckets in the order in which they are reduced."""
         self._options = options or Options()
         self._reductions = Reductions(
-            [bucket.flat for bucket in self._buckets], group, op, self._options
+            [bucket.flat for bucket in self.buckets], group, op, self._options
         )
         self._accumulators: dict[torch.Tensor, GradAccumulator] = {}
         self._bucket_of: dict[torch.Tensor, int] = {}
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self.buckets):
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 self._accumulators[param] = GradAccumulator(param, view, on_ready=self._ready)
                 self._bucket_of[param] = index
@@ -133,11 +134,6 @@ class GradReducer:
             self.attach(params)
 
     # -- what it holds ---------------------------------------------------------------------------
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets in the order in which they are reduced."""
-        return self._buckets
 
     def accumulator(self, param: torch.Tensor) -> GradAccumulator:
         """Where a layer of one's own adds that Parameter's gradient."""
@@ -185,7 +181,7 @@ class GradReducer:
                 "GradReducer after such a change"
             )
         with self._lock:
-            self._launch(len(self._buckets))
+            self._launch(len(self.buckets))
             self._finished = True
             self._refuse(OVER)
         self._reductions.wait()
@@ -217,7 +213,7 @@ class GradReducer:
         """Begins a new step: main gradients are 0."""
         self._check(self._gone > 0 and not self._finished, "buckets are on the way: finish() first")
         with torch.no_grad():
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.flat.zero_()
         self._begin()
 
@@ -246,7 +242,7 @@ class GradReducer:
     def _begin(self) -> None:
         """A step without any gradient yet."""
         self._seen: dict[torch.Tensor, int] = {}
-        self._left = [set(bucket.params) for bucket in self._buckets]
+        self._left = [set(bucket.params) for bucket in self.buckets]
         self._gone, self._finished = 0, False
         self._refuse(None)
 
@@ -274,7 +270,7 @@ class GradReducer:
     def _launch(self, end: int) -> None:
         """Starts the reductions of the buckets up to `end` that have not gone."""
         for index in range(self._gone, end):
-            bucket = self._buckets[index]
+            bucket = self.buckets[index]
             self._refuse(GONE, bucket)
             self._gone = index + 1
             writers = [self._accumulators[param].writer for param in bucket.params]

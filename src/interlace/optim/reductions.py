@@ -14,23 +14,22 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from queue import Queue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.rendezvous.patience import Patience
 from interlace.cost import Timeline
-from interlace.errors import CommTimeoutError, ExecutorError
+from interlace.errors import ExecutorError
 from interlace.ir import Program
 from interlace.options import Options
 from interlace.runtime import Executor
 
 NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
-SLICE_S = 0.05
 REDUCES = {"mean": "avg", "sum": "sum"}
 
 
@@ -67,7 +66,8 @@ class Reductions:
                 self._stream = torch.cuda.Stream(self._device)
                 self._ends = [torch.cuda.Event() for _ in flats]
             else:
-                self._worker = Worker([self._run(index) for index in range(len(flats))])
+                each = zip(self._executors, flats, strict=True)
+                self._worker = Worker([partial(executor.run, [flat]) for executor, flat in each])
                 made.callback(weakref.finalize(self, self._worker.stop))
             self._made = made.pop_all()
 
@@ -82,10 +82,6 @@ class Reductions:
             executors[-1].prepare()
             made.callback(executors[-1].synchronize)
         return executors
-
-    def _run(self, index: int) -> Callable[[], None]:
-        executor, flat = self._executors[index], self._flats[index]
-        return lambda: void(executor.run([flat]))
 
     def start(self, index: int, writers: Sequence[Any] = ()) -> None:
         """Starts one; on CUDA after the current stream and `writers`, the streams that wrote it."""
@@ -103,7 +99,7 @@ class Reductions:
     def wait(self) -> None:
         """Returns when all are over; on CUDA at once, and the current stream comes after them."""
         if self._worker is not None:
-            self._worker.wait(self._executors[0].limit_s)
+            self._worker.wait()
         else:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -116,7 +112,7 @@ class Reductions:
     def reset(self) -> None:
         """After a failure, every rank: nothing is under way any more."""
         if self._worker is not None:
-            self._worker.clear(self._executors[0].limit_s)
+            self._worker.clear()
         self._executors[0].reset()  # which resets the team of all
 
     def timelines(self) -> list[Timeline]:
@@ -134,90 +130,60 @@ def destroy(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def void(_: object) -> None:
-    """Drops a result."""
+class Worker(threading.Thread):
+    """A thread that runs the functions whose numbers it is given, in that order.
 
+    After a failure nothing runs until `clear`. It is a daemon: a rank that fails elsewhere ends
+    although a reduction waits for its peers. Each function bounds what it waits for.
+    """
 
-class Worker:
-    """A thread that runs the functions whose numbers it is given, in that order."""
-
-    def __init__(self, runs: Sequence[Callable[[], None]]) -> None:
-        self._runs = list(runs)
-        self._changed = threading.Condition()
-        self._asked: deque[int] = deque()
+    def __init__(self, runs: Sequence[Callable[[], object]]) -> None:
+        super().__init__(name="interlace reductions", daemon=True)
+        self._runs = runs
+        self._asked: Queue[int | None] = Queue()
         self._done: set[int] = set()
         self._error: BaseException | None = None
-        self._busy = self._over = False
-        self._thread = threading.Thread(target=self._live, name="interlace reductions", daemon=True)
-        self._thread.start()
+        self.start()
 
     def put(self, index: int) -> None:
         """Asks for a run. After a failure it is dropped: `wait` raises that."""
-        with self._changed:
-            if self._over:
-                raise ExecutorError("the thread of the reductions has ended: make another reducer")
-            self._done.discard(index)
-            if self._error is None:
-                self._asked.append(index)
-                self._changed.notify_all()
+        self._done.discard(index)
+        self._asked.put(index)
 
     def is_done(self, index: int) -> bool:
         """Whether that run has ended well."""
-        with self._changed:
-            return index in self._done
+        return index in self._done
 
-    def wait(self, time_out_s: float) -> None:
+    def wait(self) -> None:
         """Returns when nothing is asked for; raises what went wrong, until `clear`."""
-        with self._changed:
-            self._idle(time_out_s)
-            if self._error is not None:
-                raise self._error
+        self._asked.join()
+        if self._error is not None:
+            raise self._error
 
-    def clear(self, time_out_s: float) -> None:
+    def clear(self) -> None:
         """Drops what was asked for and what went wrong."""
-        with self._changed:
-            self._asked.clear()
-            self._idle(time_out_s)
-            self._error = None
-
-    def _idle(self, time_out_s: float) -> None:
-        """Waits; each run bounds itself, so that one that does not is a fault of its own."""
-        while self._asked or self._busy:
-            before, patience = len(self._asked), Patience(2 * time_out_s)
-            while len(self._asked) == before and (self._asked or self._busy):
-                self._changed.wait(SLICE_S)
-                if patience.is_over():
-                    raise CommTimeoutError(
-                        f"a reduction did not end within {2 * time_out_s:g} s, "
-                        f"with {before} behind it"
-                    )
+        self._drop()
+        self._asked.join()
+        self._error = None
 
     def stop(self) -> None:
         """Ends the thread, after the run that it is in."""
-        with self._changed:
-            self._over = True
-            self._asked.clear()
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+        self._drop()
+        self._asked.put(None)
+        if threading.current_thread() is not self:
+            self.join(5.0)
 
-    def _live(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                while not self._asked and not self._over:
-                    self._changed.wait()
-                if self._over:
-                    return
-                index = self._asked.popleft()
-                self._busy = True
+    def _drop(self) -> None:
+        self._error = self._error or ExecutorError("the reductions were stopped")
+
+    def run(self) -> None:
+        """What the thread does."""
+        while (index := self._asked.get()) is not None:
             try:
-                self._runs[index]()
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._asked.clear()
-            else:
-                with self._changed:
+                if self._error is None:
+                    self._runs[index]()
                     self._done.add(index)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._asked.task_done()

@@ -20,17 +20,14 @@ from typing import ClassVar
 from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Collective, Op, Program, Remark, Site
-from interlace.options import STRATEGIES as NAMES
-from interlace.passes.base import add_remarks
-from interlace.passes.choosing.choose import Choice, Chooser
-from interlace.passes.order.dependencies import Before, dependencies
-from interlace.passes.order.overlaps import representatives
-from interlace.passes.sites.analysis import Found, analyse, without_moves
-from interlace.passes.sites.blocks import order
-from interlace.passes.sites.recognise import GatherSite, ScatterSite
-from interlace.passes.sites.values import Values
+from interlace.passes.dependencies import Before, dependencies
+from interlace.passes.find_sites import FoundSite, analyse, in_blocks, without_moves
+from interlace.passes.overlaps import representatives
+from interlace.passes.sites.recognise import MatmulSite
+from interlace.passes.sites.values import Dataflow
+from interlace.passes.strategies.choose import Choice, Chooser
 from interlace.passes.strategies.pieces import kernel_parts
-from interlace.passes.strategies.table import strategy
+from interlace.passes.strategies.table import names, strategy
 from interlace.passes.strategies.write import refusal, write
 
 
@@ -48,8 +45,9 @@ class Decompose:
     machine: Machine | None = field(default=None, metadata={"text": False})
 
     def __post_init__(self) -> None:
-        if self.strategy not in NAMES:
-            raise PassError(f"decompose: no strategy {self.strategy!r}: one of {', '.join(NAMES)}")
+        if self.strategy not in names():
+            known = ", ".join(names())
+            raise PassError(f"decompose: no strategy {self.strategy!r}: one of {known}")
         if self.protocol not in ("get", "put"):
             raise PassError(f"decompose: protocol {self.protocol!r} is neither get nor put")
         if self.chunks < 0:
@@ -57,27 +55,27 @@ class Decompose:
 
     def run(self, program: Program) -> Program:
         """The Program with its sites decomposed."""
-        known = {site.id for site in program.sites}
-        if self.sites is not None and not known.issuperset(self.sites):
-            missing = sorted(set(self.sites) - known)
+        known = {site.id: site for site in program.sites}
+        if self.sites is not None and not known.keys() >= set(self.sites):
+            missing = sorted(set(self.sites) - known.keys())
             raise PassError(f"decompose: no sites {missing}; known are {sorted(known)}")
         serial = {op.site for op in program.ops if isinstance(op, Collective)}
         done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
         before = dependencies(program)
-        values = Values(program, representatives(program)[0])
-        names = values.names.copy()
+        values = Dataflow(program, representatives(program)[0])
+        taken = values.names.copy()
         choose = Chooser(self.machine, self.protocol, self.chunks)
         changed: dict[int, Site] = {}
         remarks: list[Remark] = []
         blocks: list[list[int]] = []
         written: dict[int, list[Op]] = {}
-        overlapped: list[GatherSite | ScatterSite] = []
+        overlapped: list[MatmulSite] = []
         anchors: dict[int, int] = {}
-        for found in analyse(program, done, before):
+        for found in analyse(values, before, done):
             number = program.ops[found.collective].site
             if number is None or (self.sites is not None and number not in self.sites):
                 continue
-            site = program.site(number)
+            site = known.get(number) or program.site(number)
             if found.site is None:
                 changed[number] = dataclasses.replace(site, reason=found.reason or site.reason)
                 continue
@@ -98,14 +96,14 @@ class Decompose:
                 blocks.append(list(found.site.ops))
                 overlapped.append(found.site)
                 written[found.collective] = write(
-                    values, names, found.site, choice.row, choice.chunks, number
+                    values, taken, found.site, choice.row, choice.chunks, number
                 )
         ops = _rebuilt(program, without_moves(before, overlapped), blocks, anchors, written)
         sites = tuple(changed.get(site.id, site) for site in program.sites)
-        made = program.replace(ops=ops, sites=sites, tables=tuple(names.tables))
-        return add_remarks(made, remarks)
+        made = program.replace(ops=ops, sites=sites, tables=tuple(taken.tables))
+        return made.remarked(remarks)
 
-    def _choose(self, choose: Chooser, values: Values, found: Found) -> Choice:
+    def _choose(self, choose: Chooser, values: Dataflow, found: FoundSite) -> Choice:
         assert found.site is not None
         if self.strategy == "auto":
             return choose.fastest(values, found.site)
@@ -132,7 +130,7 @@ def _rebuilt(
     anchors: dict[int, int],
     written: dict[int, list[Op]],
 ) -> tuple[Op, ...]:
-    placed = order(before, blocks, anchors)
+    placed = in_blocks(before, blocks, anchors)
     assert placed is not None, "find_sites lets no sites pass that depend on one another"
     ops: list[Op] = []
     for block in placed:

@@ -1,6 +1,6 @@
 """find_sites: every collective of a serial Program gets a Site, and its ops the site's number.
 
-Sites are found by meaning (`analysis.py`): an all-gather whose rows one or several matmuls take,
+Sites are found by meaning (`sites/`): an all-gather whose rows one or several matmuls take,
 or matmuls whose rows, pointwise operators between, a reduce-scatter or an all-reduce sums; and an
 all-to-all on either side of the matmuls of a rank's experts. A collective that is neither is a site
 of its own kind, with the reason, and runs as it is.
@@ -10,16 +10,33 @@ of its own kind, with the reason, and runs as it is.
         its right-hand side or its bias: it travels as a whole, under other computation")
 
 Run again, it numbers afresh; sites that are overlapped already keep their numbers.
+
+A site's ops become one block, which `decompose` replaces as a whole. A block that would have to run
+both before and after some op outside it (or another block) cannot be; `in_blocks` then gives None.
+
+    >>> in_blocks(before, [{0, 3}, {5, 6}])         # before: dependencies(program)
+    [(0, 3), (1,), (2,), (4,), (5, 6)]
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.ir import Collective, Group, Op, Program, Site
-from interlace.passes.sites.analysis import Found, analyse
+from interlace.passes.dependencies import Before, dependencies
+from interlace.passes.overlaps import representatives
+from interlace.passes.sites.recognise import (
+    GatherSite,
+    MatmulSite,
+    recognise,
+    site_kind,
+)
+from interlace.passes.sites.rows import Refused
+from interlace.passes.sites.values import Dataflow
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,8 @@ class FindSites:
         ]
         sites = list(done.values())
         number = max(done, default=0)
-        for found in analyse(program, done):
+        values = Dataflow(program, representatives(program)[0])
+        for found in analyse(values, dependencies(program), done):
             number += 1
             sites.append(_site(program, found, number))
             for i in members(program, found):
@@ -57,13 +75,188 @@ def marked(op: Op, site: int | None) -> Op:
     return dataclasses.replace(op, site=site)
 
 
-def members(program: Program, found: Found) -> tuple[int, ...]:
+def members(program: Program, found: FoundSite) -> tuple[int, ...]:
     """The ops of a site, by index."""
     return found.site.ops if found.site is not None else (found.collective,)
 
 
-def _site(program: Program, found: Found, number: int) -> Site:
+def _site(program: Program, found: FoundSite, number: int) -> Site:
     modules = [program.ops[i].loc.module for i in members(program, found)]
     own = program.ops[found.collective].loc.module
     module = own or next((module for module in modules if module), "")
     return Site(id=number, kind=found.kind, module=module, reason=found.reason)
+
+
+# all collectives together
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSite:
+    """A collective, what it is, and the reason where it stays alone."""
+
+    collective: int
+    kind: str
+    site: MatmulSite | None = None
+    reason: str = ""
+
+
+def without_moves(before: Before, sites: Iterable[MatmulSite]) -> Before:
+    """The dependencies, without those on ops that a site's chunks do not need."""
+    edges = list(before)
+    for site in sites:
+        for i in site.ops:
+            edges[i] = tuple(j for j in edges[i] if j not in site.kept)
+    return tuple(edges)
+
+
+def analyse(values: Dataflow, before: Before, done: Iterable[int] = ()) -> tuple[FoundSite, ...]:
+    """What every collective is; those of the sites `done` are left out, and their ops untouched.
+
+    `values` are those of the first of the Program's `representatives`.
+    """
+    program, done = values.program, frozenset(done)
+    found = _analyse(values, done, before)
+    # Where no box depends on the rank, the others see the same.
+    for rank in representatives(program)[1:] if values.ranked else ():
+        other = _analyse(Dataflow(program, rank), done, before)
+        found = tuple(
+            mine
+            if mine == theirs
+            else FoundSite(mine.collective, _kind(program, mine), None, "the ranks' rows differ")
+            for mine, theirs in zip(found, other, strict=True)
+        )
+    return found
+
+
+def _kind(program: Program, found: FoundSite) -> str:
+    op = program.ops[found.collective]
+    assert isinstance(op, Collective)
+    return op.kind
+
+
+def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[FoundSite, ...]:
+    program = values.program
+    taken = {i for i, op in enumerate(program.ops) if op.site in done}
+    blocks = Blocks(before)
+    found: list[FoundSite] = []
+    for i, op in enumerate(program.ops):
+        if not isinstance(op, Collective) or op.site in done:
+            continue
+        try:
+            if program.team(op.team).size < 2:
+                raise Refused(f"team {op.team} has one rank")
+            site = recognise(values, i, op, taken)
+            later: set[int] = set()  # matmuls that need what others of the site make
+            while (
+                isinstance(site, GatherSite)
+                and len(site.matmuls) > 1
+                and not blocks.accepts(site.ops, site.kept)
+            ):
+                later.add(site.matmuls[-1])
+                site = recognise(values, i, op, taken | later)
+            if not blocks.accepts(site.ops, site.kept):
+                raise Refused("its ops cannot run together: others stand between them")
+        except Refused as refusal:
+            found.append(FoundSite(i, op.kind, None, str(refusal)))
+        else:
+            blocks.add(site.ops, site.kept)
+            taken.update(site.ops)
+            found.append(FoundSite(i, site_kind(op.kind, site), site))
+    return tuple(found)
+
+
+# groups of ops taken as one
+
+
+Edges = Sequence[Iterable[int]]
+
+
+class Blocks:
+    """Blocks that can all run without a break, grown one by one.
+
+    `before[i]` names ops that are listed before i alone, and a block has an op at least.
+
+    blocks = Blocks(dependencies(program))
+    if blocks.accepts({0, 3}):
+        blocks.add({0, 3})
+    """
+
+    def __init__(self, before: Edges) -> None:
+        self.members: list[frozenset[int]] = [frozenset((i,)) for i in range(len(before))]
+        self.after: list[set[int]] = [set() for _ in before]
+        self.least = list(range(len(before)))
+        """By op, the first op of the stretch of overlapping blocks that it stands in (itself, where
+        it stands in none): nothing that follows the op is listed before that."""
+        for i, earlier in enumerate(before):
+            for j in earlier:
+                self.after[j].add(i)
+
+    def accepts(self, block: Iterable[int], unneeded: Iterable[int] = ()) -> bool:
+        """Whether no path leaves the block and comes back; `unneeded` ops do not lead into it."""
+        mine, ignored = frozenset(block), frozenset(unneeded)
+        seen: set[int] = set()
+        last = max(mine)
+        stack = [i for j in mine for i in self.after[j] if i not in mine]
+        while stack:
+            op = stack.pop()
+            if op in seen or self.least[op] > last:  # from there no way leads back
+                continue
+            seen |= self.members[op]
+            for i in self.members[op]:
+                if not mine.isdisjoint(self.after[i]) and i not in ignored:
+                    return False
+                stack += [k for k in self.after[i] if k not in seen and k not in mine]
+        return True
+
+    def add(self, block: Iterable[int], unneeded: Iterable[int] = ()) -> None:
+        """Takes these ops as one from now on."""
+        mine = frozenset(block)
+        for i in mine:
+            self.members[i] = mine
+        first, last = self.least[min(mine)], max(mine)
+        for i in range(min(mine), len(self.least)):
+            if i > last and self.least[i] > last:
+                break
+            self.least[i] = first
+        for i in unneeded:
+            self.after[i] -= mine
+
+
+def in_blocks(
+    before: Edges, blocks: Sequence[Iterable[int]], anchors: Mapping[int, int] | None = None
+) -> list[tuple[int, ...]] | None:
+    """All ops, each block together, in an order that keeps `before` and else the list's; or None.
+
+    A block stands where its op `anchors[number of the block]` would (default: its last op).
+    """
+    node = list(range(len(before)))
+    members: dict[int, list[int]] = {i: [i] for i in node}
+    for number, block in enumerate(blocks):
+        listed = sorted(block)
+        if not listed:
+            continue
+        anchor = (anchors or {}).get(number, listed[-1])
+        assert all(node[i] == i for i in listed), "blocks share an op"
+        for i in listed:
+            del members[i]
+        for i in listed:
+            node[i] = anchor
+        members[anchor] = listed
+    missing = dict.fromkeys(members, 0)
+    after: dict[int, set[int]] = {i: set() for i in members}
+    for i, earlier in enumerate(before):
+        for j in earlier:
+            if node[i] != node[j] and node[i] not in after[node[j]]:
+                after[node[j]].add(node[i])
+                missing[node[i]] += 1
+    ready = [i for i, count in missing.items() if count == 0]
+    heapq.heapify(ready)
+    found: list[tuple[int, ...]] = []
+    while ready:
+        i = heapq.heappop(ready)
+        found.append(tuple(members[i]))
+        for j in after[i]:
+            missing[j] -= 1
+            if missing[j] == 0:
+                heapq.heappush(ready, j)
+    return found if len(found) == len(members) else None

@@ -134,7 +134,7 @@ class _Former:
 
     def region(self, calls: list[Call]) -> Call | None:
         """A call of the region of these calls; None where nobody would see what it computes."""
-        body = _Body()
+        body = _RegionBody()
         for call in calls:
             body.add(call)
         inside: dict[str, int] = {}
@@ -167,7 +167,7 @@ class _Former:
 
 
 @dataclass(slots=True)
-class _Body:
+class _RegionBody:
     """The body of a region as it grows."""
 
     inputs: dict[View, str] = field(default_factory=dict[View, str])

@@ -7,30 +7,45 @@ become the parts of one `Fused`:
     main: fused(
         part(call("aten.mm.out", x, w, out=y[tp.rank])),
         part(expect(arrived, tp.rank + 1), call("aten.mm.out", slots[tp.rank + 1], w, out=...)),
-        ...)
+        ...,
+        kernel=gather_matmul())
 
 Before a reduction each part records the event that its put waits for, or the sum beside the kernel.
 
 What else stands between the chunks on their stream goes before the op, or after it. The op takes
 the place in the list of the last chunk, or of the first thing that waits for one of them. Parts are
 not ordered, so the result is proved once more; if that fails, or the chunks cannot be brought
-together, they stay as they are: peer copies, with a remark.
+together, they stay as they are: peer copies, with a remark. Parts that are not what a kernel does
+get none, and a remark: they run one after another.
+
+A group is a matmul of a site whose strategy is `fused`, chunk by chunk; `schedule` and
+`plan_memory` keep its calls together. The sum of a reduction is no part of it; what it adds is
+awaited on a stream of its own, as waiting keeps a stream. If the own rows are made piece by piece,
+all of them but the last are summed there, beside the kernel.
+
+    >>> groups(program)
+    [(4, 6, 8, 10)]
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from interlace.errors import ProgramError
 from interlace.ir import (
     Alloc,
     Call,
+    Copy,
     Expect,
     Free,
     Fused,
+    FusedKernel,
     FusedMember,
+    Get,
     Notify,
     Op,
     Program,
@@ -38,8 +53,9 @@ from interlace.ir import (
     Remark,
     Wait,
 )
-from interlace.passes.base import add_remarks
-from interlace.passes.order.groups import groups
+from interlace.ir.kernels import kernel_matmul
+from interlace.ir.operators import matmul_of
+from interlace.passes.overlaps import representatives
 from interlace.verify import check
 
 
@@ -62,7 +78,7 @@ class Fuse:
                 kept[number] = True
                 kept[number] = _sound(self._all(program, kept)[0], program)
             made, apart = self._all(program, kept)
-        return _told(made, apart)
+        return _with_reasons(_with_kernels(made), apart)
 
     def _all(self, program: Program, wanted: Sequence[bool]) -> tuple[Program, dict[int, str]]:
         """The Program with these groups fused, and why sites have one that is not."""
@@ -73,7 +89,7 @@ class Fuse:
             why = "its parts would race" if not want else ""
             if want:
                 try:
-                    program = program.replace(ops=tuple(_Bringing(program.ops, members).together()))
+                    program = program.replace(ops=tuple(_Joining(program.ops, members).joined()))
                 except _Apart as reason:
                     why = str(reason)
             if why:
@@ -91,8 +107,8 @@ def _sound(made: Program, before: Program) -> bool:
     return found.sound or len(found.errors) <= len(check(before).errors) > 0
 
 
-def _told(program: Program, apart: dict[int, str]) -> Program:
-    """The sites that are not, or not all, fused say so."""
+def _with_reasons(program: Program, apart: dict[int, str]) -> Program:
+    """The Program whose sites say why they are not fused, and its remarks where some are not."""
     fused = {op.site for op in program.ops if isinstance(op, Fused)}
     sites = tuple(
         dataclasses.replace(site, strategy="peer", protocol="put", reason=f"not fused: {why}")
@@ -103,11 +119,55 @@ def _told(program: Program, apart: dict[int, str]) -> Program:
     remarks = [
         Remark(Fuse.name, f"a matmul stays in chunks: {why}", site) for site, why in apart.items()
     ]
-    return add_remarks(program.replace(sites=sites), remarks)
+    return program.replace(sites=sites).remarked(remarks)
 
 
-class _Bringing:
-    """Brings the chunks of one matmul together."""
+def _with_kernels(program: Program) -> Program:
+    """The Program whose fused ops name the kernel that does their parts."""
+    kinds = {site.id: site.kind for site in program.sites}
+    ops, remarks = list(program.ops), list[Remark]()
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Fused) and op.kernel is None and op.site in kinds:
+            gathers = kinds[op.site] == "all_gather_matmul"
+            ops[index], why = _with_kernel(program, op, gathers)
+            if why:
+                text = f"a matmul's parts run one after another, without a kernel: {why}"
+                remarks.append(Remark(Fuse.name, text, op.site))
+    return program.replace(ops=tuple(ops)).remarked(remarks)
+
+
+def _with_kernel(program: Program, op: Fused, gathers: bool) -> tuple[Fused, str]:
+    """The op with its kernel; or as it is, and why there is none."""
+    buffers, why = program.buffers(), ""
+    for kernel in [FusedKernel(kind="gather_matmul")] if gathers else _scatters(program, op):
+        made = dataclasses.replace(op, kernel=kernel)
+        try:
+            for rank in representatives(program):
+                kernel_matmul(made, program.boxes(rank), buffers, program.where(rank))
+        except ProgramError as error:
+            why = why or str(error)
+        else:
+            return made, ""
+    return op, why
+
+
+def _scatters(program: Program, op: Fused) -> list[FusedKernel]:
+    """The kernels with as many ranges as a scatter's parts, and the rank's own rows where they are:
+    rank after rank, or slab by slab."""
+    buffers = program.buffers()
+    calls = [next(m for m in part if isinstance(m, Call)) for part in op.parts]
+    slots = buffers[calls[-1].outs[0].buffer]
+    if slots.team is None:
+        raise AssertionError("a reduction ends with the rank's own rows, in their slot")
+    size = program.team(slots.team).size
+    own = [i for i, call in enumerate(calls) if call.outs[0].buffer == slots.name]
+    pieces = (len(calls) - len(own)) // (size - 1)
+    lead = min(own[0] - (size - 2) * pieces, pieces)
+    return [FusedKernel(kind="scatter_matmul", pieces=pieces, lead=at) for at in (lead, 0)]
+
+
+class _Joining:
+    """Makes the chunks of one matmul the parts of one op."""
 
     def __init__(self, ops: Sequence[Op], members: tuple[int, ...]) -> None:
         self.ops, self.members = ops, members
@@ -119,7 +179,7 @@ class _Bringing:
         self.waits: list[Wait] = []
         self.recorded: set[str] = set()
 
-    def together(self) -> list[Op]:
+    def joined(self) -> list[Op]:
         """All ops, with the Fused in place of its members."""
         ops, first, last = self.ops, self.first, self.last
         self._sort()
@@ -180,3 +240,57 @@ class _Bringing:
 
 def _name(op: Op) -> str:
     return op.fn if isinstance(op, Call) else type(op).__name__
+
+
+# groups
+
+
+SUM = "interlace.sum_slots"
+FUSED = "fused"
+ALL_REDUCE = "matmul_all_reduce"
+
+
+def groups(program: Program) -> list[tuple[int, ...]]:
+    """The calls of each group as list indices, in order."""
+    kinds = {site.id: site.kind for site in program.sites if site.strategy == FUSED}
+    found: dict[object, list[int]] = {}
+    for index, op in enumerate(program.ops if kinds else ()):
+        if isinstance(op, Call) and op.site in kinds and _fills_fusable(op):
+            gathers = kinds[op.site] == "all_gather_matmul"
+            found.setdefault((op.site, op.outs[0].buffer if gathers else ""), []).append(index)
+    return [tuple(members) for members in found.values() if len(members) > 1]
+
+
+def arrivals(program: Program) -> list[int]:
+    """What sites that put await before they sum, with the sums beside a kernel, as list indices, in
+    order; of a fused all-reduce also what is fetched of these sums."""
+    sites = {s.id for s in program.sites if s.strategy == FUSED or s.protocol == "put"}
+    back = {s.id for s in program.sites if s.strategy == FUSED and s.kind == ALL_REDUCE}
+    found, awaited = list[int](), dict[int | None, list[int]]()
+    made, sums = Counter[str](), dict[str, list[int]]()  # by buffer: matmuls that fill it, its sums
+    for index, op in enumerate(program.ops if sites else ()):
+        if isinstance(op, Expect):
+            awaited.setdefault(op.site, []).append(index)
+        elif isinstance(op, Call) and op.fn == SUM and op.site in sites:
+            found += awaited.pop(op.site, [])
+            (slots,) = op.views()
+            sums.setdefault(slots.buffer, []).append(index)
+        elif isinstance(op, Call) and op.site in sites and _fills_fusable(op):
+            made[op.outs[0].buffer] += 1
+        elif isinstance(op, Get | Copy) and op.site in back:
+            found += [*awaited.pop(op.site, []), index]
+    for slots, mine in sums.items():
+        if made[slots] == len(mine):
+            found += mine[:-1]
+    return sorted(found)
+
+
+def used_by(ops: Iterable[Op]) -> set[str]:
+    """The buffers that ops read or write, a peer's copies included."""
+    return {access.view.buffer for op in ops for access in (*op.reads(), *op.writes())}
+
+
+def _fills_fusable(op: Call) -> bool:
+    """Whether a call is a matmul that the kernels compute, into given memory."""
+    matmul = matmul_of(op.fn)
+    return matmul is not None and matmul.fusable and op.fn == matmul.into

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from interlace.errors import PassError
 from interlace.ir import Fused, HostSync, Op, Program, Record, Wait
-from interlace.passes.order.dependencies import Before, dependencies
+from interlace.passes.dependencies import Before, dependencies
 
 
 @dataclass(frozen=True)

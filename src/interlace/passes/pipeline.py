@@ -1,51 +1,77 @@
-"""Pipelines of passes: their text, how they run, and the one that lowers a serial Program.
+"""Pipelines of passes: what a pass is, their text, how they run, and those that lower a Program.
 
     >>> passes = parse_pipeline("decompose{strategy=peer,chunks=4},schedule")
     >>> passes[0].strategy, passes[0].chunks
     ('peer', 4)
     >>> overlapped = run_pipeline(program, passes)
 
-The pass `insert_sync` is the class `InsertSync` of `passes/insert_sync.py`, imported when asked.
+A pass is a frozen dataclass with a name, whose `run` maps a Program to a Program. Its fields are
+the options; it never changes its argument, and says what it declined to do as a `Remark` on the
+Program. A pass that asks the cost model has a field `machine`.
+
+    @dataclass(frozen=True)
+    class Reverse:
+        name: ClassVar[str] = "reverse"
+
+        def run(self, program: Program) -> Program:
+            return program.replace(ops=program.ops[::-1])
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
+from interlace.cost import Machine
 from interlace.errors import PassError
-from interlace.ir import Expect, Get, Group, Notify, Program, Put, Recv, Remark, Send
+from interlace.ir import Expect, Get, Group, Notify, Program, Put, Recv, Remark, Send, validate
 from interlace.options import Options
-from interlace.passes.base import Pass, add_remarks
+from interlace.passes.decompose import Decompose
+from interlace.passes.find_sites import FindSites
+from interlace.passes.form_regions import FormRegions
+from interlace.passes.fuse import Fuse
+from interlace.passes.insert_sync import InsertSync
+from interlace.passes.place_resharding import PlaceResharding
+from interlace.passes.plan_memory import PlanMemory
+from interlace.passes.schedule import Schedule
+from interlace.passes.take_turns import TakeTurns
+from interlace.verify import check as prove
 
-PASSES = (
-    "find_sites",
-    "place_resharding",
-    "decompose",
-    "form_regions",
-    "schedule",
-    "plan_memory",
-    "insert_sync",
-    "take_turns",
-    "fuse",
-)
+
+@runtime_checkable
+class Pass(Protocol):
+    """A frozen dataclass that turns a Program into another."""
+
+    name: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def run(self, program: Program) -> Program:
+        """The Program after this pass. Pure: the argument stays as it is."""
+        ...
+
+
+PASSES: dict[str, type[Pass]] = {
+    item.name: item
+    for item in (
+        FindSites,
+        PlaceResharding,
+        Decompose,
+        FormRegions,
+        Schedule,
+        PlanMemory,
+        InsertSync,
+        TakeTurns,
+        Fuse,
+    )
+}
 """The passes by name, in the order in which they make sense."""
 
 
-def pass_class(name: str) -> type[Pass]:
-    """The class of the pass called `name`."""
-    if name not in PASSES:
-        raise PassError(f"no pass named {name!r}: choose from {', '.join(PASSES)}")
-    module = importlib.import_module(f"interlace.passes.{name}")
-    return cast("type[Pass]", getattr(module, "".join(map(str.capitalize, name.split("_")))))
-
-
-def parse_pipeline(text: str, machine: object = None) -> tuple[Pass, ...]:
+def parse_pipeline(text: str, machine: Machine | None = None) -> tuple[Pass, ...]:
     """The passes that `text` names, such as `find_sites,decompose{strategy=ring}`.
 
-    `machine` (an `interlace.cost.Machine`) goes to every pass that asks the cost model.
+    `machine` goes to every pass that asks the cost model.
     """
     found: list[Pass] = []
     for item in _split(text):
@@ -73,30 +99,36 @@ def run_pipeline(
     for item in parse_pipeline(passes) if isinstance(passes, str) else passes:
         program = item.run(program)
         if check:
-            importlib.import_module("interlace.ir").validate(program)
+            validate(program)
         if on_pass is not None:
             on_pass(item, program)
     if check:
-        importlib.import_module("interlace.verify").check(program).raise_if_unsound()
+        prove(program).raise_if_unsound()
     return program
 
 
-def lowering(options: Options, machine: object = None) -> tuple[Pass, ...]:
+def lowering(options: Options, machine: Machine | None = None) -> tuple[Pass, ...]:
     """The passes that lower a serial Program with these options."""
-    given = f"strategy={options.strategy},protocol={options.protocol},chunks={options.chunks}"
-    regions = "form_regions," if options.regions == "inductor" else ""  # eager ones gain nothing
-    fuse = ",fuse" if options.strategy in ("auto", "fused") else ""
+    decompose = Decompose(
+        strategy=options.strategy if options.overlap else "serial",
+        protocol=options.protocol if options.overlap else "get",
+        chunks=options.chunks if options.overlap else 0,
+        machine=machine,
+    )
+    found: list[Pass] = [FindSites(), decompose]
     if options.overlap:
-        text = (
-            f"find_sites,place_resharding{{position={options.resharding}}},"
-            f"decompose{{{given}}},{regions}schedule,plan_memory,insert_sync,take_turns{fuse}"
-        )
-    else:
-        text = f"find_sites,decompose{{strategy=serial}},{regions}plan_memory,insert_sync"
-    return parse_pipeline(text, machine)
+        found.insert(1, PlaceResharding(position=options.resharding))
+    if options.regions == "inductor":  # eager ones gain nothing
+        found.append(FormRegions())
+    if not options.overlap:
+        return *found, PlanMemory(), InsertSync()
+    found += [Schedule(), PlanMemory(), InsertSync(), TakeTurns()]
+    if options.strategy in ("auto", "fused"):
+        found.append(Fuse())
+    return tuple(found)
 
 
-def lower(program: Program, options: Options, machine: object = None) -> Program:
+def lower(program: Program, options: Options, machine: Machine | None = None) -> Program:
     """The overlapped Program of a serial one (with `overlap=False`, the serial one made ready).
 
     Where messages, signals or one-sided copies are written by hand, the streams that they are on
@@ -106,10 +138,29 @@ def lower(program: Program, options: Options, machine: object = None) -> Program
     made = run_pipeline(program, lowering(options, machine))
     by_hand = Send | Recv | Group | Notify | Expect | Put | Get
     if any(isinstance(op, by_hand) for op in program.ops):
-        check = importlib.import_module("interlace.verify").check
-        if not check(made).sound and check(program).sound:
-            return add_remarks(program, [Remark("lower", "left as written: it would be unsound")])
+        if not prove(made).sound and prove(program).sound:
+            return program.remarked([Remark("lower", "left as written: it would be unsound")])
     return made
+
+
+def spell(item: Pass) -> str:
+    """The pass as pipeline text: its name, and in braces the options that are not the default."""
+    given: list[str] = []
+    for field in dataclasses.fields(item):
+        value = getattr(item, field.name)
+        if value != field.default and field.metadata.get("text", True):
+            given.append(f"{field.name}={spell_value(value)}")
+    return f"{item.name}{{{','.join(given)}}}" if given else item.name
+
+
+def spell_value(value: object) -> str:
+    """An option's value as pipeline text."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        values = cast("tuple[object, ...]", value)
+        return f"[{','.join(map(spell_value, values))}]"
+    return "none" if value is None else str(value)
 
 
 def _split(text: str) -> Iterator[str]:
@@ -131,8 +182,10 @@ def _split(text: str) -> Iterator[str]:
         yield item.strip()
 
 
-def _make(name: str, options: str, machine: object) -> Pass:
-    cls = pass_class(name)
+def _make(name: str, options: str, machine: Machine | None) -> Pass:
+    if name not in PASSES:
+        raise PassError(f"no pass named {name!r}: choose from {', '.join(PASSES)}")
+    cls = PASSES[name]
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     given: dict[str, Any] = {}
     for option in _split(options):

@@ -32,13 +32,12 @@ from interlace.ir import (
     map_views,
 )
 from interlace.ir.operators import is_kind
-from interlace.passes.base import add_remarks
 from interlace.passes.find_sites import FindSites
-from interlace.passes.order.overlaps import representatives
+from interlace.passes.overlaps import representatives
 from interlace.passes.sites.cone import operands, result_of
 from interlace.passes.sites.recognise import uses_of
 from interlace.passes.sites.rows import Refused
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.values import Dataflow
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,11 @@ class PlaceResharding:
             remarks += found
             if moving:
                 program = FindSites().run(program) if program.sites else program
-        return add_remarks(program, remarks)
+        return program.remarked(remarks)
 
     def _sweep(self, program: Program) -> tuple[Program, list[Remark], bool]:
         """The Program after the first move that is to be made; or else why there is none."""
-        values = Values(program, representatives(program)[0])
+        values = Dataflow(program, representatives(program)[0])
         declined: list[Remark] = []
         for i, op in enumerate(program.ops):
             if not isinstance(op, Collective):
@@ -78,7 +77,7 @@ class PlaceResharding:
                     return moved[0], [Remark(self.name, moved[1], op.site)], True
         return program, declined, False
 
-    def _moved(self, values: Values, i: int, op: Collective) -> tuple[Program, str] | None:
+    def _moved(self, values: Dataflow, i: int, op: Collective) -> tuple[Program, str] | None:
         if op.src is None or op.dst is None or not op.dst.covers_buffer:
             return None
         if op.kind != "all_gather":
@@ -96,7 +95,7 @@ class PlaceResharding:
     # the computation moves in front of the gather
 
     def _to_shard(
-        self, values: Values, i: int, op: Collective, src: View, name: str
+        self, values: Dataflow, i: int, op: Collective, src: View, name: str
     ) -> tuple[Program, str] | None:
         uses, related = uses_of(values, name)
         for j in uses:
@@ -105,7 +104,7 @@ class PlaceResharding:
             if operand is None or result is None or not isinstance(call, Call):
                 continue
             rowwise = is_kind(call.fn, "reduction")
-            if rowwise and not (operand == View(name) and _over_last(values, call)):
+            if rowwise and not (operand == View(name) and _over_last(values, call, operand)):
                 continue
             before, after = values.buffers[name].dtype, values.buffers[result.buffer].dtype
             if self.position == "auto" and after.itemsize > before.itemsize:
@@ -123,7 +122,7 @@ class PlaceResharding:
 
     def _kept_whole(
         self,
-        values: Values,
+        values: Dataflow,
         uses: list[int],
         related: set[str],
         name: str,
@@ -152,7 +151,7 @@ class PlaceResharding:
     # the gather moves in front of the computation
 
     def _to_whole(
-        self, values: Values, i: int, op: Collective, src: View, name: str
+        self, values: Dataflow, i: int, op: Collective, src: View, name: str
     ) -> tuple[Program, str] | None:
         made = values.maker(src.buffer)
         if made is None or not values.whole(src):
@@ -182,22 +181,16 @@ def _operand(op: Op) -> View | None:
     return views[0] if len(views) == 1 and result_of(op) is not None else None
 
 
-def _over_last(values: Values, call: Call) -> bool:
+def _over_last(values: Dataflow, call: Call, operand: View) -> bool:
     """Whether a reduction is over the last of at least two dimensions."""
-    last = len(values.box(View(_operand_name(call))).sizes) - 1
+    last = len(values.box(View(operand.buffer)).sizes) - 1
     dims: Arg = call.args[1] if len(call.args) > 1 else None
     listed = dims if isinstance(dims, tuple) else (dims,)
     return last > 0 and listed in ((-1,), (last,))
 
 
-def _operand_name(call: Call) -> str:
-    operand = _operand(call)
-    assert operand is not None
-    return operand.buffer
-
-
 def _before_gather(
-    values: Values,
+    values: Dataflow,
     i: int,
     j: int,
     op: Collective,
@@ -242,7 +235,14 @@ def _before_gather(
 
 
 def _behind_gather(
-    values: Values, i: int, j: int, op: Collective, src: View, name: str, operand: View, call: Call
+    values: Dataflow,
+    i: int,
+    j: int,
+    op: Collective,
+    src: View,
+    name: str,
+    operand: View,
+    call: Call,
 ) -> Program:
     """The gather of the operand, then the computation on all of it."""
     program, names = values.program, values.names.copy()
@@ -286,7 +286,7 @@ def _renamed(program: Program, name: str, view: View) -> Program:
     return program.replace(ops=tuple(map_views(op, change) for op in program.ops), results=results)
 
 
-def _check_reduction(values: Values, op: Collective) -> None:
+def _check_reduction(values: Dataflow, op: Collective) -> None:
     """Says why a reduction next to a cast stays, where fewer bytes would move on the other side."""
     assert op.src is not None and op.dst is not None  # noqa: PT018
     if op.kind not in ("reduce_scatter", "all_reduce"):

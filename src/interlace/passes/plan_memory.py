@@ -27,11 +27,10 @@ from typing import ClassVar
 from interlace.errors import PassError
 from interlace.ir import Alloc, Buffer, Call, Free, Notify, Op, Program, Remark, View, views_in
 from interlace.ir.operators import matmul_of
-from interlace.passes.base import add_remarks
+from interlace.passes.dependencies import dependencies, symmetric_buffers
+from interlace.passes.fuse import groups, used_by
 from interlace.passes.insert_sync import Order, clocks, strip_events
-from interlace.passes.order.dependencies import dependencies, symmetric_buffers
-from interlace.passes.order.groups import groups, used_by
-from interlace.passes.order.overlaps import Overlaps
+from interlace.passes.overlaps import Overlaps
 
 ARENA = "arena"
 ALIGNMENT = 256
@@ -66,7 +65,7 @@ class PlanMemory:
             ops += [op, *frees.get(index, ())]
         remarks = _remarks(lives, offsets, slots, frees, sizes)
         kept = tuple(r for r in program.remarks if r.pass_name != self.name)
-        return add_remarks(program.replace(ops=tuple(ops), remarks=kept), remarks)
+        return program.replace(ops=tuple(ops), remarks=kept).remarked(remarks)
 
 
 def _escaping(program: Program) -> set[str]:

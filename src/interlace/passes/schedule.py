@@ -13,7 +13,7 @@ backward.
 
 All ranks must decide alike, also where their local sizes differ, so the pass looks at what ops
 there are, what depends on what and at sites, never at sizes: Note [Weights]. Every move keeps the
-dependencies of `passes/order/dependencies.py`, so the list runs in order without a deadlock.
+dependencies of `passes/dependencies.py`, so the list runs in order without a deadlock.
 
 Note [Weights]
     Between two lanes only the ratio matters: a matmul or an attention weighs as much as a whole
@@ -45,9 +45,9 @@ from interlace.ir import (
     Put,
 )
 from interlace.ir.operators import is_heavy
+from interlace.passes.dependencies import Before, dependencies, followers, symmetric_buffers
+from interlace.passes.fuse import arrivals, groups, used_by
 from interlace.passes.insert_sync import clocks, strip_events
-from interlace.passes.order.dependencies import Before, dependencies, followers, symmetric_buffers
-from interlace.passes.order.groups import arrivals, groups, used_by
 
 WHOLE, LIGHT = 96, 8
 LANES = {"compute": "main", "comm": "comm", "arrival": "arrivals"}

@@ -26,7 +26,7 @@ from itertools import groupby, pairwise
 from typing import ClassVar
 
 from interlace.ir import Expect, Notify, Op, Program, Put, RankIndex, Record
-from interlace.passes.order.overlaps import representatives
+from interlace.passes.overlaps import representatives
 from interlace.passes.strategies.emitter import Names
 
 TURN_BYTES = 4 << 20

@@ -1,36 +1,87 @@
 """The seam between the Executor, which is the same everywhere, and what runs ops on a device.
 
-A device has one `Engine`: it binds the ops of a plan to that device's streams and runs them.
-Another device adds a file with its engine and a line to `executor_for`; the Executor does not
-change.
+A device has one `Engine`: it sets up what ranks share there, binds the ops of a plan to that
+device's streams, and runs them. Another device adds a file with its engine and a case to
+`engine_for`; the Executor does not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from interlace.comm import Slot, TeamComm, Use, Wait, Workspace
+from interlace.comm import Registered, Slot, TeamComm, Use, Wait, Workspace
 from interlace.errors import BackendError, UnsupportedError
 from interlace.ir import Op
 from interlace.options import Options
+from interlace.runtime.calling.calls import Results
 from interlace.runtime.flight import Flight
+from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.values import Values
-
-if TYPE_CHECKING:
-    from interlace.runtime.inputs import Given
-    from interlace.runtime.results import Results
+from interlace.runtime.prepare.registered import Wanted
+from interlace.runtime.values import ValueTable
 
 BeforeOp = Callable[[int, int, Op], None]
 """Called as (rank, index, op) before each op, on its stream: delays and faults for tests."""
 
 
+class Lock(Protocol):
+    """What keeps other threads out of a run; the thread that has it may take it again."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, _t: Any, _v: Any, _tb: Any, /) -> None: ...
+
+
+class TeamLocks:
+    """The locks of several teams, taken in an order that all threads share, as one."""
+
+    def __init__(self, locks: Sequence[Lock]) -> None:
+        self._locks = locks
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Takes all of them, or none."""
+        taken = 0
+        try:
+            for lock in self._locks:
+                if not lock.acquire(blocking, timeout):
+                    break
+                taken += 1
+        finally:
+            if taken < len(self._locks):
+                for lock in self._locks[:taken]:
+                    lock.release()
+        return taken == len(self._locks)
+
+    def release(self) -> None:
+        """Lets go of all."""
+        for lock in self._locks:
+            lock.release()
+
+    def __enter__(self) -> object:
+        return self.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+
+def lock_of(teams: Sequence[TeamComm]) -> Lock:
+    """The lock of runs on these teams (in an order that all ranks share), or of one Executor's."""
+    locks = [team.lock for team in teams]
+    return locks[0] if len(locks) == 1 else TeamLocks(locks) if locks else threading.RLock()
+
+
 @dataclass(frozen=True, slots=True)
-class Crew:
+class TeamResources:
     """What a rank's Program shares with other ranks."""
 
     teams: Mapping[str, TeamComm]
@@ -38,27 +89,73 @@ class Crew:
     """By the name of the buffer that takes it."""
     spaces: Mapping[str, Workspace]
     """By team."""
-    backends: Mapping[tuple[str, str], Any]
-    """By team and name of the backend."""
-    uses: dict[str, Use]
+    backends: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
+    """By team and name of the backend; after a reset new ones."""
+    uses: dict[str, Use] = field(default_factory=dict[str, Use])
     """The takes of the run under way, by buffer."""
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
     """On CUDA, by team: the words of the graph of even runs, and of odd ones."""
+    registered: Mapping[str, Registered] = field(default_factory=dict[str, Registered])
+    """What peers reach of the caller's memory, by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ShareRequest:
+    """What `Engine.share` sets up, by all ranks of the teams together."""
+
+    plan: Plan
+    teams: Mapping[str, TeamComm]
+    device: torch.device
+    graph: bool
+    time_out_s: float
+    registered: Wanted
+    """The tensors of registered parameters."""
+    backends: Sequence[tuple[str, str]]
+    """Team and name of each backend that a rank of the team needs, in the order of connecting."""
+    kept: ExitStack
+    """Closing it gives back what there is, also after an error: slots, words and mappings; nothing
+    that used them may be under way."""
+
+    def ordered(self) -> list[tuple[str, TeamComm]]:
+        """The teams by name, in an order that all ranks share."""
+        return sorted(self.teams.items(), key=lambda item: (item[1].topic, item[0]))
+
+
+class RunLabel(NamedTuple):
+    """What peers know a run by."""
+
+    tag: int
+    """The Program's, the same on all ranks."""
+    name: str
+    peer_text: Callable[[int], str] | None = None
+    """Tells the ops of peers by index, where they are the same as this rank's."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
     """All that an engine binds from."""
 
     plan: Plan
-    values: Values
-    crew: Crew
+    values: ValueTable
+    resources: TeamResources
     options: Options
     device: torch.device
     flight: Flight
     time_out_s: float
     """The option, or what it follows."""
-    before_op: BeforeOp | None = None
+    before_op: BeforeOp | None
+    inputs: Parameters
+    outputs: Parameters
+    results: Results
+    """Reads the results of the run under way."""
+    label: RunLabel
+    lock: Lock
+
+    def let_go(self) -> None:
+        """Lets go of the callers' tensors: a closed engine may wait long for the collector."""
+        self.values.registered = {}
+        self.inputs.let_go()
+        self.outputs.let_go()
 
     def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> Wait:
         """How op `index` waits (or, if it is a Fused, one of its members)."""
@@ -79,17 +176,61 @@ def unbound(op: Op, device: str) -> UnsupportedError:
 
 
 class Engine(Protocol):
-    """Runs a bound Program on one device."""
+    """What a device must offer: the runs of one Program. The Executor asks for nothing else."""
 
-    spans: list[tuple[int, float, float]]
-    """With the option `trace`: op, start and end of each op of the last run, in seconds."""
+    context: EngineContext
 
-    def __init__(self, context: Context) -> None:
-        """Binds every op."""
+    def __init__(self, context: EngineContext) -> None:
+        """Binds every op. Needs no other rank."""
         ...
 
-    def run(self) -> None:
-        """One run: returns when all streams are done, raises what made one fail."""
+    @staticmethod
+    def share(request: ShareRequest) -> TeamResources:
+        """Sets up slots, words and backends; every rank of the teams calls it together."""
+        ...
+
+    def warm_up(self, teams: Sequence[TeamComm]) -> None:
+        """What must be done once before runs, by all ranks of the teams together."""
+        ...
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...] | None:
+        """A run, and its results; None, with nothing done, where the Executor has to look first:
+        at the tensors, at who has the lock, or at what happened to the teams."""
+        ...
+
+    def look(self) -> None:
+        """Raises where the caller may not run anything, before anything is done for it."""
+        ...
+
+    def issue(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        """`run`, once the Executor has the lock and has looked at all that there is to look at."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What made an earlier run fail after it was issued."""
+        ...
+
+    @property
+    def spans(self) -> list[tuple[int, float, float]]:
+        """With the option `trace`: op, start and end of each op of the last run, in seconds."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when all runs have ended; raises what made one fail."""
+        ...
+
+    def settle(self) -> None:
+        """Before a reset: ends what is under way."""
+        ...
+
+    def later(self, end: Callable[[], None]) -> bool:
+        """No run begins any more. Whether runs are still under way after a while: `end`, which
+        closes this and gives back what they use, is then called behind them."""
         ...
 
     def close(self) -> None:
@@ -97,48 +238,25 @@ class Engine(Protocol):
         ...
 
 
-def executor_for(device: torch.device | str) -> type[Engine]:
-    """The engine of a device."""
-    kind = torch.device(device).type
-    if kind == "cpu":
-        from interlace.runtime.host.engine import CpuEngine  # which imports this file
-
-        return CpuEngine
-    if kind == "cuda":
+def engine_for(
+    device: torch.device | str, graph: bool = False
+) -> tuple[type[Engine], torch.device]:
+    """The engine of a device (one that captures graphs, if `graph`), and the device as tensors name
+    it."""
+    found = torch.device(device)
+    if found.type == "cuda":
         from interlace.runtime.cuda.engine import CudaEngine  # which needs the CUDA driver
 
-        return cast("type[Engine]", CudaEngine)
-    raise BackendError(f"there is no executor for {kind!r} devices yet: choose device='cpu'")
+        index = torch.cuda.current_device() if found.index is None else found.index
+        return CudaEngine, torch.device("cuda", index)
+    if found.type != "cpu":
+        raise BackendError(
+            f"there is no executor for {found.type!r} devices yet: choose device='cpu'"
+        )
+    if graph:
+        raise UnsupportedError(
+            "graph=True captures CUDA graphs, and the device is 'cpu': leave the option out there"
+        )
+    from interlace.runtime.host.engine import CpuEngine  # which imports this file
 
-
-@dataclass(frozen=True, slots=True)
-class Door:
-    """What an Executor's runs go in by."""
-
-    tag: int
-    """The Program's, the same on all ranks."""
-    peer_text: Callable[[int], str] | None
-    """Tells the ops of peers by index, where they are the same as this rank's."""
-
-
-Ends = tuple["Given", "Given", "Results"]
-
-
-def runner_for(device: torch.device, engine: Any, ends: Ends, door: Door) -> Any:
-    """What issues the runs of an engine quicker than the Executor does; None where nothing does.
-
-    `ends` is what the Program takes, fills and returns.
-    """
-    if device.type == "cuda":
-        from interlace.runtime.cuda.runner import runner_of
-
-        return runner_of(engine, *ends, door.tag)
-    from interlace.runtime.host.flat import Flat
-    from interlace.runtime.host.quick import Quick
-
-    steps = engine.alone()
-    if steps is None or engine.context.values.registered:
-        return None
-    if engine.context.crew.teams:
-        return Flat(engine, steps, *ends, door)
-    return Quick(engine, steps, *ends)
+    return CpuEngine, torch.device("cpu")

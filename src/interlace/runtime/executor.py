@@ -13,7 +13,7 @@ Outside of teams there is nothing to mend: the next run may come.
 from __future__ import annotations
 
 import contextlib
-import threading
+import dataclasses
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,24 +21,65 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm import TeamComm, limit_s, team_of
+from interlace.comm import BACKENDS, TeamComm, limit_s, team_of
 from interlace.comm.teams import check_size, reset_in_turn
 from interlace.cost import Timeline
-from interlace.errors import ExecutorError, TeamError, UnsupportedError
+from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, validate
-from interlace.ir.called import refuse_others
+from interlace.ir.call_names import refuse_others
 from interlace.options import Options
-from interlace.runtime.engine import BeforeOp, Context, Crew, Door, executor_for, runner_for
-from interlace.runtime.flight import Flight
-from interlace.runtime.inputs import Given
-from interlace.runtime.prepare.agreement import Agreement, agree
+from interlace.runtime.calling.calls import reader_of
+from interlace.runtime.engine import (
+    BeforeOp,
+    Engine,
+    EngineContext,
+    RunLabel,
+    ShareRequest,
+    TeamResources,
+    engine_for,
+    lock_of,
+)
+from interlace.runtime.flight import Flight, measured
+from interlace.runtime.inputs import Parameters
+from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
 from interlace.runtime.prepare.plan import backends_of, make_plan, with_backends
-from interlace.runtime.prepare.ranks import program_rank
 from interlace.runtime.prepare.registered import collect
-from interlace.runtime.prepare.shares import Kept, Shared, share
-from interlace.runtime.results import reader_of
-from interlace.runtime.spans import measured
-from interlace.runtime.values import Values
+from interlace.runtime.values import ValueTable
+
+
+class Teardown:
+    """What an Executor must give back. It outlives the Executor, which a finalizer may not hold."""
+
+    def __init__(self) -> None:
+        self.shared = contextlib.ExitStack()
+        self.engine: Engine | None = None
+
+    def end_engine(self) -> None:
+        """Ends the engine, once, and lets go of the callers' tensors."""
+        engine, self.engine = self.engine, None
+        _end(engine)
+
+    def close(self) -> None:
+        """Ends all: first the runs, then what they used. What is gone is not ended again."""
+        engine, self.engine = self.engine, None
+        shared = self.shared.pop_all()
+
+        def end() -> None:
+            try:
+                _end(engine)
+            finally:
+                shared.close()
+
+        if engine is None or not engine.later(end):
+            end()
+
+
+def _end(engine: Engine | None) -> None:
+    if engine is not None:
+        try:
+            engine.close()
+        finally:
+            engine.context.let_go()
 
 
 class Executor:
@@ -68,33 +109,24 @@ class Executor:
         `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
         """
         self.program = program
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        elif self.device.type == "cpu":
-            self.device = torch.device("cpu")  # which no tensor calls cpu:0
         self.options = options or Options()
+        self._engine_class, self.device = engine_for(device, self.options.graph)
         self._groups = dict(groups or {})
         self.rank = program_rank(program, self._groups)
         self._before_op = before_op
         self.host, self.static_inputs = frozenset(host), frozenset(static_inputs)
         self._given = dict(registered or {})
         self._operators = frozenset(operators)
-        self._engine_class = executor_for(self.device)
-        if self.options.graph and self.device.type != "cuda":
-            raise UnsupportedError(
-                f"{program.name}: graph=True captures CUDA graphs, and its device is "
-                f"{self.device.type!r}: leave the option out there"
-            )
-        self._lock = threading.Lock()
         self.limit_s = limit_s(self.options.time_out_s, self._groups.values())
         """The bound of every wait."""
         self._teams: dict[str, TeamComm] = {}
+        self._lock = lock_of([])
         self.agreement: Agreement | None = None
-        self._shared = Shared({}, {}, ())
-        self._runner: Any = None
-        self._context: Context | None = None
-        self._kept = Kept()
+        self._shared = TeamResources({}, {}, {})
+        self._backends: tuple[tuple[str, str], ...] = ()
+        """Team and name of each backend of torch that a rank of the team needs."""
+        self._engine: Engine | None = None
+        self._kept = Teardown()
         self._finalizer: Any = weakref.finalize(self, self._kept.close)
         self._bound_resets: list[int] = []
         self._poison: tuple[str, list[int]] | None = None
@@ -107,7 +139,7 @@ class Executor:
 
         Collective: every rank of the Program's teams calls it, in the same order for all Executors.
         """
-        if self._context is not None:
+        if self._engine is not None:
             return self
         self._check_open()
         limit = self.limit_s
@@ -124,8 +156,9 @@ class Executor:
                     "group: give each team a group of its own (dist.new_group), or write the "
                     "Program with one team"
                 )
+        self._lock = lock_of(self._ordered())
         # Made in inference mode, memory could not be written by runs out of it.
-        with self._alone(), torch.inference_mode(False), torch.no_grad():
+        with self._locked(), torch.inference_mode(False), torch.no_grad():
             names = self._backend_name, self._teams
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
@@ -134,8 +167,12 @@ class Executor:
                 team.setup(limit)
             try:
                 plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
-                facts = self._teams, self.device, self.options.graph, limit, found.wanted
-                self._shared = share(plan, *facts, self.agreement.backends, self._kept.shared)
+                needed = zip(self._teams, self.agreement.backends, strict=True)
+                pairs = [(team, name) for team, names in needed for name in names]
+                pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
+                facts = self.device, self.options.graph, limit, found.wanted, pairs
+                request = ShareRequest(plan, self._teams, *facts, self._kept.shared)
+                self._shared, self._backends = self._engine_class.share(request), tuple(pairs)
                 self._bind()
             except BaseException:
                 self._kept.close()
@@ -153,38 +190,46 @@ class Executor:
             asked = self.options.transport
         return self._teams[team].backend_name(asked, self.device.type)
 
-    @property
-    def _engine(self) -> Any:
-        return self._kept.engine
-
     def _bind(self) -> None:
         """Binds every op to the memory and the backends that are there. Needs no other rank."""
-        plan, program = self._plan, self._plan.program
-        shared, limit = self._shared, self.limit_s
-        backends = shared.backends(self._teams, self.device, limit)
-        known = self.host, shared.registered
-        values = Values(program, plan.box, shared.slots, self.device, *known)
-        crew = Crew(self._teams, shared.slots, shared.spaces, backends, {}, shared.graph_spaces)
-        facts = self.options, self.device, Flight(program, self.rank), limit, self._before_op
-        context = Context(plan, values, crew, *facts)
-        self._kept.end_engine()
-        self._kept.engine = engine = self._engine_class(context)
-        of_kind = lambda kind: [b for b in program.params if b.kind == kind]  # noqa: E731
-        self._inputs, self._outputs = (
-            Given(program.name, kind, of_kind(kind), self.device, *known)
+        plan, program, agreement = self._plan, self._plan.program, self.agreement
+        assert agreement is not None
+        connected = {
+            (team, name): self._teams[team].backend(name, self.device.type, self.limit_s)
+            for team, name in self._backends
+        }
+        facts: dict[str, Any] = {"backends": connected, "uses": {}, "registered": {}}
+        resources = dataclasses.replace(self._shared, **facts)
+        known = self.host, self._shared.registered
+        values = ValueTable(program, plan.box, resources.slots, self.device, *known)
+        inputs, outputs = (
+            Parameters(
+                *(program.name, kind, [b for b in program.params if b.kind == kind]),
+                *(self.device, *known),
+            )
             for kind in ("input", "output")
         )
-        self._results = reader_of(program.returned(), plan, values)
-        alike = self.agreement is not None and not self.agreement.texts
-        self._peer_text = Flight(self.program, self.rank).text if alike else None
-        tag = self.agreement.tag if self.agreement is not None else 0
-        ends = self._inputs, self._outputs, self._results
-        door = Door(tag, self._peer_text)
-        runner = runner_for(self.device, engine, ends, door)
-        if self.options.graph:
-            runner.warm_up(self._ordered())
+        text = None if agreement.texts else Flight(self.program, self.rank).text
+        context = EngineContext(
+            plan=plan,
+            values=values,
+            resources=resources,
+            options=self.options,
+            device=self.device,
+            flight=Flight(program, self.rank),
+            time_out_s=self.limit_s,
+            before_op=self._before_op,
+            inputs=inputs,
+            outputs=outputs,
+            results=reader_of(program.returned(), plan, values),
+            label=RunLabel(agreement.tag, program.name, text),
+            lock=self._lock,
+        )
+        self._kept.end_engine()
+        self._kept.engine = engine = self._engine_class(context)
+        engine.warm_up(self._ordered())
         # Only now: what is bound in part is bound anew before it runs.
-        self._context, self._runner, self._bound_resets = context, runner, self._resets()
+        self._engine, self._bound_resets = engine, self._resets()
 
     # -- runs ------------------------------------------------------------------------------------
 
@@ -192,70 +237,36 @@ class Executor:
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
-        runner = self._runner
-        if runner is None or self._poison is not None:
-            return self._look_and_run(inputs, out)
+        engine = self._engine
+        if engine is None or self._poison is not None:
+            return self._check_and_run(inputs, out)
         try:
-            found = runner.run(inputs, out)
+            found = engine.run(inputs, out)
         except BaseException as error:  # what cannot be issued stops the peers too
             self._fail(error)
             raise
-        return self._look_and_run(inputs, out) if found is None else found
+        return self._check_and_run(inputs, out) if found is None else found
 
-    def _look_and_run(
+    def _check_and_run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
         """A run, once it is known that there may be one."""
-        self._check_ready()
-        self._inputs.check(inputs)
+        engine = self._check_ready()
+        engine.context.inputs.check(inputs)
         if out is not None:
-            self._outputs.check(out)
-        getattr(self._runner, "look", tuple)()  # on CUDA: raises in a caller's capture
-        with self._alone():
+            engine.context.outputs.check(out)
+        engine.look()
+        with self._locked():
             if self._bound_resets != self._resets():
                 with torch.inference_mode(False), torch.no_grad():
                     self._bind()  # a reset renewed the backends
             self._check_teams()
+            assert self._engine is not None
             try:
-                found = None if self._runner is None else self._runner.issue(inputs, out)
+                return self._engine.issue(inputs, out)
             except BaseException as error:
                 self._fail(error)
                 raise
-            if found is not None:
-                return found
-            return self._run(inputs, self._outputs.new() if out is None else out)
-
-    def _run(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        context, engine, agreement = self._context, self._engine, self.agreement
-        assert context is not None
-        assert engine is not None
-        assert agreement is not None
-        teams, values, uses = context.crew.teams.values(), context.values, context.crew.uses
-        for team in teams:
-            team.control.enter(agreement.tag, self.program.name, self._peer_text)
-        for buffer in self._plan.takes:
-            uses[buffer] = context.crew.slots[buffer].next_use()
-        given = dict(zip(self._inputs.names, inputs, strict=True))
-        given.update(zip(self._outputs.names, out, strict=True))
-        try:
-            self._inputs.check_places(inputs)
-            self._outputs.check_places(out)
-            with torch.no_grad():
-                values.begin(given, uses)
-                for held in values.registered.values():
-                    held.enter()
-                engine.run()
-                for held in values.registered.values():
-                    held.leave()
-                results = self._results()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            values.end()
-        for team in teams:
-            team.control.leave()
-        return results
 
     def _fail(self, error: BaseException) -> None:
         if not self._teams:
@@ -266,21 +277,18 @@ class Executor:
             team.fail(error)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """What this process does on a team, it does one after another."""
-        taken: list[Any] = []
+        if not self._lock.acquire(timeout=self.limit_s):
+            shared = " on the same teams" if self._teams else ""
+            raise ExecutorError(
+                f"{self.program.name} waited {self.limit_s:g} s for another thread's run{shared}: "
+                "call Executors from one thread"
+            )
         try:
-            for lock in (self._lock, *(team.lock for team in self._ordered())):
-                if not lock.acquire(timeout=self.limit_s):
-                    raise ExecutorError(
-                        f"{self.program.name} waited {self.limit_s:g} s for another "
-                        "thread's run on the same teams: call Executors from one thread"
-                    )
-                taken.append(lock)
             yield
         finally:
-            for lock in reversed(taken):
-                lock.release()
+            self._lock.release()
 
     # -- failures --------------------------------------------------------------------------------
 
@@ -291,9 +299,9 @@ class Executor:
         if self._closed:
             raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
 
-    def _check_ready(self) -> None:
+    def _check_ready(self) -> Engine:
         self._check_open()
-        if self._context is None:
+        if self._engine is None:
             raise ExecutorError(
                 f"{self.program.name} was not prepared: every rank calls prepare() before run()"
             )
@@ -305,10 +313,11 @@ class Executor:
                     f"({why}): every rank of its teams calls reset(), or interlace.reset() for all"
                 )
             self._poison = None
+        return self._engine
 
     def _check_teams(self) -> None:
         """Raises what stopped a peer since the last run, or an earlier Executor of this rank."""
-        found = getattr(self._engine, "failure", None)
+        found = None if self._engine is None else self._engine.failure
         for error in (found, *(team.control.failure() for team in self._teams.values())):
             if error is not None:
                 self._fail(error)
@@ -317,9 +326,9 @@ class Executor:
     def reset(self) -> None:
         """After a failure: every rank of the teams calls it, and runs may go on."""
         self._check_open()
-        if self._context is None:
+        if self._engine is None:
             return
-        getattr(self._engine, "settle", tuple)()
+        self._engine.settle()
         reset_in_turn(self._ordered(), self.limit_s)
         self._poison = None
 
@@ -341,10 +350,8 @@ class Executor:
         """Ends the threads and lets go of the memory."""
         self._closed = True
         self._finalizer()
-        self._context = self._runner = None
-        self._shared = Shared({}, {}, ())
-        self._results, self._given = tuple, {}
-        self._inputs = self._outputs = Given(self.program.name, "input", [], self.device)
+        self._engine = None
+        self._shared, self._given = TeamResources({}, {}, {}), {}
 
     def __enter__(self) -> Executor:
         return self

@@ -1,16 +1,17 @@
-"""The flight log: where each stream of this rank is, for the errors that say what went wrong.
+"""The flight log: where each stream of this rank is, for the errors that say what went wrong, and
+when its ops ran, as a Timeline.
 
 log = Flight(program, rank)
-log.stands["comm"] = 12          # the stream begins op 12
+log.follow(lambda: [(12, 0.5)])      # what tells where the streams are
 print(log.text(12), log.tail())
 """
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from interlace.cost import Span, Timeline, op_kind, op_name
 from interlace.ir import Fused, Program
 from interlace.ir.text.printer import print_op
 
@@ -26,35 +27,22 @@ class Flight:
     def __init__(self, program: Program, rank: int) -> None:
         self._program = program
         self._rank = rank
-        self._order: dict[str, list[int]] = {}
+        self._order: dict[str, list[int]] = {name: [] for name in program.streams()}
         for index, op in enumerate(program.ops):
-            self._order.setdefault(op.stream, []).append(index)
-        self.stands: dict[str, int] = dict.fromkeys(self._order, -1)
-        """For each stream, the op that it began last; -1 before the first, -2 after the last."""
-        self.since: dict[str, float] = dict.fromkeys(self._order, 0.0)
-        """When it began it, or the run, by `time.perf_counter`."""
-        self._tell: Callable[[], Mapping[str, tuple[int, float]]] | None = None
+            self._order[op.stream].append(index)
+        self._progress: Callable[[], Sequence[tuple[int, float]]] = lambda: (
+            [(-1, 0.0)] * len(self._order)
+        )
 
-    def follow(self, tell: Callable[[], Mapping[str, tuple[int, float]]]) -> None:
-        """From now on `tell` says of each stream at which op it is and for how many seconds."""
-        self._tell = tell
-
-    def _catch_up(self) -> None:
-        if self._tell is not None:
-            now, told = time.perf_counter(), self._tell()
-            self.stands = {stream: op for stream, (op, _) in told.items()}
-            self.since = {stream: now - held for stream, (_, held) in told.items()}
-
-    def begin(self) -> None:
-        """A new run: no stream has begun an op, and the time of waiting counts from now."""
-        self.stands = dict.fromkeys(self._order, -1)
-        self.since = dict.fromkeys(self._order, time.perf_counter())
+    def follow(self, progress: Callable[[], Sequence[tuple[int, float]]]) -> None:
+        """From now on `progress` gives, for each stream of the Program, the op that it began last
+        and how many seconds ago; op -1 before its first, -2 after its last."""
+        self._progress = progress
 
     @property
-    def last_begun(self) -> float:
-        """When a stream last began an op, by `time.perf_counter`."""
-        self._catch_up()
-        return max(self.since.values(), default=0.0)
+    def stands(self) -> Mapping[str, tuple[int, float]]:
+        """The same, by stream."""
+        return dict(zip(self._order, self._progress(), strict=True))
 
     def text(self, index: int, member: int | None = None) -> str:
         """An op (or a member of a Fused), with its number, its module and its source line."""
@@ -76,18 +64,15 @@ class Flight:
 
     def tail(self) -> str:
         """The last ops of every stream."""
-        self._catch_up()
-        now = time.perf_counter()
         lines = [f"what the streams of rank {self._rank} did last:"]
-        for stream, order in self._order.items():
-            stands = self.stands[stream]
+        for stream, (stands, held) in self.stands.items():
             if stands < 0:
                 lines.append(f"  {stream}: {'not begun' if stands == -1 else 'done'}")
                 continue
+            order = self._order[stream]
             at = order.index(stands)
             for index in order[max(0, at - NUM_SHOWN + 1) : at]:
                 lines.append(f"  {stream}: {self.text(index)} done")
-            held = now - self.since[stream]
             lines.append(f"  {stream}: {self.text(stands)} begun {held:.3g} s ago")
         return "\n".join(lines)
 
@@ -96,3 +81,20 @@ def _part(op: Fused, member: int) -> int:
     """The part, from 1, that a member of a Fused stands in."""
     ends = itertools.accumulate(map(len, op.parts))
     return next(number for number, end in enumerate(ends, 1) if member < end)
+
+
+def measured(program: Program, rank: int, spans: Sequence[tuple[int, float, float]]) -> Timeline:
+    """The timeline of one rank, from the index, start and end (in seconds) of its ops."""
+    ops = program.ops
+    return Timeline(
+        tuple(
+            Span(
+                *(rank, ops[index].stream, index, op_name(ops[index]), start, end),
+                site=ops[index].site,
+                kind=op_kind(ops[index]),
+            )
+            for index, start, end in sorted(spans)
+        ),
+        name=program.name,
+        source="measured",
+    )

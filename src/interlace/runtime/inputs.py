@@ -90,7 +90,7 @@ def look(
     return known["look"]
 
 
-class Given:
+class Parameters:
     """The parameters of one kind (`input` or `output`) of a concrete Program."""
 
     def __init__(
@@ -160,8 +160,12 @@ class Given:
             elif i in apart:
                 made.append(make().zero_())
             else:
-                made.append(at(place, 0, box, self._device))
+                made.append(at(place, 0, box))
         return made
+
+    def let_go(self) -> None:
+        """Lets go of the registered ones. No run comes after this."""
+        self._held, self._places, self._makers = [], [], []
 
     def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises `ExecutorError` unless the registered ones lie where peers reach them."""

@@ -56,7 +56,7 @@ def nbytes(buffer: Buffer) -> int:
     return whole(buffer).hull[1]
 
 
-def at(storage: torch.UntypedStorage, start: int, box: Box, device: torch.device) -> torch.Tensor:
+def at(storage: torch.UntypedStorage, start: int, box: Box) -> torch.Tensor:
     """The box of a buffer that begins at byte `start` of a storage."""
     offset, rest = divmod(start, box.dtype.itemsize)
     if rest:
@@ -66,7 +66,7 @@ def at(storage: torch.UntypedStorage, start: int, box: Box, device: torch.device
             f"a tensor of {list(box.sizes)} {box.dtype} lies beyond the end of its storage of "
             f"{storage.nbytes()} bytes: was its memory freed (untyped_storage().resize_)?"
         )
-    empty = torch.empty(0, dtype=DTYPES[box.dtype], device=device)
+    empty = torch.empty(0, dtype=DTYPES[box.dtype], device=storage.device)
     return empty.set_(storage, offset + box.offset, box.sizes, box.strides)  # pyright: ignore
 
 
@@ -77,7 +77,7 @@ def derive(base: torch.Tensor, box: Box) -> torch.Tensor:
             return base.as_strided(box.sizes, box.strides)
         return base.as_strided(box.sizes, box.strides, base.storage_offset() + box.offset)
     start = int(base.storage_offset()) * base.itemsize
-    return at(base.untyped_storage(), start, box, base.device)
+    return at(base.untyped_storage(), start, box)
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ def _touched(program: Program) -> Iterator[str]:
                 yield access.view.buffer
 
 
-class Values:
+class ValueTable:
     """The table of one bound Program."""
 
     def __init__(
@@ -143,8 +143,8 @@ class Values:
             for op in program.ops
             if isinstance(op, Alloc) and op.buffer.kind == "fresh"
         )
-        for buffer in self._buffers.values():
-            if buffer.kind in ("input", "output", "fresh"):
+        for kind in ("input", "output", "fresh"):  # in the order in which `starter` is given them
+            for buffer in (b for b in self._buffers.values() if b.kind == kind):
                 self._families[buffer.name] = _Family(self._add(None, constant=False))
 
     @property
@@ -189,90 +189,62 @@ class Values:
         """The place of a view of this rank's memory."""
         return self.at(view.buffer, self.box(view))
 
-    def at(self, name: str, box: Box) -> int:
-        """The place of a box of this rank's memory."""
-        buffer = self._buffers[name]
-        if buffer.kind == "symmetric":
-            return self._in_slot(buffer, self._slots[name].me, box)
-        if name in self.registered:
-            return self._in_registered(name, self.registered[name].me, box)
-        key = (name, None, box)
-        if key not in self._places:
-            family = self._families.get(name)
-            if family is None:
-                tensor = at(self._arena, self._starts[name], box, self.device)
-                self._places[key] = self._add(tensor, constant=True)
-            elif box == whole(buffer):
-                self._places[key] = family.place
-            elif not box.numel and buffer.kind == "fresh":  # it may be gone, or not there yet
-                device = torch.device("cpu") if name in self.host else self.device
-                tensor = torch.empty(box.sizes, dtype=DTYPES[box.dtype], device=device)
-                self._places[key] = self._add(tensor, constant=True)
-            else:
-                place = self._places[key] = self._add(None, constant=False)
-                family.views.append((place, box))
-        return self._places[key]
-
     def remote(self, view: View, member: int) -> int:
         """The place of a view of a symmetric or registered buffer in a peer's memory."""
-        if view.buffer in self.registered:
-            return self._in_registered(view.buffer, member, self.box(view))
-        return self._in_slot(self._buffers[view.buffer], member, self.box(view))
+        return self.at(view.buffer, self.box(view), member)
 
-    def _in_registered(self, name: str, member: int, box: Box) -> int:
+    def at(self, name: str, box: Box, member: int | None = None) -> int:
+        """The place of a box of a buffer, of this rank's memory or of that of a team's `member`."""
         key = (name, member, box)
         if key not in self._places:
-            copy = self.registered[name].copies[member]
-            start = int(copy.storage_offset())
-            tensor = at(copy.untyped_storage(), start, box, copy.device)
-            self._places[key] = self._add(tensor, constant=True)
+            tensors = [at(storage, start, box) for storage, start in self._memory(name, member)]
+            if len(tensors) == 2:
+                self._places[key] = self._add(None, constant=False)
+                self._symmetric.append((self._places[key], name, (tensors[0], tensors[1])))
+            elif tensors:
+                self._places[key] = self._add(tensors[0], constant=True)
+            else:
+                self._places[key] = self._of_the_run(self._buffers[name], box)
         return self._places[key]
 
-    def callers(self, view: View) -> tuple[torch.Tensor, Box | None] | None:
-        """The caller's own tensor of what is registered, and which box of it, if not all of it;
-        None for anything else."""
-        held = self.registered.get(view.buffer)
-        if held is None:
-            return None
-        box = self.box(view)
-        return held.tensor, None if box == whole(self._buffers[view.buffer]) else box
+    def _memory(self, name: str, member: int | None) -> list[tuple[torch.UntypedStorage, int]]:
+        """The storage and the first byte of a buffer, if it stays: of a slot, of both copies."""
+        buffer = self._buffers[name]
+        if buffer.kind == "symmetric":
+            slot = self._slots[name]
+            copies = slot.copies[slot.me if member is None else member]
+            return [(c.untyped_storage(), int(c.storage_offset()) + buffer.offset) for c in copies]
+        if held := self.registered.get(name):
+            copy = held.copies[held.me if member is None else member]
+            return [(copy.untyped_storage(), int(copy.storage_offset()))]
+        return [(self._arena, self._starts[name])] if buffer.kind == "local" else []
 
-    def _in_slot(self, buffer: Buffer, member: int, box: Box) -> int:
-        key = (buffer.name, member, box)
-        if key not in self._places:
-            first, second = (
-                at(
-                    copy.untyped_storage(),
-                    int(copy.storage_offset()) + buffer.offset,
-                    box,
-                    copy.device,
-                )
-                for copy in self._slots[buffer.name].copies[member]
-            )
-            place = self._places[key] = self._add(None, constant=False)
-            self._symmetric.append((place, buffer.name, (first, second)))
-        return self._places[key]
+    def _of_the_run(self, buffer: Buffer, box: Box) -> int:
+        family = self._families[buffer.name]
+        if box == whole(buffer):
+            return family.place
+        if not box.numel and buffer.kind == "fresh":  # it may be gone, or not there yet
+            device = torch.device("cpu") if buffer.name in self.host else self.device
+            return self.constant(torch.empty(box.sizes, dtype=DTYPES[box.dtype], device=device))
+        place = self._add(None, constant=False)
+        family.views.append((place, box))
+        return place
 
     def address(self, view: View, member: int | None = None) -> Callable[[], int]:
         """What gives the address of a view in each run, without making a tensor of it.
 
         With `member` the view is in that peer's copy of a symmetric or registered buffer.
         """
-        buffer, box = self._buffers[view.buffer], self.box(view)
-        items, skip = self.items, box.offset * box.dtype.itemsize
-        if buffer.kind == "symmetric":
-            slot = self._slots[view.buffer]
-            pair = slot.copies[slot.me if member is None else member]
-            first, second = (copy.data_ptr() + buffer.offset + skip for copy in pair)
-            copies, name = self.copies, view.buffer
+        box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
+        skip = box.offset * box.dtype.itemsize
+        found = [storage.data_ptr() + start + skip for storage, start in self._memory(name, member)]
+        if len(found) == 2:
+            first, second = found
             return lambda: second if copies[name] else first
-        if held := self.registered.get(view.buffer):
-            there = held.copies[held.me if member is None else member].data_ptr() + skip
-            return lambda: there
-        if buffer.kind == "local":
-            fixed = self._arena.data_ptr() + self._starts[view.buffer] + skip
+        if found:
+            (fixed,) = found
             return lambda: fixed
-        place = self._families[view.buffer].place
+        place = self._families[name].place
         return lambda: items[place].data_ptr() + skip
 
     def family(self, name: str) -> tuple[int, ...]:
@@ -314,12 +286,11 @@ class Values:
         places = [family.place for family in families]
         views = [(*view, family.place) for family in families for view in family.views]
         more = bool(self._symmetric or self._allocated)
+        first, end = (places[0], places[-1] + 1) if places else (0, 0)
+        assert places == list(range(first, end)), "inputs come first, then outputs"
 
         def start(tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
-            if len(tensors) != len(places):
-                raise ExecutorError(f"{len(tensors)} tensors for {len(places)} parameters")
-            for place, tensor in zip(places, tensors):  # noqa: B905
-                items[place] = tensor
+            items[first:end] = tensors
             for place, box, whole in views:
                 items[place] = derive(items[whole], box)
             if more or uses:
@@ -343,3 +314,36 @@ class Values:
         self.registered, self._slots, self._arena = {}, {}, torch.UntypedStorage(0)
         for held in (self.items, self._template, self._symmetric):
             held.clear()
+
+
+# -- copies that have the strides of what they are copies of --------------------------------------
+
+
+def once(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with what is expanded only once: torch writes nothing that stands there twice."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor
+    sizes = [size if stride else min(size, 1) for size, stride in zip(tensor.shape, strides)]  # noqa: B905
+    return tensor.as_strided(sizes, strides)
+
+
+def copier(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What copies a tensor with its strides, which other Programs are made for: those of a view
+    with gaps, such as one part of a product that is split, are not those of its clone."""
+    if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor.clone
+    facts = {"dtype": tensor.dtype, "device": tensor.device}
+    sizes, strides, source = tensor.shape, tensor.stride(), once(tensor)
+
+    def copy() -> torch.Tensor:
+        made = torch.empty_strided(sizes, strides, **facts)
+        once(made).copy_(source)
+        return made
+
+    return copy
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one that torch has conjugated or negated only by a mark."""
+    return copier(tensor)() if tensor.is_conj() or tensor.is_neg() else tensor

@@ -3,7 +3,7 @@
 perfetto.py   a trace for Perfetto, with arrows between ops that order each other
 html.py       one self-contained page: rows, text, sites and overlap figures
 figures.py    the overlap figures as text or data
-tracks.py     what stands in one row, and the arrows
+tracks.py     runs, what stands in one row, the arrows, and how files are written
 
 from interlace.trace import write_html, write_perfetto
 """
@@ -11,8 +11,7 @@ from interlace.trace import write_html, write_perfetto
 from interlace.trace.figures import figures_json, figures_rows, figures_text
 from interlace.trace.html import html_page, write_html, write_page
 from interlace.trace.perfetto import write_perfetto
-from interlace.trace.runs import Run
-from interlace.trace.tracks import Arrow, Track, arrows, tracks
+from interlace.trace.tracks import Arrow, Run, Track, arrows, tracks
 
 __all__ = [
     "Arrow",

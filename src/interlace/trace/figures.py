@@ -8,6 +8,7 @@ predicted  0          2.41 ms    2.30 ms   1.10 ms         95 %     0.06 ms
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from interlace.cost.timeline import Figures, Timeline
 
@@ -24,45 +25,33 @@ def milliseconds(seconds: float) -> str:
 
 def figures_rows(timelines: Iterable[Timeline]) -> list[tuple[str, ...]]:
     """A row for each rank of each timeline, and one for all of its ranks if there are several."""
-    rows: list[tuple[str, ...]] = []
-    for timeline in timelines:
-        for rank in timeline.ranks:
-            rows.append((timeline.source, str(rank), *_cells(timeline.figures(rank))))
-        if len(timeline.ranks) > 1:
-            rows.append((timeline.source, "all", *_cells(timeline.figures())))
-    return rows
+    return [
+        (timeline.source, "all" if rank is None else str(rank), *_cells(timeline.figures(rank)))
+        for timeline in timelines
+        for rank in _parts(timeline)
+    ]
+
+
+def _parts(timeline: Timeline) -> list[int | None]:
+    """The ranks, and None for all together where there are several."""
+    ranks = timeline.ranks
+    return [*ranks, None] if len(ranks) > 1 else [*ranks]
 
 
 def _cells(figures: Figures) -> tuple[str, ...]:
     hidden = f"{figures.hidden:.0%}" if figures.comm_s > 0 else "-"
-    return (
-        milliseconds(figures.makespan_s),
-        milliseconds(figures.compute_s),
-        milliseconds(figures.comm_s),
-        hidden,
-        milliseconds(figures.exposed_s),
-    )
+    times = figures.makespan_s, figures.compute_s, figures.comm_s
+    return *map(milliseconds, times), hidden, milliseconds(figures.exposed_s)
 
 
 def figures_json(timelines: Iterable[Timeline]) -> list[dict[str, object]]:
     """The same rows as data; times in seconds, `rank` None for all ranks together."""
     rows: list[dict[str, object]] = []
     for timeline in timelines:
-        ranks: list[int | None] = list(timeline.ranks)
-        for rank in [*ranks, None] if len(ranks) > 1 else ranks:
+        for rank in _parts(timeline):
             figures = timeline.figures(rank)
-            rows.append(
-                {
-                    "run": timeline.source,
-                    "rank": rank,
-                    "makespan_s": figures.makespan_s,
-                    "compute_s": figures.compute_s,
-                    "comm_s": figures.comm_s,
-                    "overlap_s": figures.overlap_s,
-                    "exposed_s": figures.exposed_s,
-                    "hidden": figures.hidden,
-                }
-            )
+            known = {**asdict(figures), "exposed_s": figures.exposed_s, "hidden": figures.hidden}
+            rows.append({"run": timeline.source, "rank": rank, **known})
     return rows
 
 

@@ -8,7 +8,8 @@ overlap figures beside it.
 
 Every string is escaped, and the page's own policy lets no script run but the one written here (by
 its hash), so a module path or a remark cannot become markup or code. Script and style stand in
-`page/`.
+`page/`; the script reads `page_data`: names and sites stand there once, Programs are numbered
+through all runs, and so are the keys of ops and sites (`program:op`, `program:site`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from interlace.cost.timeline import Timeline
-from interlace.ir import Program
+from interlace.cost.timeline import KINDS, Timeline
+from interlace.ir import Program, Site
 from interlace.ir.text.printer import print_lines
 from interlace.trace.figures import HEADINGS, figures_rows
-from interlace.trace.page_data import page_data
-from interlace.trace.runs import Run, all_programs, as_set, write_whole
+from interlace.trace.tracks import Run, arrows, as_set, ranks_of, title, tracks, write_whole
 
+PageSite = tuple[int, int]
+"""A Program's place in the page, and a site's id."""
 SCRIPTS = ("model.js", "draw.js", "act.js")
 """The page's one script, in this order."""
 
@@ -54,13 +56,13 @@ def write_page(
 ) -> Path:
     """Writes the page of several runs, such as forward and backward; see `write_html`."""
     path = Path(path)
-    write_whole(path, html_page(runs, name, facts).encode(errors="backslashreplace"))
+    write_whole(path, html_page(runs, name, facts))
     return path
 
 
 def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, str]] = ()) -> str:
     """The page as text."""
-    programs = all_programs(runs)
+    programs = [program for run in runs for program in run.programs]
     name = name or " + ".join(dict.fromkeys(p.name for p in programs)) or "timeline"
     page = files("interlace.trace").joinpath("page")
     style = page.joinpath("page.css").read_text(encoding="utf-8")
@@ -158,59 +160,117 @@ def _coloured(line: str) -> str:
     return escape(line)
 
 
+SITES = ("", "program", "site", "module", "kind", "strategy", "serial", "predicted", "reason")
+
+
 def _sites(programs: Sequence[Program]) -> str:
     """The table of sites; the script colours its rows and lights up their spans."""
-    headings = (
-        "",
-        "program",
-        "site",
-        "module",
-        "kind",
-        "strategy",
-        "serial",
-        "predicted",
-        "reason",
-    )
-    rows = [
-        (
-            f"{place}:{site.id}",
-            (
-                "",
-                program.name,
-                str(site.id),
-                site.module,
-                site.kind,
-                " ".join(filter(None, (site.strategy, site.protocol))),
-                _ms(site.serial_ms),
-                _ms(site.predicted_ms),
-                site.reason,
-            ),
+    rows = {
+        f' tabindex="0" data-site="{place}:{site.id}"': (
+            "",
+            program.name,
+            str(site.id),
+            site.module,
+            site.kind,
+            " ".join(filter(None, (site.strategy, site.protocol))),
+            _ms(site.serial_ms),
+            _ms(site.predicted_ms),
+            site.reason,
         )
         for place, program in enumerate(programs)
         for site in program.sites
-    ]
+    }
     if not rows:
         return ""
-    cells = "".join(
-        f'<tr tabindex="0" data-site="{key}">'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for key, row in rows
-    )
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    return (
-        f'<div><h2>Sites</h2><div class="wide"><table id="sites"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{cells}</tbody></table></div></div>"
-    )
+    found = _table(SITES, list(rows.values()), list(rows), ' id="sites"')
+    return f'<div><h2>Sites</h2><div class="wide">{found}</div></div>'
 
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.3g} ms"
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    attributes: Sequence[str] = (),
+    of_table: str = "",
+) -> str:
+    """A table; `attributes` are those of its rows."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        f"<tr{given}>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for given, row in zip(attributes or [""] * len(rows), rows, strict=True)
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table{of_table}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+# -- what the script reads ----------------------------------------------------------------------
+
+
+def page_data(runs: Sequence[Run]) -> dict[str, object]:
+    """Everything that the page's script reads."""
+    programs = [program for run in runs for program in run.programs]
+    sites = {(i, site.id): site for i, program in enumerate(programs) for site in program.sites}
+    places: dict[PageSite, int] = {key: i for i, key in enumerate(sites)}
+    names: dict[str, int] = {}
+    panels: list[dict[str, object]] = []
+    first = 0
+    for run in runs:
+        owner = {
+            rank: i
+            for i, program in enumerate(run.programs, start=first)
+            for rank in ranks_of(program)
+        }
+        between = [[a.kind, a.name, *a.source, *a.target] for a in arrows(run.programs)]
+        for timeline in run.timelines:
+            panels.append(_panel(timeline, owner, places, names, run.name) | {"arrows": between})
+        first += len(run.programs)
+    unknown = Site(id=0, kind="")  # a span may name a site that no Program here knows
+    return {
+        "panels": panels,
+        "names": list(names),
+        "kinds": KINDS,
+        "sites": [_site(key, sites.get(key, unknown)) for key in places],
+        "locs": [[str(op.loc) for op in program.ops] for program in programs],
+    }
+
+
+def _panel(
+    timeline: Timeline,
+    owner: dict[int, int],
+    places: dict[PageSite, int],
+    names: dict[str, int],
+    name: str,
+) -> dict[str, object]:
+    """A timeline's rows; times in microseconds from its first span."""
+    origin = min((span.start_s for span in timeline.spans), default=0.0)
+    rows: list[dict[str, object]] = []
+    for track in tracks(timeline):
+        program = owner.get(track.rank, -1)
+        spans: list[list[float]] = []
+        for span in track.spans:
+            site = -1
+            if span.site is not None:
+                site = places.setdefault((program, span.site), len(places))
+            start, length = round((span.start_s - origin) * 1e6, 3), round(span.seconds * 1e6, 3)
+            label = names.setdefault(span.name, len(names))
+            spans.append([start, length, span.op_index, label, site, KINDS.index(span.kind)])
+        row = {"title": track.title, "rank": track.rank, "program": program, "spans": spans}
+        rows.append(row)
+    return {
+        "title": title(timeline, name),
+        "source": f"{name} {timeline.source}".strip(),
+        "rows": rows,
+        "makespan": timeline.makespan_s * 1e6,
+    }
+
+
+def _site(key: PageSite, site: Site) -> dict[str, object]:
+    return {
+        "program": key[0],
+        "id": key[1],
+        "kind": site.kind,
+        "module": site.module,
+        "strategy": site.strategy,
+    }

@@ -16,9 +16,19 @@ from pathlib import Path
 
 from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Program
+from interlace.ir.text.printer import print_op
 from interlace.ir.text.spelling import visible
-from interlace.trace.runs import Run, as_set, title, write_whole
-from interlace.trace.tracks import Arrow, OpKey, arrows, texts, tracks
+from interlace.trace.tracks import (
+    Arrow,
+    OpKey,
+    Run,
+    arrows,
+    as_set,
+    ranks_of,
+    title,
+    tracks,
+    write_whole,
+)
 
 
 def write_perfetto(
@@ -36,7 +46,7 @@ def write_perfetto(
     programs = as_set(program)
     runs = [item if isinstance(item, Run) else Run(programs, item) for item in given]
     path = Path(path)
-    write_whole(path, json.dumps(trace_events(runs)).encode())
+    write_whole(path, json.dumps(trace_events(runs)))
     return path
 
 
@@ -45,24 +55,22 @@ class _Details:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.arrows = arrows(programs)
-        self.texts = texts(programs)
-        self.modules: dict[OpKey, str] = {}
+        self.ops: dict[OpKey, dict[str, str]] = {}
         self.strategies: dict[tuple[int, int], str] = {}
         for program in programs:
-            for rank in (program.rank,) if program.rank is not None else program.world:
-                for index, op in enumerate(program.ops):
-                    self.modules[rank, index] = str(op.loc)
+            ops = [
+                {"text": print_op(op, program), **({"module": str(op.loc)} if str(op.loc) else {})}
+                for op in program.ops
+            ]
+            for rank in ranks_of(program):
+                self.ops |= {(rank, index): said for index, said in enumerate(ops)}
                 for site in program.sites:
                     self.strategies[rank, site.id] = f"{site.kind} {site.module}: {site.strategy}"
 
     def of(self, span: Span) -> dict[str, int | str]:
         """The arguments of a span's slice."""
         found: dict[str, int | str] = {"rank": span.rank, "op": span.op_index}
-        lines = self.texts.get(span.rank, ())
-        if 0 <= span.op_index < len(lines):
-            found["text"] = lines[span.op_index]
-        if module := self.modules.get((span.rank, span.op_index)):
-            found["module"] = module
+        found |= self.ops.get((span.rank, span.op_index), {})
         if span.site is not None:
             found["site"] = span.site
             if strategy := self.strategies.get((span.rank, span.site)):

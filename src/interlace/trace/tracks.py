@@ -1,4 +1,6 @@
-"""Timelines as tracks: what is drawn in one row, and the arrows between rows.
+"""What is drawn of runs: their tracks, the arrows between these, and how a file is written.
+
+    runs = [Run((forward,), predicted, measured, "forward"), Run((backward,), measured=timeline)]
 
 A track is one stream of one rank. An arrow says that an op waited for another: `record` and `wait`
 of an event, `notify` and `expect` of a signal, a send and its receive (`ir/order.py`).
@@ -13,13 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from interlace.cost.timeline import Span, Timeline
+from interlace.errors import InterlaceError
 from interlace.ir import Meetings, Program, bindings, spots
-from interlace.ir.text.printer import print_op
 
 OpKey = tuple[int, int]
 """A global rank, and an op's place in the list of that rank's Program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A Program (or a set of them), how it was predicted to run and how it ran."""
+
+    programs: tuple[Program, ...] = ()
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    name: str = ""
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The timelines there are, predicted first."""
+        return [timeline for timeline in (self.predicted, self.measured) if timeline is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +100,7 @@ def arrows(programs: Sequence[Program]) -> tuple[Arrow, ...]:
     for program in programs:
         ops, bound = dict(spots(program.ops)), bindings(program.ops)
         events = [(source[0], at[0], ops[at].ordering().waits) for at, source in bound.items()]
-        for rank in (program.rank,) if program.rank is not None else program.world:
+        for rank in ranks_of(program):
             where = program.where(rank)
             found += [Arrow("event", event or "", (rank, a), (rank, b)) for a, b, event in events]
             for (index, _), op in ops.items():
@@ -96,11 +114,34 @@ def arrows(programs: Sequence[Program]) -> tuple[Arrow, ...]:
     return tuple(sorted(found, key=lambda arrow: (arrow.target, arrow.source)))
 
 
-def texts(programs: Sequence[Program]) -> dict[int, tuple[str, ...]]:
-    """Each rank's ops as text, one line an op, by place; ranks of one Program share the lines."""
-    found: dict[int, tuple[str, ...]] = {}
-    for program in programs:
-        lines = tuple(print_op(op, program) for op in program.ops)
-        for rank in (program.rank,) if program.rank is not None else program.world:
-            found[rank] = lines
-    return found
+def ranks_of(program: Program) -> Sequence[int]:
+    """The global ranks that run a Program."""
+    return (program.rank,) if program.rank is not None else program.world
+
+
+def as_set(program: Program | Sequence[Program] | None) -> tuple[Program, ...]:
+    """A Program, a set of them, or none, as a tuple."""
+    if program is None:
+        return ()
+    return (program,) if isinstance(program, Program) else tuple(program)
+
+
+def title(timeline: Timeline, run: str = "") -> str:
+    """What a timeline of a run is called."""
+    if run:
+        return f"{run} · {timeline.source}"
+    return f"{timeline.source} · {timeline.name}" if timeline.name else timeline.source
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file beside its place and moves it there, so that nobody reads half of it."""
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise InterlaceError(f"cannot write {path}: {error.strerror or error}") from error

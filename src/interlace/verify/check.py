@@ -17,18 +17,15 @@ from interlace.errors import ProgramError
 from interlace.ir.program import Program
 from interlace.ir.types import Others
 from interlace.verify.accesses.regions import Regions
-from interlace.verify.accesses.sweep import MAX_REPEATS, Fault, Sweep
+from interlace.verify.accesses.sweep import MAX_REPEATS, AccessFault, Sweep
 from interlace.verify.accesses.unwritten import Unwritten
-from interlace.verify.deadlock import deadlocks
+from interlace.verify.deadlock import deadlocks, launch_order
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.trials import Trials
-from interlace.verify.happens_before.build import Builder
-from interlace.verify.happens_before.lower import lower
-from interlace.verify.happens_before.source import Source
+from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.source import LoweredProgram, lower
 from interlace.verify.in_place import in_place
-from interlace.verify.matching import mismatches
-from interlace.verify.registered import disagreements
-from interlace.verify.remarks import remarks
+from interlace.verify.matching import disagreements, mismatches, shared_names
 from interlace.verify.report import Finding, Report
 from interlace.verify.uneven import Uneven
 
@@ -56,21 +53,27 @@ def check(
     began = time.perf_counter()
     together = [programs] if isinstance(programs, Program) else list(programs)
     regions = Regions()
-    sources = [lower(program, regions, in_order) for program in together]
+    sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
     _refuse_too_many_pairs(sources)
-    builder = Builder(sources, regions)
+    builder = GraphBuilder(sources, regions)
     graph = builder.build(max(runs, 1), unroll)
     sweep = Sweep(graph, regions, lambda frame, version: builder.slot(frame.place, version))
     sweep.run()
 
-    explainer = Explainer(sources, Unwritten(builder, regions))
-    findings = [explainer.flaw(source, flaw) for source in sources for flaw in source.flaws]
+    explainer = Explainer(sources, Unwritten(sweep))
+    places = {place.source: place for place in reversed(builder.places)}  # the first of each
+    findings = [
+        explainer.flaw(places[source], flaw)
+        for source in sources
+        if source in places
+        for flaw in source.flaws
+    ]
     agreed = mismatches(builder, explainer, regions)
     findings += disagreements(builder, explainer, regions)
     findings += in_place(builder, explainer, regions)
     agreed += deadlocks(builder, explainer)
     findings += [Uneven(builder, explainer).told(finding) for finding in agreed]
-    findings += remarks(builder, explainer)
+    findings += [*launch_order(builder, explainer), *shared_names(builder, explainer)]
     faults = _told(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)
     findings += [explainer.faults(same) for same in listed]
@@ -90,7 +93,7 @@ def check(
     return Trials(together, again).of(report)
 
 
-def _refuse_too_many_pairs(sources: Sequence[Source]) -> None:
+def _refuse_too_many_pairs(sources: Sequence[LoweredProgram]) -> None:
     """A signal between all ranks of a team is one for each pair of them."""
     pairs = 0
     for source in sources:
@@ -106,9 +109,9 @@ def _refuse_too_many_pairs(sources: Sequence[Source]) -> None:
                     )
 
 
-def _told(sweep: Sweep) -> list[list[Fault]]:
+def _told(sweep: Sweep) -> list[list[AccessFault]]:
     """The faults worth telling: what races is not also told as read before it was written."""
-    told: list[list[Fault]] = []
+    told: list[list[AccessFault]] = []
     for same in sweep.faults.values():
         if same[0].first is None:
             bare = (fault for fault in same if not sweep.raced_for(fault.second))

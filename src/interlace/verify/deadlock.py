@@ -6,16 +6,19 @@ interleaving. Those behind them are not reported; the ones that hold everything 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
-from interlace.ir.ops import Collective, Op
+from interlace.ir.ops import Recv, Send
 from interlace.ir.text.printer import print_op
 from interlace.verify.explain import Explainer
-from interlace.verify.fixing.circles import cycle, never, segments
-from interlace.verify.happens_before.build import Builder
-from interlace.verify.happens_before.graph import Graph, Part
+from interlace.verify.fixing.proposals import cycle, never, segments
+from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.graph import HappensBefore, Part
+from interlace.verify.happens_before.source import Item
 from interlace.verify.report import Finding, OpRef
 
 MAX_CYCLES = 4
@@ -26,7 +29,7 @@ STREAM = "stream"
 MEETS = "meets"
 
 
-class Step(NamedTuple):
+class CycleLink(NamedTuple):
     """One link of a cycle: `part` cannot go before `other` has."""
 
     part: Part
@@ -35,7 +38,7 @@ class Step(NamedTuple):
     """`STREAM` for the order of a stream, `MEETS` for another rank, else the reason in words."""
 
 
-def deadlocks(builder: Builder, explainer: Explainer) -> list[Finding]:
+def deadlocks(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     """The findings for everything that cannot finish."""
     graph = builder.graph
     stuck = {node for node, clock in enumerate(graph.clocks) if clock is None}
@@ -44,7 +47,7 @@ def deadlocks(builder: Builder, explainer: Explainer) -> list[Finding]:
     return [*_never(graph, stuck, explainer), *_cycles(graph, stuck, explainer)]
 
 
-def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]:
+def _never(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list[Finding]:
     """The ops that could start, but for something that never comes."""
     found: dict[tuple[object, ...], tuple[str, list[OpRef], set[int], Part]] = {}
     for node, reason in sorted(graph.never.items()):
@@ -55,7 +58,7 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
         frame, item = part
         key = frame.place.source, item.index
         if key not in found:
-            refs = [explainer.ref(frame, item, f"waits for {reason}")]
+            refs = [explainer.ref(frame.place, item, f"waits for {reason}")]
             found[key] = (reason, refs, set(), part)
         found[key][2].add(frame.place.rank)
     return [
@@ -72,7 +75,7 @@ def _never(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]
     ]
 
 
-def _cycles(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding]:
+def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list[Finding]:
     found: dict[frozenset[tuple[object, int]], tuple[bool, Finding]] = {}
     for steps in circles(graph, stuck):
         key = frozenset((part[0].place.source, part[1].index) for part, *_ in steps)
@@ -84,13 +87,13 @@ def _cycles(graph: Graph, stuck: set[int], explainer: Explainer) -> list[Finding
     return [finding for _, finding in sorted(found.values(), key=lambda pair: pair[0])]
 
 
-def circles(graph: Graph, stuck: set[int]) -> Iterator[list[Step]]:
+def circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
     """A shortest cycle of each knot of what cannot finish."""
     for knot in _knots(graph, stuck):
         yield _shortest_cycle(graph, knot)
 
 
-def _knots(graph: Graph, stuck: set[int]) -> list[list[int]]:
+def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
     """The strongly connected components with a cycle, those that hold up others first."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
@@ -131,10 +134,10 @@ def _knots(graph: Graph, stuck: set[int]) -> list[list[int]]:
     return knots
 
 
-def _shortest_cycle(graph: Graph, knot: list[int]) -> list[Step]:
+def _shortest_cycle(graph: HappensBefore, knot: list[int]) -> list[CycleLink]:
     """A cycle with the fewest links from one stream to another."""
     inside = set(knot)
-    best: tuple[int, list[Step]] | None = None
+    best: tuple[int, list[CycleLink]] | None = None
     budget = SEARCH_BUDGET
     for node in sorted(knot):
         if graph.part[node] is None:
@@ -149,16 +152,16 @@ def _shortest_cycle(graph: Graph, knot: list[int]) -> list[Step]:
 
 
 def _cycle_through(
-    graph: Graph, start: int, inside: set[int], limit: int
-) -> tuple[tuple[int, list[Step]] | None, int]:
+    graph: HappensBefore, start: int, inside: set[int], limit: int
+) -> tuple[tuple[int, list[CycleLink]] | None, int]:
     """The cheapest cycle through a node with its cost, if that is below the limit, and how many
     steps it took to find out."""
-    came_from: dict[int, tuple[int, Step]] = {}
+    came_from: dict[int, tuple[int, CycleLink]] = {}
     cost = {start: 0}
     queue = deque([start])
     done: set[int] = set()
     spent = 0
-    best: tuple[int, list[Step]] | None = None
+    best: tuple[int, list[CycleLink]] | None = None
     while queue:
         node = queue.popleft()
         if node in done or cost[node] >= limit:
@@ -184,7 +187,7 @@ def _cycle_through(
     return best, spent
 
 
-def _links(graph: Graph, node: int, inside: set[int]) -> Iterator[tuple[int, Step]]:
+def _links(graph: HappensBefore, node: int, inside: set[int]) -> Iterator[tuple[int, CycleLink]]:
     """What a node waits for; what it meets, through the meeting."""
     part = graph.part[node]
     assert part is not None
@@ -193,31 +196,31 @@ def _links(graph: Graph, node: int, inside: set[int]) -> Iterator[tuple[int, Ste
             continue
         other = graph.part[before]
         if other is not None:
-            yield before, Step(part, other, _why(part, other))
+            yield before, CycleLink(part, other, _why(part, other))
             continue
         for begin in graph.awaited(before):
             member = graph.part[begin]
             if begin not in inside or member is None:
                 continue
             if part[1].ordering.takes:
-                yield begin, Step(part, member, _why(part, member))
+                yield begin, CycleLink(part, member, _why(part, member))
             elif member[0] is not part[0]:
-                yield begin, Step(part, member, MEETS)
+                yield begin, CycleLink(part, member, MEETS)
 
 
-def _joined(steps: list[Step]) -> list[Step]:
+def _joined(steps: list[CycleLink]) -> list[CycleLink]:
     """Several links along one stream as one, from where the cycle enters a stream."""
     first = next((i for i in range(len(steps)) if steps[i - 1].why != STREAM), 0)
-    joined: list[Step] = []
+    joined: list[CycleLink] = []
     for step in steps[first:] + steps[:first]:
         if joined and joined[-1].why == step.why == STREAM:
-            joined[-1] = Step(joined[-1].part, step.other, STREAM)
+            joined[-1] = CycleLink(joined[-1].part, step.other, STREAM)
         else:
             joined.append(step)
     return [step for step in joined if step.part != step.other]
 
 
-def _tell(steps: list[Step], explainer: Explainer) -> Finding:
+def _tell(steps: list[CycleLink], explainer: Explainer) -> Finding:
     refs: list[OpRef] = []
     for part, other, why in steps:
         line = explainer.line(other[0].place.source, other[1].index)
@@ -227,7 +230,9 @@ def _tell(steps: list[Step], explainer: Explainer) -> Finding:
         elif why == MEETS:
             why = f"it cannot end before rank {other[0].place.rank} is there"
         refs.append(
-            explainer.ref(*part, f"waits for rank {other[0].place.rank}, line {line}: {why}")
+            explainer.ref(
+                part[0].place, part[1], f"waits for rank {other[0].place.rank}, line {line}: {why}"
+            )
         )
     ranks = sorted({ref.rank for ref in refs})
     who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
@@ -245,7 +250,6 @@ def _listed(ranks: list[int]) -> str:
 def _why(part: Part, earlier: Part) -> str:
     """Why an op waits for another."""
     (frame, item), (other_frame, other) = part, earlier
-    op, before = item.op, other.op
     here, there = item.ordering, other.ordering
     if frame is other_frame and item.turn < other.turn and here.messages and there.messages:
         return MEETS  # of one rank with itself
@@ -256,7 +260,7 @@ def _why(part: Part, earlier: Part) -> str:
     if frame is not other_frame:
         if here.takes and there.frees is not None:
             return "the slot comes back with its free"
-        return "the run before has to end" if other.ends_run else _queued(op, before)
+        return "the run before has to end" if other.ends_run else _queued(item, other)
     if item is other:
         return STREAM  # the end of an op after its begin
     same = item.index == other.index
@@ -277,16 +281,17 @@ def _why(part: Part, earlier: Part) -> str:
         return "the parts of a fused op are begun in the order listed"
     if same:
         return "it is part of the same op"
-    return _queued(op, before)
+    return _queued(item, other)
 
 
-def _queued(op: Op | None, before: Op | None) -> str:
-    if isinstance(op, Collective) and isinstance(before, Collective) and op.team == before.team:
-        return f"collectives of team {op.team} run in the order in which they are issued"
+def _queued(item: Item, before: Item) -> str:
+    here, there = item.ordering.meets, before.ordering.meets
+    if here and there and here[0] == there[0]:
+        return f"collectives of team {here[0]} run in the order in which they are issued"
     return ""
 
 
-def _advice(steps: list[Step], explainer: Explainer) -> str:
+def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
     """Which op has to move, where no edit is known to open the circle."""
     links = [(part, other) for part, other, why in steps if why != MEETS]
     if any(item.ordering.takes for link in links for _, item in link):
@@ -308,3 +313,51 @@ def _advice(steps: list[Step], explainer: Explainer) -> str:
     if not said:
         return "let an op of the circle go before what it waits for"
     return f"{'; '.join(dict.fromkeys(said))}: issue first what a peer waits for"
+
+
+def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
+    """A remark where ranks would wait for each other if each ran its collectives and messages one
+    after another, in the order of its list. NCCL does so with those of a team; of two teams, each
+    kernel may hold what the other needs."""
+    graph, spans = builder.graph, defaultdict[int, dict[int, int]](dict)
+    queues = {
+        queue: members for queue, members in builder.meetings.queues.items() if _by_nccl(queue[1])
+    }
+    ends = [at for both in builder.meetings.channels.values() for end in both for at in end]
+    ends = [at for at in ends if isinstance(op := at.item.op, Send | Recv) and _by_nccl(op.backend)]
+    if (len(queues) < 2 and not ends) or len(graph.order) < len(graph.preds):
+        return []
+    ends += [at for members in queues.values() for mine in members.values() for at in mine]
+    for at in ends:
+        spans[at.frame.place.rank][at.begin] = at.end
+    blocks = dict(graph.blocks)
+    for mine in spans.values():
+        for (_, end), (begin, _) in pairwise(sorted(mine.items())):
+            blocks[begin] = [*blocks.get(begin, ()), end]
+    serial = replace(graph, blocks=blocks)
+    stuck = {*range(len(graph.preds))} - {*serial.sequence()}
+    for steps in circles(serial, stuck):
+        launched = [step for step in steps if step.part[0].place is step.other[0].place]
+        ranks = sorted({step.part[0].place.rank for step in launched})
+        ops = [
+            explainer.ref(step.other[0].place, step.other[1], "is launched first")
+            for step in launched
+        ]
+        return [
+            Finding(
+                "launch-order",
+                "collectives and messages on streams that may run at once wait for each other if "
+                "each rank runs its own one after another, as they are listed: NCCL does so with "
+                "those of one team, and those of two teams may need the same multiprocessors",
+                tuple(ops),
+                "launch them in one order on all ranks, put messages that belong together into one "
+                'group, or name the backend that runs them (backend="peer")',
+                "remark",
+                tuple(ranks),
+            )
+        ]
+    return []
+
+
+def _by_nccl(backend: str | None) -> bool:
+    return backend in (None, "nccl")

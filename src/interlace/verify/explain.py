@@ -5,22 +5,20 @@ Lines are those of the file, for a Program that was parsed from one; else those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from interlace.ir.ops import Fused, Get, Group, Loc, Put
-from interlace.ir.program import Program
+from interlace.ir.ops import Fused, Group, Loc
 from interlace.ir.text.printer import print_op
-from interlace.verify.accesses.memory import Entry
-from interlace.verify.accesses.sweep import Fault
-from interlace.verify.fixing import lifetimes, races
+from interlace.verify.accesses.memory import ByteAccess
+from interlace.verify.accesses.sweep import AccessFault
+from interlace.verify.accesses.unwritten import Unwritten
+from interlace.verify.fixing import proposals
 from interlace.verify.fixing.edges import Edges
 from interlace.verify.fixing.edits import line_numbers
-from interlace.verify.happens_before.graph import Frame
-from interlace.verify.happens_before.source import Flaw, Item, Source
+from interlace.verify.happens_before.graph import RankPlace
+from interlace.verify.happens_before.source import Flaw, Item, LoweredProgram
 from interlace.verify.report import Finding, OpRef
 
-Missing = Callable[[Entry], tuple[str, list[tuple[Source, int, int]]]]
-"""Says which rows a read lacks, and which ops (of which Source and rank) write them too late."""
 BEGINS = "the run begins"
 NEIGHBOURS = 2
 """Lines of the Program shown above and below an op."""
@@ -29,43 +27,28 @@ NEIGHBOURS = 2
 class Explainer:
     """Findings from faults; the text of each Program is made once, and only if it is asked for."""
 
-    def __init__(self, sources: Sequence[Source], missing: Missing) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sequence[LoweredProgram], unwritten: Unwritten) -> None:
         self.edges = Edges(sources)
-        self._missing = missing
+        self.unwritten = unwritten
         self._lines: dict[int, list[int]] = {}
-        self._programs: list[Program] = []  # keeps the ids of `_lines` alive
 
-    def line(self, source: Source, index: int) -> int:
+    def line(self, source: LoweredProgram, index: int) -> int:
         """The line that an op (or, after the last, the return) stands on."""
-        program = source.program
-        lines = self._lines.get(id(program))
+        lines = self._lines.get(source.number)
         if lines is None:
-            lines = self._lines[id(program)] = line_numbers(program)
-            self._programs.append(program)
+            lines = self._lines[source.number] = line_numbers(source.program)
         return lines[max(index, 0)]  # the begin stands before the first op
 
     def ref(
         self,
-        frame: Frame,
+        place: RankPlace,
         item: Item,
         role: str,
         buffer: str = "",
         extent: tuple[int, int] | None = None,
     ) -> OpRef:
         """The op as a finding shows it."""
-        return self.ref_on(frame.place.source, frame.place.rank, item, role, buffer, extent)
-
-    def ref_on(
-        self,
-        source: Source,
-        rank: int,
-        item: Item,
-        role: str,
-        buffer: str = "",
-        extent: tuple[int, int] | None = None,
-    ) -> OpRef:
-        """The op of a Source on one of its ranks."""
+        source = place.source
         first = max(0, item.index - NEIGHBOURS)
         last = min(len(source.items), item.index + NEIGHBOURS + 1)
         context = [(self.line(source, i), self.text(source, i)) for i in range(first, last)]
@@ -76,7 +59,7 @@ class Explainer:
             text = print_op(item.op, source.program)
             role = f"{text.partition(': ')[2]} {role}"
         return OpRef(
-            rank,
+            place.rank,
             self.line(source, item.index),
             "" if item.op is None else source.streams[item.stream],
             text,
@@ -85,10 +68,10 @@ class Explainer:
             extent,
             _origin(item),
             tuple(context),
-            (self.edges.number(source), item.index),
+            (source.number, item.index),
         )
 
-    def text(self, source: Source, index: int) -> str:
+    def text(self, source: LoweredProgram, index: int) -> str:
         """The op as the text of its Program writes it."""
         if index < 0:
             return BEGINS
@@ -96,17 +79,17 @@ class Explainer:
             return "return"
         return print_op(source.program.ops[index], source.program)
 
-    def flaw(self, source: Source, flaw: Flaw) -> Finding:
+    def flaw(self, place: RankPlace, flaw: Flaw) -> Finding:
         """A fault of list order, which every rank of the Program has."""
-        rank = source.ranks[0] if source.ranks else 0
+        source = place.source
         fix = "".join(
             part if isinstance(part, str) else str(self.line(source, part)) for part in flaw.fix
         )
-        ops = [self.ref_on(source, rank, item, role, buffer) for item, role, buffer in flaw.ops]
-        fixes = lifetimes.flaw(self.edges, source, flaw)
+        ops = [self.ref(place, item, role, buffer) for item, role, buffer in flaw.ops]
+        fixes = proposals.flaw(self.edges, source, flaw)
         return Finding(flaw.kind, flaw.message, tuple(ops), fix, "error", source.ranks, fixes)
 
-    def access(self, entry: Entry) -> OpRef:
+    def access(self, entry: ByteAccess) -> OpRef:
         """An op with what it does to which bytes."""
         name, item = entry.content.name, entry.item
         if entry.free:
@@ -122,15 +105,12 @@ class Explainer:
             verb = "returns"
         else:
             verb = "writes" if entry.write else "reads"
-        whose = ""
-        if isinstance(item.op, Put if entry.write else Get):
-            where = entry.frame.place.where
-            peer = where.member(item.op.team).ranks[where.index(item.op.peer)]
-            whose = f" of rank {peer}"
+        rank = entry.content.rank
+        whose = f" of rank {rank}" if rank != entry.frame.place.rank else ""
         extent = (entry.region.lo, entry.region.hi)
-        return self.ref(entry.frame, item, f"{verb} {name}{whose}", name, extent)
+        return self.ref(entry.frame.place, item, f"{verb} {name}{whose}", name, extent)
 
-    def faults(self, faults: Sequence[Fault]) -> Finding:
+    def faults(self, faults: Sequence[AccessFault]) -> Finding:
         """One finding for the same fault on several ranks."""
         fault = faults[0]
         first, second = fault.first, fault.second
@@ -147,18 +127,18 @@ class Explainer:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
                 fix = f"free {name} after line {ops[1].line}, and in an order that awaits it"
-                fixes = lifetimes.free_later(self.edges, source, first.item.version)
+                fixes = proposals.free_later(self.edges, source, first.item.version)
             case "use-before-alloc":
                 message = f"{name} is used before its slot is taken"
                 fix = f"allocate {name} before line {ops[1].line}, in an order that this op awaits"
-                fixes = lifetimes.alloc_sooner(self.edges, source, first.item.version)
+                fixes = proposals.alloc_sooner(self.edges, source, first.item.version)
             case _:
                 message = self._race(first, second, ops)
                 fix = self._advice(first, second, ops)
-                fixes = races.race(self.edges, pairs)
+                fixes = proposals.race(self.edges, pairs)
         return Finding(fault.kind, message, ops, fix, "error", ranks, tuple(fixes))
 
-    def _race(self, first: Entry, second: Entry, ops: tuple[OpRef, OpRef]) -> str:
+    def _race(self, first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
         one, two = first.content.name, second.content.name
         if first.by_caller or second.by_caller:
             op, end = (0, second) if second.by_caller else (1, first)
@@ -176,7 +156,7 @@ class Explainer:
             f"{ops[1].line} on rank {ops[1].rank}, which {verbs[1]} the same bytes of {what}"
         )
 
-    def _advice(self, first: Entry, second: Entry, ops: tuple[OpRef, OpRef]) -> str:
+    def _advice(self, first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
         """What has to come before what, where no edit is known to bring it about."""
         one, two = first.frame.place, second.frame.place
         if one is two and first.item.index == second.item.index:
@@ -197,14 +177,14 @@ class Explainer:
         ]
         return f"order {said[0]} before {said[1]}, or the other way round"
 
-    def _unwritten(self, fault: Fault, ranks: tuple[int, ...]) -> Finding:
+    def _unwritten(self, fault: AccessFault, ranks: tuple[int, ...]) -> Finding:
         op, name = self.access(fault.second), fault.second.content.name
         if fault.kind == "overwritten":
             message = f"{name} is read after its bytes were overwritten through another buffer"
             fix = f"free {name} only after line {op.line}, and give the storage away after that"
-            fixes = tuple(lifetimes.own_storage(self.edges, fault.second))
+            fixes = tuple(proposals.own_storage(self.edges, fault.second))
             return Finding("uninitialized", message, (op,), fix, "error", ranks, fixes)
-        what, late = self._missing(fault.second)
+        what, late = self.unwritten(fault.second)
         message = f"{name} is read, and nothing wrote {what} before"
         fix = f"write {what} before line {op.line}"
         if late:
@@ -213,7 +193,7 @@ class Explainer:
         return Finding("uninitialized", message, (op,), fix, ranks=ranks)
 
 
-def _listed_after(first: Entry, second: Entry) -> bool:
+def _listed_after(first: ByteAccess, second: ByteAccess) -> bool:
     """Whether the fix reads better the other way round."""
     if first.frame.place.source is second.frame.place.source:
         return first.item.index > second.item.index

@@ -26,9 +26,9 @@ from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Index
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.build import Builder
-from interlace.verify.happens_before.graph import Place
-from interlace.verify.happens_before.source import Item, Source, Touch
+from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.graph import RankPlace
+from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 from interlace.verify.report import Finding
 
 BACKENDS = ("gloo", "nccl", "peer", "ucc")
@@ -58,9 +58,9 @@ Pair = tuple[Touch, Touch, Rule]
 """What an op writes, what else it reads or writes of the same storage, and how it may."""
 
 
-def in_place(builder: Builder, explainer: Explainer, regions: Regions) -> list[Finding]:
+def in_place(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> list[Finding]:
     """A finding of kind `in-place` for each op whose operands share bytes as they may not."""
-    placed: dict[Source, list[Place]] = {}
+    placed: dict[LoweredProgram, list[RankPlace]] = {}
     for place in builder.places:
         placed.setdefault(place.source, []).append(place)
     return [
@@ -74,7 +74,11 @@ class _Finder:
     """Looks through one Program, on all ranks that run it."""
 
     def __init__(
-        self, source: Source, places: Sequence[Place], explainer: Explainer, regions: Regions
+        self,
+        source: LoweredProgram,
+        places: Sequence[RankPlace],
+        explainer: Explainer,
+        regions: Regions,
     ) -> None:
         self.source = source
         self.places = places
@@ -161,10 +165,10 @@ class _Finder:
     def _identity(self, touch: Touch) -> tuple[object, ...]:
         return touch.spot.key, self.base(touch), touch.peer, touch.team, touch.root_only
 
-    def representatives(self, *touches: Touch) -> Sequence[Place]:
+    def representatives(self, *touches: Touch) -> Sequence[RankPlace]:
         """One rank where all touch the same bytes, else all."""
         for touch in touches:
-            if touch.spot.dims or touch.peer is not None or touch.root_only:
+            if touch.spot.by_rank or touch.peer is not None or touch.root_only:
                 return self.places
         return self.places[:1]
 
@@ -173,7 +177,7 @@ class _Finder:
         version = self.source.versions[touch.version]
         return version.buffer.offset if version.shared else 0
 
-    def bytes_of(self, place: Place, touch: Touch, rule: Rule) -> Bytes | None:
+    def bytes_of(self, place: RankPlace, touch: Touch, rule: Rule) -> Bytes | None:
         """What is touched on a rank; None where that is nothing, or memory of a peer's."""
         where = place.where
         if touch.root_only and rule.root is not None:
@@ -185,7 +189,7 @@ class _Finder:
         box = self.regions.at(touch.spot, where).exact
         return Bytes(box, self.base(touch)) if box.numel else None
 
-    def broken(self, place: Place, write: Touch, other: Touch, rule: Rule) -> bool:
+    def broken(self, place: RankPlace, write: Touch, other: Touch, rule: Rule) -> bool:
         """Whether two operands share bytes on a rank, and not as the rule says."""
         to, of = self.bytes_of(place, write, rule), self.bytes_of(place, other, rule)
         if to is None or of is None or not to.meets(of):
@@ -197,7 +201,7 @@ class _Finder:
             return not part.begins_at(whole, self.own_row(place, whole, rule))
         return True
 
-    def own_row(self, place: Place, whole: Bytes, rule: Rule) -> int:
+    def own_row(self, place: RankPlace, whole: Bytes, rule: Rule) -> int:
         """The row of the whole at which a rank's own part of it begins."""
         where, member = place.where, place.where.member(rule.team)
         if rule.splits is not None:
@@ -217,10 +221,10 @@ class _Finder:
             says, fix = f"writes {to} and {of}", "write each to bytes of its own"
         else:
             says, fix = f"reads {of} and writes {to}", _advice(op, rule, of, to)
-        where = next(place.where for place in self.places if place.rank == ranks[0])
-        lo, hi = self.regions.at(write.spot, where).exact.hull
+        place = next(place for place in self.places if place.rank == ranks[0])
+        extent = self.regions.at(write.spot, place.where).exact.hull
         buffer = write.spot.buffer.name
-        ref = self.explainer.ref_on(self.source, ranks[0], item, says, buffer, (lo, hi))
+        ref = self.explainer.ref(place, item, says, buffer, extent)
         share = "twice the same bytes" if write is other else "which share bytes"
         message = f"{name} {says}, {share}" + _WHY[rule.form]
         return Finding("in-place", message, (ref,), fix, ranks=ranks)

@@ -10,17 +10,18 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from interlace.ir.ops import KINDS, Collective, Recv, Send
-from interlace.ir.order import Queue
+from interlace.ir.order import Queue, Signal, Slot
+from interlace.ir.types import contiguous_strides
 from interlace.ir.view import Box
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
-from interlace.verify.happens_before.build import Builder
-from interlace.verify.happens_before.graph import Frame, Point
-from interlace.verify.happens_before.source import Item
+from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.graph import Frame, IssuedOp
+from interlace.verify.happens_before.source import Item, Version
 from interlace.verify.report import Finding
 
 
-def mismatches(builder: Builder, explainer: Explainer, regions: Regions) -> list[Finding]:
+def mismatches(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> list[Finding]:
     """All findings of disagreement, and the remarks on signals that nobody awaits."""
     matcher = _Matcher(builder, explainer, regions)
     matcher.collectives()
@@ -31,7 +32,7 @@ def mismatches(builder: Builder, explainer: Explainer, regions: Regions) -> list
 
 
 class _Matcher:
-    def __init__(self, builder: Builder, explainer: Explainer, regions: Regions) -> None:
+    def __init__(self, builder: GraphBuilder, explainer: Explainer, regions: Regions) -> None:
         self.builder = builder
         self.explainer = explainer
         self.regions = regions
@@ -39,15 +40,17 @@ class _Matcher:
         self.alike: set[tuple[object, ...]] = set()
         """Sets of members that were found to agree."""
 
-    def report(self, message: str, fix: str, issues: Sequence[Point], roles: Sequence[str]) -> None:
+    def report(
+        self, message: str, fix: str, issues: Sequence[IssuedOp], roles: Sequence[str]
+    ) -> None:
         ops = [
-            self.explainer.ref(frame, item, role)
+            self.explainer.ref(frame.place, item, role)
             for (frame, item, *_), role in zip(issues, roles, strict=True)
         ]
         ranks = tuple(sorted({frame.place.rank for frame, *_ in issues}))
         self.findings.append(Finding("mismatch", message, tuple(ops), fix, ranks=ranks))
 
-    def box(self, issue: Point, side: str) -> Box | None:
+    def box(self, issue: IssuedOp, side: str) -> Box | None:
         """The box of `src` or `dst` of an op, on its rank."""
         frame, item, *_ = issue
         view = getattr(item.op, side)
@@ -60,11 +63,7 @@ class _Matcher:
 
     def collectives(self) -> None:
         for queue, members in self.builder.meetings.queues.items():
-            first = {
-                rank: [issue for issue in members.get(rank, ()) if issue[0].run == 0]
-                for rank in queue[0].ranks
-                if rank in self.builder.ranks
-            }
+            first = self.builder.first_run(queue[0], members)
             counts = {len(issues) for issues in first.values()}
             for k in range(min(counts)):
                 met = [issues[k] for issues in first.values()]
@@ -74,7 +73,7 @@ class _Matcher:
                 if len(counts) > 1:
                     self.missing(queue, first)
 
-    def missing(self, queue: Queue, first: Mapping[int, Sequence[Point]]) -> None:
+    def missing(self, queue: Queue, first: Mapping[int, Sequence[IssuedOp]]) -> None:
         """Some members issue more collectives than others."""
         least = min(first, key=lambda rank: len(first[rank]))
         most = max(first, key=lambda rank: len(first[rank]))
@@ -96,7 +95,7 @@ class _Matcher:
                 fix = f"name the same backend on every rank of team {team}"
         self.report(message, fix, [issue], [f"is number {count + 1}, which rank {least} lacks"])
 
-    def agree(self, queue: Queue, k: int, met: Sequence[Point]) -> bool:
+    def agree(self, queue: Queue, k: int, met: Sequence[IssuedOp]) -> bool:
         key = tuple((item, *self.rank_facts(frame, item)) for frame, item, *_ in met)
         if key in self.alike:
             return True
@@ -120,7 +119,7 @@ class _Matcher:
         root = None if op.root is None else where.index(op.root)
         return root, *(self.regions.at(touch.spot, where) for touch in item.touches)
 
-    def differs(self, met: Sequence[Point]) -> tuple[str, int, int, tuple[str, str]] | None:
+    def differs(self, met: Sequence[IssuedOp]) -> tuple[str, int, int, tuple[str, str]] | None:
         """The first fact that two members disagree on: what, which two, what they say."""
         facts = [self.facts(issue) for issue in met]
         for name in facts[0]:
@@ -130,7 +129,7 @@ class _Matcher:
                     return name, known[0][0], i, (str(known[0][1]), str(value))
         return self.sizes(met)
 
-    def facts(self, issue: Point) -> dict[str, object]:
+    def facts(self, issue: IssuedOp) -> dict[str, object]:
         frame, item, *_ = issue
         op, where = item.op, frame.place.where
         assert isinstance(op, Collective)
@@ -155,7 +154,7 @@ class _Matcher:
             else None,
         }
 
-    def sizes(self, met: Sequence[Point]) -> tuple[str, int, int, tuple[str, str]] | None:
+    def sizes(self, met: Sequence[IssuedOp]) -> tuple[str, int, int, tuple[str, str]] | None:
         """Whether what goes in is as much as what comes out."""
         op = met[0][1].op
         assert isinstance(op, Collective)
@@ -223,11 +222,7 @@ class _Matcher:
 
     def slots(self) -> None:
         for (team, name), members in self.builder.meetings.taken.items():
-            first = {
-                rank: [issue for issue in members.get(rank, ()) if issue[0].run == 0]
-                for rank in team.ranks
-                if rank in self.builder.ranks
-            }
+            first = self.builder.first_run(team, members)
             least = min(first, key=lambda rank: len(first[rank]))
             most = max(first, key=lambda rank: len(first[rank]))
             count = len(first[least])
@@ -253,7 +248,7 @@ class _Matcher:
                     [f"is a take that rank {least} lacks"],
                 )
 
-    def nbytes(self, issue: Point) -> int:
+    def nbytes(self, issue: IssuedOp) -> int:
         frame, item, *_ = issue
         return self.regions.at(frame.place.source.versions[item.version].spot, frame.place.where).hi
 
@@ -261,39 +256,34 @@ class _Matcher:
         awaited = {signal for signal, *_ in self.builder.meetings.awaited}
         told: set[tuple[object, ...]] = set()
         for (signal, run), raised in self.builder.meetings.raised.items():
-            for one, two in pairwise(raised):
-                (value, (frame, item, _, node)), (value_2, (frame_2, item_2, _, node_2)) = one, two
-                grows, key = value_2 > value, (frame.place.source, item.index, item_2.index)
-                if run or key in told or (grows and self.ordered(node, node_2)):
+            if run:
+                continue
+            name, _, writer, reader = signal
+            for (value, one), (higher, two) in pairwise(raised):
+                grows, key = higher > value, (one.source, one.item.index, two.item.index)
+                if key in told or (grows and self.ordered(one.end, two.end)):
                     continue
                 told.add(key)
-                message = (
-                    f"signal {signal[0]} from rank {signal[2]} to rank {signal[3]} does not grow"
-                    if not grows
-                    else f"two notifies raise signal {signal[0]} in no order"
-                )
-                fix = "give the later notify a larger value" if not grows else (
-                    "raise a signal on one stream alone, or order the two with an event"
-                )  # fmt: skip
+                if grows:
+                    message = f"two notifies raise signal {name} in no order"
+                    fix = "raise a signal on one stream alone, or order the two with an event"
+                else:
+                    message = f"signal {name} from rank {writer} to rank {reader} does not grow"
+                    fix = "give the later notify a larger value"
                 ops = (
-                    self.explainer.ref(frame, item, f"raises it to {value}"),
-                    self.explainer.ref(frame_2, item_2, f"raises it to {value_2}"),
+                    self.explainer.ref(one.frame.place, one.item, f"raises it to {value}"),
+                    self.explainer.ref(two.frame.place, two.item, f"raises it to {higher}"),
                 )
-                self.findings.append(Finding("signal", message, ops, fix, ranks=(signal[2],)))
-            frame, item, *_ = raised[0][1]
-            key = (frame.place.source, item.index)
-            if not run and signal not in awaited and key not in told:
+                self.findings.append(Finding("signal", message, ops, fix, ranks=(writer,)))
+            first = raised[0][1]
+            key = (first.source, first.item.index)
+            if signal not in awaited and key not in told:
                 told.add(key)
-                message = f"rank {signal[3]} never awaits signal {signal[0]} of rank {signal[2]}"
+                message = f"rank {reader} never awaits signal {name} of rank {writer}"
+                ops = (self.explainer.ref(first.frame.place, first.item, f"raises {name}"),)
+                fix = "expect it where it is needed, or take the notify out"
                 self.findings.append(
-                    Finding(
-                        "unexpected-notify",
-                        message,
-                        (self.explainer.ref(frame, item, f"raises {signal[0]}"),),
-                        "expect it where it is needed, or take the notify out",
-                        "remark",
-                        (signal[2],),
-                    )
+                    Finding("unexpected-notify", message, ops, fix, "remark", (writer,))
                 )
 
     def ordered(self, one: int, other: int) -> bool:
@@ -309,7 +299,7 @@ class _Matcher:
         return one in seen
 
 
-def _is_root(issue: Point) -> bool:
+def _is_root(issue: IssuedOp) -> bool:
     frame, item, *_ = issue
     return item.is_root(frame.place.where)
 
@@ -336,3 +326,89 @@ def _shape(box: Box | None, *, whole: bool, even: bool) -> str | None:
         return None
     rows = box.sizes[:1] if whole or even else ("*",)
     return str([*rows, *box.sizes[1:]])
+
+
+def disagreements(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> list[Finding]:
+    """A finding of kind `mismatch` for each parameter that some rank lacks or has otherwise.
+
+    What one rank reads or writes of a peer's is the peer's parameter of the same name. So each
+    Program of the set must have it: registered with that team, of the same kind, element type,
+    sizes and strides, since a rank finds a peer's elements where its own would be.
+    """
+    frames = {frame.place.rank: frame for frame in builder.graph.frames if frame.run == 0}
+    told: dict[Slot, dict[int, tuple[Frame, Version]]] = {}
+    for rank, frame in frames.items():
+        for number, version in enumerate(frame.place.source.versions):
+            if version.registered:
+                slot = builder.slot(frame.place, number)
+                told.setdefault(slot, {})[rank] = frame, version
+    findings: list[Finding] = []
+    for (team, name), has in told.items():
+        first, (frame, version) = next(iter(has.items()))
+        wanted = _facts(frame, version, regions)
+        for rank in team.ranks:
+            if rank not in frames:
+                continue
+            if rank not in has:
+                said = f"rank {rank} has no such parameter"
+            elif (facts := _facts(*has[rank], regions)) != wanted:
+                said = f"on rank {rank} it is an {facts[0]} {facts[1]}, not {wanted[1]}"
+                if facts[1] == wanted[1]:
+                    said = f"on rank {rank} it is an {facts[0]}, not an {wanted[0]}"
+            else:
+                continue
+            enter = frame.place.source.enter
+            assert enter is not None
+            role = f"registers the {wanted[0]} {name}: {wanted[1]}"
+            findings.append(
+                Finding(
+                    "mismatch",
+                    f"rank {first} registers {name} with team {team.name}, and {said}",
+                    (explainer.ref(frame.place, enter, role, name),),
+                    f"register {name} with {team.name} on every rank of it, with the same element "
+                    "type, sizes and strides",
+                    ranks=tuple(sorted({first, rank})),
+                )
+            )
+            break
+    return findings
+
+
+def _facts(frame: Frame, version: Version, regions: Regions) -> tuple[str, str]:
+    """Its kind, and how its elements lie."""
+    box = regions.at(version.spot, frame.place.where).box
+    text = f"{box.dtype}{list(box.sizes)}"
+    usual = contiguous_strides(box.sizes)
+    steps = zip(box.sizes, box.strides, usual, strict=True)
+    if box.numel and any(size > 1 and one != other for size, one, other in steps):
+        text += f".strides({', '.join(map(str, box.strides))})"
+    return version.buffer.kind, text
+
+
+def shared_names(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
+    """Signals of two teams that have a name, a writer and a reader in common."""
+    if len({signal[1].name for signal, run in builder.meetings.raised if run == 0}) < 2:
+        return []
+    first: dict[tuple[str, int, int], Signal] = {}
+    found: dict[tuple[str, str, str], Finding] = {}
+    for (signal, run), raised in builder.meetings.raised.items():
+        name, team, writer, reader = signal
+        other = first.setdefault((name, writer, reader), signal)
+        key = name, other[1].name, team.name
+        if run == 0 and other[1] is not team and key not in found:
+            ops = [
+                explainer.ref(
+                    raises[0][1].frame.place, raises[0][1].item, f"raises {name} of team {of.name}"
+                )
+                for of, raises in ((other[1], builder.meetings.raised[other, 0]), (team, raised))
+            ]
+            found[key] = Finding(
+                "shared-name",
+                f"signal {name} of team {other[1].name} and signal {name} of team {team.name} are "
+                f"two signals, though rank {writer} raises both for rank {reader}",
+                tuple(ops),
+                "give each a name of its own",
+                "remark",
+                (writer,),
+            )
+    return list(found.values())

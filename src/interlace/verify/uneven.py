@@ -16,15 +16,17 @@ from difflib import SequenceMatcher
 from interlace.ir.ops import Collective, Op
 from interlace.ir.order import Queue
 from interlace.verify.explain import Explainer
-from interlace.verify.fixing.circles import notifies
 from interlace.verify.fixing.edits import Edit, Fix
-from interlace.verify.happens_before.build import Builder
-from interlace.verify.happens_before.graph import Frame
-from interlace.verify.happens_before.source import Item, Source
+from interlace.verify.fixing.proposals import notifies
+from interlace.verify.happens_before.build import GraphBuilder
+from interlace.verify.happens_before.graph import IssuedOp
+from interlace.verify.happens_before.source import LoweredProgram
 from interlace.verify.report import Finding
 
 Facts = tuple[tuple[object, ...], ...]
 """The collectives that one rank issues, each as what ranks agree on."""
+Issues = dict[int, list[IssuedOp]]
+"""The collectives of a queue that each rank issues in its first run."""
 NEIGHBOURS = 64
 """Ops before a collective that are looked for on a rank that lacks it."""
 MAX_ISSUED = 2_000
@@ -34,7 +36,7 @@ MAX_ISSUED = 2_000
 class Uneven:
     """The collectives that only some ranks of a team issue."""
 
-    def __init__(self, builder: Builder, explainer: Explainer) -> None:
+    def __init__(self, builder: GraphBuilder, explainer: Explainer) -> None:
         self.builder = builder
         self.explainer = explainer
 
@@ -74,42 +76,35 @@ class Uneven:
 
     def _backends(self, queue: Queue, others: list[Queue]) -> Iterator[Fix]:
         """What some ranks issue on another backend than the rest, on the same."""
-        for one, other in [(q, p) for p in others for q in (queue, p)] + [
-            (p, queue) for p in others
-        ]:
+        pairs = [(q, p) for p in others for q in (queue, p)] + [(p, queue) for p in others]
+        for one, other in pairs:
             issues = self._issues(one)
             most = max(map(len, issues.values()))
             edits: list[Edit] = []
             for mine in issues.values():
-                for frame, item in mine if 0 < len(mine) == most else ():
-                    assert isinstance(item.op, Collective)
-                    new = dataclasses.replace(item.op, backend=other[1])
-                    k = self.explainer.edges.number(frame.place.source)
-                    edits.append(Edit(k, new, index=item.index))
+                for at in mine if 0 < len(mine) == most else ():
+                    assert isinstance(at.item.op, Collective)
+                    new = dataclasses.replace(at.item.op, backend=other[1])
+                    edits.append(Edit(at.source.number, new, index=at.item.index))
             yield tuple(dict.fromkeys(edits))
 
     def _queue(self, finding: Finding) -> Queue | None:
         """The team and backend of the collective that a finding names."""
         spots = {op.at for op in finding.ops}
-        number = self.explainer.edges.number
         for queue, members in self.builder.meetings.queues.items():
             for mine in members.values():
-                for frame, item, *_ in mine:
-                    if frame.run == 0 and (number(frame.place.source), item.index) in spots:
+                for at in mine:
+                    if at.frame.run == 0 and (at.source.number, at.item.index) in spots:
                         return queue
         return None
 
-    def _issues(self, queue: Queue) -> dict[int, list[tuple[Frame, Item]]]:
-        members = self.builder.meetings.queues[queue]
-        return {
-            rank: [(f, i) for f, i, *_ in members.get(rank, ()) if f.run == 0][:MAX_ISSUED]
-            for rank in queue[0].ranks
-            if rank in self.builder.ranks
-        }
+    def _issues(self, queue: Queue) -> Issues:
+        first = self.builder.first_run(queue[0], self.builder.meetings.queues[queue])
+        return {rank: mine[:MAX_ISSUED] for rank, mine in first.items()}
 
     def _edits(
         self,
-        issues: dict[int, list[tuple[Frame, Item]]],
+        issues: Issues,
         rank: int,
         like: int,
         sequence: Facts,
@@ -118,79 +113,52 @@ class Uneven:
     ) -> list[Edit]:
         """What makes the sequence of one rank that of another."""
         mine, theirs = issues[rank], issues[like]
-        place = next(p for p in self.builder.places if p.rank == rank)
-        k, found = self.explainer.edges.number(place.source), list[Edit]()
+        source = next(p.source for p in self.builder.places if p.rank == rank)
+        k, found = source.number, list[Edit]()
         for tag, low, high, start, stop in SequenceMatcher(
             None, sequence, wanted, autojunk=False
         ).get_opcodes():
             if tag == "equal":
                 continue
             if tag == "replace" and high - low == stop - start:
-                found += self._alike(k, mine[low:high], theirs[start:stop])
                 for one, two in zip(mine[low:high], theirs[start:stop], strict=True):
-                    words.append(self._differ(mine, one[1], rank, theirs, two[1], like))
+                    found.append(_alike(one, two))
+                    words.append(
+                        f"{self._quoted(one)} on rank {rank}) meets {self._quoted(two)} on rank "
+                        f"{like}): give both the same, or issue them in one order"
+                    )
                 continue
-            for _, item in mine[low:high]:
-                words.append(self._say(mine, item, rank, like))
-                found.append(Edit(k, index=item.index))
-            for _, item in theirs[start:stop]:
-                words.append(self._say(theirs, item, like, rank))
-                behind = _behind(
-                    theirs[0][0].place.source.program.ops, item.index, place.source.program.ops
-                )
+            for at in mine[low:high]:
+                words.append(self._lacks(at, rank, like))
+                found.append(Edit(k, index=at.item.index))
+            for at in theirs[start:stop]:
+                words.append(self._lacks(at, like, rank))
+                behind = _behind(at.source.program.ops, at.item.index, source.program.ops)
                 if low:
-                    behind = max(behind, mine[low - 1][1].index)
+                    behind = max(behind, mine[low - 1].item.index)
                 if low < len(mine):
-                    behind = min(behind, mine[low][1].index - 1)
-                if behind < 0:
-                    found.append(Edit(k, item.op, anchor=0))
-                else:
-                    found.append(Edit(k, item.op, anchor=behind, after=True))
-        return _moved(found, place.source)
+                    behind = min(behind, mine[low].item.index - 1)
+                found.append(Edit(k, at.item.op, anchor=max(behind, 0), after=behind >= 0))
+        return _moved(found, source)
 
-    def _alike(
-        self, k: int, mine: list[tuple[Frame, Item]], theirs: list[tuple[Frame, Item]]
-    ) -> list[Edit]:
-        """The collectives of one rank with what another's say, on the views that they have."""
-        found: list[Edit] = []
-        for (_, one), (_, two) in zip(mine, theirs, strict=True):
-            if isinstance(one.op, Collective) and isinstance(two.op, Collective):
-                told = two.op
-                new = dataclasses.replace(
-                    one.op, kind=told.kind, reduce=told.reduce, root=told.root, splits=told.splits
-                )
-                found.append(Edit(k, new, index=one.index))
-        return found
+    def _quoted(self, at: IssuedOp) -> str:
+        text = self.explainer.text(at.source, at.item.index)
+        return f"`{text}` (line {self.explainer.line(at.source, at.item.index)}"
 
-    def _differ(
-        self,
-        mine: list[tuple[Frame, Item]],
-        one: Item,
-        rank: int,
-        theirs: list[tuple[Frame, Item]],
-        two: Item,
-        like: int,
-    ) -> str:
-        said: list[str] = []
-        for issues, item, who in ((mine, one, rank), (theirs, two, like)):
-            source = issues[0][0].place.source
-            text, line = (
-                self.explainer.text(source, item.index),
-                self.explainer.line(source, item.index),
-            )
-            said.append(f"`{text}` (line {line} on rank {who})")
-        return f"{said[0]} meets {said[1]}: give both the same, or issue them in one order"
-
-    def _say(self, issues: list[tuple[Frame, Item]], item: Item, rank: int, other: int) -> str:
-        source = issues[0][0].place.source
-        line, text = (
-            self.explainer.line(source, item.index),
-            self.explainer.text(source, item.index),
-        )
+    def _lacks(self, at: IssuedOp, rank: int, other: int) -> str:
         return (
-            f"rank {rank} issues `{text}` (line {line}), which rank {other} lacks: issue it on "
+            f"rank {rank} issues {self._quoted(at)}), which rank {other} lacks: issue it on "
             f"rank {other} too, or remove it on rank {rank}"
         )
+
+
+def _alike(one: IssuedOp, two: IssuedOp) -> Edit:
+    """The collective of one rank with what another's says, on the views that it has."""
+    mine, theirs = one.item.op, two.item.op
+    assert isinstance(mine, Collective)
+    assert isinstance(theirs, Collective)
+    changes = {name: getattr(theirs, name) for name in ("kind", "reduce", "root", "splits")}
+    return Edit(one.source.number, dataclasses.replace(mine, **changes), index=one.item.index)
 
 
 def _behind(ops: Sequence[Op], index: int, others: Sequence[Op]) -> int:
@@ -207,7 +175,7 @@ def _sort(op: Op) -> tuple[object, ...]:
     return type(op).__name__, op.stream, *names
 
 
-def _moved(edits: list[Edit], source: Source) -> list[Edit]:
+def _moved(edits: list[Edit], source: LoweredProgram) -> list[Edit]:
     """The edits, with an op that is removed here and added there moved instead."""
     found = list(edits)
     for gone in [edit for edit in edits if edit.op is None and edit.index is not None]:
@@ -219,16 +187,13 @@ def _moved(edits: list[Edit], source: Source) -> list[Edit]:
     return found
 
 
-def _fact(issue: tuple[Frame, Item]) -> tuple[object, ...]:
+def _fact(at: IssuedOp) -> tuple[object, ...]:
     """What two ranks that issue the same collective agree on."""
-    frame, item = issue
-    op, where = item.op, frame.place.where
-    root = getattr(op, "root", None)
-    views = [getattr(op, side) for side in ("src", "dst")]
-    assert item.ordering.meets
+    op, where = at.item.op, at.frame.place.where
+    assert isinstance(op, Collective)
     return (
-        getattr(op, "kind", ""),
-        getattr(op, "reduce", None),
-        None if root is None else where.index(root),
-        *(None if view is None else view.buffer for view in views),
+        op.kind,
+        op.reduce,
+        None if op.root is None else where.index(op.root),
+        *(None if view is None else view.buffer for view in (op.src, op.dst)),
     )

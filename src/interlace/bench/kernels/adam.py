@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interlace.bench.kernels.case import OURS, Case, Opened, Way, Work, needed
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, Opened, Way, needed
 from interlace.bench.sites import DTYPES
 from interlace.optim import AdamW
 
@@ -62,14 +62,17 @@ FORMATS = (
 )  # fmt: skip
 
 
-def adam_cases(small: bool) -> list[Case]:
+def adam_cases(small: bool) -> list[KernelCase]:
     """The cases of `AdamW`."""
     shapes = [(16, 16), (33,), (8, 4)] if small else layer_shapes()
     count = sum(map(math.prod, shapes))
     text = f"{count / 1e9:.2f}e9" if count > 1e8 else str(count)
     return [
-        Case(
-            **{"op": "adam", "shape": f"{text} {kind.name}", "dtype": kind.dtype, "does": "step"},
+        KernelCase(
+            op="adam",
+            shape=f"{text} {kind.name}",
+            dtype=kind.dtype,
+            does="step",
             build=functools.partial(_build, kind, shapes),
         )
         for kind in FORMATS
@@ -83,7 +86,7 @@ def layer_shapes() -> list[tuple[int, ...]]:
     return [*LAYERS * [*layer, (WIDTH,), (WIDTH,)], (CLASSES, WIDTH), (WIDTH,)]
 
 
-def _build(kind: Format, shapes: list[tuple[int, ...]], device: torch.device) -> Work:
+def _build(kind: Format, shapes: list[tuple[int, ...]], device: torch.device) -> BuiltCase:
     params = _params(shapes, DTYPES[kind.dtype], device)
     makers: dict[str, Make] = {
         OURS: lambda given: AdamW(given, lr=LR, **kind.options),
@@ -97,7 +100,7 @@ def _build(kind: Format, shapes: list[tuple[int, ...]], device: torch.device) ->
         Way(name, functools.partial(_open, makers[name], params)) for name in (OURS, *kind.rivals)
     ]
     count = sum(param.numel() for param in params)
-    return Work(ways=ways, nbytes=kind.moved * count, limit=LOOSE)
+    return BuiltCase(ways=ways, nbytes=kind.moved * count, limit=LOOSE)
 
 
 def _params(

@@ -1,6 +1,6 @@
 """One op at one size, computed in several ways that are timed in turn.
 
-    case = Case(op="cross-entropy", shape="8192x128256", dtype="bf16", does="forward", build=build)
+    case = KernelCase(op="adam", shape="1.40e9 all f32", dtype="f32", does="step", build=build)
     rows = time_case(case, ranks, seconds=3.0)
 
 A way that is not installed, cannot serve or computes something wrong becomes a row with the reason
@@ -21,15 +21,15 @@ import torch
 
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row
-from interlace.bench.timing import LAUNCHES, Run, Timed, describe, race
+from interlace.bench.timing import LAUNCHES, Run, Timing, describe, race, time_in_turn
 from interlace.errors import UnsupportedError
+from interlace.launch import Tell
 
 OURS = "interlace"
 """The name of our way; variants of it begin with it."""
 COPY = "copy"
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 """Size of what is copied: twice as many bytes move."""
-Tell = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class BuiltCase:
     """A case with its tensors."""
 
     ways: Sequence[Way]
@@ -71,21 +71,21 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class KernelCase:
     """What is computed, in words, and how to make it."""
 
     op: str
     shape: str
     dtype: str
     does: str
-    build: Callable[[torch.device], Work]
+    build: Callable[[torch.device], BuiltCase]
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.dtype} {self.does}"
 
 
 @dataclass(slots=True)
-class Entry:
+class Measured:
     """A way under way."""
 
     name: str
@@ -95,7 +95,7 @@ class Entry:
     kept: float = math.nan
     state: int = 0
     problem: str = ""
-    timed: Timed = field(default_factory=Timed)
+    timed: Timing = field(default_factory=Timing)
 
 
 def needed(module: str, package: str, device: torch.device) -> Any:
@@ -111,7 +111,7 @@ def needed(module: str, package: str, device: torch.device) -> Any:
 
 
 def time_case(
-    case: Case, ranks: Ranks, seconds: float, tell: Tell = lambda event: None
+    case: KernelCase, ranks: Ranks, seconds: float, tell: Tell = lambda event: None
 ) -> list[Row]:
     """Builds, checks and times all ways of a case; a row for each."""
     work = case.build(ranks.device)
@@ -122,9 +122,7 @@ def time_case(
     sets = {name: ((),) if name == COPY else work.sets for name in running}
     tell({"event": "doing", "doing": f"{case}: timing"})
     if work.host:
-        from interlace.bench.kernels.host import time_host
-
-        found = time_host(ranks, runs, work.sets, seconds)
+        found = time_in_turn(ranks, runs, work.sets, seconds)
     else:
         found = race(ranks, runs, sets, seconds, launches=work.launches)
     for name, timed in found.items():
@@ -143,9 +141,9 @@ def free(ranks: Ranks) -> None:
         torch.cuda.empty_cache()
 
 
-def _open(way: Way, work: Work, case: Case, ranks: Ranks, tell: Tell) -> Entry:
+def _open(way: Way, work: BuiltCase, case: KernelCase, ranks: Ranks, tell: Tell) -> Measured:
     tell({"event": "doing", "doing": f"{case}: {way.name}"})
-    entry = Entry(way.name)
+    entry = Measured(way.name)
     try:
         opened = way.open()
         entry.off = opened.off()
@@ -192,7 +190,9 @@ def _copy(device: torch.device) -> Way:
     return Way(COPY, make)
 
 
-def _rows(case: Case, work: Work, entries: Sequence[Entry], ranks: Ranks) -> list[Row]:
+def _rows(
+    case: KernelCase, work: BuiltCase, entries: Sequence[Measured], ranks: Ranks
+) -> list[Row]:
     copied = 2 * COPY_BYTES[ranks.device.type]
     times = {e.name: e.timed.median for e in entries if not e.problem}
     copy_rate = copied / times.get(COPY, math.nan)
@@ -203,8 +203,12 @@ def _rows(case: Case, work: Work, entries: Sequence[Entry], ranks: Ranks) -> lis
         nbytes = copied if entry.name == COPY else work.nbytes or math.nan
         rows.append(
             {
-                **{"op": case.op, "shape": case.shape, "dtype": case.dtype, "does": case.does},
-                **{"device": ranks.device.type, "way": entry.name},
+                "op": case.op,
+                "shape": case.shape,
+                "dtype": case.dtype,
+                "does": case.does,
+                "device": ranks.device.type,
+                "way": entry.name,
                 "median_us": median * 1e6,
                 "p90_us": entry.timed.p90 * 1e6 if known else math.nan,
                 "least_us": entry.timed.least * 1e6 if known else math.nan,

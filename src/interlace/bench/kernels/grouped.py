@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.bench.kernels.case import OURS, Case, Opened, Way, Work
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, Opened, Way
 from interlace.bench.kernels.losses import BOTH, relative, unit
 from interlace.bench.sites import DTYPES
 from interlace.nn import GroupedLinear
@@ -39,13 +39,15 @@ SHAPES = (
 SMALL = ((4, 48, 16, 32, "even"), (8, 64, 16, 32, "skewed"))
 
 
-def grouped_cases(small: bool) -> list[Case]:
+def grouped_cases(small: bool) -> list[KernelCase]:
     """The cases of `GroupedLinear`."""
     dtype = "f32" if small else "bf16"
     return [
-        Case(
-            **{"op": "grouped", "shape": f"{groups}x{tokens}x{inner}x{outer} {how}"},
-            **{"dtype": dtype, "does": BOTH},
+        KernelCase(
+            op="grouped",
+            shape=f"{groups}x{tokens}x{inner}x{outer} {how}",
+            dtype=dtype,
+            does=BOTH,
             build=functools.partial(_build, groups, tokens, inner, outer, how, dtype),
         )
         for groups, tokens, inner, outer, how in (SMALL if small else SHAPES)
@@ -64,7 +66,7 @@ def group_sizes(groups: int, tokens: int, how: str) -> list[int]:
 
 def _build(
     groups: int, tokens: int, inner: int, outer: int, how: str, dtype: str, device: torch.device
-) -> Work:
+) -> BuiltCase:
     kind, sizes = DTYPES[dtype], group_sizes(groups, tokens, how)
     x = torch.randn(tokens, inner, device=device, dtype=kind)
     weight = torch.empty(groups, outer, inner, device=device, dtype=kind)
@@ -95,7 +97,7 @@ def _build(
         Way("loop", lambda: opened(_loop, sizes)),
     )
     flops = 3 * 2 * tokens * inner * outer
-    return Work(ways=ways, sets=[(x, dy)], flops=flops, limit=LOOSE)
+    return BuiltCase(ways=ways, sets=[(x, dy)], flops=flops, limit=LOOSE)
 
 
 def grouped_layer(weight: Tensor, main: Tensor, sizes: Tensor) -> Layer:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,91 +19,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.bench.facts import facts
-from interlace.bench.kernels.case import OURS, Case, Opened, Way, Work, time_case
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, Opened, Way, time_case
 from interlace.bench.kernels.grouped import grouped_layer, torch_layer
 from interlace.bench.ranks import Ranks
-from interlace.bench.rows import Row
-from interlace.bench.timing import Run, Timed, describe
+from interlace.bench.rows import Row, facts
 from interlace.ir import Program, parse
+from interlace.launch import Report, Tell
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
 from interlace.optim import AdamW
 from interlace.runtime import Executor
 
-CALLS = 1000
-BLOCK = 100
-"""Calls of one way before it is another's turn,"""
-BATCH = 20
-"""and those between which the host waits for the device, so that it never waits in a call."""
 COUNTS = (1, 8, 32)
 WIDTH = 64
 NUM_PARAMS, PARAM = 300, 1024
 
 
-def host_cases(device: torch.device) -> list[Case]:
+def host_cases(device: torch.device) -> list[KernelCase]:
     """The cases: `Executor.run()` first."""
-    work: dict[str, Callable[[torch.device], Work]] = {
+    work: dict[str, Callable[[torch.device], BuiltCase]] = {
         **{f"Executor.run, {n} calls": functools.partial(_executor, n) for n in reversed(COUNTS)},
         "cross_entropy 64x512": _cross_entropy,
         "linear_cross_entropy 64x64x512": _linear_cross_entropy,
         f"AdamW.step, {NUM_PARAMS} parameters": _adam,
-        "GroupedLinear 4x64x64x64": _grouped,
     }
-    dtype = {"GroupedLinear 4x64x64x64": "bf16" if device.type == "cuda" else "f32"}
-    return [
-        Case(op="host", shape=text, dtype=dtype.get(text, "f32"), does="host", build=build)
-        for text, build in work.items()
-    ]
+    cases = [_case(shape, build) for shape, build in work.items()]
+    grouped = "bf16" if device.type == "cuda" else "f32"
+    return [*cases, _case("GroupedLinear 4x64x64x64", _grouped, grouped)]
 
 
-def time_host(
-    ranks: Ranks, runs: Mapping[str, Run], sets: Sequence[Sequence[Any]], seconds: float
-) -> dict[str, Timed]:
-    """The time of each of 1,000 calls, by way, or of fewer that take so long.
-
-    A way that raises has the reason instead. torch computes with one thread meanwhile: others would
-    have to be woken for each call.
-    """
-    found = {name: Timed() for name in runs}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        until = time.monotonic() + seconds
-        number, blocks = 0, dict.fromkeys(runs, BATCH)
-        while number < CALLS // BLOCK + 1 and (number < 2 or time.monotonic() < until):
-            for name in random.Random(number).sample(list(runs), len(runs)):
-                _turn(ranks, runs[name], sets, blocks[name], found[name])
-            if not number:  # the first turn warms up, and tells how many calls a block may have
-                for name, timed in found.items():
-                    if timed.problem is not None:
-                        continue
-                    share = seconds / len(runs) / 2 / (CALLS / BLOCK)
-                    blocks[name] = int(max(4, min(BLOCK, share / max(timed.least, 1e-6))))
-                    timed.rounds.clear()
-            number += 1
-    finally:
-        torch.set_num_threads(threads)
-    for timed in found.values():
-        timed.host = timed.rounds
-    return found
-
-
-def _turn(ranks: Ranks, run: Run, sets: Sequence[Sequence[Any]], calls: int, timed: Timed) -> None:
-    """So many calls of a way, one after another."""
-    if timed.problem is not None:
-        return
-    clock, spent = time.perf_counter, timed.rounds
-    try:
-        for number in range(calls):
-            if number % BATCH == 0:
-                ranks.align()
-            given = sets[number % len(sets)]
-            before = clock()
-            run(*given)
-            spent.append(clock() - before)
-        ranks.align()
-    except Exception as error:
-        timed.problem = describe(error, ranks)
+def _case(shape: str, build: Callable[[torch.device], BuiltCase], dtype: str = "f32") -> KernelCase:
+    return KernelCase(op="host", shape=shape, dtype=dtype, does="host", build=build)
 
 
 # -- Executors -----------------------------------------------------------------------------------
@@ -162,39 +105,37 @@ def executor_ways(
     return (Way(OURS, ours), Way("torch", lambda: same(plain))), [(x, w)]
 
 
-def team_work(commit: str, ranks: Ranks) -> list[Row]:
+def team_work(commit: str, ranks: Ranks, tell: Tell) -> Report:
     """On every rank of a team: a run of a Program of that team, which talks to nobody in it.
 
     So it tells what being in a team costs: entering a run, and telling the others where one is.
     """
     rows: list[Row] = []
-    common = facts(ranks.device.type) | ({"commit": commit} if commit else {})
+    common = facts(ranks.device.type, commit)
     for calls in reversed(COUNTS):
         ways, sets = executor_ways(calls, ranks.device, {"tp": ranks.group}, ranks.size)
-        work = Work(ways=ways, sets=sets, calls=calls, host=True)
-        case = Case(
-            **{"op": "host", "shape": f"Executor.run, {calls} calls, a team of {ranks.size}"},
-            **{"dtype": "f32", "does": "host", "build": lambda device, work=work: work},
-        )
+        work = BuiltCase(ways=ways, sets=sets, calls=calls, host=True)
+        shape = f"Executor.run, {calls} calls, a team of {ranks.size}"
+        case = _case(shape, lambda device, work=work: work)
         rows += [{**row, **common} for row in time_case(case, ranks, math.inf)]
-    return rows
+    return {"rows": rows}
 
 
-def _executor(calls: int, device: torch.device) -> Work:
+def _executor(calls: int, device: torch.device) -> BuiltCase:
     ways, sets = executor_ways(calls, device)
-    return Work(ways=ways, sets=sets, calls=calls, host=True)
+    return BuiltCase(ways=ways, sets=sets, calls=calls, host=True)
 
 
 # -- losses, optimizer, layer --------------------------------------------------------------------
 
 
-def _cross_entropy(device: torch.device) -> Work:
+def _cross_entropy(device: torch.device) -> BuiltCase:
     x = torch.randn(64, 512, device=device, requires_grad=True)
     y = torch.randint(512, (64,), device=device)
     return _losses({OURS: cross_entropy, "torch": F.cross_entropy}, (x, y), (x,))
 
 
-def _linear_cross_entropy(device: torch.device) -> Work:
+def _linear_cross_entropy(device: torch.device) -> BuiltCase:
     h = torch.randn(64, 64, device=device, requires_grad=True)
     w = torch.randn(512, 64, device=device, requires_grad=True)
     y = torch.randint(512, (64,), device=device)
@@ -207,7 +148,7 @@ def _linear_cross_entropy(device: torch.device) -> Work:
 
 def _losses(
     ways: Mapping[str, Callable[..., Tensor]], given: tuple[Tensor, ...], wanted: Sequence[Tensor]
-) -> Work:
+) -> BuiltCase:
     truth = ways["torch"](*given).detach()
 
     def opened(loss: Callable[..., Tensor]) -> Opened:
@@ -222,10 +163,10 @@ def _losses(
         return Opened(run, off)
 
     made = [Way(name, functools.partial(opened, loss)) for name, loss in ways.items()]
-    return Work(ways=made, sets=[given], host=True)
+    return BuiltCase(ways=made, sets=[given], host=True)
 
 
-def _adam(device: torch.device) -> Work:
+def _adam(device: torch.device) -> BuiltCase:
     def opened(make: Callable[..., Any]) -> Opened:
         params = [nn.Parameter(torch.ones(PARAM, device=device)) for _ in range(NUM_PARAMS)]
         for param in params:
@@ -243,10 +184,10 @@ def _adam(device: torch.device) -> Work:
         Way("torch", lambda: opened(functools.partial(torch.optim.AdamW, fused=True))),
         Way("torch foreach", lambda: opened(functools.partial(torch.optim.AdamW, foreach=True))),
     )
-    return Work(ways=ways, host=True)
+    return BuiltCase(ways=ways, host=True)
 
 
-def _grouped(device: torch.device) -> Work:
+def _grouped(device: torch.device) -> BuiltCase:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(4, 64, 64, device=device, dtype=dtype)
@@ -272,4 +213,4 @@ def _grouped(device: torch.device) -> Work:
         return Opened(run, off)
 
     ways = (Way(OURS, lambda: opened(grouped_layer)), Way("torch", lambda: opened(torch_layer)))
-    return Work(ways=ways, sets=[(x,)], host=True)
+    return BuiltCase(ways=ways, sets=[(x,)], host=True)

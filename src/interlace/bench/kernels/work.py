@@ -1,10 +1,11 @@
 """All cases of `interlace bench kernels`, one after another, within the time that is given.
 
-report = work(Settings(only=("cross-entropy",), seconds=30), torch.device("cuda"))
+report = work(KernelSettings(only=("cross-entropy",), seconds=30), torch.device("cuda"))
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,31 +13,27 @@ from typing import Any
 
 import torch
 
-from interlace.bench.facts import facts
 from interlace.bench.kernels.adam import adam_cases
-from interlace.bench.kernels.case import Case, Tell, free, time_case
+from interlace.bench.kernels.case import KernelCase, free, time_case
 from interlace.bench.kernels.grouped import grouped_cases
-from interlace.bench.kernels.host import host_cases
+from interlace.bench.kernels.host import host_cases, team_work
 from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
-from interlace.bench.launch import measure
-from interlace.bench.ranks import Alone
-from interlace.bench.rows import Row
+from interlace.bench.ranks import Alone, on_rank
+from interlace.bench.rows import Row, facts
 from interlace.errors import OptionError
-from interlace.launch import launch
+from interlace.launch import Tell, launch
 
 OPS = ("cross-entropy", "linear-cross-entropy", "adam", "grouped", "host")
 REST = ("host", "adam", "grouped", "linear-cross-entropy", "cross-entropy")
 """The order of what comes after the first case of each."""
 MOST_S = 2.0
 """A case is timed for so long at most, set-up apart: more rounds tell no more."""
-
-
-TEAM_S = 10.0
-"""What starting two processes and timing them is taken to need."""
+TEAM_S, TEAM_MOST_S = 10.0, 120.0
+"""What starting two processes and timing them is taken to need, and may need at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class KernelSettings:
     """What is run."""
 
     only: tuple[str, ...] = OPS
@@ -53,10 +50,10 @@ class Settings:
                 raise OptionError(f"--only {name}: choose from {', '.join(OPS)}")
 
 
-def cases_of(settings: Settings, device: torch.device) -> list[Case]:
+def cases_of(settings: KernelSettings, device: torch.device) -> list[KernelCase]:
     """The cases, those that bars are set for first."""
     small = device.type != "cuda" if settings.small is None else settings.small
-    made: dict[str, Callable[[bool], list[Case]]] = {
+    made: dict[str, Callable[[bool], list[KernelCase]]] = {
         "cross-entropy": cross_entropy_cases,
         "linear-cross-entropy": linear_cases,
         "adam": adam_cases,
@@ -69,14 +66,12 @@ def cases_of(settings: Settings, device: torch.device) -> list[Case]:
 
 
 def work(
-    settings: Settings, device: torch.device, tell: Tell = lambda event: None
+    settings: KernelSettings, device: torch.device, tell: Tell = lambda event: None
 ) -> dict[str, Any]:
     """Measures every case on one device."""
     begun = time.monotonic()
     torch.manual_seed(settings.seed)
-    ranks, common = Alone(device), facts(device.type)
-    if settings.commit:
-        common["commit"] = settings.commit
+    ranks, common = Alone(device), facts(device.type, settings.commit)
     cases = cases_of(settings, device)
     tell({"event": "total", "total": len(cases), "doing": "kernels"})
     rows: list[Row] = []
@@ -95,15 +90,11 @@ def work(
     if "host" in settings.only and not ranks.cuda:
         left = settings.seconds - (time.monotonic() - begun)
         if left > TEAM_S:
-            found = _of_a_team(settings.commit, tell)
+            team = functools.partial(on_rank, "host", team_work, "cpu", TEAM_MOST_S)
+            report = launch(team, settings.commit, 2, tell, TEAM_MOST_S, "bench kernels")
+            found = report["rows"]
             rows += found
             tell({"event": "rows", "rows": found})
         else:
             skipped.append("host Executor.run of a team of 2")
     return {"rows": rows, "skipped": skipped, "facts": common}
-
-
-def _of_a_team(commit: str, tell: Tell) -> list[Row]:
-    """The rows of two processes."""
-    given = {"bench": "host", "given": {"commit": commit}, "device": "cpu", "time_out_s": 120.0}
-    return launch(measure, given, 2, tell, 120.0, "bench kernels")["rows"]

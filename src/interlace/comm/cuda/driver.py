@@ -11,10 +11,13 @@ in the hot path. Note [No multicast]: nothing here makes or binds multicast obje
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import importlib
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -278,3 +281,35 @@ def _item(cu: Any, kind: str, address: int) -> tuple[Any, Any]:
     part.address = address
     part.flags = 0
     return item, part
+
+
+class _Users:
+    """How many want it off, and whether it was on before the first of them."""
+
+    lock = threading.RLock()  # it may itself come by, amid the lines that turn it off
+    count = 0
+    was = False
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector. Of what it finds it asks and frees events and memory:
+
+    - a thread that captures may not, or what it captures is lost;
+    - the watchdog, which ends a stall, may wait in the driver, or for a lock of torch's, behind the
+      thread that the stall holds up: Note [Held up] in words.py.
+
+    Several threads may be in it, also at once.
+    """
+    with _Users.lock:
+        if not _Users.count:
+            _Users.was = gc.isenabled()
+            gc.disable()
+        _Users.count += 1
+    try:
+        yield
+    finally:
+        with _Users.lock:
+            _Users.count -= 1
+            if _Users.was and not _Users.count:
+                gc.enable()

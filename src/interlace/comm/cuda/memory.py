@@ -1,41 +1,44 @@
 """Device memory that every rank of a team maps: plain allocations, shared by CUDA IPC handles.
 
-    memory = share_memory(driver, board, "slots/1", ranks, me, 1 << 26, note={}, time_out_s=60)
+    memory = share_memory(driver, board, "slots/1", 1 << 26, time_out_s=60)
     memory.bases[2]            # the address, here, of the memory of rank 2 of the team
 
 Handles go through the store, so set-up is bounded and needs neither MPI nor multicast objects. An
 allocation is a multiple of 2 MiB: smaller ones would share one with others, and so their handle.
+
+Symmetric slots lie in such memory: two copies of each on every rank, used in turn. Run n of a team
+on this device takes copy n % 2 of every slot, once all ranks have ended their run n - 2
+(`CudaSide`), so one rule stands for the takes of all slots. It is at least as strict as a Program's
+own rule (a take awaits every rank's Free of the take before the last). A Program that takes a slot
+more than once in a run has a slot for each of these takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from interlace.comm.cuda.driver import Driver
-from interlace.comm.host.sharing import meet
-from interlace.comm.rendezvous.board import Board, Note, failure
+from interlace.comm.host.shared_memory import align
+from interlace.comm.host.slots import SlotPool
+from interlace.comm.rendezvous.board import Board
 from interlace.errors import InterlaceError, PeerError
+from interlace.ir import Buffer
 
-GRAIN = 2 << 20
-
-
-def rounded(nbytes: int) -> int:
-    """Bytes of the allocation that holds so many."""
-    return max(-(-nbytes // GRAIN), 1) * GRAIN
+GRAIN, ALIGN = 2 << 20, 512
+"""Bytes at whose multiples allocations and slots end."""
 
 
 @dataclass(slots=True)
 class PeerMemory:
-    """One block on every member of a team, mapped here, with each member's note."""
+    """One block on every member of a team, mapped here."""
 
     driver: Driver
     me: int
     nbytes: int
     bases: tuple[int, ...]
-    notes: tuple[Note, ...]
 
     def unmap(self) -> None:
         """Unmaps the others' blocks."""
@@ -50,51 +53,41 @@ class PeerMemory:
 
 
 def share_memory(
-    driver: Driver,
-    board: Board,
-    topic: str,
-    ranks: Sequence[int],
-    me: int,
-    nbytes: int,
-    note: Note,
-    time_out_s: float,
+    driver: Driver, board: Board, topic: str, nbytes: int, time_out_s: float
 ) -> PeerMemory:
-    """Every rank of `ranks` allocates a block and maps everyone's. All of them call this.
+    """Every rank of the board allocates a block and maps everyone's. All of them call this.
 
     Where one fails, all raise its error, and give back what no peer can have mapped.
     """
-    rank, size = ranks[me], rounded(nbytes)
+    size, me = align(max(nbytes, 1), GRAIN), board.me
     problem: InterlaceError | None = None
-    base = 0
+    base, told, bases = 0, dict[str, object](), list[int]()
     try:
         base = driver.alloc(size, time_out_s)
-        told: Note = {"handle": driver.handle(base), "note": note}
+        told = {"handle": driver.handle(base)}
     except InterlaceError as error:
-        problem, told = error, failure(error)
+        problem = error
     try:
-        notes = meet(board, f"{topic}/device memory", ranks, rank, told, time_out_s, problem)
+        place = f"{topic}/device memory"
+        notes = board.exchange(place, told, time_out_s, problem=problem)
     except InterlaceError as error:
-        if base and not isinstance(
-            error, PeerError
-        ):  # of a store that is lost: others may have met
+        if base and not isinstance(error, PeerError):  # of a lost store: others may have met
             driver.free(base)
         raise
-    bases: list[int] = []
     try:
         for member, their in enumerate(notes):
             bases.append(base if member == me else driver.open(their["handle"]))
-        told = {}
     except InterlaceError as error:
-        problem, told = error, failure(error)
+        problem = error
     try:
-        meet(board, f"{topic}/mapped device memory", ranks, rank, told, time_out_s, problem)
+        place = f"{topic}/mapped device memory"
+        board.exchange(place, {}, time_out_s, problem=problem)
     except InterlaceError:
         for member, opened in enumerate(bases):
             if member != me:
                 driver.close(opened)
         raise
-    their_notes = tuple(their["note"] for their in notes)
-    return PeerMemory(driver, me, size, tuple(bases), their_notes)
+    return PeerMemory(driver, me, size, tuple(bases))
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -103,3 +96,77 @@ def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     storage = make(address, device, nbytes)
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     return empty.set_(storage, 0, (nbytes,), (1,))
+
+
+def slot_keys(takes: Mapping[str, str], buffers: Mapping[str, Buffer]) -> dict[str, str]:
+    """The slot of each symmetric buffer, apart for every take of a run."""
+    found: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    for name in takes:
+        slot = buffers[name].storage or name
+        number = seen[slot] = seen.get(slot, 0) + 1
+        found[name] = slot if number == 1 else f"{slot}#{number}"
+    return found
+
+
+class CudaSlot:
+    """Two copies of a block of device memory on every rank."""
+
+    def __init__(
+        self, name: str, nbytes: int, memory: PeerMemory, start: int, device: torch.device
+    ) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.me = memory.me
+        step = align(nbytes, ALIGN)
+        self.bases = [(base + start, base + start + step) for base in memory.bases]
+        """`bases[member][copy]`: the address, here, of that rank's memory."""
+        self.copies = [
+            (tensor_at(first, nbytes, device), tensor_at(second, nbytes, device))
+            for first, second in self.bases
+        ]
+        """The same as tensors of bytes."""
+        self.gotten = False
+        """Whether any Executor that has it, of any rank, reads it from its peers' memory."""
+
+
+class CudaSlotPool(SlotPool):
+    """The slots of a team on one device, by name and size."""
+
+    def __init__(self, driver: Driver, board: Board, topic: str, device: torch.device) -> None:
+        super().__init__(board, topic)
+        self._driver = driver
+        self._device = device
+        self._memories: list[tuple[PeerMemory, set[tuple[str, int]]]] = []
+        """Each block, and the slots that lie in it."""
+
+    def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+        starts: list[int] = []
+        total = 0
+        for _, nbytes in keys:
+            starts.append(total)
+            total += 2 * align(nbytes, ALIGN)
+        memory = share_memory(self._driver, self._board, topic, total, time_out_s)
+        self._memories.append((memory, set(keys)))
+        for (name, nbytes), start in zip(keys, starts, strict=True):
+            slot = CudaSlot(name, nbytes, memory, start, self._device)
+            self.slots[name, nbytes] = slot  # pyright: ignore
+
+    def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
+        """Frees the blocks of which no slot is left, once no rank maps them."""
+        super()._drop(topic, keys, time_out_s)
+        gone: list[PeerMemory] = []
+        for memory, held in self._memories:
+            held.difference_update(keys)
+            if not held:
+                memory.unmap()
+                gone.append(memory)
+        if not gone:
+            return
+        self._memories = [item for item in self._memories if item[1]]
+        self._board.exchange(f"{topic}/unmapped", {}, time_out_s)
+        for memory in gone:
+            memory.free()
+
+    def reset(self) -> None:
+        """Nothing: which copy a run takes follows from its number."""

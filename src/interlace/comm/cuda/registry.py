@@ -40,8 +40,7 @@ import torch
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
 from interlace.comm.host.registered import Registered, Wanted, tell
-from interlace.comm.host.sharing import meet
-from interlace.comm.rendezvous.board import Note, failure
+from interlace.comm.rendezvous.board import Note
 from interlace.errors import BackendError, InterlaceError
 
 if TYPE_CHECKING:
@@ -104,7 +103,6 @@ class Registry:
         except Exception as error:
             problem = _as_ours(error, "told to its peers")
         notes, written = tell(team, topic, note, writes, problem, time_out_s)
-        told: Note = {}
         held: dict[str, Registered] = {}
         try:
             try:
@@ -117,9 +115,8 @@ class Registry:
                     held[name] = Registered(tensor, team.me, copies, *facts, mappings=keys)
             except Exception as error:
                 problem = _as_ours(error, "mapped")
-                told = failure(problem)
             place = f"{team.topic}/registered/{topic}/mapped parameters"
-            meet(team.board, place, team.ranks, team.rank, told, time_out_s, problem)
+            team.board.exchange(place, {}, time_out_s, problem=problem)
         except BaseException:
             for mine in held.values():
                 self.let_go(mine)

@@ -27,14 +27,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.cuda.access import WordAccess
-from interlace.comm.cuda.area import Area, area_nbytes
 from interlace.comm.cuda.driver import Driver
-from interlace.comm.cuda.memory import share_memory
+from interlace.comm.cuda.memory import CudaSlotPool, share_memory
 from interlace.comm.cuda.registry import Registry
-from interlace.comm.cuda.slots import CudaSlotPool
-from interlace.comm.cuda.words import HEAP_NBYTES, RELEASED, WordHeap, reached
-from interlace.comm.rendezvous.board import Note
+from interlace.comm.cuda.words import (
+    HEAP_NBYTES,
+    RELEASED,
+    Area,
+    CudaSpace,
+    WordAccess,
+    WordHeap,
+    area_nbytes,
+    reached,
+)
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import BackendError, CommTimeoutError
 
@@ -42,7 +47,6 @@ REST_S = 10.0
 """How long calls of the driver's that were given up get to return, once the device is done."""
 
 if TYPE_CHECKING:
-    from interlace.comm.cuda.space import CudaSpace
     from interlace.comm.teams import TeamComm
 
 
@@ -55,21 +59,12 @@ class CudaSide:
         self.size, self.me = team.size, team.me
         self.driver = Driver()
         topic = f"{team.topic}/cuda"
-        ranks = team.ranks
-        memory = share_memory(
-            self.driver,
-            team.board,
-            f"{topic}/{team.num_prepared}/words",
-            ranks,
-            team.me,
-            HEAP_NBYTES,
-            {},
-            time_out_s,
-        )
+        place = f"{topic}/{team.num_prepared}/words"
+        memory = share_memory(self.driver, team.board, place, HEAP_NBYTES, time_out_s)
         self.heap = WordHeap(self.driver, memory)
         self.access = WordAccess(self.driver)
         """For words while runs are under way, which may hold up the driver."""
-        self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", ranks, team.me, device)
+        self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", device)
         self.registry = Registry(self.team, self.driver, device)
         """The memory of callers that members have registered."""
         self.run = 0
@@ -103,18 +98,14 @@ class CudaSide:
         time_out_s: float,
     ) -> None:
         """Staging memory for exchanges, of the size that any rank needs. All ranks call this."""
-        team = self.team
-        note: Note = {"needed": needed}
-        place, rank = f"{team.topic}/area/{topic}", team.ranks[self.me]
-        notes = team.board.exchange(f"{place}/need", team.ranks, rank, note, time_out_s)
+        board, place = self.team.board, f"{self.team.topic}/area/{topic}"
+        notes = board.exchange(f"{place}/need", {"needed": needed}, time_out_s)
         most = max(int(note["needed"]) for note in notes)
         if not most or (self.areas and self.areas[-1].stage_nbytes >= most):
             return
         stage = area_nbytes(most)
-        memory = share_memory(
-            *(self.driver, team.board, place, team.ranks, self.me),
-            *(stage + flag_nbytes + words_nbytes, {}, time_out_s),
-        )
+        nbytes = stage + flag_nbytes + words_nbytes
+        memory = share_memory(self.driver, board, place, nbytes, time_out_s)
         self.areas.append(Area(memory, stage, flag_nbytes, words_nbytes, stop_at))
 
     @property

@@ -1,18 +1,60 @@
-"""Words: 32-bit counters in memory that all ranks of a team map, given out in runs of some.
+"""Words: 32-bit counters that all ranks of a team map, and what waits for them.
 
     first = heap.take(4)                 # four words of this rank, zero
     heap.address(me, first + 2)          # what the own stream waits for
     heap.address(peer, theirs + 2)       # what a peer's word is called here
 
+    space = CudaSpace(side, "3/tp", ("ready",), span=2, uses=True, gets=(), time_out_s=60)
+    space.theirs("ready", 1)             # the word that this rank raises on member 1
+    space.begin()                        # a run: values count from `space.base` on
+
+    access = WordAccess(driver)
+    access.fill(address, value=1 << 30, count=8)    # DriverHeldUpError if it takes too long
+    access.rest(time_out_s=10)           # after it no abandoned call can write any more
+
 Values only grow, from run to run too, and are compared around: a word has reached a value when
-their difference, as a signed 32-bit number, is not negative. So nothing is reset between runs.
+their difference, as a signed 32-bit number, is not negative. So nothing is reset between runs. A
+value v of a signal is the number base + v; the base grows by the span of a run, which all ranks
+have agreed on.
+
+Note [Held up]
+    A stream that waits for a word in device memory is released by a write of that word, and that is
+    a call of the driver on a stream of ours. Such a call may not return while other streams wait:
+
+    - a thread of the caller's that itself waits in the driver may hold a lock that other calls
+      need. It launches into a full queue (some thousand launches behind the run that waits, on the
+      default stream), it copies from or to memory that is not pinned, or it frees device memory;
+    - streams are more than the hardware has queues: what stands behind a stream that waits, waits
+      too. With CUDA_DEVICE_MAX_CONNECTIONS=1 there is one queue for all, also for those of the
+      highest priority.
+
+    Whether events are done can be asked in all these states, so the watchdog still finds the stall.
+    A call here runs in a thread of its own, for a bounded time. If the driver is still held up some
+    seconds after a run has failed, nothing in this process can release the caller's thread: the
+    watchdog ends the process with a report, as NCCL's does. Peers have the error by then, and
+    torchrun sees the exit code.
+
+    An abandoned call may still write later: when it returns at last, or from a queue. `rest` waits
+    for both, and after it words count anew.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import PeerMemory
-from interlace.errors import BackendError
+from interlace.comm.rendezvous.board import Note
+from interlace.comm.rendezvous.patience import Errand
+from interlace.errors import BackendError, CommTimeoutError
+
+if TYPE_CHECKING:
+    from interlace.comm.cuda.side import CudaSide
 
 HEAP_NBYTES = 2 << 20
 RELEASED = 1 << 30
@@ -56,3 +98,209 @@ class WordHeap:
     def address(self, member: int, word: int) -> int:
         """The address, here, of a word of a member."""
         return self.memory.bases[member] + 4 * word
+
+
+class CudaSpace:
+    """The words of one Executor on one team."""
+
+    def __init__(
+        self,
+        side: CudaSide,
+        topic: str,
+        signals: Sequence[str],
+        span: int,
+        uses: bool,
+        gets: Sequence[str],
+        time_out_s: float,
+        raises: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """`raises` has the last values of a run that this rank tells each member, by signal."""
+        self.side = side
+        self.num_words = len(signals) * side.size
+        self._first = side.heap.take(self.num_words) if self.num_words else 0
+        mine = {name: self._first + i * side.size for i, name in enumerate(signals)}
+        last = {name: list(values) for name, values in (raises or {}).items()}
+        note: Note = {"signals": mine, "span": span, "uses": uses, "gets": list(gets)}
+        note["raises"] = last
+        team = side.team
+        place = f"{team.topic}/device space/{topic}"
+        try:
+            self._notes = team.board.exchange(place, note, time_out_s)
+        except BaseException:
+            if self.num_words:
+                side.heap.give(self._first, self.num_words)  # no peer heard of them
+            raise
+        self.span = max(int(note["span"]) for note in self._notes)
+        self.uses = any(note["uses"] for note in self._notes)
+        """Whether any rank's Program reaches into peers' memory or is reached into."""
+        self.gotten = frozenset(slot for note in self._notes for slot in note["gets"])
+        """The slots that any rank reads from its peers' memory."""
+        self.base = 0
+        self._local: list[tuple[int, int]] = []
+        side.spaces.add(self)
+
+    def begin(self) -> int:
+        """The next run: what its signals' values count from."""
+        self.base = (self.base + self.span) & 0xFFFFFFFF
+        return self.base
+
+    def own(self, signal: str, member: int) -> int:
+        """The address of this rank's word that the member raises; members' words are in a row."""
+        side = self.side
+        return side.heap.address(side.me, self._notes[side.me]["signals"][signal] + member)
+
+    def theirs(self, signal: str, members: Sequence[int]) -> list[int]:
+        """The words that this rank raises on these members; one that never looks has none."""
+        side = self.side
+        found = [(member, self._notes[member]["signals"].get(signal)) for member in members]
+        return [
+            side.heap.address(member, first + side.me)
+            for member, first in found
+            if first is not None
+        ]
+
+    def last(self, signal: str, member: int) -> int:
+        """How far the member raises its word here in a run, as it told; 0: not at all."""
+        values = self._notes[member]["raises"].get(signal)
+        return int(values[self.side.me]) if values else 0
+
+    def value(self, signal: str, member: int) -> int:
+        """What the member's word here holds now."""
+        side = self.side
+        return side.access.read(self.own(signal, member), 1)[0]
+
+    def local(self, count: int) -> int:
+        """The address of words of this rank's own, zero, for its kernels and streams."""
+        first = self.side.heap.take(count)
+        self._local.append((first, count))
+        return self.side.heap.address(self.side.me, first)
+
+    def release(self) -> None:
+        """Sets every word of this rank high enough for whoever waits for it."""
+        if self.num_words:
+            side, value = self.side, self.base + self.span + RELEASED
+            address = side.heap.address(side.me, self._first)
+            side.access.fill(address, value, self.num_words)
+
+    def reset(self) -> None:
+        """As if never run."""
+        self.base = 0
+        words = [(self._first, self.num_words)] if self.num_words else []
+        for first, count in words + self._local:
+            self.side.driver.fill(self.side.heap.address(self.side.me, first), 0, count)
+
+    def close(self) -> None:
+        """Gives the words back."""
+        self.side.spaces.discard(self)
+        if self.num_words:
+            self.side.heap.give(self._first, self.num_words)
+        for first, count in self._local:
+            self.side.heap.give(first, count)
+        self.num_words, self._local = 0, []
+
+
+PATIENCE_S = 0.5
+"""How long a call of the driver's gets, which takes less than a millisecond."""
+
+
+class DriverHeldUpError(BackendError):
+    """The CUDA driver did not return from a call in time."""
+
+
+class WordAccess:
+    """Access to this rank's words through one driver."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._abandoned: list[Errand] = []
+        """Calls that did not return in time."""
+
+    def read(self, address: int, count: int) -> list[int]:
+        """32-bit words of this rank's part of the memory, as they are now."""
+        return self._call(lambda: self._driver.read(address, count))
+
+    def fill(self, address: int, value: int, count: int) -> None:
+        """Sets 32-bit words of this rank's part, and returns when they are set."""
+        self._call(lambda: self._driver.fill(address, value & 0xFFFFFFFF, count))
+
+    def rest(self, time_out_s: float) -> None:
+        """Returns when no abandoned call is under way any more."""
+        deadline = time.monotonic() + time_out_s
+        calls = list(self._abandoned)
+        if not all([call.is_back(max(0.0, deadline - time.monotonic())) for call in calls]):
+            raise CommTimeoutError(
+                f"a call of the CUDA driver has not returned after {time_out_s:g} s, and may write "
+                "signal words at any time: end this process"
+            )
+        if calls:
+            driver = self._driver
+            driver.finish(driver.private_stream(), max(1.0, deadline - time.monotonic()))
+        for call in calls:
+            with contextlib.suppress(ValueError):  # another thread rests too
+                self._abandoned.remove(call)
+
+    def _call(self, action: Callable[[], Any]) -> Any:
+        """What the driver returns; an error where it does not return in time."""
+        if not all(call.is_back(0) for call in self._abandoned):
+            raise DriverHeldUpError("the CUDA driver is held up: an earlier call has not returned")
+
+        def act() -> Any:
+            self._driver.relax_captures()
+            return action()
+
+        try:
+            call = Errand(act)
+        except RuntimeError as error:
+            if sys.is_finalizing():
+                return act()
+            raise DriverHeldUpError(f"no thread can be started: {error}") from error
+        if call.is_back(PATIENCE_S):
+            return call.result()
+        self._abandoned.append(call)
+        raise DriverHeldUpError(
+            f"the CUDA driver is held up: a call has not returned in {PATIENCE_S:g} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """One area on every rank; exchanges of a team use it one after another."""
+
+    memory: PeerMemory
+    stage_nbytes: int
+    flag_nbytes: int
+    words_nbytes: int
+    stop_at: int
+    """Where among the words a 1 ends a call that waits."""
+
+    @property
+    def stages(self) -> list[int]:
+        """Every member's staging memory."""
+        return list(self.memory.bases)
+
+    @property
+    def flags(self) -> list[int]:
+        """Every member's flags."""
+        return [base + self.stage_nbytes for base in self.memory.bases]
+
+    @property
+    def words(self) -> int:
+        """This rank's words."""
+        return self.memory.bases[self.memory.me] + self.stage_nbytes + self.flag_nbytes
+
+    def stop(self, access: WordAccess) -> None:
+        """Ends the call under way, with results that nobody may use."""
+        access.fill(self.words + self.stop_at, 1, 1)
+
+    def reset(self) -> None:
+        """As if never used; a barrier of all ranks stands around it."""
+        count = (self.flag_nbytes + self.words_nbytes) // 4
+        self.memory.driver.fill(self.words - self.flag_nbytes, 0, count)
+
+
+def area_nbytes(stage_nbytes: int) -> int:
+    """The staging memory that is made for exchanges of so many bytes: some room to spare."""
+    size = 8 << 20
+    while size < stage_nbytes:
+        size *= 2
+    return size

@@ -1,6 +1,6 @@
 """What the processes of one host share: memory, and what moves through it.
 
-shared_memory.py      segments;  sharing.py: how ranks come to share them
+shared_memory.py      segments, and how ranks come to share them
 signals.py            counters, and the one bounded wait
 slots.py              the pool of symmetric slots, two copies each
 registered.py         parameters of callers that peers reach

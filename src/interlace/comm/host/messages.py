@@ -20,32 +20,37 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from interlace.comm.collectives import as_bytes
 from interlace.comm.host.signals import Wait, fence, stamp
-from interlace.comm.host.workspace import Box
+from interlace.comm.host.workspace import Cell, MessageBox
 from interlace.comm.teams import TeamComm
 
 FIRST_TAG = 1 << 20
 """Tags from here on are ours; users of the same group have the lower ones."""
 
 
-class Part(Protocol):
+class MessagePart:
     """One member of a Group, bound; it goes begin, try_move until True, end."""
 
-    team: TeamComm
-    peer: int
+    def __init__(self, team: TeamComm, peer: int, box: MessageBox) -> None:
+        self.team, self.peer, self._box = team, peer, box
 
-    def begin(self, tensor: torch.Tensor) -> None: ...
+    def begin(self, tensor: torch.Tensor) -> None:
+        """Tells the other side that this rank is there."""
 
-    def try_move(self, tensor: torch.Tensor) -> bool: ...
+    def try_move(self, tensor: torch.Tensor) -> bool:
+        """Moves the message, if the other side is there."""
+        raise NotImplementedError
 
-    def leave(self, tensor: torch.Tensor) -> None: ...
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Leaves because of a failure."""
 
-    def end(self, wait: Wait) -> None: ...
+    def end(self, wait: Wait) -> None:
+        """Waits for the end of the transfer."""
 
 
 AWAY, THERE, ABOUT, GOING = range(4)
@@ -54,24 +59,19 @@ SETTLED_S = 1.0
 """How long a side that lives is about to go, at most."""
 
 
-Cell = tuple[memoryview, int]
-
-
-class _Meeting:
+class _Meeting(MessagePart):
     """One side of a message by a torch.distributed backend."""
 
-    def __init__(
-        self, team: TeamComm, peer: int, own: Cell, other: Cell, start: Callable[..., Any], nth: int
-    ) -> None:
-        """`start` is the backend's method for this side."""
-        self.team = team
-        self.peer = peer
-        self._own, self._own_at = own
-        self._other, self._other_at = other
-        self._start = start
+    def __init__(self, team: TeamComm, peer: int, box: MessageBox, backend: Any, nth: int) -> None:
+        super().__init__(team, peer, box)
+        self._start, (self._own, self._own_at), (self._other, self._other_at) = self._side(backend)
         self._tag = FIRST_TAG + nth
         self._run = 0
         self._work: Any = None
+
+    def _side(self, backend: Any) -> tuple[Callable[..., Any], Cell, Cell]:
+        """The backend's method for this side, its cell, and the other's."""
+        raise NotImplementedError
 
     def _say(self, what: int) -> None:
         self._own[self._own_at] = stamp(self._run, what)
@@ -131,26 +131,19 @@ class _Meeting:
 class Outgoing(_Meeting):
     """A Send by a torch.distributed backend."""
 
-    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
-        sent, ready = (box.sent, box.sent_at), (box.ready, box.ready_at)
-        super().__init__(team, peer, sent, ready, backend.send, nth)
+    def _side(self, backend: Any) -> tuple[Callable[..., Any], Cell, Cell]:
+        return backend.send, self._box.sent, self._box.ready
 
 
 class Incoming(_Meeting):
     """A Recv by a torch.distributed backend."""
 
-    def __init__(self, team: TeamComm, peer: int, box: Box, backend: Any, nth: int) -> None:
-        sent, ready = (box.sent, box.sent_at), (box.ready, box.ready_at)
-        super().__init__(team, peer, ready, sent, backend.recv, nth)
+    def _side(self, backend: Any) -> tuple[Callable[..., Any], Cell, Cell]:
+        return backend.recv, self._box.ready, self._box.sent
 
 
-class PeerOutgoing:
-    """A Send through the sender's shared memory."""
-
-    def __init__(self, team: TeamComm, peer: int, box: Box) -> None:
-        self.team = team
-        self.peer = peer
-        self._box = box
+class PeerOutgoing(MessagePart):
+    """A Send through the sender's shared memory, where it stays if the sender leaves."""
 
     def begin(self, tensor: torch.Tensor) -> None:
         """Puts the message where the receiver finds it, and tells so."""
@@ -158,50 +151,34 @@ class PeerOutgoing:
             self._box.data[: tensor.nbytes].copy_(as_bytes(tensor))
         self._mark = stamp(self.team.control.run, 1)
         fence()
-        self._box.sent[self._box.sent_at] = self._mark
+        cells, at = self._box.sent
+        cells[at] = self._mark
 
     def try_move(self, tensor: torch.Tensor) -> bool:
         """Whether the receiver has taken it."""
-        return self._box.ready[self._box.ready_at] >= self._mark
-
-    def leave(self, tensor: torch.Tensor) -> None:
-        """Nothing: it lies where the receiver finds it."""
-
-    def end(self, wait: Wait) -> None:
-        """Nothing is left to do."""
+        cells, at = self._box.ready
+        return cells[at] >= self._mark
 
 
-class PeerIncoming:
-    """A Recv from the sender's shared memory."""
-
-    def __init__(self, team: TeamComm, peer: int, box: Box) -> None:
-        self.team = team
-        self.peer = peer
-        self._box = box
-
-    def begin(self, tensor: torch.Tensor) -> None:
-        """Nothing: the receiver answers when it has the message."""
+class PeerIncoming(MessagePart):
+    """A Recv from the sender's shared memory. The sender waits for an answer, and hears of failures
+    meanwhile."""
 
     def try_move(self, tensor: torch.Tensor) -> bool:
         """Takes the message if it is there."""
-        mark = stamp(self.team.control.run, 1)
-        if self._box.sent[self._box.sent_at] < mark:
+        (sent, at), mark = self._box.sent, stamp(self.team.control.run, 1)
+        if sent[at] < mark:
             return False
         fence()
         if self._box.data is not None:
             as_bytes(tensor).copy_(self._box.data[: tensor.nbytes])
         fence()
-        self._box.ready[self._box.ready_at] = mark
+        ready, at = self._box.ready
+        ready[at] = mark
         return True
 
-    def leave(self, tensor: torch.Tensor) -> None:
-        """Nothing: the sender waits for an answer, and hears of failures meanwhile."""
 
-    def end(self, wait: Wait) -> None:
-        """Nothing is left to do."""
-
-
-def exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+def exchange(parts: Sequence[MessagePart], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
     """Carries out Sends and Recvs together: each moves as soon as its peer is there."""
     packed = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
     _exchange(parts, packed, wait)
@@ -210,7 +187,7 @@ def exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait)
             tensor.copy_(pack)
 
 
-def _exchange(parts: Sequence[Part], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+def _exchange(parts: Sequence[MessagePart], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
     for part in parts:
         part.team.control.meet(part.peer, wait)
     for part, tensor in zip(parts, tensors, strict=True):

@@ -14,10 +14,16 @@ from __future__ import annotations
 
 import torch
 
-from interlace.comm.collectives import Run, Spec, as_bytes, split
+from interlace.comm.collectives import (
+    Run,
+    Spec,
+    as_bytes,
+    check_reduction,
+    reduce_into,
+    split,
+)
 from interlace.comm.host.signals import Wait, stamp
 from interlace.comm.host.workspace import Workspace
-from interlace.comm.reductions import check_reduction, reduce_into
 
 
 def staged_nbytes(spec: Spec) -> int:

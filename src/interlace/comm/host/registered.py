@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.host.shared_memory import align
-from interlace.comm.host.sharing import meet, share
-from interlace.comm.rendezvous.board import Note, failure
+from interlace.comm.host.shared_memory import align, share
+from interlace.comm.rendezvous.board import Note
 from interlace.errors import InterlaceError
 
 if TYPE_CHECKING:
@@ -82,9 +81,9 @@ def tell(
 
     All ranks of the team call it; a rank with a problem raises it, and all others a like one.
     """
-    told = failure(problem) if problem is not None else {"note": note, "writes": sorted(writes)}
+    told = {"note": note, "writes": sorted(writes)}
     place = f"{team.topic}/registered/{topic}/registered parameters"
-    notes = meet(team.board, place, team.ranks, team.rank, told, time_out_s, problem)
+    notes = team.board.exchange(place, told, time_out_s, problem=problem)
     return [n["note"] for n in notes], frozenset(name for n in notes for name in n["writes"])
 
 
@@ -104,7 +103,7 @@ def share_on_host(
         starts[name] = total
         total += align(wanted[name][1])
     place = f"{team.topic}/registered/{topic}"
-    shared = share(team.board, place, team.ranks, team.me, total, {}, time_out_s)
+    shared = share(team.board, place, total, {}, time_out_s)
     held: dict[str, Registered] = {}
     for name, (tensor, nbytes) in wanted.items():
         copies = tuple(segment.bytes(starts[name], nbytes) for segment in shared.segments)

@@ -5,6 +5,10 @@ mapped: the memory then lives as long as somebody maps it. A process that is kil
 leaves its names behind; the next one to create a segment there takes them away.
 The pages are reserved at creation, since writing to a full tmpfs is a SIGBUS and not an exception.
 
+    shared = share(board, "ws/1", nbytes=1 << 20, note={"slots": 2}, time_out_s=60)
+    shared.segments[1].bytes(0, 64)      # the memory of rank 1 of the team
+    shared.notes[1]["slots"]             # what it said along with it
+
     >>> segment = Segment.create(4096)
     >>> segment.cells[0] = 7
     >>> peer = Segment.open(segment.path, 4096)
@@ -22,12 +26,15 @@ import mmap
 import os
 import secrets
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from interlace.comm.rendezvous.board import Board, Note
 from interlace.comm.rendezvous.liveness import exists, namespace
-from interlace.errors import BackendError, SharedMemoryError
+from interlace.errors import BackendError, InterlaceError, SharedMemoryError
 
 PAGE = 4096
 MAP_FIXED = 0x10
@@ -177,3 +184,44 @@ def _too_little(needed: int, folder: Path) -> str:
         "use fewer or smaller symmetric buffers (fewer chunks, a shorter sequence), or a strategy "
         "without them (pipeline, shift, ring, broadcast)"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSegments:
+    """One segment per member of the team, in the order of its ranks, with each member's note."""
+
+    me: int
+    segments: tuple[Segment, ...]
+    notes: tuple[Note, ...]
+
+
+def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) -> SharedSegments:
+    """Every rank of the board creates a segment of its own size and maps everyone's.
+
+    All of them call this. Where one fails, all raise its error; no name of a segment stays.
+    """
+    mine: Segment | None = None
+    problem: InterlaceError | None = None
+    told, segments = dict[str, Any](), list[Segment]()
+    me = board.me
+    try:
+        try:
+            mine = Segment.create(nbytes)
+            told = {"path": mine.path, "nbytes": mine.nbytes, "note": note}
+        except InterlaceError as error:
+            problem = error
+        place = f"{topic}/memory"
+        notes = board.exchange(place, told, time_out_s, problem=problem)
+        try:
+            for member, their in enumerate(notes):
+                opened = mine if member == me else Segment.open(their["path"], their["nbytes"])
+                assert opened is not None
+                segments.append(opened)
+        except InterlaceError as error:
+            problem = error
+        place = f"{topic}/mapped memory"
+        board.exchange(place, {}, time_out_s, problem=problem)
+        return SharedSegments(me, tuple(segments), tuple(their["note"] for their in notes))
+    finally:
+        if mine is not None:
+            mine.unlink()

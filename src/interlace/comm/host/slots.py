@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from interlace.comm.host.shared_memory import PAGE, Segment, align
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import PAGE, Segment, align, share
 from interlace.comm.host.signals import Wait, fence
 from interlace.comm.rendezvous.board import Board
 
@@ -82,12 +81,10 @@ class SlotPool:
     One that no Executor of any rank holds any more goes when the next Programs are prepared.
     """
 
-    def __init__(self, board: Board, topic: str, ranks: tuple[int, ...], me: int) -> None:
+    def __init__(self, board: Board, topic: str = "") -> None:
         self._board = board
         self.topic = topic
         """Where the team's notes are."""
-        self._ranks = ranks
-        self._me = me
         self.slots: dict[tuple[str, int], Slot] = {}
         self._holders: dict[tuple[str, int], int] = {}
 
@@ -103,8 +100,7 @@ class SlotPool:
         """
         idle = [list(key) for key in self.slots if not self._holders.get(key)]
         topic, told = f"{self.topic}/{topic}", {"slots": dict(wanted), "idle": idle}
-        rank = self._ranks[self._me]
-        notes = self._board.exchange(f"{topic}/slots", self._ranks, rank, told, time_out_s)
+        notes = self._board.exchange(f"{topic}/slots", told, time_out_s)
         sizes: dict[str, int] = {}
         for note in notes:
             for name, nbytes in note["slots"].items():
@@ -140,11 +136,10 @@ class SlotPool:
         for _, nbytes in keys:
             starts.append(at)
             at += 2 * align(nbytes)
-        shared = share(self._board, topic, self._ranks, self._me, at, {}, time_out_s)
+        shared = share(self._board, topic, at, {}, time_out_s)
         for index, ((name, nbytes), start) in enumerate(zip(keys, starts, strict=True)):
-            self.slots[name, nbytes] = Slot(
-                name, nbytes, shared.segments, self._me, start, 2 * index
-            )
+            me = shared.me
+            self.slots[name, nbytes] = Slot(name, nbytes, shared.segments, me, start, 2 * index)
 
     def reset(self) -> None:
         """Every slot as if never taken."""

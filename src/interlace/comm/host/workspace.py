@@ -11,12 +11,11 @@ so each tells it to the others. Stamps carry the number of the run and are never
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from interlace.comm.host.shared_memory import PAGE, align
-from interlace.comm.host.sharing import share
+from interlace.comm.host.shared_memory import PAGE, align, share
 from interlace.comm.host.signals import Wait, fence, stamp
 from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import TeamComm
@@ -43,15 +42,16 @@ class Demand:
     """The largest part that one rank gives to a collective of the backend `peer`."""
 
 
+Cell = tuple[memoryview, int]
+
+
 @dataclass(slots=True)
-class Box:
+class MessageBox:
     """Where a message is: counters of both sides, and the bytes if they pass through memory."""
 
-    sent: memoryview
-    sent_at: int
-    ready: memoryview
-    ready_at: int
-    data: torch.Tensor | None = field(default=None)
+    sent: Cell
+    ready: Cell
+    data: torch.Tensor | None = None
 
 
 class Workspace:
@@ -59,7 +59,7 @@ class Workspace:
 
     def __init__(self, team: TeamComm, topic: str, demand: Demand, time_out_s: float) -> None:
         self.team = team
-        size, me = team.size, team.me
+        size = team.size
         cell = 0
 
         def cells(count: int) -> int:
@@ -77,9 +77,7 @@ class Workspace:
             at += align(nbytes)
         note["stage"] = [at, align(demand.stage_nbytes)]
         at += align(demand.stage_nbytes)
-        shared = share(
-            team.board, f"{team.topic}/space/{topic}", team.ranks, me, at, note, time_out_s
-        )
+        shared = share(team.board, f"{team.topic}/space/{topic}", at, note, time_out_s)
         self._demand = demand
         self._segments = shared.segments
         self._notes = shared.notes
@@ -141,20 +139,20 @@ class Workspace:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def outbox(self, number: int) -> Box:
+    def outbox(self, number: int) -> MessageBox:
         """Where this rank's Send of that number (among all its sends) meets its Recv."""
         me = self.team.me
         message = self._demand.sends[number]
         nth = sum(m.member == message.member for m in self._demand.sends[:number])
         return self._box(me, message.member, nth, message.nbytes)
 
-    def inbox(self, number: int) -> Box:
+    def inbox(self, number: int) -> MessageBox:
         """Where this rank's Recv of that number (among all its receipts) meets its Send."""
         message = self._demand.recvs[number]
         nth = sum(m.member == message.member for m in self._demand.recvs[:number])
         return self._box(message.member, self.team.me, nth, message.nbytes)
 
-    def _box(self, sender: int, receiver: int, nth: int, nbytes: int) -> Box:
+    def _box(self, sender: int, receiver: int, nth: int, nbytes: int) -> MessageBox:
         sends = [entry for entry in self._notes[sender]["sends"] if entry[0] == receiver]
         recvs = [entry for entry in self._notes[receiver]["recvs"] if entry[0] == sender]
         if nth >= len(sends) or nth >= len(recvs):
@@ -165,4 +163,6 @@ class Workspace:
             )
         _, sent_at, data_at = sends[nth]
         data = self._segments[sender].bytes(data_at, nbytes) if nbytes else None
-        return Box(self._cells[sender], sent_at, self._cells[receiver], recvs[nth][1], data)
+        return MessageBox(
+            (self._cells[sender], sent_at), (self._cells[receiver], recvs[nth][1]), data
+        )

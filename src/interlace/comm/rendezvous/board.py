@@ -3,10 +3,12 @@
 Set-up happens through them: small JSON texts under a topic, read by polling, so that every wait is
 bounded and a note that says "I failed" ends it at once.
 
-    board = Board(store)
+    board = Board(store, ranks=(0, 1, 2), rank=0)
     board.post("host/0", {"boot": "..."})
     notes = board.collect({1: "host/1", 2: "host/2"}, time_out_s=10)   # of the ranks that came
-    notes = board.exchange("host", ranks, 0, {"boot": "..."}, time_out_s=10)   # all ranks', or none
+    notes = board.exchange("host", {"boot": "..."}, time_out_s=10)     # all ranks', or none
+    party = Party("tp/0-1", ranks=(0, 1))
+    greet(board, [party], "prepare Program 'forward'", time_out_s=60)  # party.name: the same on all
 
 Note [All or none]
     A rank that gives up leaves its notes behind, and the others may have read them by then. So each
@@ -22,17 +24,27 @@ Note [Who is gone]
     tells it. Who leaves because of an error leaves word of it, which holds until it announces
     itself again: a process that ended after such a word is not the culprit, and its word is passed
     on. The store may outlive processes, so what was said before this one began does not count.
+
+Note [Words and echoes]
+    A store may outlive the processes that use it: torchrun starts a job anew over the store of its
+    first attempt, where notes of ranks stand that are gone. So each rank tells a random word of its
+    own, and which words it has heard. A rank that has heard mine is there now. The name is made of
+    the words of all, so it is the same on all ranks, and a meeting under it has notes of these
+    processes alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from interlace.comm.rendezvous.liveness import Life, disconnected, identity, precedes, uptime
+from interlace.comm.rendezvous.liveness import PeerProcess, disconnected, identity, precedes, uptime
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import (
     AgreementError,
@@ -42,6 +54,9 @@ from interlace.errors import (
     PeerError,
     SharedMemoryError,
 )
+
+if TYPE_CHECKING:
+    from interlace.comm.teams import TeamComm
 
 Note = dict[str, Any]
 
@@ -53,6 +68,8 @@ _ERRORS: dict[str, type[InterlaceError]] = {
 STORE_S = 300.0
 """How long the store may take to answer where no time-out is known."""
 SLICE_S = 0.05
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
+"""Between two looks for notes."""
 LOOK_EVERY_S, PROBE_EVERY_S = 0.25, 1.0
 """How often it is asked after ranks of which nothing is known: the store, and their connections."""
 WORD_S = 1.0
@@ -60,19 +77,29 @@ WORD_S = 1.0
 
 
 class Board:
-    """Notes under a prefix of a `torch.distributed` store, seen from one rank."""
+    """Notes that some ranks leave under a prefix of a `torch.distributed` store, seen from one."""
 
-    def __init__(self, store: Any, prefix: str = "interlace", limit_s: float = STORE_S) -> None:
+    def __init__(
+        self,
+        store: Any,
+        ranks: Iterable[int],
+        rank: int,
+        prefix: str = "interlace",
+        limit_s: float = STORE_S,
+    ) -> None:
         self._store = store
+        self.ranks, self.rank = tuple(ranks), rank
+        self.me = self.ranks.index(rank) if rank in self.ranks else 0
         self._prefix = prefix
         self.limit_s = limit_s
         """How long the store may take to answer: a process that holds it may be stopped."""
         self._unanswered: Errand | None = None
-        self.lives: dict[int, Life] = {}
+        self.lives: dict[int, PeerProcess] = {}
         """The processes of ranks, as far as they are known: Note [Who is gone]."""
         self._gone: set[int] = set()
         self._left_word = False
         self._next_look = self._next_probe = 0.0
+        self._rounds: dict[str, int] = {}
         self._past: list[tuple[frozenset[int], list[str]]] = []
         """Meetings in which all came, with what this rank left there: `forget` removes it."""
 
@@ -95,17 +122,17 @@ class Board:
 
     # -- processes: Note [Who is gone] -----------------------------------------------------------
 
-    def announce(self, rank: int) -> None:
+    def announce(self) -> None:
         """Says which process this rank is."""
         self._left_word = False
-        self._set(_process(rank), {"process": identity(), "at": uptime()})
+        self._set(_process(self.rank), {"process": identity(), "at": uptime()})
 
-    def leave_word(self, rank: int, error: BaseException) -> None:
+    def leave_word(self, error: BaseException) -> None:
         """Says why this rank stops, as far as the store can be told quickly."""
         why = str(error) or type(error).__name__
         note = {"process": identity(), "at": uptime(), "word": why}
         self._left_word, text = True, json.dumps(note)
-        Errand(lambda: self._store.set(_process(rank), text)).is_back(WORD_S)
+        Errand(lambda: self._store.set(_process(self.rank), text)).is_back(WORD_S)
 
     def word(self, rank: int) -> str:
         """Why a rank stopped, if it left word."""
@@ -126,12 +153,15 @@ class Board:
         if now >= self._next_probe:
             self._next_probe = now + PROBE_EVERY_S
             unknown = [r for r in ranks if r not in self.lives or not self.lives[r].seen]
-            self._gone |= {rank for rank in unknown if _disconnected(rank)}
+            for rank in unknown:
+                call = Errand(lambda rank=rank: disconnected(rank))  # gloo may connect only now
+                if call.is_back(SLICE_S) and call.result():
+                    self._gone.add(rank)
         return self._gone | {rank for rank, life in self.lives.items() if not life.alive()}
 
-    def _life(self, rank: int) -> Life | None:
+    def _life(self, rank: int) -> PeerProcess | None:
         note = self._get(_process(rank))
-        return None if note is None or precedes(note["at"]) else Life.of(*note["process"])
+        return None if note is None or precedes(note["at"]) else PeerProcess.of(*note["process"])
 
     def farewell(self, gone: Sequence[int], what: str) -> str:
         """What became of ranks whose processes have ended, and who is to blame."""
@@ -146,81 +176,107 @@ class Board:
 
     # -- meetings --------------------------------------------------------------------------------
 
+    def poll(
+        self,
+        ranks: Iterable[int],
+        missing: Callable[[], Collection[int]],
+        what: str,
+        time_out_s: float,
+        look: Callable[[], object] = lambda: None,
+    ) -> list[int]:
+        """Asks `missing`, first of these ranks, until it names none; the ranks that it named last.
+
+        It ends early where one of these has ended, or where `look` raises. `what` the ranks come to
+        do is for messages.
+        """
+        self.limit_s = time_out_s
+        patience, pause, absent = Patience(time_out_s), SHORTEST_PAUSE_S, [*ranks]
+
+        def late() -> str:
+            return f"{named(absent)} did not come to {what}"
+
+        while True:
+            ended = self.ended(absent)  # who ended had left its notes by then
+            absent = sorted(missing())
+            if not absent or not ended.isdisjoint(absent) or patience.is_over(late):
+                return absent
+            look()
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE_S)
+
+    def absence(
+        self, absent: Sequence[int], come: Iterable[int], what: str, time_out_s: float
+    ) -> str:
+        """Why ranks did not come to what the others came to."""
+        if gone := sorted(self.ended(absent) & {*absent}):
+            return self.farewell(gone, f"come to {what}")
+        return (
+            f"{named(absent)} did not come to {what} within {time_out_s:g} s, as "
+            f"{named(sorted(come))} did: see whether it failed, stalled, did not recompile as the "
+            f"others did, or took another path through the model; {LONGER}"
+        )
+
     def collect(
         self,
         topics: Mapping[int, str],
         time_out_s: float,
         meetings: Sequence[str] = (),
-        ended: Callable[[Collection[int]], Collection[Any]] = lambda ranks: (),
         look: Callable[[], object] = lambda: None,
     ) -> dict[int, Note]:
-        """The notes of these topics that came within the time-out, or before one of the meetings
-        had its verdict, or one that is missing was of those that have `ended`. What `look` raises
-        ends it too."""
-        self.limit_s = time_out_s
+        """The notes of these topics, by rank, that came within the time-out, or before one of the
+        meetings had its verdict, or a missing rank had ended. What `look` raises ends it too."""
         found: dict[int, Note] = {}
-        pause, over = 0.0002, False
 
         def missing() -> list[int]:
-            return [key for key in topics if key not in found]
+            over = any(map(self.is_over, meetings))  # a note is left before its verdict
+            for rank, topic in topics.items():
+                if rank not in found and (note := self.read(topic)) is not None:
+                    found[rank] = note
+            return [] if over else [rank for rank in topics if rank not in found]
 
-        def late() -> str:
-            absent = missing()
-            return f"{named(absent)} did not come to {_purpose(topics[absent[0]])!r}"
-
-        patience = Patience(time_out_s)
-        while True:
-            last = ended(missing())  # who ended had left its notes by then
-            for key in missing():
-                if (note := self.read(topics[key])) is not None:
-                    found[key] = note
-            over = over or any(key in last for key in missing())
-            if over or len(found) == len(topics) or patience.is_over(late):
-                return found
-            over = any(self.is_over(meeting) for meeting in meetings)
-            if not over:  # else once more: a note is left before its verdict
-                look()
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.02)
+        what = repr(_purpose(next(iter(topics.values())))) if topics else ""
+        self.poll(topics, missing, what, time_out_s, look)
+        return found
 
     def exchange(
         self,
         topic: str,
-        ranks: Sequence[int],
-        me: int,
         note: Note,
         time_out_s: float,
         look: Callable[[], object] = lambda: None,
+        over: Sequence[str] = (),
+        problem: InterlaceError | None = None,
     ) -> list[Note]:
-        """Every rank's note, in the order of `ranks`; a missing rank or a failed one raises, and
-        what `look` raises ends the wait.
+        """Every rank's note, in the order of the ranks; a missing rank or a failed one raises, and
+        what `look` raises ends the wait. A rank with a problem tells it and raises it as it is.
 
         See Note [All or none]. The last word of the topic that is no number says what it is.
+        `over` has what else this rank left at the topic in rounds before.
         """
-        topics = {rank: f"{topic}/{rank}" for rank in ranks}
+        topics = {rank: f"{topic}/{rank}" for rank in self.ranks}
+        mine = topics[self.rank]
+        if problem is not None:
+            self.post(mine, failure(problem))
+            with contextlib.suppress(InterlaceError):
+                self.decide(topic, str(problem))  # so that nobody waits for the others first
+            raise problem
         self.limit_s = time_out_s
-        self.post(topics[me], note)
-        with self.attending([topic], me):
-            found = self.collect(topics, time_out_s, [topic], self.ended, look)
-            for rank in ranks:
+        self.post(mine, note)
+        with self.attending([topic]):
+            found = self.collect(topics, time_out_s, [topic], look)
+            for rank in topics:
                 if (error := found.get(rank, {}).get("error")) is not None:
                     raise as_told(rank, error)
-            missing, why = [rank for rank in ranks if rank not in found], ""
+            missing, why = [rank for rank in topics if rank not in found], ""
             if missing:
-                what = _purpose(topic)
-                why = (
-                    f"{named(missing)} did not come to {what!r} within {time_out_s:g} s, as rank "
-                    f"{me} and its team {list(ranks)} did: see whether it failed, stalled or took "
-                    f"another path through the model; {LONGER}"
-                )
-                if gone := sorted(self.ended(missing) & {*missing}):
-                    why = self.farewell(gone, f"come to {what!r}")
-            self.decide(topic, me, why)
+                why = self.absence(missing, found, repr(_purpose(topic)), time_out_s)
+            self.decide(topic, why)
         if missing:  # all had come, as a peer saw
             found = self.collect(topics, time_out_s)
-        once = me == ranks[0] and not topic.rpartition("/")[2].isdigit()  # no numbered round
-        self.forget(ranks, [topics[me], *([f"{topic}/verdict"] if once else [])])
-        return [found[rank] for rank in ranks]
+        numbered = topic.rpartition("/")[2].isdigit()
+        verdict = [] if numbered or self.rank != self.ranks[0] else [f"{topic}/verdict"]
+        self.forget(self.ranks, [mine, *over, *verdict])
+        return [found[rank] for rank in topics]
 
     def forget(self, ranks: Collection[int], topics: Iterable[str]) -> None:
         """All these ranks have come, so they have read what was left for them in meetings before:
@@ -241,37 +297,44 @@ class Board:
             number += 1
         return number
 
+    def next_round(self, topic: str) -> tuple[str, list[str]]:
+        """The first round of a topic after the last that this rank came to that is not over, and
+        the verdicts of those between."""
+        before = self._rounds.get(topic, 0)
+        number = self._rounds[topic] = self.round(topic, before)
+        return f"{topic}/{number}", [f"{topic}/{n}/verdict" for n in range(before, number) if n]
+
     def is_over(self, topic: str) -> bool:
         """Whether a meeting has its verdict."""
         return self._ask(lambda: self._store.check([f"{self._prefix}/{topic}/verdict"]))
 
-    def decide(self, topic: str, me: int, why: str = "") -> None:
+    def decide(self, topic: str, why: str = "") -> None:
         """Says that all came, or why this rank gives up; raises if the verdict is that one gave up.
 
         Of all that ranks say, the first is the verdict.
         """
-        rank, why = self.first(f"{topic}/verdict", [me, why])
+        rank, why = self.first(f"{topic}/verdict", [self.rank, why])
         if why:
-            raise AgreementError(why if rank == me else f"rank {rank} gave up: {why}")
+            raise AgreementError(why if rank == self.rank else f"rank {rank} gave up: {why}")
 
-    def give_up(self, topic: str, after: int, me: int, why: str) -> None:
+    def give_up(self, topic: str, after: int, why: str) -> None:
         """Ends the next round of a topic: this rank does not come to it."""
         with contextlib.suppress(AgreementError):
-            self.decide(f"{topic}/{self.round(topic, after)}", me, why)
+            self.decide(f"{topic}/{self.round(topic, after)}", why)
 
     @contextlib.contextmanager
-    def attending(self, topics: Sequence[str], me: int) -> Iterator[None]:
+    def attending(self, topics: Sequence[str]) -> Iterator[None]:
         """Who leaves meetings by an error gives them up, since its notes say that it is there."""
         try:
             yield
         except BaseException as error:
             for topic in topics:
                 with contextlib.suppress(InterlaceError):
-                    self.decide(topic, me, str(error) or type(error).__name__)
-            self.leave_word(me, error)
+                    self.decide(topic, str(error) or type(error).__name__)
+            self.leave_word(error)
             raise
         if self._left_word:  # it went on
-            self.announce(me)
+            self.announce()
 
     def _set(self, key: str, note: Note) -> None:
         text = json.dumps(note)
@@ -323,11 +386,6 @@ def _process(rank: int) -> str:
     return f"interlace/process/{rank}"
 
 
-def _disconnected(rank: int) -> bool:
-    call = Errand(lambda: disconnected(rank))  # gloo connects only now, where it is told to
-    return call.is_back(SLICE_S) and call.result()
-
-
 def failure(error: InterlaceError) -> Note:
     """The note that tells the others that this rank failed."""
     return {"error": [type(error).__name__, str(error)]}
@@ -344,3 +402,76 @@ def named(ranks: Sequence[int]) -> str:
     if len(texts) == 1:
         return f"rank {texts[0]}"
     return f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
+
+
+@dataclass(slots=True)
+class Party:
+    """A set of ranks, seen from one of them."""
+
+    topic: str
+    ranks: tuple[int, ...]
+    word: str = field(default_factory=lambda: secrets.token_hex(8))
+    name: str = ""
+    """What all of them have found."""
+    missing: list[int] = field(default_factory=list[int])
+    """Those that have not heard this rank yet."""
+    told: Note = field(default_factory=dict[str, object])
+
+    def look(self, board: Board) -> None:
+        """Hears the others, and tells them what has been heard."""
+        me, others = str(board.rank), [rank for rank in self.ranks if rank != board.rank]
+        heard = {rank: board.read(f"{self.topic}/{rank}") for rank in others}
+        words = {str(rank): note["word"] for rank, note in heard.items() if note} | {me: self.word}
+        if words != self.told.get("heard"):
+            self.told = {"word": self.word, "heard": words}
+            board.post(f"{self.topic}/{me}", self.told)
+        self.missing = [
+            rank for rank, note in heard.items() if not note or note["heard"].get(me) != self.word
+        ]
+        if not self.missing:
+            self.name = hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest()[:16]
+
+
+def greet(
+    board: Board,
+    parties: Sequence[Party],
+    what: str,
+    time_out_s: float,
+    look: Callable[[], object] = lambda: None,
+) -> None:
+    """Finds the names of these parties; all their ranks call it, to do `what` (for messages).
+
+    What `look` raises ends the wait.
+    """
+    if not parties:
+        return
+    everyone = {rank for party in parties for rank in party.ranks}
+    board.limit_s = time_out_s
+    board.announce()
+
+    def missing() -> set[int]:
+        for party in parties:
+            if not party.name:
+                party.look(board)
+        return {rank for party in parties if not party.name for rank in party.missing}
+
+    with board.attending(()):
+        if absent := board.poll(everyone - {board.rank}, missing, what, time_out_s, look):
+            raise AgreementError(board.absence(absent, everyone - {*absent}, what, time_out_s))
+
+
+def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
+    """The processes of each team find one another, once; all their ranks call it, to do `what`."""
+    new, why = [team for team in teams if not team.topic], ""
+    try:
+        greet(teams[0].board, [team.party for team in new], what, time_out_s)
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise
+    finally:
+        for team in new:
+            if team.party.name:
+                team.found()
+        for team in (team for team in teams if why and team.topic):
+            with contextlib.suppress(InterlaceError):
+                team.board.give_up(f"{team.topic}/prepare", team.num_prepared, why)

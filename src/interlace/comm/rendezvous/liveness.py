@@ -3,7 +3,7 @@
 A rank that was killed leaves no word. Its process can be watched where this one may see it: a pidfd
 becomes readable when the process ends, even before its parent has collected it.
 
-    >>> Life.of(*identity()).alive()
+    >>> PeerProcess.of(*identity()).alive()
     True
 
 Where ranks are joined by gloo, a connection that is closed tells the same of a rank of which
@@ -30,7 +30,7 @@ CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 def identity() -> tuple[int, int, str]:
     """This process: its id, when it started (0 where that is unknown), since ids are reused, and
     the place in which ids mean something."""
-    return os.getpid(), _started(os.getpid()), place()
+    return os.getpid(), started(os.getpid()), place()
 
 
 def place() -> str:
@@ -68,10 +68,11 @@ def uptime() -> float:
 
 def precedes(at: float) -> bool:
     """Whether that moment, by `uptime`, lies before the start of this process."""
-    return at < _started(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return at < started(os.getpid()) / os.sysconf("SC_CLK_TCK")
 
 
-def _started(pid: int) -> int:
+def started(pid: int) -> int:
+    """When a process started, in clock ticks since the host did; 0 where that is unknown."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
@@ -107,7 +108,7 @@ def disconnected(rank: int) -> bool:
     return False
 
 
-class Life:
+class PeerProcess:
     """Watches one process of this host. Where it cannot be seen, it counts as alive."""
 
     def __init__(self, descriptor: int | None, pid: int = 0, ended: bool = False) -> None:
@@ -117,10 +118,10 @@ class Life:
         self._ended = ended
 
     @classmethod
-    def of(cls, pid: int, started: int, where: str = "") -> Life:
+    def of(cls, pid: int, since: int, where: str = "") -> PeerProcess:
         """The process of that identity."""
         here = bool(where) and where == place()
-        if not started or (where and not here) or not hasattr(os, "pidfd_open"):
+        if not since or (where and not here) or not hasattr(os, "pidfd_open"):
             return cls(None)  # another host or pid namespace, or no /proc: only time-outs will tell
         try:
             descriptor = os.pidfd_open(pid)
@@ -128,8 +129,8 @@ class Life:
             return cls(None, ended=here)
         except OSError:
             return cls(None)
-        now = _started(pid)
-        if now == started:
+        now = started(pid)
+        if now == since:
             return cls(descriptor, pid)
         os.close(descriptor)  # another has its id, it has gone, or /proc cannot be read
         return cls(None, ended=here and (now > 0 or not exists(pid)))

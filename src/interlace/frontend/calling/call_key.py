@@ -37,7 +37,7 @@ _LEAVES = {*_PLAIN, DTensor, int, float, bool, str, type(None)}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """The arguments of a call, taken apart, and what it is known by."""
 
     key: Hashable
@@ -56,12 +56,12 @@ class CallKeys:
     def __init__(self, state: State) -> None:
         self._state = state
         self._snapshot: Snapshot | None = None
-        self._flat: dict[tuple[Any, ...], Known] = {}
+        self._flat: dict[tuple[Any, ...], Hashed] = {}
 
     def __reduce__(self) -> Any:  # a copy has modules of its own
         return CallKeys, (self._state,)
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
         """The call with these arguments, in the modes of now."""
         snapshot = self._snapshot
         own = snapshot.tensors() if snapshot is not None else None
@@ -78,18 +78,18 @@ class CallKeys:
         shared = None if snapshot.apart_from(given) else _sharing(tensors)
         kinds = tuple(map(_kind, given))
         key = (spec, _hashable(fixed), snapshot.known, tuple(held), kinds, shared, modes)
-        return Call(key, leaves, spec.value, snapshot.names, tuple(held), tensors)
+        return FunctionCall(key, leaves, spec.value, snapshot.names, tuple(held), tensors)
 
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Known]:
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Hashed]:
         """The leaves and how they nest, which is remembered where none does."""
         leaves = [*args, *kwargs.values()]
         if not all(type(leaf) in _LEAVES for leaf in leaves):
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            return leaves, Known(spec)
+            return leaves, Hashed(spec)
         names = len(args), *kwargs
         spec = self._flat.get(names)
         if spec is None:
-            spec = self._flat[names] = Known(pytree.tree_structure((args, kwargs)))
+            spec = self._flat[names] = Hashed(pytree.tree_structure((args, kwargs)))
         return leaves, spec
 
 
@@ -101,7 +101,7 @@ class Snapshot:
         modules = [m for _, root in state.modules for m in root.modules()]
         self.names = tuple(named)
         kinds = tuple((type(module), module.training) for module in modules)
-        self.known = Known((self.names, tuple(map(_kind, tensors)), kinds))
+        self.known = Hashed((self.names, tuple(map(_kind, tensors)), kinds))
         starts = [_start(tensor) for tensor in tensors]
         self._starts = {start for start in starts if start}
         self._apart = None not in starts and _sharing(tensors) is None
@@ -148,7 +148,7 @@ class Snapshot:
         )
 
 
-class Known:
+class Hashed:
     """A part of keys that is hashed once, and as a rule compared with itself."""
 
     __slots__ = ("_hash", "value")
@@ -160,7 +160,7 @@ class Known:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Known) and self.value == other.value)
+        return self is other or (isinstance(other, Hashed) and self.value == other.value)
 
 
 def _held(modules: Sequence[nn.Module]) -> tuple[list[int | str], list[Any]]:

@@ -1,6 +1,6 @@
 """Calls of an inference graph without AOTAutograd between, which only takes tensors apart for it.
 
-    results, direct = observed(call, artefact, tensors)   # a call, and what it was seen to do
+    results, direct = observed(call, graph, tensors)   # a call, and what it was seen to do
     results = direct(tensors)                             # the same again
 
 AOTAutograd hands a graph what DTensors hold, and makes DTensors of what it gives. It may do more:
@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from interlace.frontend.artefact import Artefact
+from interlace.frontend.compiled_graph import CompiledGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Wrapped:
 class Direct:
     """A graph, where its arguments are found, and what is made of its results."""
 
-    artefact: Artefact
+    graph: CompiledGraph
     arguments: tuple[tuple[int, str | None], ...]
     """For each of the graph's: the position of the tensor, and the name of what is taken of it."""
     outputs: tuple[_Wrapped | None, ...]
@@ -57,7 +57,7 @@ class Direct:
         if self.written:
             increment_version([tensors[i] for i in self.written])
         results = iter(
-            self.artefact(
+            self.graph(
                 [
                     tensors[i] if inner is None else getattr(tensors[i], inner)
                     for i, inner in self.arguments
@@ -75,7 +75,7 @@ class Direct:
 
 
 def observed(
-    call: Callable[..., Any], artefact: Artefact, tensors: Sequence[torch.Tensor]
+    call: Callable[..., Any], graph: CompiledGraph, tensors: Sequence[torch.Tensor]
 ) -> tuple[Sequence[Any], Direct | None]:
     """The outputs of a call of this inference graph, and how to get them without AOTAutograd."""
     heard: list[tuple[Any, ...]] = []
@@ -85,11 +85,11 @@ def observed(
         return lambda results: heard.append((given, entered, results, _versions(tensors)))
 
     before, mode = _versions(tensors), torch.is_grad_enabled()
-    artefact.listener = listen
+    graph.listener = listen
     try:
         outputs = call(*tensors)
     finally:
-        artefact.listener = None
+        graph.listener = None
     if len(heard) != 1 or torch.is_grad_enabled() != mode:
         return outputs, None
     given, entered, results, left = heard[0]
@@ -100,7 +100,7 @@ def observed(
     if arguments is None or made is None:
         return outputs, None
     written = tuple(i for i, version in enumerate(before) if version != entered[i])
-    return outputs, Direct(artefact, arguments, made, written)
+    return outputs, Direct(graph, arguments, made, written)
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:

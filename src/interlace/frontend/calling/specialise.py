@@ -95,17 +95,18 @@ def complete(gm: fx.GraphModule) -> dict[fx.Node, Any] | None:
         return None
     given = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
     modes = [value.fake_mode for value in given if isinstance(value, FakeTensor)]
-    recorder = _Recorder(gm)
-    with modes[0] if modes else FakeTensorMode(), torch.no_grad():
-        recorder.run(*given, enable_io_processing=False)
-    return recorder.found
+    return _recorded(gm, modes[0] if modes else FakeTensorMode(), given)
 
 
 def propagate(gm: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
     """Every node's fake value for these arguments; nothing is computed."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+    return _recorded(gm, mode, fakes)
+
+
+def _recorded(gm: fx.GraphModule, mode: FakeTensorMode, given: Sequence[Any]) -> dict[fx.Node, Any]:
     recorder = _Recorder(gm)
     with mode, torch.no_grad():
-        recorder.run(*fakes, enable_io_processing=False)
+        recorder.run(*given, enable_io_processing=False)
     return recorder.found

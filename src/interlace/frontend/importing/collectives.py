@@ -11,12 +11,15 @@ contiguous, as torch does. A team of one rank communicates nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from interlace.frontend.importing.importer import Importer, Lowering
-from interlace.ir import Alloc, Collective, Copy, DType, Group, Op, Recv, Send, Team, View
+from interlace.ir import Alloc, Collective, Copy, Group, Recv, Send, Team, View
+
+if TYPE_CHECKING:
+    from interlace.frontend.importing.importer import Importer, Lowering
 
 REDUCTIONS = {"sum": "sum", "avg": "avg", "product": "prod", "prod": "prod"} | {
     name: name for name in ("min", "max")
@@ -31,29 +34,19 @@ def _reduction(imp: Importer, node: fx.Node, name: str) -> str:
 
 
 def _emit(
-    imp: Importer,
-    kind: str,
-    team: Team,
-    src: View,
-    sizes: tuple[int, ...],
-    reduce: str | None = None,
+    imp: Importer, kind: str, team: Team, src: View, sizes: tuple[int, ...], **more: Any
 ) -> View:
     """One collective into a fresh buffer of `sizes`."""
     src = imp.contiguous(src)
-    dtype: DType = imp.box(src).dtype
-    dst = imp.empty(kind, dtype, sizes)
-    imp.emit(Collective(kind=kind, team=team.name, src=src, dst=dst, reduce=reduce, loc=imp.loc))
+    dst = imp.empty(kind, imp.box(src).dtype, sizes)
+    imp.emit(Collective(kind=kind, team=team.name, src=src, dst=dst, loc=imp.loc, **more))
     return dst
-
-
-def _rows(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return sizes or (1,)
 
 
 def all_gather(imp: Importer, node: fx.Node, src: View, group: Any) -> View:
     """Every rank's `src`, one after another along dimension 0."""
     team = imp.team(node, group)
-    first, *rest = _rows(imp.sizes(src))
+    first, *rest = imp.sizes(src) or (1,)
     if team.size == 1:
         return imp.reshaped(imp.copied(src), (first, *rest))
     return _emit(
@@ -73,7 +66,7 @@ def reduce_scatter(imp: Importer, node: fx.Node, src: View, reduce: str, group: 
             "Pad dimension 0 to a multiple, as DTensor does",
         )
     sizes = (first // team.size, *rest)
-    return _emit(imp, "reduce_scatter", team, src, sizes, _reduction(imp, node, reduce))
+    return _emit(imp, "reduce_scatter", team, src, sizes, reduce=_reduction(imp, node, reduce))
 
 
 def all_reduce(imp: Importer, node: fx.Node, src: View, reduce: str, group: Any) -> View:
@@ -81,31 +74,24 @@ def all_reduce(imp: Importer, node: fx.Node, src: View, reduce: str, group: Any)
     team = imp.team(node, group)
     if team.size == 1:
         return imp.copied(src)
-    return _emit(imp, "all_reduce", team, src, imp.sizes(src), _reduction(imp, node, reduce))
+    return _emit(imp, "all_reduce", team, src, imp.sizes(src), reduce=_reduction(imp, node, reduce))
 
 
-def _all_gather(imp: Importer, node: fx.Node, args: list[Any]) -> View:
-    return all_gather(imp, node, imp.view(args[0]), args[2])
+def _of(lower: Callable[..., View], *places: int) -> Lowering:
+    """A collective of one tensor; `places` has the positions of what `lower` takes beside it."""
+    return lambda imp, node, args: lower(imp, node, imp.view(args[0]), *(args[i] for i in places))
 
 
-def _reduce_scatter(imp: Importer, node: fx.Node, args: list[Any]) -> View:
-    return reduce_scatter(imp, node, imp.view(args[0]), args[1], args[3])
+def _of_each(lower: Callable[..., View], *places: int) -> Lowering:
+    """The same of each tensor of a list."""
+    return lambda imp, node, args: tuple(
+        lower(imp, node, src, *(args[i] for i in places)) for src in imp.arg(args[0])
+    )
 
 
-def _all_reduce(imp: Importer, node: fx.Node, args: list[Any]) -> View:
-    return all_reduce(imp, node, imp.view(args[0]), args[1], args[2])
-
-
-def _all_gathers(imp: Importer, node: fx.Node, args: list[Any]) -> tuple[View, ...]:
-    return tuple(all_gather(imp, node, src, args[2]) for src in imp.arg(args[0]))
-
-
-def _reduce_scatters(imp: Importer, node: fx.Node, args: list[Any]) -> tuple[View, ...]:
-    return tuple(reduce_scatter(imp, node, src, args[1], args[3]) for src in imp.arg(args[0]))
-
-
-def _all_reduces(imp: Importer, node: fx.Node, args: list[Any]) -> tuple[View, ...]:
-    return tuple(all_reduce(imp, node, src, args[1], args[2]) for src in imp.arg(args[0]))
+_all_gather, _all_gathers = _of(all_gather, 2), _of_each(all_gather, 2)
+_reduce_scatter, _reduce_scatters = _of(reduce_scatter, 1, 3), _of_each(reduce_scatter, 1, 3)
+_all_reduce, _all_reduces = _of(all_reduce, 1, 2), _of_each(all_reduce, 1, 2)
 
 
 def _in_place(lower: Lowering, out: int | None = None) -> Lowering:
@@ -131,10 +117,7 @@ def _into(imp: Importer, start: int, result: View, target: View) -> None:
         if isinstance(op, Collective) and op.dst == result and imp.box(target).contiguous:
             reads_target = op.src is not None and op.src.buffer == target.buffer
             if op.kind == "all_reduce" or not reads_target:
-                imp.ops[i] = Collective(
-                    kind=op.kind, team=op.team, src=op.src, dst=target, reduce=op.reduce,
-                    root=op.root, loc=op.loc,
-                )  # fmt: skip
+                imp.ops[i] = replace(op, dst=target)
                 imp.ops[start:] = [
                     made
                     for made in imp.ops[start:]
@@ -148,15 +131,7 @@ def _broadcast(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     src, team = imp.view(args[0]), imp.team(node, args[2])
     if team.size == 1:
         return imp.copied(src)
-    src = imp.contiguous(src)
-    box = imp.box(src)
-    dst = imp.empty("broadcast", box.dtype, box.sizes)
-    imp.emit(
-        Collective(
-            kind="broadcast", team=team.name, src=src, dst=dst, root=int(args[1]), loc=imp.loc
-        )
-    )
-    return dst
+    return _emit(imp, "broadcast", team, src, imp.sizes(src), root=int(args[1]))
 
 
 def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
@@ -166,26 +141,23 @@ def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
         return imp.copied(src)
     _, *rest = imp.sizes(src)
     sizes = (sum(received), *rest)
-    if imp.agreed(team, len({*received, *sent}) == 1):
+    if imp.evenly(team, len({*received, *sent}) == 1):
         return _emit(imp, "all_to_all", team, src, sizes)
     me = imp.teams.index(team.name)
     dst = imp.empty("all_to_all", imp.box(src).dtype, sizes)
     site = imp.site("all_to_all", "its parts are uneven on some rank: they travel as messages")
     at = {"team": team.name, "site": site, "loc": imp.loc}
     messages: list[Send | Recv] = []
-    own: list[Op] = []
     for peer in range(team.size):
         taken = src.slice(0, sum(sent[:peer]), sum(sent[: peer + 1]))
         given = dst.slice(0, sum(received[:peer]), sum(received[: peer + 1]))
         if peer == me and sent[peer]:
-            own.append(Copy(src=taken, dst=given, site=site, loc=imp.loc))
+            imp.emit(Copy(src=taken, dst=given, site=site, loc=imp.loc))
             continue
         if sent[peer]:
             messages.append(Send(src=taken, peer=peer, **at))
         if received[peer]:
             messages.append(Recv(dst=given, peer=peer, **at))
-    for op in own:
-        imp.emit(op)
     if messages:
         imp.emit(Group(ops=tuple(messages), site=site, loc=imp.loc))
     return dst

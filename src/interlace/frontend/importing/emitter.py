@@ -1,6 +1,6 @@
 """What the import of a graph writes: buffers and ops of a Program under construction.
 
-emitter = Emitter(torch.device("cpu"))
+emitter = SerialEmitter(torch.device("cpu"))
 y = emitter.call("aten.relu.default", (x,), Buffer("y", DType.f32, (8, 4), "fresh"))
 emitter.reshaped(y, (32,))        # a View; a contiguous copy first where it must be
 """
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ProgramError
-from interlace.frontend.importing.devices import on_host
-from interlace.frontend.importing.types import NOWHERE
+from interlace.frontend.importing.types import NOWHERE, on_host
 from interlace.frontend.importing.views import adjacent, shorten
 from interlace.ir import (
     Alloc,
@@ -37,7 +36,7 @@ TAKEN = {"rng", "main", "comm", "inf", "nan", *(str(dtype) for dtype in DType)}
 """Words that mean something else in a Program's text."""
 
 
-class Emitter:
+class SerialEmitter:
     """Collects the ops of a serial Program; every name is used once."""
 
     def __init__(self, device: torch.device) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from interlace.frontend.importing.graphs import bound, draws_random_numbers, flatten, is_mutable
+from interlace.frontend.importing.nodes import bound, draws_random_numbers, flatten, is_mutable
 
 GROUPED = "aten._grouped_mm.default"
 MASKED = "aten.where.self"

@@ -1,44 +1,54 @@
-"""The walk over an AOT graph that writes a serial Program, node by node.
+"""An AOT graph as a serial Program: one stream, one op per node, views as steps.
 
-A node becomes a Call, a View or whatever its lowering makes of it; the tables of lowerings stand in
-`normalise.py`, `collectives.py` and `rng.py`, and `import_fx.py` joins them.
+    imported = import_graph(gm, name="forward", teams=teams)
+    print(imported.program)
+    results = executor.run(imported.gather(args))
+    outputs = imported.scatter(results, args)
 
-    imported = Importer(gm, "forward", teams, lowerings).run()
+Compute nodes become Calls that make their own results; aten view operators become steps of Views
+and cost nothing; functional collectives become Collectives into fresh buffers, and `wait_tensor`
+vanishes (a serial Program needs no wait). `lowerings.py` rewrites what has several spellings to
+one, `inplace.py` puts updates of inputs back in place. What cannot be lowered is an
+`UnsupportedError`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from interlace.errors import UnsupportedError
-from interlace.frontend.consent import Consent
-from interlace.frontend.importing.devices import device_of
-from interlace.frontend.importing.emitter import Emitter
-from interlace.frontend.importing.graphs import (
+from interlace.frontend.calling.specialise import complete
+from interlace.frontend.importing.collectives import COLLECTIVES
+from interlace.frontend.importing.emitter import SerialEmitter
+from interlace.frontend.importing.inplace import InPlace
+from interlace.frontend.importing.lowerings import LOWERINGS
+from interlace.frontend.importing.nodes import (
     aliases,
     bound,
+    describe,
     draws_random_numbers,
     flatten,
     is_mutable,
     is_view,
     live_nodes,
+    location,
     made,
     output_nodes,
+    parameter_name,
 )
-from interlace.frontend.importing.imported import Fixed, Imported, Opaque
-from interlace.frontend.importing.inplace import InPlace
-from interlace.frontend.importing.locs import describe, location, parameter_name
-from interlace.frontend.importing.types import buffer_like, scalar_word
+from interlace.frontend.importing.types import buffer_like, device_of, scalar_word
 from interlace.frontend.importing.views import RULES, SPLITS, extend, split_dim, strided
 from interlace.frontend.teams import Teams
 from interlace.ir import Alloc, Buffer, Call, Program, Team, View
 from interlace.runtime.inputs import may_be_lazy
-from interlace.runtime.values import whole
+from interlace.runtime.values import resolved, whole
 
 Value = Any
 """What a node stands for: a View, a scalar, None, an `Opaque`, or a tuple of these."""
@@ -48,26 +58,85 @@ Lowering = Callable[["Importer", fx.Node, list[Any]], Value]
 """Makes a value of a node and its bound arguments."""
 
 
-class Importer(Emitter):
-    """Walks a graph once, in order; the lowerings of `normalise` and others call its methods."""
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """An argument of the graph that is no tensor and no number, such as a DeviceMesh."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """An output that is no tensor and the same in every call, such as a DTensor's DeviceMesh."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A Program, and how a graph's arguments and outputs map to its parameters and results."""
+
+    program: Program
+    inputs: tuple[int, ...]
+    """Positions of the graph's arguments that are the Program's first parameters."""
+    constants: tuple[torch.Tensor, ...]
+    """Tensors of the graph itself: the parameters after those."""
+    outputs: tuple[int | Opaque | Fixed, ...]
+    """For each output of the graph: the result of that index, or what is handed through."""
+
+    host: frozenset[str] = frozenset()
+    """Buffers on the CPU although the Program runs on a GPU: see types.py."""
+    static: frozenset[str] = frozenset()
+    """Parameters that have the same addresses in every run, as a rule."""
+
+    direct: bool = False
+    """Whether the outputs are the results, one for one and in order."""
+
+    lazy: tuple[int, ...] = ()
+    """Inputs that may come conjugated or negated only by a mark, which an Executor refuses."""
+
+    def gather(self, args: Sequence[Any]) -> list[Any]:
+        """The Program's inputs, from the graph's arguments."""
+        given = [*(args[position] for position in self.inputs), *self.constants]
+        for index in self.lazy:
+            given[index] = resolved(given[index])
+        return given
+
+    def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The graph's outputs, from the Program's results and the graph's arguments."""
+        if self.direct:
+            return list(results)
+
+        def output(place: int | Opaque | Fixed) -> Any:
+            match place:
+                case Opaque(position):
+                    return args[position]
+                case Fixed(value):
+                    return value
+                case _:
+                    return results[place]
+
+        return list(map(output, self.outputs))
+
+
+class Importer(SerialEmitter):
+    """Walks a graph once, in order; lowerings call its methods."""
 
     def __init__(
         self,
         gm: fx.GraphModule,
         name: str,
         teams: Teams,
-        lowerings: Mapping[str, Lowering],
         values: Mapping[fx.Node, Any] | None = None,
         labels: Sequence[str] = (),
     ) -> None:
         self.gm = gm
         self.program_name = name
         self.teams = teams
-        self.lowerings = lowerings
+        self.lowerings: Mapping[str, Lowering] = {**LOWERINGS, **COLLECTIVES}
         self.recorded = values
         self.labels = labels
         super().__init__(self._main_device())
-        self.consent: Consent | None = None
         self.values: dict[fx.Node, Value] = {}
         self.params: list[Buffer] = []
         self.inputs: list[int] = []
@@ -82,12 +151,12 @@ class Importer(Emitter):
         }
         """Nodes that the output holds, or a view of them: they must not share with another."""
 
-    def agreed(self, team: Team, wish: bool) -> bool:
-        """Whether all ranks of a team want what this one does: each decides by its own sizes."""
-        if self.consent is None:
-            return wish
-        group = self.teams.process_groups()[team.name]
-        return self.consent([(group, wish)])[0]
+    def evenly(self, team: Team, wish: bool) -> bool:
+        """Whether all ranks of a team would exchange rows evenly, as this one: each decides by its
+        own sizes."""
+        nodes = [n for n in self.gm.graph.nodes if "all_to_all_single" in str(n.target)]
+        places = [self.program_name, *(location(node).module for node in nodes)]
+        return self.teams.consent(team.name, wish, places, "whether rows are exchanged evenly")
 
     def may_share(self, node: fx.Node, views: Sequence[View]) -> bool:
         """Whether a node that copies `views` may be a view of them instead."""
@@ -345,3 +414,25 @@ def _opaque(node: fx.Node, name: str) -> tuple[str, str]:
         "Move it out of the compiled function (torch.compiler.disable), or write it with plain "
         "operators",
     )
+
+
+def import_graph(
+    gm: fx.GraphModule,
+    *,
+    name: str = "main",
+    teams: Teams | None = None,
+    values: Mapping[fx.Node, Any] | None = None,
+    labels: Sequence[str] = (),
+    static: Collection[int] = (),
+) -> Imported:
+    """The serial Program of an AOT graph.
+
+    `values` gives each node's (fake) value; without it they are read from `meta["val"]`, and must
+    have concrete sizes. `teams` names the process groups; None takes those of torch.distributed.
+    `labels` are the user's names of the arguments, by position, before AOTAutograd. `static` has
+    the positions of the graph's arguments that stay at their addresses, such as parameters.
+    """
+    values = complete(gm) if values is None else values
+    with unset_fake_temporarily():  # compilers are called in a mode where no tensor is real
+        importer = Importer(gm, name, teams or Teams.of_torch(), values, labels)
+        return importer.run(static)

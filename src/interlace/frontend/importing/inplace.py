@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from interlace.frontend.importing.graphs import aliases, bound
+from interlace.frontend.importing.nodes import aliases, bound
 from interlace.frontend.importing.views import slice_bounds
 from interlace.ir import Call, View
 
@@ -114,7 +114,7 @@ class InPlace:
         if name == COPY:
             self._sink_or_copy(imp, args[1], target, state)
             return
-        self._sink_or_copy(imp, args[0], target, state, base=True)
+        self._sink_or_copy(imp, args[0], target, state)
         if name == "aten.slice_scatter.default":
             dim = args[2] % len(imp.sizes(target))
             bounds = [None, dim, *map(imp.arg, args[3:])]
@@ -127,9 +127,7 @@ class InPlace:
         else:
             self._update(imp, node, target)
 
-    def _sink_or_copy(
-        self, imp: Importer, value: Any, target: View, state: fx.Node, base: bool = False
-    ) -> None:
+    def _sink_or_copy(self, imp: Importer, value: Any, target: View, state: fx.Node) -> None:
         if value in self.absorbed:
             self._sink(imp, value, target, state)
         else:

@@ -5,10 +5,15 @@
 
 Values that come from FX are fake tensors with concrete sizes; symbolic ones are made concrete first
 (`interlace.frontend.calling.specialise`).
+
+A graph runs on one device. On a GPU a few tensors stay on the CPU even so: scalars that torch mixes
+with CUDA tensors, states of a random number generator. They go in and out of torch's own operators
+and nowhere else: nothing copies, sends or fuses them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,3 +100,23 @@ def scalar_word(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.memory_format):
         return MEMORY_FORMATS[value]
     return value
+
+
+def device_of(values: Iterable[Any]) -> str:
+    """The one device that is no CPU among the tensors, as `torch.device` takes it, else `cpu`."""
+    found = {
+        str(value.device)
+        for value in values
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+    }
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"tensors are on {' and '.join(sorted(found))}: a compiled function runs on one device "
+            "of each process; move them there, or compile the parts apart"
+        )
+    return found.pop() if found else "cpu"
+
+
+def on_host(value: torch.Tensor, main: torch.device) -> bool:
+    """Whether a tensor of a graph on `main` stays on the CPU."""
+    return value.device.type == "cpu" != main.type

@@ -97,10 +97,6 @@ def _as_complex(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step,
     return Cast(dtype_of(out.dtype)), Select(len(box.sizes) - 1, 0)
 
 
-def _same(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    return ()
-
-
 RULES: dict[str, Rule] = {
     "aten.view.default": _reshape,
     "aten.view.dtype": _view_dtype,
@@ -120,14 +116,8 @@ RULES: dict[str, Rule] = {
     "aten.select.int": _select,
     "aten.view_as_real.default": _as_real,
     "aten.view_as_complex.default": _as_complex,
-    "aten.detach.default": _same,
-    "aten.alias.default": _same,
-    "aten.lift_fresh.default": _same,
-    "aten.diagonal.default": _same,
-    "aten.unfold.default": _same,
-    "aten.as_strided.default": _same,
 }
-"""Steps by operator. A rule that does not reach the recorded box leaves it to `AsStrided`."""
+"""Steps by operator; other views have none. What does not reach the recorded box is `AsStrided`."""
 
 SPLITS = {
     "aten.split.Tensor",
@@ -231,17 +221,14 @@ def adjacent(views: Sequence[View], buffer: Buffer, sizes: tuple[int, ...]) -> V
         if box.offset != at or not box.contiguous or box.dtype != boxes[0].dtype or not box.numel:
             return None
         at += box.numel
-    for base in _prefixes(first):
+    for i in reversed(range(len(first.steps) + 1)):
+        base = View(first.buffer, first.steps[:i])
         box = base.box(buffer, NOWHERE)
         if box.contiguous and box.offset <= boxes[0].offset and box.dtype == boxes[0].dtype:
             found = _within(base, box, buffer, boxes[0].offset, at, sizes)
             if found is not None:
                 return found
     return None
-
-
-def _prefixes(view: View) -> list[View]:
-    return [View(view.buffer, view.steps[:i]) for i in reversed(range(len(view.steps) + 1))]
 
 
 def _within(

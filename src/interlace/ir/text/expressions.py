@@ -21,7 +21,7 @@ from typing import Any, get_args
 from interlace.errors import ParseError
 from interlace.ir.fields import FieldForm, Form, form_of
 from interlace.ir.ops import Arg, Name, Scalar
-from interlace.ir.text.source import Arguments, Node, Signature, Source, signature_of
+from interlace.ir.text.source import Arguments, Node, Signature, SourceText, signature_of
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
     MAX_RANKS,
@@ -71,7 +71,7 @@ class Declared:
 class Expressions:
     """Parses expressions of one Program, whose teams it knows."""
 
-    def __init__(self, source: Source, teams: Sequence[Team], in_region: bool = False) -> None:
+    def __init__(self, source: SourceText, teams: Sequence[Team], in_region: bool = False) -> None:
         self.source = source
         self.in_region = in_region
         self.sizes = team_sizes(teams)
@@ -155,6 +155,15 @@ class Expressions:
             return None
         return node.value.id, key.value
 
+    def named(self, node: ast.expr, family: str, what: str, fix: str) -> str:
+        """A name of one family: bare, or `family["any name"]`."""
+        if isinstance(node, ast.Name):
+            return node.id
+        inner = self.accessed(node)
+        if inner is not None and inner[0] == family:
+            return inner[1]
+        raise self.fail(node, what, fix)
+
     def team_of(self, node: ast.expr, attribute: str) -> str | None:
         """The team of `tp.rank` or `tp.others`; None for anything else."""
         if not (isinstance(node, ast.Attribute) and node.attr == attribute):
@@ -194,12 +203,7 @@ class Expressions:
 
     def table(self, node: ast.expr) -> str:
         """The name of a table."""
-        inner = self.accessed(node)
-        if inner is not None and inner[0] == "table":
-            return inner[1]
-        if isinstance(node, ast.Name):
-            return node.id
-        raise self.fail(node, "expected a table", "write the name of a table")
+        return self.named(node, "table", "expected a table", "write the name of a table")
 
     def dtype(self, node: ast.expr) -> DType:
         """An element type."""
@@ -380,7 +384,7 @@ def is_team(arg: ast.arg) -> bool:
     return isinstance(word, ast.Name) and word.id == "Team"
 
 
-def parse_teams(source: Source, args: Sequence[ast.arg]) -> tuple[Team, ...]:
+def parse_teams(source: SourceText, args: Sequence[ast.arg]) -> tuple[Team, ...]:
     """The teams that parameters declare; together they span no more ranks than a world may have."""
     found: list[Team] = []
     world = 1
@@ -397,7 +401,7 @@ def parse_teams(source: Source, args: Sequence[ast.arg]) -> tuple[Team, ...]:
     return tuple(found)
 
 
-def parse_team(source: Source, arg: ast.arg) -> Team:
+def parse_team(source: SourceText, arg: ast.arg) -> Team:
     """The team that a parameter declares."""
     expr = Expressions(source, ())
     node, name = arg.annotation, arg.arg

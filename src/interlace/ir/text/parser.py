@@ -18,10 +18,10 @@ from typing import Any
 
 from interlace.errors import ParseError
 from interlace.ir.fields import FieldForm, Form, form_of
-from interlace.ir.ops import Alloc, Arg, Loc, Op, kinds_of_op
+from interlace.ir.ops import Alloc, Arg, FusedKernel, Loc, Op, kinds_of_op
 from interlace.ir.program import Node, Program, Region, Remark, Site
 from interlace.ir.text.expressions import Expressions, is_team, parse_teams
-from interlace.ir.text.source import Arguments, Signature, Source
+from interlace.ir.text.source import Arguments, Signature, SourceText
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import MAX_RANKS, Buffer, Others, RankIndex, Table, Team
 from interlace.ir.view import View
@@ -57,7 +57,7 @@ def parse(text: str, *, file: str = "<text>") -> Program:
 
 def parse_set(text: str, *, file: str = "<text>") -> tuple[Program, ...]:
     """Every Program that a text holds, in order."""
-    source = Source(text, file)
+    source = SourceText(text, file)
     tree = source.tree()
     try:
         programs = [
@@ -71,26 +71,27 @@ def parse_set(text: str, *, file: str = "<text>") -> tuple[Program, ...]:
     return tuple(programs)
 
 
-def _program(source: Source, node: ast.stmt) -> Program:
+def _program(source: SourceText, node: ast.stmt) -> Program:
     if not isinstance(node, ast.FunctionDef):
         raise source.error(
             node, "expected a program", "write one as def name(tp: Team[4], x: f32[8]): ..."
         )
     name = _decorated(source, node, "named")
     teams = parse_teams(source, _parameters(source, node))
-    return _Body(source, name, teams).parse(node)
+    return _ProgramParser(source, name, teams).parse(node)
 
 
 class OpParser(Expressions):
     """Parses the ops of one Program, or (`in_region`) the calls of a region."""
 
-    def __init__(self, source: Source, teams: Sequence[Team], in_region: bool = False) -> None:
+    def __init__(self, source: SourceText, teams: Sequence[Team], in_region: bool = False) -> None:
         super().__init__(source, teams, in_region)
         self.words = op_words()
         self.several = {
             **{"team": self.team, "flag": self.flag, "member": self.members, "part": self.parts_of},
             **{"keywords": self.keywords, "outs": self.outs, "fresh": self.fresh},
         }
+        self.one["kernel"] = self.kernel
 
     def op(self, node: ast.expr, stream: str, within: Common | None = None) -> Op:
         """The op that a call is, on `stream`; inside another op it shares what that has."""
@@ -212,11 +213,21 @@ class OpParser(Expressions):
             found.append(self.members(inner, field, within))
         return tuple(found)
 
+    def kernel(self, node: ast.expr) -> FusedKernel:
+        """`gather_matmul()` or `scatter_matmul(pieces=2, lead=1)`."""
+        call = node if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        word = call.func.id if call is not None and isinstance(call.func, ast.Name) else ""
+        words = form_of(FusedKernel).words
+        if call is None or word not in words:
+            fix = did_you_mean(word, words, "write the call of one, such as gather_matmul(): of")
+            raise self.fail(node, "expected a kernel", fix)
+        return self.make(words[word], self.arguments(words[word], call))
 
-class _Body(OpParser):
+
+class _ProgramParser(OpParser):
     """Collects what a Program's statements say."""
 
-    def __init__(self, source: Source, name: str, teams: tuple[Team, ...]) -> None:
+    def __init__(self, source: SourceText, name: str, teams: tuple[Team, ...]) -> None:
         super().__init__(source, teams)
         self.program = Program(name=name, teams=teams)
         self.tables: list[Table] = []
@@ -284,25 +295,14 @@ class _Body(OpParser):
 
     def stream(self, node: ast.expr) -> str:
         """The stream that stands before the colon."""
-        if isinstance(node, ast.Name):
-            return node.id
-        inner = self.accessed(node)
-        if inner is not None and inner[0] == "stream":
-            return inner[1]
         fix = 'write a name, or stream["any name"]'
-        raise self.source.error(node, "expected a stream before the colon", fix)
+        return self.named(node, "stream", "expected a stream before the colon", fix)
 
     def assignment(self, target: ast.expr, word: str, call: ast.Call) -> None:
         """`full = alloc(...)`, `t = empty(...)`, `rows = table(...)`."""
         family = "table" if word == "table" else "buffer"
-        inner = self.accessed(target)
-        if isinstance(target, ast.Name):
-            name = target.id
-        elif inner is not None and inner[0] == family:
-            name = inner[1]
-        else:
-            fix = f'write a name, or {family}["any name"]'
-            raise self.source.error(target, "expected a name before `=`", fix)
+        fix = f'write a name, or {family}["any name"]'
+        name = self.named(target, family, "expected a name before `=`", fix)
         if word in ("alloc", "empty"):
             self.ops.append(self.declaration(name, call, word))
         elif word == "table":
@@ -353,7 +353,7 @@ def _is_doc(place: int, node: ast.stmt) -> bool:
     )
 
 
-def _decorated(source: Source, node: ast.FunctionDef, word: str) -> str:
+def _decorated(source: SourceText, node: ast.FunctionDef, word: str) -> str:
     """The name of a program or a region: its own, or what its decorator says."""
     name = node.name
     for found in node.decorator_list:
@@ -369,7 +369,7 @@ def _decorated(source: Source, node: ast.FunctionDef, word: str) -> str:
     return name
 
 
-def _parameters(source: Source, node: ast.FunctionDef) -> list[ast.arg]:
+def _parameters(source: SourceText, node: ast.FunctionDef) -> list[ast.arg]:
     """The parameters of a program or a region, which has no other kind than plain ones."""
     args = node.args
     extra: list[ast.arg | ast.expr | None] = [args.vararg, args.kwarg, *args.posonlyargs]
@@ -384,7 +384,7 @@ def _parameters(source: Source, node: ast.FunctionDef) -> list[ast.arg]:
     return args.args
 
 
-def _region(source: Source, node: ast.FunctionDef, teams: Sequence[Team]) -> Region:
+def _region(source: SourceText, node: ast.FunctionDef, teams: Sequence[Team]) -> Region:
     """`@region def region_0(x, y): ...`."""
     if len(node.decorator_list) != 1:
         fix = "write @region on the line before it"
@@ -405,7 +405,7 @@ def _region(source: Source, node: ast.FunctionDef, teams: Sequence[Team]) -> Reg
         if isinstance(statement, ast.Return):
             value = statement.value
             items = expr.items(value) if isinstance(value, ast.Tuple) else [value]
-            outputs = tuple(_value(source, expr, item) for item in items if item)
+            outputs = tuple(_value(expr, item) for item in items if item)
         else:
             body.append(_node(source, expr, statement))
     if outputs is None:
@@ -413,17 +413,12 @@ def _region(source: Source, node: ast.FunctionDef, teams: Sequence[Team]) -> Reg
     return Region(name, inputs, tuple(body), outputs)
 
 
-def _value(source: Source, expr: OpParser, node: ast.expr) -> str:
+def _value(expr: OpParser, node: ast.expr) -> str:
     """The name of a region's value."""
-    if isinstance(node, ast.Name):
-        return node.id
-    inner = expr.accessed(node)
-    if inner is not None and inner[0] == "value":
-        return inner[1]
-    raise source.error(node, "expected a value of the region", "write its name")
+    return expr.named(node, "value", "expected a value of the region", "write its name")
 
 
-def _node(source: Source, expr: OpParser, statement: ast.stmt) -> Node:
+def _node(source: SourceText, expr: OpParser, statement: ast.stmt) -> Node:
     """`t0 = aten.mul.Tensor(x, y)`."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target, call = statement.targets[0], statement.value
@@ -438,7 +433,7 @@ def _node(source: Source, expr: OpParser, statement: ast.stmt) -> Node:
             "a region holds calls and one return",
             "write t0 = aten.mul.Tensor(x, y), or return t0",
         )
-    outs = tuple(_value(source, expr, target) for target in targets)
+    outs = tuple(_value(expr, target) for target in targets)
     fn = _dotted(call.func)
     if fn is None:
         fix = 'write aten.mul.Tensor(...), or call("name", ...)'

@@ -13,12 +13,12 @@ from __future__ import annotations
 import keyword
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from interlace.ir.fields import FieldForm, form_of
-from interlace.ir.ops import Alloc, Arg, Call, Loc, Name, Op
+from interlace.ir.ops import Alloc, Arg, Call, FusedKernel, Loc, Name, Op
 from interlace.ir.program import Node, Program, Region, Remark, Site
-from interlace.ir.text.layout import Block, Item, flat, layout, prefixed
 from interlace.ir.text.spelling import accessor, name_or_string, plain, quote, scalar
 from interlace.ir.types import (
     Buffer,
@@ -42,10 +42,12 @@ NODE_KEYWORDS = frozenset({"fn", "kwargs"})
 """The same for the calls of a region."""
 SLICED_DIMS = 4
 """Slices of dimensions below this are written in brackets, others with `.slice(...)`."""
+WIDTH = 120
+"""Columns of a line of the text."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TextLine:
     """A line of a Program's text, and what it stands for."""
 
     text: str
@@ -72,7 +74,7 @@ def print_view(view: View, program: Program | None = None) -> str:
     return Printer(program.teams if program else ()).view(view)
 
 
-def print_lines(program: Program) -> list[Line]:
+def print_lines(program: Program) -> list[TextLine]:
     """The lines of a Program's text, each with what it stands for."""
     return _ProgramPrinter(program).lines()
 
@@ -88,7 +90,7 @@ class Printer:
             **{"string": quote, "name": name_or_string, "table": name_or_string, "dtype": str},
             **{"integer": str, "integers": str, "flag": str, "real": scalar, "parts": _parts},
             **{"view": self.view, "index": self.index, "peer": self.peer, "dim": self.dim},
-            "arg": self.arg,
+            **{"arg": self.arg, "kernel": self.kernel},
         }
         """Writes the value of a field, by its role."""
         self.several: dict[str, Callable[[Any, FieldForm], Iterable[Item]]] = {
@@ -97,18 +99,18 @@ class Printer:
         }
         """Writes a field of an op that is no argument, one, or several, by its role."""
 
-    def statement(self, op: Op) -> Block:
+    def statement(self, op: Op) -> TextBlock:
         """An op after its stream, or after the name that it declares."""
         if isinstance(op, Alloc):
             return self.alloc(op).after(f"{accessor('buffer', op.buffer.name)} = ")
         return self.op(op).after(f"{accessor('stream', op.stream)}: ")
 
-    def op(self, op: Op, within: Op | None = None) -> Block:
+    def op(self, op: Op, within: Op | None = None) -> TextBlock:
         """An op as a call; inside another, what it shares with that one is left out."""
         word, items = self.call(op)
-        return Block(f"{word}(", items + self.common(op, within), ")")
+        return TextBlock(f"{word}(", items + self.common(op, within), ")")
 
-    def call(self, thing: Op | Site | Remark | Step) -> tuple[str, list[Item]]:
+    def call(self, thing: Op | Site | Remark | Step | FusedKernel) -> tuple[str, list[Item]]:
         """The word and the arguments that a dataclass is written with."""
         form = form_of(type(thing)).of(thing)
         items: list[Item] = []
@@ -150,7 +152,7 @@ class Printer:
             return quote(loc.module)
         return f"({quote(loc.module)}, {quote(loc.file)}, {loc.line})"
 
-    def alloc(self, op: Alloc) -> Block:
+    def alloc(self, op: Alloc) -> TextBlock:
         buffer = op.buffer
         fresh = buffer.kind == "fresh"
         symmetric = buffer.kind == "symmetric" and buffer.team is not None
@@ -165,7 +167,7 @@ class Printer:
             items.append(f"offset={buffer.offset}")
         if op.stream != "main":
             items.append(f"stream={quote(op.stream)}")
-        return Block("empty(" if fresh else "alloc(", [*items, *self.common(op)], ")")
+        return TextBlock("empty(" if fresh else "alloc(", [*items, *self.common(op)], ")")
 
     def team(self, op: Any, field: FieldForm) -> list[Item]:
         """The team, where the op's peer does not name it."""
@@ -179,14 +181,18 @@ class Printer:
 
     def parts(self, op: Op, field: FieldForm) -> list[Item]:
         parts: Iterable[Iterable[Op]] = getattr(op, field.name)
-        return [Block("part(", [self.op(member, op) for member in part], ")") for part in parts]
+        return [TextBlock("part(", [self.op(member, op) for member in part], ")") for part in parts]
+
+    def kernel(self, kernel: FusedKernel) -> TextBlock:
+        word, items = self.call(kernel)
+        return TextBlock(f"{word}(", items, ")")
 
     def outs(self, op: Call, field: FieldForm) -> list[Item]:
         """What a call fills and what it makes, in one `out=`."""
         if len(op.outs) == 1 and not op.fresh:
             return [f"out={self.view(op.outs[0])}"]
         items: list[Item] = [*map(self.view, op.outs), *map(self.declared, op.fresh)]
-        return [Block("out=(", items, ")")] if items else []
+        return [TextBlock("out=(", items, ")")] if items else []
 
     def declared(self, buffer: Buffer) -> str:
         name = buffer.name if plain(buffer.name) else "fresh"
@@ -199,16 +205,16 @@ class Printer:
         names = [key for key, _ in kwargs]
         if len(set(names)) == len(names) and all(_is_keyword(n) and n not in taken for n in names):
             return [prefixed(f"{key}=", self.arg(value)) for key, value in kwargs]
-        pairs = [Block("(", [quote(key), self.arg(value)], ")") for key, value in kwargs]
-        return [Block("kwargs=(", list(pairs), ")", lone_comma=True)]
+        pairs = [TextBlock("(", [quote(key), self.arg(value)], ")") for key, value in kwargs]
+        return [TextBlock("kwargs=(", list(pairs), ")", lone_comma=True)]
 
-    def node(self, node: Node, head: str) -> Block:
+    def node(self, node: Node, head: str) -> TextBlock:
         """A call in a region's body, after its targets."""
         dotted = all(plain(part) for part in node.fn.split("."))
         items = [*map(self.arg, node.args), *self.keywords(node)]
         if dotted and node.fn != "call":
-            return Block(f"{head}{node.fn}(", items, ")")
-        return Block(f"{head}call(", [quote(node.fn), *items], ")")
+            return TextBlock(f"{head}{node.fn}(", items, ")")
+        return TextBlock(f"{head}call(", [quote(node.fn), *items], ")")
 
     def arg(self, value: Arg) -> Item:
         """An argument of a call, or a result."""
@@ -218,7 +224,7 @@ class Printer:
             known = self.in_region and plain(value.name)
             return value.name if known else f"value[{quote(value.name)}]"
         if isinstance(value, tuple):
-            return Block("(", [self.arg(item) for item in value], ")", lone_comma=True)
+            return TextBlock("(", [self.arg(item) for item in value], ")", lone_comma=True)
         return scalar(value)
 
     def index(self, index: Index) -> str:
@@ -282,9 +288,9 @@ class _ProgramPrinter(Printer):
     def __init__(self, program: Program) -> None:
         super().__init__(program.teams)
         self.program = program
-        self.out: list[Line] = []
+        self.out: list[TextLine] = []
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[TextLine]:
         program = self.program
         self.header()
         start = len(self.out)
@@ -311,10 +317,10 @@ class _ProgramPrinter(Printer):
         return self.out
 
     def emit(self, item: Item, tag: Tag, indent: int = 4) -> None:
-        self.out += [Line(text, tag) for text in layout(item, indent)]
+        self.out += [TextLine(text, tag) for text in layout(item, indent)]
 
     def line(self, word: str, items: Iterable[Item], tag: Tag) -> None:
-        self.emit(Block(f"{word}(", list(items), ")"), tag)
+        self.emit(TextBlock(f"{word}(", list(items), ")"), tag)
 
     def header(self) -> None:
         name = self.program.name
@@ -323,7 +329,7 @@ class _ProgramPrinter(Printer):
         items = [self.team_parameter(i, team) for i, team in enumerate(self.program.teams)]
         items += [self.parameter(i, buffer) for i, buffer in enumerate(self.program.params)]
         head = f"def {name if plain(name) else 'program'}("
-        self.emit(Block(head, list(items), "):"), ("header", 0), indent=0)
+        self.emit(TextBlock(head, list(items), "):"), ("header", 0), indent=0)
 
     def team_parameter(self, i: int, team: Team) -> str:
         name, suffix = (team.name, "") if plain(team.name) else (f"team_{i}", _named(team.name))
@@ -349,10 +355,10 @@ class _ProgramPrinter(Printer):
         if len(items) == 1:
             lone = isinstance(results[0], tuple)
             if lone:
-                return Block("return (", items, ")", lone_comma=True)
+                return TextBlock("return (", items, ")", lone_comma=True)
             return prefixed("return ", items[0])
         bare = ", ".join(map(flat, items))
-        return f"return {bare}" if len(bare) < 100 else Block("return (", items, ")")
+        return f"return {bare}" if len(bare) < 100 else TextBlock("return (", items, ")")
 
     def region(self, region: Region, tag: Tag) -> None:
         name = region.name
@@ -362,7 +368,7 @@ class _ProgramPrinter(Printer):
             for i, value in enumerate(region.inputs)
         ]
         head = f"def {name if plain(name) else 'region'}("
-        self.emit(Block(head, inputs, "):"), tag)
+        self.emit(TextBlock(head, inputs, "):"), tag)
         body = Printer(self.program.teams, in_region=True)
         for node in region.body:
             targets = ", ".join(accessor("value", out) for out in node.outs)
@@ -370,6 +376,65 @@ class _ProgramPrinter(Printer):
             self.emit(body.node(node, head), tag, indent=8)
         outputs = [accessor("value", value) for value in region.outputs]
         self.emit(f"return {', '.join(outputs) or '()'}", tag, indent=8)
+
+
+@dataclass(frozen=True)
+class TextBlock:
+    """Items between an opening and a closing text, such as a call with its arguments."""
+
+    head: str
+    items: list[Item]
+    tail: str
+    lone_comma: bool = False
+    """A comma after a single item, as Python writes a tuple of one."""
+
+    @cached_property
+    def flat(self) -> str:
+        """All on one line."""
+        comma = "," if self.lone_comma and len(self.items) == 1 else ""
+        return f"{self.head}{', '.join(map(flat, self.items))}{comma}{self.tail}"
+
+    def after(self, prefix: str) -> TextBlock:
+        """The same after some text."""
+        return TextBlock(prefix + self.head, self.items, self.tail, self.lone_comma)
+
+
+Item = str | TextBlock
+
+
+def prefixed(prefix: str, item: Item) -> Item:
+    """The item after some text."""
+    return prefix + item if isinstance(item, str) else item.after(prefix)
+
+
+def flat(item: Item) -> str:
+    """The item on one line."""
+    return item if isinstance(item, str) else item.flat
+
+
+def layout(item: Item, indent: int) -> list[str]:
+    """The item's lines, at most `WIDTH` columns each where its parts allow."""
+    pad, text = " " * indent, flat(item)
+    if isinstance(item, str) or not item.items or indent + len(text) <= WIDTH:
+        return [pad + text]
+    lines = [pad + item.head]
+    inner, filled = " " * (indent + 4), ""
+    for part in item.items:
+        words = flat(part) + ","
+        if filled and len(inner) + len(filled) + 1 + len(words) <= WIDTH:
+            filled += " " + words
+            continue
+        if filled:
+            lines.append(inner + filled)
+        filled = words
+        if isinstance(part, TextBlock) and len(inner) + len(words) > WIDTH:
+            *before, last = layout(part, indent + 4)
+            lines += before
+            lines.append(last + ",")
+            filled = ""
+    if filled:
+        lines.append(inner + filled)
+    return [*lines, pad + item.tail]
 
 
 def _named(name: str) -> str:

@@ -31,7 +31,7 @@ _LONG = re.compile(r"\d\w{16}")
 Node = ast.expr | ast.stmt | ast.arg | ast.keyword
 
 
-class Source:
+class SourceText:
     """A text with the name of its file."""
 
     def __init__(self, text: str, file: str) -> None:
@@ -146,7 +146,7 @@ def signature_of(form: Form) -> Signature:
 class Arguments:
     """The arguments of one call, bound to a signature; every one is asked for by name."""
 
-    def __init__(self, source: Source, call: ast.Call, name: str, signature: Signature) -> None:
+    def __init__(self, source: SourceText, call: ast.Call, name: str, signature: Signature) -> None:
         self.call = call
         self.bound: dict[str, ast.expr] = {}
         self.rest: list[ast.expr] = []

@@ -45,6 +45,11 @@ class Moves:
     """The most elements that any rank sends to any other: the same number on every rank."""
 
     @property
+    def tables(self) -> tuple[tuple[int, ...], ...]:
+        """Where what is sent and taken begins, and how much it is, for each rank."""
+        return self.send_at, self.send_n, self.take_at, self.take_n
+
+    @property
     def slot(self) -> int:
         """Elements of the area of staging that each writer has."""
         return rounded(self.largest)

@@ -1,4 +1,4 @@
-"""`interlace.sum_slots` on the GPU: the twin is in reduce.py, and the bits are the same.
+"""`interlace.sum_slots` on the GPU: the twin is in kernels/__init__.py, and the bits are the same.
 
 total = sum_slots_cuda(slots)                  # slots: [W, ...], any stride between them
 kernel = SumSlots(size=4, dtype=torch.bfloat16, device=device)
@@ -7,17 +7,15 @@ kernel.launch(stream, slots, stride, out, out.numel())       # pre-bound: by add
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from interlace.kernels.launch import TYPES, Program, Source
+from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
 
 WARPS = 4
 REGISTERS = 32
-"""Of a thread, at most: a block fits beside those of specialized_scatter.py, which leave 4096
+"""Of a thread, at most: a block fits beside those of specialized.py, which leave 4096
 registers and no shared memory to speak of. So rows are summed while others are still made."""
 MANY = 8
 """More slots than these, or loads that are not wide, need more registers: such a sum waits for the
@@ -48,12 +46,12 @@ def sum_kernel(
     tl.store(out + at, total, mask=inside)
 
 
-def sum_source(*, size: int, dtype: torch.dtype, aligned: bool) -> Source:
+def sum_source(*, size: int, dtype: torch.dtype, aligned: bool) -> KernelSource:
     """What is compiled; `aligned`: addresses, stride and count are multiples of 16 bytes."""
     element = f"*{TYPES[dtype]}"
     elements = 16 // dtype.itemsize
     known = (16, elements) if aligned else (dtype.itemsize, 1)
-    return Source(
+    return KernelSource(
         kernel=sum_kernel,
         types={"slots": element, "out": element, "stride": "i64", "count": "i64"},
         constants={"SIZE": size, "BLOCK": block(dtype)},
@@ -77,8 +75,7 @@ class SumSlots:
         device: torch.device,
         aligned: bool = True,
     ) -> None:
-        source = sum_source(size=size, dtype=dtype, aligned=aligned)
-        self._program = Program(source, device)
+        self._program = kernel_of(device, sum_source, size=size, dtype=dtype, aligned=aligned)
         self._block = block(dtype)
 
     def launch(self, stream: int, slots: int, stride: int, out: int, count: int) -> None:
@@ -98,17 +95,10 @@ def serves(slots: torch.Tensor, out: torch.Tensor | None) -> bool:
 def sum_slots_cuda(slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The sum over dimension 0 of a tensor that `serves` approves of."""
     out = torch.empty_like(slots[0]) if out is None else out
-    count = out.numel()
-    kernel: Any = sum_kernel
-    with torch.cuda.device(slots.device):
-        elements = block(out.dtype)
-        kernel[(-(-count // elements),)](
-            slots,
-            out,
-            slots.stride(0),
-            count,
-            SIZE=slots.shape[0],
-            BLOCK=elements,
-            num_warps=WARPS,
-        )
+    count, stride, device = out.numel(), slots.stride(0), slots.device
+    source, target = slots.data_ptr(), out.data_ptr()
+    aligned = not ((count | stride) * out.itemsize | source | target) % 16
+    with on(device):
+        kernel = SumSlots(size=slots.shape[0], dtype=out.dtype, device=device, aligned=aligned)
+        kernel.launch(stream_of(device), source, stride, target, count)
     return out

@@ -1,11 +1,14 @@
-"""What the GEMM kernels with a warp of its own for loads share: a ring of tiles, and its two sides.
+"""The fused GEMMs with a warp of its own for loads, written in Gluon (Triton's language for that).
 
 One warp fetches tiles of both operands into a ring in shared memory; two groups of four warps each
 multiply one half of the tile's rows. None of them waits for the others but at the ring, so one
 group stores its rows while the other multiplies, and the next tile's operands come meanwhile: 5 to
-8 % faster than loops in which all warps do the same (written in Gluon, Triton's language for that).
+8 % faster than the loops of gather_kernel.py and scatter_kernel.py, with the same bits. Chunks must
+end with a tile's rows, as all stores are by TMA.
 
-The result has the same bits. Chunks must end with a tile's rows, as all stores are by TMA.
+    gather_kernel     the warp that loads alone waits for a chunk, once for each
+    scatter_kernel    a warp more stores each half of a tile, waits until that is performed (some
+                      2 us) and raises the counter; those that multiply go on with the next tile
 """
 
 # Triton's language is not Python to a type checker.
@@ -18,30 +21,33 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from interlace.kernels.gemm.device import WAIT
+from interlace.kernels.gemm import device
+from interlace.kernels.gemm import scatter_kernel as scatter_loop
 
 group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # 3.6 calls it so
 """Waits for the threads of this group of warps."""
 
-WORKER_REGISTERS = gl.constexpr(232)
+WAIT = device.WAIT
 LOADER_REGISTERS = gl.constexpr(24)
+GATHER_REGISTERS = gl.constexpr(232)
+"""Registers of a thread that multiplies."""
+REGISTERS = 160
+"""Registers of a thread of `scatter_kernel`: with 12 warps, 4096 of a processor's are left for a
+block of sums.py, which sums rows while others are still made. The compiler takes 154 or more."""
+SCATTER_REGISTERS = gl.constexpr(224)
+"""What that leaves the warps that multiply."""
 
-
-@gluon.jit
-def place(index, m_tiles, n_tiles, GROUP_M: gl.constexpr):
-    """The tile's row and column in its part: groups of GROUP_M rows, to keep operands in L2."""
-    width = GROUP_M * n_tiles
-    group = index // width
-    first = group * GROUP_M
-    height = gl.minimum(m_tiles - first, GROUP_M)
-    inside = index - group * width
-    return first + inside % height, inside // height
+place = gluon.jit(device.place.fn)
+turn_of = gluon.jit(scatter_loop.turn_of.fn)
+above = gluon.jit(scatter_loop.above.fn)
+"""The order of tiles, of ranges and where their rows lie, as in the loops."""
 
 
 @gluon.jit
@@ -152,3 +158,247 @@ def ring(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     return a, b, out, full, empty
+
+
+@gluon.jit
+def gather_load(
+    x_desc, slots_desc, w_desc, gates, expected, rows, rank, m_tiles, n_tiles, k_tiles,
+    a, b, full, empty,
+    SIZE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads: it alone waits for a chunk, once for each."""
+    at = 0
+    phase = 1
+    opened = 0
+    per_part = m_tiles * n_tiles
+    for tile in range(gl.program_id(0), per_part * SIZE, gl.num_programs(0)):
+        part = tile // per_part
+        m, n = place(tile - part * per_part, m_tiles, n_tiles, GROUP_M)
+        row = m * BM
+        if part == 0:
+            at, phase = load_tile(
+                x_desc, w_desc, row, n * BN, k_tiles, a, b, full, empty, at, phase,
+                BM, BN, BK, STAGES, TRANSPOSED,
+            )  # fmt: skip
+        else:
+            chunk = (rank + part) % SIZE
+            row += chunk * rows
+            if GATED:
+                if part != opened:
+                    row += wait_gate(gates + chunk, expected)
+                    opened = part
+            at, phase = load_tile(
+                slots_desc, w_desc, row, n * BN, k_tiles, a, b, full, empty, at, phase,
+                BM, BN, BK, STAGES, TRANSPOSED,
+            )  # fmt: skip
+
+
+@gluon.jit
+def gather_work(
+    y_desc, bias, rows, columns, rank, m_tiles, n_tiles, k_tiles, a, b, out, full, empty,
+    HALF: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """A group of warps that multiplies and stores its half of every tile."""
+    at = 0
+    phase = 0
+    per_part = m_tiles * n_tiles
+    for tile in range(gl.program_id(0), per_part * SIZE, gl.num_programs(0)):
+        part = tile // per_part
+        m, n = place(tile - part * per_part, m_tiles, n_tiles, GROUP_M)
+        acc, at, phase = multiply_tile(
+            k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
+        )
+        if BIAS:
+            acc = add_bias(acc, bias, n * BN, columns, BN)
+        row = (rank + part) % SIZE * rows + m * BM + HALF * (BM // 2)
+        tma.store_wait(0)
+        out.index(HALF).store(acc.to(y_desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y_desc, [row, n * BN], out.index(HALF))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gather_kernel(
+    x_desc, slots_desc, w_desc, y_desc, bias, gates, expected, rows, columns, inner, rank,
+    SIZE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """See gather_kernel.py."""
+    m_tiles = gl.cdiv(rows, BM)
+    n_tiles = gl.cdiv(columns, BN)
+    k_tiles = gl.cdiv(inner, BK)
+    a, b, out, full, empty = ring(x_desc, w_desc, y_desc, BM, BN, BK, STAGES, TRANSPOSED)
+    gl.warp_specialize(
+        [
+            (
+                gather_work,
+                (
+                    y_desc, bias, rows, columns, rank, m_tiles, n_tiles, k_tiles,
+                    a, b, out, full, empty, 0, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
+                ),
+            ),
+            (
+                gather_work,
+                (
+                    y_desc, bias, rows, columns, rank, m_tiles, n_tiles, k_tiles,
+                    a, b, out, full, empty, 1, SIZE, BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
+                ),
+            ),
+            (
+                gather_load,
+                (
+                    x_desc, slots_desc, w_desc, gates, expected, rows, rank,
+                    m_tiles, n_tiles, k_tiles, a, b, full, empty,
+                    SIZE, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED, GATED,
+                ),
+            ),
+        ],
+        [4, 1],
+        [GATHER_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def scatter_place(
+    tile, rows, m_tiles, n_tiles,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    BM: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """A tile's chunk, its row there and in x, its tile column, and the number of its counter."""
+    height = m_tiles // SUBS
+    turn = tile // (height * n_tiles)
+    part, sub = turn_of(turn, SIZE, SUBS, LEAD)
+    chunk = (RANK + 1 + part) % SIZE
+    m, n = place(tile - turn * (height * n_tiles), height, n_tiles, GROUP_M)
+    row = (sub * height + m) * BM
+    return chunk, row, above(chunk, sub, rows, SIZE, SUBS, LEAD) + row, n, chunk * SUBS + sub
+
+
+@gluon.jit
+def scatter_load(
+    x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads."""
+    at = 0
+    phase = 1
+    for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
+        _, _, row, n, _ = scatter_place(
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
+        )
+        at, phase = load_tile(
+            x_desc, w_desc, row, n * BN, k_tiles, a, b, full, empty, at, phase,
+            BM, BN, BK, STAGES, TRANSPOSED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def scatter_work(
+    bias, rows, columns, m_tiles, n_tiles, k_tiles, a, b, out, full, empty, made, sent,
+    HALF: gl.constexpr, SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr,
+    LEAD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """A group of warps that multiplies its half of every tile and hands it on."""
+    at = 0
+    phase = 0
+    turn = 1
+    for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
+        acc, at, phase = multiply_tile(
+            k_tiles, a, b, full, empty, at, phase, HALF, BM, BN, STAGES, TRANSPOSED
+        )
+        if BIAS:
+            _, _, _, n, _ = scatter_place(
+                tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
+            )
+            acc = add_bias(acc, bias, n * BN, columns, BN)
+        mbarrier.wait(sent.index(HALF), turn)
+        out.index(HALF).store(acc.to(out.dtype))
+        fence_async_shared()
+        mbarrier.arrive(made.index(HALF), count=1)
+        turn ^= 1
+
+
+@gluon.jit
+def scatter_store(
+    stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """The warp that stores each half of a tile and says so."""
+    phase = 0
+    for tile in range(gl.program_id(0), m_tiles * n_tiles * SIZE, gl.num_programs(0)):
+        chunk, own_row, row, n, counter = scatter_place(
+            tile, rows, m_tiles, n_tiles, SIZE, RANK, SUBS, LEAD, BM, GROUP_M
+        )
+        for half in gl.static_range(2):
+            mbarrier.wait(made.index(half), phase)
+            down = half * (BM // 2)
+            if chunk == RANK:
+                tma.async_copy_shared_to_global(own_desc, [own_row + down, n * BN], out.index(half))
+            else:
+                tma.async_copy_shared_to_global(stage_desc, [row + down, n * BN], out.index(half))
+            publish(counters + counter)
+            mbarrier.arrive(sent.index(half), count=1)
+        phase ^= 1
+
+
+@gluon.jit
+def scatter_kernel(
+    x_desc, w_desc, stage_desc, own_desc, bias, counters, rows, columns, inner,
+    SIZE: gl.constexpr, RANK: gl.constexpr, SUBS: gl.constexpr, LEAD: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr, TRANSPOSED: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """What scatter_kernel.py describes; each half of a tile raises its counter once."""
+    m_tiles = gl.cdiv(rows, BM)
+    n_tiles = gl.cdiv(columns, BN)
+    k_tiles = gl.cdiv(inner, BK)
+    a, b, out, full, empty = ring(x_desc, w_desc, own_desc, BM, BN, BK, STAGES, TRANSPOSED)
+    made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    sent = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(made.index(i), count=1)
+        mbarrier.init(sent.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (
+                scatter_work,
+                (
+                    bias, rows, columns, m_tiles, n_tiles, k_tiles,
+                    a, b, out, full, empty, made, sent, 0, SIZE, RANK, SUBS, LEAD,
+                    BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
+                ),
+            ),
+            (
+                scatter_work,
+                (
+                    bias, rows, columns, m_tiles, n_tiles, k_tiles,
+                    a, b, out, full, empty, made, sent, 1, SIZE, RANK, SUBS, LEAD,
+                    BM, BN, GROUP_M, STAGES, TRANSPOSED, BIAS,
+                ),
+            ),
+            (
+                scatter_load,
+                (
+                    x_desc, w_desc, rows, m_tiles, n_tiles, k_tiles, a, b, full, empty,
+                    SIZE, RANK, SUBS, LEAD, BM, BN, BK, GROUP_M, STAGES, TRANSPOSED,
+                ),
+            ),
+            (
+                scatter_store,
+                (
+                    stage_desc, own_desc, counters, rows, m_tiles, n_tiles, out, made, sent,
+                    SIZE, RANK, SUBS, LEAD, BM, BN, GROUP_M,
+                ),
+            ),
+        ],
+        [4, 1, 1],
+        [SCATTER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip

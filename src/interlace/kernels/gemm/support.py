@@ -1,17 +1,28 @@
-"""What the fused GEMM kernels can serve, said before anything is compiled.
+"""What the fused GEMM kernels can serve, and which tile shape a size gets.
 
     why = refuse(rows=2048, inner=8192, columns=14336, dtype=torch.float32, device=device)
     if why is not None:                    # "elements are torch.float32: ..."
         ...                                # run the members one after another instead
 
-    transposed = weight_layout(w)          # False: [K, N] row by row; True: [N, K], as in nn.Linear
+    >>> choose(rows=64, columns=4096, parts=4, processors=132).bm
+    64
 
 Needs neither a GPU nor Triton to be imported.
+
+Note [Tile shapes]
+    The kernel with a warp for loads is the fastest where chunks end with its tiles. Of the loops,
+    which serve any rows, two tiles of 128 x 128 on each SM, one stored while the other is computed,
+    are the first choice; smaller tiles cost more per element and pay where large ones would leave
+    most processors without work in the last wave. The figures are measured, at shapes of 256 to
+    16384 rows, and say nothing of the shape but the number of its waves.
 """
 
 from __future__ import annotations
 
-import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
 
 import torch
 
@@ -20,6 +31,41 @@ ALIGNMENT = 16
 
 LIMIT = 2**31
 """Row and column indices are 32-bit in the kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig:
+    """How a GEMM kernel is cut: tile, k-step, warps, pipeline, rows a group, blocks an SM."""
+
+    bm: int
+    bn: int
+    bk: int = 64
+    warps: int = 8
+    stages: int = 3
+    group_m: int = 8
+    halves: bool = False
+    blocks: int = 1
+    specialized: bool = False
+    """A warp of its own loads (specialized.py); chunks must end with a tile."""
+
+
+CONFIGS: tuple[tuple[TileConfig, float], ...] = (
+    (TileConfig(bm=128, bn=128, stages=3, warps=4, halves=True, blocks=2), 1.0),
+    (TileConfig(bm=128, bn=128, stages=4, warps=4), 0.57),
+    (TileConfig(bm=64, bn=256, stages=4, warps=4), 0.56),
+    (TileConfig(bm=64, bn=128, bk=128, stages=4, warps=4), 0.33),
+    (TileConfig(bm=64, bn=64, bk=128, stages=6, warps=4), 0.22),
+)
+"""Candidates, and the time of a wave of their tiles in times of 128 x 256 on each SM (H200)."""
+
+SPECIALIZED = (TileConfig(bm=128, bn=256, stages=3, warps=4, specialized=True), 0.95)
+"""The fastest where chunks are multiples of its rows: as fast as cuBLAS, and the same bits."""
+
+WITH_TAIL = TileConfig(bm=128, bn=256, stages=4, halves=True)
+"""The candidate where its last wave can be cut in halves (see gather_kernel.py)."""
+
+HALF = 0.57
+"""What such a half takes."""
 
 
 def refuse(
@@ -38,36 +84,53 @@ def refuse(
     return refuse_device(device)
 
 
-def refuse_device(device: torch.device) -> str | None:
-    """Why no kernel runs on this device; None if they do."""
+def refuse_device(device: torch.device, *, newer: bool = False) -> str | None:
+    """Why no kernel runs on this device; None if they do. `newer` GPUs than 9.0 serve some."""
     if device.type != "cuda":
         return f"the device is {device}: the kernels run on NVIDIA GPUs"
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return "Triton is not installed"
     major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
+    if major < 9 or (major > 9 and not newer):
         return f"the GPU has compute capability {major}.{minor}: the kernels are made for 9.0"
     return None
 
 
-def weight_layout(w: torch.Tensor) -> bool | None:
-    """Whether a weight [K, N] is stored as the transpose of [N, K] row by row; None: neither."""
-    if w.dim() != 2:
-        return None
-    if w.stride() == (w.shape[1], 1):
+@cache
+def has_gluon() -> bool:
+    """Whether this Triton's Gluon is as specialized.py is written: it is 3.6 or 3.7."""
+    try:
+        return metadata.version("triton").startswith(("3.6.", "3.7."))
+    except metadata.PackageNotFoundError:
         return False
-    return True if w.stride() == (1, w.shape[0]) else None
 
 
-def refuse_operand(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> str | None:
-    """Why this tensor cannot be that operand; a weight is asked by `weight_layout` as well."""
-    if tuple(tensor.shape) != shape:
-        return f"{name} has shape {tuple(tensor.shape)}, not {shape}"
-    if name == "w":
-        if weight_layout(tensor) is None:
-            return f"{name} has strides {tensor.stride()}: neither its rows nor columns are dense"
-    elif not tensor.is_contiguous():
-        return f"{name} has strides {tensor.stride()}: it is not contiguous"
-    if tensor.data_ptr() % ALIGNMENT:
-        return f"{name} starts at an address that is no multiple of {ALIGNMENT} bytes"
-    return None
+def tiles(config: TileConfig, rows: int, columns: int, parts: int) -> int:
+    """How many tiles `parts` chunks of `rows` rows have."""
+    return parts * -(-rows // config.bm) * -(-columns // config.bn)
+
+
+def short_tail(total: int, processors: int) -> bool:
+    """Whether the last wave has so few tiles that all of their halves fit in one wave."""
+    rest = total % processors
+    return total > processors and 0 < 2 * rest <= processors
+
+
+def choose(
+    *, rows: int, columns: int, parts: int, processors: int, may_halve: bool = True
+) -> TileConfig:
+    """The candidate whose waves take the least time; the first where two are equal."""
+
+    def cost(candidate: tuple[TileConfig, float]) -> float:
+        config, time = candidate
+        total = tiles(config, rows, columns, parts)
+        return -(-total // (processors * config.blocks)) * time
+
+    fits = has_gluon() and (parts == 1 or rows % SPECIALIZED[0].bm == 0)
+    candidates = (SPECIALIZED, *CONFIGS) if fits else CONFIGS
+    config, time = min(candidates, key=cost)
+    total = tiles(WITH_TAIL, rows, columns, parts)
+    if may_halve and short_tail(total, processors):
+        if total // processors + HALF < cost((config, time)):
+            return WITH_TAIL
+    return config

@@ -1,6 +1,8 @@
-"""The kernels of the cross-entropy, one read forward, one read and one write backward.
+"""The cross-entropy, of logits or of a linear layer's output: one read forward, one write backward.
 
-steps.py    what the losses call: steps between which ranks exchange
-twin.py     the same in plain torch
-launch.py, layout.py: how kernels are launched and cut;  kernel.py, totals.py, parts.py: the kernels
+loss.py         the loss of logits, its checks, and targets that are no class
+linear_loss.py  the loss of a linear layer;  chunks.py: of some rows at a time
+vocabulary.py   classes that are cut over ranks
+steps.py        what the losses call, between which ranks exchange;  twin.py: in plain torch
+launch.py       in Triton: launches;  layout.py: how they are cut;  kernel.py: the kernels
 """

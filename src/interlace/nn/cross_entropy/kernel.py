@@ -3,8 +3,8 @@
     stats    a row's maximum, sum of exponentials, ... over the local vocabulary, online
     merge    joins the stats of several parts of a row: pieces of it, or ranks
     grad     the gradient of the logits, in their type
-
-What is summed over rows is in totals.py.
+    total    the loss of all rows, and what it is divided by;  count: how many rows count
+    scale    tensors times a number
 
     stats_kernel[(rows, parts)](logits, ...)
 
@@ -29,23 +29,138 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from interlace.nn.cross_entropy.parts import (
-    LOG2E,
-    cap_logits,
-    edges,
-    finish,
-    finite,
-    pick,
-    place,
-    slope,
-    span,
-)
-
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 GEOMETRY = (
     "rows", "local", "offset", "classes", "ignore_index", "n1", "n2", "s0", "s1", "s2",
     "stride", "t0", "t1", "t2", "skew", "first_row",
 )  # fmt: skip
 """Numbers that a kernel is not compiled anew for."""
+
+
+@triton.jit
+def place(row, n1, n2, s0, s1, s2, DIMS: tl.constexpr):
+    """Where a row lies: its number counted through DIMS dimensions, the last n2 and n1 long."""
+    at = row.to(tl.int64)
+    if DIMS == 1:
+        return at * s2
+    if DIMS == 2:
+        return (at // n2) * s1 + (at % n2) * s2
+    outer = at // n2
+    return (outer // n1) * s0 + (outer % n1) * s1 + (at % n2) * s2
+
+
+@triton.jit
+def span(sizes, offset, classes, RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr):
+    """The first class of this rank and the number of classes of all: given, or on the device."""
+    if MEASURED:
+        first = tl.zeros((), tl.int64)
+        total = tl.zeros((), tl.int64)
+        for q in tl.static_range(WORLD):
+            size = tl.load(sizes + q)
+            total += size
+            if q < RANK:
+                first += size
+        return first, total
+    return tl.zeros((), tl.int64) + offset, tl.zeros((), tl.int64) + classes
+
+
+@triton.jit
+def cap_logits(x, softcap):
+    """softcap * tanh(x / softcap): a series near zero, where 1 - 2 / (e^2u + 1) cancels."""
+    u = x * (1.0 / softcap)
+    size = tl.abs(u)
+    far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2E)) + 1.0)
+    far = tl.where(u < 0, -far, far)
+    v = u * u
+    near = v * (-0.05396825396825397 + v * 0.021869488536155203)
+    near = u + u * v * (-0.3333333333333333 + v * 0.13333333333333333 + v * near)
+    return softcap * tl.where(size < 0.25, near, far)
+
+
+@triton.jit
+def finite(m):
+    """A maximum to subtract: zero where all is -inf, so that no difference of infinities is."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def pick(logits, weight, target, at, first, local, stride, softcap,
+         CAP: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+    """The target's logit and class weight: -inf and 0 where another rank, or none, has it."""
+    column = target - first
+    mine = (column >= 0) & (column < local)
+    x = tl.load(logits + at + column * stride, mask=mine, other=0.0).to(tl.float32)
+    if CAP:
+        x = cap_logits(x, softcap)
+    x = tl.where(mine, x, float("-inf"))
+    if WEIGHTED:
+        return x, tl.load(weight + column, mask=mine, other=0.0).to(tl.float32)
+    return x, tl.where(mine, 1.0, 0.0)
+
+
+@triton.jit
+def finish(out, losses, word, row, rows, first_row, inside, target, classes, ignore_index,
+           m, d, xy, wy, s, mass, smoothing, z_loss,
+           SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, ZLOSS: tl.constexpr):  # fmt: skip
+    """A row's loss, and what backward needs of it: its maximum, log of the sum, mass, weight."""
+    ignored = target == ignore_index
+    known = (target >= 0) & (target < classes)
+    base = finite(m)
+    log_sum = tl.log2(d) * LN2
+    loss = log_sum - (xy - base)
+    if WEIGHTED:
+        loss = loss * wy
+    if SMOOTH:
+        each = smoothing / classes.to(tl.float32)
+        loss = (1.0 - smoothing) * loss + each * (mass * log_sum - s)
+        tl.store(out + 2 * rows + row, mass, mask=inside)
+    if ZLOSS:
+        lse = base + log_sum
+        loss += z_loss * lse * lse
+    loss = tl.where(ignored, 0.0, tl.where(known, loss, float("nan")))
+    counted = known & (~ignored)
+    tl.store(out + row, tl.where(ignored, 0.0, base), mask=inside)
+    tl.store(out + rows + row, tl.where(counted, log_sum, float("inf")), mask=inside)
+    if WEIGHTED:
+        tl.store(out + (2 + SMOOTH) * rows + row, tl.where(counted, wy, 0.0), mask=inside)
+    tl.store(losses + row, loss, mask=inside)
+    wrong = inside & (~ignored) & (~known)
+    tl.store(word + 1 + tl.zeros_like(row), target, mask=wrong)
+    tl.store(word + 2 + tl.zeros_like(row), classes + tl.zeros_like(target), mask=wrong)
+    tl.store(word + tl.zeros_like(row), row.to(tl.int64) + first_row + 1, mask=wrong)
+
+
+@triton.jit
+def edges(head, end, groups, VEC: tl.constexpr):
+    """The columns of a row's first and last 16 bytes that are not all the row's, and which are."""
+    index = tl.arange(0, 2 * VEC)
+    final = (groups - 1) * VEC
+    leading = index < VEC
+    c = tl.where(leading, index, final + index - VEC)
+    begun = (head > 0) & leading
+    ended = (end % VEC != 0) & (~leading) & ((groups > 1) | (head == 0))
+    return c, (begun | ended) & (c >= head) & (c < end)
+
+
+@triton.jit
+def slope(x, c, weight, inside, column, m, shift, a, b, h, softcap,
+          SMOOTH: tl.constexpr, WEIGHTED: tl.constexpr, CAP: tl.constexpr):  # fmt: skip
+    """The gradient of columns c."""
+    x = x.to(tl.float32)
+    if CAP:
+        x = cap_logits(x, softcap)
+    g = tl.exp2((x - m) * LOG2E - shift) * a
+    if SMOOTH:
+        if WEIGHTED:
+            g -= b * tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+        else:
+            g -= b
+    g = tl.where(c == column, g - h, g)
+    if CAP:
+        u = x * (1.0 / softcap)
+        g *= 1.0 - u * u
+    return g
 
 
 @triton.jit(do_not_specialize=[*GEOMETRY, "groups_a_part"])
@@ -303,3 +418,78 @@ def grad_kernel(
         x = slope(x, c - head, weight, inside, column, m, shift, a, b, h, softcap,
                   SMOOTH, WEIGHTED, CAP)  # fmt: skip
         tl.store(into + c, x.to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def total_kernel(losses, kept, loss, divisor, denominator, number, rows,
+                 MEAN: tl.constexpr, WEIGHTED: tl.constexpr, FIGURE: tl.constexpr,
+                 GIVEN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The sum of all rows' losses over the rows' weights, a denominator given, or one.
+
+    FIGURE of what is kept: the weights; unweighted, the logs of the sums: inf where none counts.
+    """
+    total = tl.zeros((BLOCK,), tl.float32)
+    weight = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, rows, BLOCK):
+        row = k + tl.arange(0, BLOCK)
+        total += tl.load(losses + row, mask=row < rows, other=0.0)
+        if MEAN:
+            own = tl.load(kept + FIGURE * rows + row, mask=row < rows, other=float("inf"))
+            own = tl.where(row < rows, own, 0.0) if WEIGHTED else own != float("inf")
+            weight += own.to(tl.float32)
+    by = 0.0 + number
+    if MEAN:
+        by = tl.sum(weight, 0)
+    if GIVEN:
+        by = tl.load(denominator).to(tl.float32)
+    tl.store(loss, tl.sum(total, 0) / by)
+    tl.store(divisor, by)
+
+
+@triton.jit(do_not_specialize=["rows", "offset", "classes", "ignore_index"])
+def count_kernel(target, divisor, sizes, rows, stride, offset, classes, ignore_index,
+                 RANK: tl.constexpr, WORLD: tl.constexpr, MEASURED: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """The rows whose target is a class, and not ignored."""
+    _, count = span(sizes, offset, classes, RANK, WORLD, MEASURED)
+    found = tl.zeros((BLOCK,), tl.float32)
+    for k in range(0, rows, BLOCK):
+        row = k + tl.arange(0, BLOCK)
+        y = tl.load(target + row.to(tl.int64) * stride, mask=row < rows, other=-1).to(tl.int64)
+        found += ((y >= 0) & (y < count) & (y != ignore_index)).to(tl.float32)
+    tl.store(divisor, tl.sum(found, 0))
+
+
+@triton.jit
+def scale_one(tensor, factor, numel, BLOCK: tl.constexpr):
+    """Blocks end at a multiple of 8 elements, which the compiler sees; the rest is one block's."""
+    full = numel // 8 * 8
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, full, step):
+        left = tl.minimum(full - first, BLOCK).to(tl.int32) // 8 * 8
+        at = tl.arange(0, BLOCK)
+        x = tl.load(tensor + first + at, mask=at < left, other=0.0).to(tl.float32) * factor
+        tl.store(tensor + first + at, x.to(tensor.dtype.element_ty), mask=at < left)
+    if tl.program_id(0) == 0:
+        rest = full + tl.arange(0, 8)
+        x = tl.load(tensor + rest, mask=rest < numel, other=0.0).to(tl.float32) * factor
+        tl.store(tensor + rest, x.to(tensor.dtype.element_ty), mask=rest < numel)
+
+
+@triton.jit(do_not_specialize=["numel", "numel_2", "numel_3"])
+def scale_kernel(tensor, second, third, by, numel, numel_2, numel_3,
+                 COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Each element times `by`, rounded once; nothing is read where `by` is 1.
+
+    COUNT tensors, one for each column of the grid.
+    """
+    factor = tl.load(by).to(tl.float32)
+    if factor != 1.0:
+        if tl.program_id(1) == 0:
+            scale_one(tensor, factor, numel, BLOCK)
+        if COUNT > 1:
+            if tl.program_id(1) == 1:
+                scale_one(second, factor, numel_2, BLOCK)
+        if COUNT > 2:
+            if tl.program_id(1) == 2:
+                scale_one(third, factor, numel_3, BLOCK)

@@ -7,22 +7,19 @@ Everything is enqueued on the current stream; nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from triton.runtime import JITFunction
 
-from interlace.kernels.launch import TYPES, Program, Source, on, stream_of
-from interlace.nn.cross_entropy import kernel as cross_entropy_kernel
-from interlace.nn.cross_entropy import totals as cross_entropy_totals
+from interlace.kernels.launch import TYPES, KernelSource, kernel_of, on, stream_of
+from interlace.nn.cross_entropy import kernel
 from interlace.nn.cross_entropy.layout import (
     ALIGNMENT,
     GRAD_TILES,
     GRAD_UNROLL,
     Constants,
-    Layout,
+    RowLayout,
 )
 from interlace.nn.cross_entropy.steps import Problem
 
@@ -36,7 +33,7 @@ NARROW = ("rows", "local", "parts", "groups_a_part", "groups_a_program")
 """Numbers of 32 bits; others that count are of 64,"""
 FLOATS = ("smoothing", "z_loss", "softcap", "number")
 """and these do not."""
-KERNELS: dict[str, Any] = vars(cross_entropy_kernel) | vars(cross_entropy_totals)
+KERNELS: Mapping[str, Any] = vars(kernel)
 
 
 def dense(weight: torch.Tensor | None) -> torch.Tensor | None:
@@ -49,22 +46,14 @@ def dense(weight: torch.Tensor | None) -> torch.Tensor | None:
     return weight.clone() if weight.data_ptr() % ALIGNMENT else weight
 
 
-def source_of(name: str, dtypes: tuple[Any, ...], constants: Constants, warps: int) -> Source:
+def source_of(name: str, dtypes: tuple[Any, ...], constants: Constants, warps: int) -> KernelSource:
     """A kernel whose first arguments are tensors of these types (None: it is not used)."""
-    kernel = KERNELS[name]
-    types = dict.fromkeys(kernel.arg_names, "i64")
+    function = KERNELS[name]
+    types = dict.fromkeys(function.arg_names, "i64")
     types |= dict.fromkeys(NARROW, "i32") | dict.fromkeys(FLOATS, "fp32")
-    for argument, dtype in zip(kernel.arg_names, dtypes, strict=False):
+    for argument, dtype in zip(function.arg_names, dtypes, strict=False):
         types[argument] = "*" + ELEMENTS.get(dtype, "i8")
-    return Source(kernel=kernel, types=types, constants=dict(constants), num_warps=warps)
-
-
-@lru_cache(maxsize=512)
-def program_of(
-    name: str, dtypes: tuple[Any, ...], constants: Constants, warps: int, device: torch.device
-) -> Program:
-    """A kernel ready on a device."""
-    return Program(source_of(name, dtypes, constants, warps), device)
+    return KernelSource(kernel=function, types=types, constants=dict(constants), num_warps=warps)
 
 
 def launch(
@@ -72,21 +61,17 @@ def launch(
     numbers: tuple[float, ...], constants: Constants, warps: int = 4,
 ) -> None:  # fmt: skip
     """Launches a kernel on the current stream of its first tensor's device."""
-    kernel = KERNELS[name]
-    if not isinstance(kernel, JITFunction):  # the interpreter's
-        kernel[grid](*tensors, *numbers, **dict(constants))
-        return
     assert tensors[0] is not None
     device = tensors[0].device
     dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
     with on(device):
-        program = program_of(name, dtypes, constants, warps, device)
+        program = kernel_of(device, source_of, name, dtypes, constants, warps)
         program.launch(stream_of(device), grid[0], (*tensors, *numbers), grid[1])
 
 
 def stats(problem: Problem) -> torch.Tensor:
     """[parts, K, rows] of this rank's classes, but for the target's logit and weight."""
-    layout = Layout(problem)
+    layout = RowLayout(problem)
     count, each = layout.cut.parts()
     found = torch.empty(
         count, problem.num_stats, layout.rows, dtype=torch.float32, device=problem.logits.device
@@ -95,7 +80,7 @@ def stats(problem: Problem) -> torch.Tensor:
     return found
 
 
-def _stats(problem: Problem, layout: Layout, count: int, each: int, found: Any, kept: Any,
+def _stats(problem: Problem, layout: RowLayout, count: int, each: int, found: Any, kept: Any,
            losses: Any) -> None:  # fmt: skip
     terms = problem.terms
     if not layout.rows:
@@ -109,7 +94,7 @@ def _stats(problem: Problem, layout: Layout, count: int, each: int, found: Any, 
     )  # fmt: skip
 
 
-def _merge(problem: Problem, layout: Layout, found: torch.Tensor, merged: Any, kept: Any,
+def _merge(problem: Problem, layout: RowLayout, found: torch.Tensor, merged: Any, kept: Any,
            losses: Any, picks: bool) -> None:  # fmt: skip
     terms = problem.terms
     if not layout.rows:
@@ -128,20 +113,20 @@ def _merge(problem: Problem, layout: Layout, found: torch.Tensor, merged: Any, k
 def pack(problem: Problem, found: torch.Tensor) -> torch.Tensor:
     """[K, rows]: what this rank sends."""
     merged = torch.empty(found.shape[1:], dtype=torch.float32, device=found.device)
-    _merge(problem, Layout(problem), found, merged, None, None, picks=True)
+    _merge(problem, RowLayout(problem), found, merged, None, None, picks=True)
     return merged
 
 
 def losses(problem: Problem, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's loss, and what backward needs of it (`num_kept`)."""
     loss, kept = _results(problem)
-    _merge(problem, Layout(problem), found, None, kept, loss, picks=False)
+    _merge(problem, RowLayout(problem), found, None, kept, loss, picks=False)
     return loss, kept
 
 
 def alone(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """`losses` where no other rank has classes: one kernel, unless the rows are few."""
-    layout = Layout(problem)
+    layout = RowLayout(problem)
     count, each = layout.cut.parts()
     loss, kept = _results(problem)
     if count == 1:
@@ -228,7 +213,7 @@ def gradient(
 ) -> torch.Tensor:
     """The gradient of the logits; `upstream` is a number, one for each row, or None: 1."""
     logits, terms = problem.logits, problem.terms
-    layout = Layout(problem, GRAD_UNROLL)
+    layout = RowLayout(problem, GRAD_UNROLL)
     if into is None:
         into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     cut, local = layout.cut, layout.cut.local

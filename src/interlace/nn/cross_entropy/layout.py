@@ -1,6 +1,6 @@
 """How the kernels of the cross-entropy are cut, and how they find rows of any strides.
 
-    layout = Layout(problem)
+    layout = RowLayout(problem)
     count, each = layout.cut.parts()
 
 What follows from shapes, strides and options alone is worked out once for each of them and kept
@@ -10,7 +10,7 @@ What follows from shapes, strides and options alone is worked out once for each 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,25 +35,17 @@ Constants = tuple[tuple[str, Any], ...]
 """What a kernel is compiled for, by name."""
 
 
-class Kind(NamedTuple):
-    """The options that kernels are compiled for."""
+FLAGS = ("RANK", "WORLD", "MEASURED", "SMOOTH", "WEIGHTED", "ZLOSS", "CAP")
+"""The options that kernels are compiled for,"""
 
-    rank: int
-    world: int
-    measured: bool
-    smooth: bool
-    weighted: bool
-    z_loss: bool
-    cap: bool
 
-    @classmethod
-    def of(cls, problem: Problem) -> Kind:
-        """Those of a problem."""
-        shards, terms = problem.shards, problem.terms
-        return cls(
-            shards.rank, shards.world, shards.sizes is not None, terms.smoothing != 0.0,
-            problem.weight is not None, terms.z_loss != 0.0, terms.softcap != 0.0,
-        )  # fmt: skip
+def flags_of(problem: Problem) -> tuple[Any, ...]:
+    """and their values for a problem."""
+    shards, terms = problem.shards, problem.terms
+    return (
+        shards.rank, shards.world, shards.sizes is not None, terms.smoothing != 0.0,
+        problem.weight is not None, terms.z_loss != 0.0, terms.softcap != 0.0,
+    )  # fmt: skip
 
 
 class Cut:
@@ -63,8 +55,8 @@ class Cut:
                  "ways")  # fmt: skip
 
     def __init__(
-        self, kind: Kind, groups: list[tuple[int, int, int]], shape: tuple[int, ...], stride: int,
-        size: int, skew: int, unroll: int,
+        self, flags: tuple[Any, ...], groups: list[tuple[int, int, int]], shape: tuple[int, ...],
+        stride: int, size: int, skew: int, unroll: int,
     ) -> None:  # fmt: skip
         self.local = local = shape[-1]
         self.rows = 1
@@ -85,11 +77,7 @@ class Cut:
         while self.warps > 1 and unroll * self.warps * 32 * vec >= 2 * local:
             self.warps //= 2
         self.tile = unroll * self.warps * 32  # in groups of `vec` elements
-        self.flags: Constants = (
-            ("RANK", kind.rank), ("WORLD", kind.world), ("MEASURED", kind.measured),
-            ("DIMS", self.dims), ("SMOOTH", kind.smooth), ("WEIGHTED", kind.weighted),
-            ("ZLOSS", kind.z_loss), ("CAP", kind.cap),
-        )  # fmt: skip
+        self.flags: Constants = (*zip(FLAGS, flags, strict=True), ("DIMS", self.dims))
         self.ways: Constants = (
             *self.flags, ("STRIDED", strided), ("EVEN", even), ("U", unroll),
             ("LANES", 32 * self.warps), ("VEC", vec),
@@ -105,8 +93,8 @@ class Cut:
 
 @lru_cache(maxsize=512)
 def cut_of(
-    kind: Kind, shape: tuple[int, ...], steps: tuple[int, ...], places: tuple[int, ...], size: int,
-    skew: int, unroll: int,
+    flags: tuple[Any, ...], shape: tuple[int, ...], steps: tuple[int, ...],
+    places: tuple[int, ...], size: int, skew: int, unroll: int,
 ) -> Cut | None:  # fmt: skip
     """The cut of logits of that shape, strides, element size and skew; `places`: of the target.
 
@@ -115,16 +103,16 @@ def cut_of(
     groups = collapse(shape[:-1], steps[:-1], places)
     if len(groups) > MAX_DIMS:
         return None
-    return Cut(kind, groups, shape, steps[-1], size, skew, unroll)
+    return Cut(flags, groups, shape, steps[-1], size, skew, unroll)
 
 
-class Layout:
+class RowLayout:
     """Where the rows of the logits and of the target lie, and how kernels are cut for them."""
 
     __slots__ = ("cut", "logits", "numbers", "rows", "target")
 
     def __init__(self, problem: Problem, unroll: int = UNROLL) -> None:
-        logits, target, kind = problem.logits, problem.target, Kind.of(problem)
+        logits, target, flags = problem.logits, problem.target, flags_of(problem)
         size = logits.element_size()
         skew = logits.data_ptr() % ALIGNMENT // size
         if skew > logits.storage_offset():  # not even memory that torch allocated
@@ -132,7 +120,7 @@ class Layout:
 
         def cut() -> Cut | None:
             places = target.stride()
-            return cut_of(kind, logits.shape, logits.stride(), places, size, skew, unroll)
+            return cut_of(flags, logits.shape, logits.stride(), places, size, skew, unroll)
 
         found = cut()
         if found is None:

@@ -1,4 +1,5 @@
-"""The products of a grouped linear layer: rows sorted by group, a weight for each group.
+"""A grouped linear layer: rows sorted by group, a weight for each group.
 
+linear.py     the layer, and its place in autograd
 products.py   the products, and their twins;  kernel.py: the kernels;  launch.py: their launches
 """

@@ -13,7 +13,6 @@ Everything is enqueued on the current stream; nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,10 +21,11 @@ import torch
 from interlace.kernels.launch import (
     RECENT,
     TYPES,
-    Descriptors,
-    Program,
-    Source,
+    KernelSource,
+    LoadedKernel,
     block_type,
+    kernel_of,
+    matrix,
     on,
     stream_of,
 )
@@ -50,9 +50,9 @@ Whole = tuple[bool, ...]
 """Which of some arguments are multiples of 16."""
 
 
-def wgrad_source(out: torch.dtype, accumulate: bool, whole: Whole) -> Source:
+def wgrad_source(out: torch.dtype, accumulate: bool, whole: Whole) -> KernelSource:
     """`whole`: tokens, rows, columns and the address of `out`."""
-    return Source(
+    return KernelSource(
         kernel=wgrad_kernel,
         types={
             "dy_desc": block_type(torch.bfloat16, TILE["BK"], TILE["BM"]),
@@ -67,10 +67,10 @@ def wgrad_source(out: torch.dtype, accumulate: bool, whole: Whole) -> Source:
     )
 
 
-def rows_source(bias: bool, whole: Whole) -> Source:
+def rows_source(bias: bool, whole: Whole) -> KernelSource:
     """`whole`: groups, tokens, columns and the address of `bias`."""
     numbers = ("groups", "tokens", "columns")
-    return Source(
+    return KernelSource(
         kernel=rows_kernel,
         types={"y": BF, "bias": BF, "ends": INT, **dict.fromkeys(numbers, "i32")},
         constants={**ROWS, "BIAS": bias},
@@ -80,9 +80,9 @@ def rows_source(bias: bool, whole: Whole) -> Source:
     )
 
 
-def sums_source(whole: Whole) -> Source:
+def sums_source(whole: Whole) -> KernelSource:
     """`whole`: tokens and columns."""
-    return Source(
+    return KernelSource(
         kernel=sums_kernel,
         types={"dy": BF, "ends": INT, "out": BF, "tokens": "i32", "columns": "i32"},
         constants=SUMS,
@@ -92,9 +92,9 @@ def sums_source(whole: Whole) -> Source:
     )
 
 
-def ends_source(sizes: torch.dtype, block: int) -> Source:
+def ends_source(sizes: torch.dtype, block: int) -> KernelSource:
     """The sizes may lie anywhere."""
-    return Source(
+    return KernelSource(
         kernel=ends_kernel,
         types={"sizes": SIZES[sizes], "ends": INT, "groups": "i32", "stride": "i64",
                "tokens": "i32"},
@@ -108,32 +108,14 @@ def _divisible(names: tuple[str, ...], whole: Whole) -> dict[str, int]:
     return {name: 16 if by16 else 1 for name, by16 in zip(names, whole, strict=True)}
 
 
-@lru_cache(maxsize=256)
-def program_of(
-    source: Callable[..., Source], given: tuple[Any, ...], device: torch.device
-) -> Program:
-    """A kernel ready on a device; `given` is what its source takes."""
-    return Program(source(*given), device)
-
-
-class Wgrad:
-    """`wgrad_kernel` ready on a device, with the tensor maps of what it read last."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.operands = lru_cache(maxsize=RECENT)(self._operands)
-
-    def _operands(self, dy: int, x: int, tokens: int, rows: int, columns: int) -> tuple[Any, ...]:
-        """The arguments that stand for the matrices at these addresses; nothing else is in them."""
-        left = Descriptors(self.program, 0, (tokens, rows)).make(dy)
-        right = Descriptors(self.program, 1, (tokens, columns)).make(x)
-        return (*left, *right, dy, x)
-
-
-@lru_cache(maxsize=64)
-def wgrad_of(out: torch.dtype, accumulate: bool, whole: Whole, device: torch.device) -> Wgrad:
-    """The kernel for gradients of a weight, ready on a device."""
-    return Wgrad(Program(wgrad_source(out, accumulate, whole), device))
+@lru_cache(maxsize=4 * RECENT)
+def wgrad_operands(
+    program: LoadedKernel, dy: int, x: int, tokens: int, rows: int, columns: int
+) -> tuple[Any, ...]:
+    """The arguments that stand for the matrices at these addresses; nothing else is in them."""
+    left = matrix(program, 0, dy, (tokens, rows))
+    right = matrix(program, 1, x, (tokens, columns))
+    return (*left, *right, dy, x)
 
 
 def weight_gradient(
@@ -145,10 +127,10 @@ def weight_gradient(
     whole = tokens % 16 == 0, rows % 16 == 0, columns % 16 == 0, address % 16 == 0
     grid = num * -(-rows // TILE["BM"]) * -(-columns // TILE["BN"])
     with on(device):
-        kernel = wgrad_of(out.dtype, accumulate, whole, device)
-        operands = kernel.operands(dy.data_ptr(), x.data_ptr(), tokens, rows, columns)
+        program = kernel_of(device, wgrad_source, out.dtype, accumulate, whole)
+        operands = wgrad_operands(program, dy.data_ptr(), x.data_ptr(), tokens, rows, columns)
         numbers = ends.data_ptr(), address, tokens, rows, columns
-        kernel.program.launch(stream_of(device), grid, (*operands, *numbers))
+        program.launch(stream_of(device), grid, (*operands, *numbers))
 
 
 def finish_rows(y: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor) -> None:
@@ -157,7 +139,7 @@ def finish_rows(y: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor) 
     added = 0 if bias is None else bias.data_ptr()
     whole = num % 16 == 0, tokens % 16 == 0, columns % 16 == 0, added % 16 == 0
     with on(device):
-        program = program_of(rows_source, (bias is not None, whole), device)
+        program = kernel_of(device, rows_source, bias is not None, whole)
         program.launch(
             stream_of(device), -(-tokens // ROWS["BK"]),
             (y.data_ptr(), added, ends.data_ptr(), num, tokens, columns),
@@ -169,7 +151,7 @@ def row_sums(dy: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> None:
     """`out[g] = dy[rows of g].sum(0)`, all dense, from multiples of 16 bytes."""
     (tokens, columns), num, device = dy.shape, ends.shape[0], dy.device
     with on(device):
-        program = program_of(sums_source, ((tokens % 16 == 0, columns % 16 == 0),), device)
+        program = kernel_of(device, sums_source, (tokens % 16 == 0, columns % 16 == 0))
         numbers = dy.data_ptr(), ends.data_ptr(), out.data_ptr(), tokens, columns
         program.launch(stream_of(device), num * -(-columns // SUMS["BN"]), numbers)
 
@@ -182,7 +164,7 @@ def group_ends(sizes: torch.Tensor, tokens: int) -> torch.Tensor:
     ends = torch.empty(num, dtype=torch.int32, device=device)
     block = max(32, 1 << (num - 1).bit_length())
     with on(device):
-        program = program_of(ends_source, (sizes.dtype, block), device)
+        program = kernel_of(device, ends_source, sizes.dtype, block)
         numbers = sizes.data_ptr(), ends.data_ptr(), num, sizes.stride(0), tokens
         program.launch(stream_of(device), 1, numbers)
     return ends

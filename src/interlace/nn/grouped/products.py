@@ -18,7 +18,6 @@ buffer beside 16-bit operands the fp32 product, which no tensor held before.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,10 +26,8 @@ from itertools import pairwise
 import torch
 
 from interlace.errors import GroupError
+from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
 
-ALIGNMENT = 16
-"""Bytes that rows and addresses of the grouped GEMM's operands are multiples of."""
-LIMIT = 2**31
 TILE = {"BM": 128, "BN": 256, "BK": 64, "GROUP_M": 8}
 SUMS = {"BK": 32, "BN": 128}
 ROWS = {"BK": 16, "BN": 256}
@@ -42,7 +39,7 @@ def refuse(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> str | N
     """
     _, rows, columns = weight.shape
     if x.device.type != "cuda":
-        return f"the device is {x.device}: the kernels run on NVIDIA GPUs"
+        return refuse_device(x.device)
     if dtype != torch.bfloat16:
         return f"elements are {dtype}: the grouped GEMM multiplies bfloat16"
     for name, size in (("in_features", columns), ("out_features", rows)):
@@ -52,17 +49,12 @@ def refuse(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> str | N
         return f"the weight has strides {weight.stride()}, or begins at an odd address"
     if min(x.shape[0], rows, columns) < 1 or max(x.shape[0], rows, columns) >= LIMIT:
         return f"{x.shape[0]} rows of {columns} to {rows} features are none, or too many"
-    return _refuse_device(x.device)
+    return _refuse_gpu(x.device)
 
 
 @cache
-def _refuse_device(device: torch.device) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"the GPU has compute capability {major}.{minor}: the kernels are made for 9.0"
-    return None
+def _refuse_gpu(device: torch.device) -> str | None:
+    return refuse_device(device, newer=True)
 
 
 @dataclass(frozen=True, slots=True)

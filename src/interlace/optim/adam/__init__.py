@@ -2,5 +2,5 @@
 
 arithmetic.py   one tensor in plain torch: the twin, and the CPU's path
 kernel.py       the kernel;  table.py: the table that it reads
-state.py        moments and masters;  plan.py, entry.py: what a step launches
+state.py        moments and masters;  plan.py: what a step launches
 """

@@ -1,12 +1,12 @@
 """Adam's arithmetic on one tensor, in plain torch: the twin of adam/kernel.py, and the CPU's path.
 
-    spec = Spec(p=torch.bfloat16, g=torch.bfloat16, m=torch.bfloat16, v=torch.bfloat16)
+    spec = AdamSpec(p=torch.bfloat16, g=torch.bfloat16, m=torch.bfloat16, v=torch.bfloat16)
     row = scalars(Hyper(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01), step=1)
-    update_twin(spec, Flat(p, g, m, v), row, key=key_of(seed=0, index=0))
+    update_twin(spec, FlatParam(p, g, m, v), row, key=key_of(seed=0, index=0))
 
 All arithmetic is fp32, one IEEE operation after another and none contracted, so the twin and the
 kernel give the same bits on every device. What is stored in bf16 with loss is rounded to nearest
-or, where `Spec.stochastic`, up with the probability of what would be cut off. Kingma and Ba,
+or, where `AdamSpec.stochastic`, up with the probability of what would be cut off. Kingma and Ba,
 "Adam" (arXiv:1412.6980); Loshchilov and Hutter, "Decoupled weight decay" (arXiv:1711.05101).
 
 Note [Random bits]
@@ -42,7 +42,7 @@ ROW = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class AdamSpec:
     """Which kernel: the dtypes of parameter, gradient and moments, and what is done with them."""
 
     p: torch.dtype
@@ -96,7 +96,7 @@ class Scalars(NamedTuple):
     skip: float
 
 
-class Flat(NamedTuple):
+class FlatParam(NamedTuple):
     """Dense memory of one parameter as 1-D tensors of the same length."""
 
     p: Tensor
@@ -223,7 +223,13 @@ def root(x: Tensor) -> Tensor:
 
 
 def update_twin(
-    spec: Spec, flat: Flat, row: Scalars, *, key: int, base: int = 0, chunk: int | None = None
+    spec: AdamSpec,
+    flat: FlatParam,
+    row: Scalars,
+    *,
+    key: int,
+    base: int = 0,
+    chunk: int | None = None,
 ) -> None:
     """One step, in place. `base` is the number of the first element in the whole parameter.
 
@@ -232,11 +238,13 @@ def update_twin(
     chunk = chunk or (1 << 16 if flat.p.device.type == "cpu" else 1 << 24)
     keys = step_keys(key, int(row.step))
     for start in range(0, flat.p.numel(), chunk):
-        part = Flat(*(None if t is None else t[start : start + chunk] for t in flat))  # type: ignore[arg-type]
+        part = FlatParam(*(None if t is None else t[start : start + chunk] for t in flat))  # type: ignore[arg-type]
         _update_chunk(spec, part, row, base + start, keys)
 
 
-def _update_chunk(spec: Spec, c: Flat, row: Scalars, first: int, keys: tuple[int, int]) -> None:
+def _update_chunk(
+    spec: AdamSpec, c: FlatParam, row: Scalars, first: int, keys: tuple[int, int]
+) -> None:
     if spec.master == "remainder":
         assert c.w is not None
         x = join(c.p, c.w)

@@ -1,6 +1,6 @@
 """Adam for many tensors in one launch; the twin, the notes and the arithmetic are in arithmetic.py.
 
-    program = Program(adam_source(spec, aligned=True), device)
+    program = LoadedKernel(adam_source(spec, aligned=True), device)
     program.launch(stream, blocks, (table, owners, dynamic, rows))
 
 A block takes one chunk of one tensor. `owners` (int32) says which tensor a block's chunk is of; the
@@ -21,8 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from interlace.kernels.launch import TYPES, Source
-from interlace.optim.adam.arithmetic import NAN, ROW, Spec
+from interlace.kernels.launch import TYPES, KernelSource
+from interlace.optim.adam.arithmetic import NAN, ROW, AdamSpec
 
 FIELDS = 10
 """Words of a tensor in the table: addresses of parameter, moments, greatest second moment and
@@ -269,20 +269,20 @@ def prepare_kernel(
     tl.store(row + 11, skips.to(tl.float64), mask=inside)
 
 
-def tile_of(spec: Spec) -> int:
+def tile_of(spec: AdamSpec) -> int:
     """Elements of a tile; see Note [Wide accesses]."""
     stored = {spec.p.itemsize, spec.m.itemsize, spec.v.itemsize}
     stored |= {4} if spec.master == "fp32" else set()
     return WARPS * 32 * (4 if len(stored) > 1 else 8)
 
 
-def adam_source(spec: Spec, *, aligned: bool, counted: bool = False) -> Source:
+def adam_source(spec: AdamSpec, *, aligned: bool, counted: bool = False) -> KernelSource:
     """What is compiled.
 
     `aligned`: every tensor starts at a multiple of 16 bytes. `counted`: `prepare_kernel` has made
     a row for each tensor.
     """
-    return Source(
+    return KernelSource(
         kernel=adam_kernel,
         types=dict.fromkeys(("table", "owners", "dynamic", "count", "rows"), "i64"),
         constants={
@@ -305,10 +305,10 @@ def adam_source(spec: Spec, *, aligned: bool, counted: bool = False) -> Source:
     )
 
 
-def prepare_source() -> Source:
+def prepare_source() -> KernelSource:
     """The kernel that counts steps on the device."""
     names = ("table", "dynamic", "count", "hypers", "rows", "scale", "found_inf")
-    return Source(
+    return KernelSource(
         kernel=prepare_kernel,
         types=dict.fromkeys(names, "i64"),
         constants={"FIELDS": FIELDS, "BLOCK": PREPARE},

@@ -20,19 +20,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from interlace.errors import OptimizerError
-from interlace.kernels.launch import Program
-from interlace.optim.adam.arithmetic import ROW, Hyper, Spec
+from interlace.kernels.launch import kernel_of
+from interlace.optim.adam.arithmetic import ROW, AdamSpec, Hyper
 from interlace.optim.adam.kernel import CHUNK, FIELDS, PREPARE, adam_source, prepare_source
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TableRow:
     """One parameter: where its memory lies, by address (0: there is none)."""
 
     p: int
@@ -61,8 +60,8 @@ class Launch:
     def __init__(
         self,
         device: torch.device,
-        spec: Spec,
-        works: Sequence[Work],
+        spec: AdamSpec,
+        works: Sequence[TableRow],
         *,
         aligned: bool,
         counts: bool,
@@ -70,8 +69,8 @@ class Launch:
         self.device, self.pins = device, device.type == "cuda"
         self.baked: list[tuple[Tensor | None, ...]] = []
         self._count = len(works)
-        self._program = _update_program(device, spec, aligned, counts)
-        self._prepare = _prepare_program(device) if counts else None
+        self._program = kernel_of(device, adam_source, spec, aligned=aligned, counted=counts)
+        self._prepare = kernel_of(device, prepare_source) if counts else None
         blocks = torch.tensor([-(-work.count // CHUNK) for work in works], device="cpu")
         first = blocks.cumsum(0) - blocks
         words = [
@@ -84,9 +83,9 @@ class Launch:
         self._stream = self._current()
         self._table = self._upload(torch.tensor(words, dtype=torch.int64, device="cpu"))
         self._owners = self._upload(numbers.repeat_interleave(blocks))
-        self._rows, self._spare = None, None
+        self.rows, self._spare = None, None
         if counts:
-            self._rows = torch.empty(self._count, ROW, dtype=torch.float64, device=device)
+            self.rows = torch.empty(self._count, ROW, dtype=torch.float64, device=device)
 
     def check(self) -> None:
         """Raises OptimizerError where a step would be captured that cannot be."""
@@ -120,11 +119,11 @@ class Launch:
         `scale`.
         """
         assert self._prepare is not None
-        assert self._rows is not None
+        assert self.rows is not None
         given = [_hyper_row(lr, hyper) for lr, hyper in hypers]
         rates = [lr for lr, _ in hypers if isinstance(lr, Tensor)]
         dynamic = self._upload_words(grads, row_of, given, (scale, found_inf, *rates))
-        at, rows = dynamic.data_ptr(), self._rows.data_ptr()
+        at, rows = dynamic.data_ptr(), self.rows.data_ptr()
         flags = [0 if t is None else t.data_ptr() for t in (scale, found_inf)]
         args = (self._table.data_ptr(), at, self._count, at + 16 * self._count, rows, *flags)
         self._prepare.launch(self._current(), -(-self._count // PREPARE), args)
@@ -175,7 +174,7 @@ class Launch:
             self._spare = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
         if self._current() != self._stream:
             stream = torch.cuda.current_stream(self.device)
-            for tensor in (self._table, self._owners, self._rows):
+            for tensor in (self._table, self._owners, self.rows):
                 if tensor is not None:
                     tensor.record_stream(stream)
 
@@ -188,17 +187,6 @@ class Launch:
         dynamic.copy_(staged, non_blocking=True)
         self.baked.append((staged, dynamic, *kept))
         return dynamic
-
-
-@cache
-def _update_program(device: torch.device, spec: Spec, aligned: bool, counted: bool) -> Program:
-    """Loaded once: plans come and go, with experts that have gradients only now and then."""
-    return Program(adam_source(spec, aligned=aligned, counted=counted), device)
-
-
-@cache
-def _prepare_program(device: torch.device) -> Program:
-    return Program(prepare_source(), device)
 
 
 def _hyper_row(lr: float | Tensor, hyper: Hyper) -> tuple[float, ...]:

@@ -15,7 +15,7 @@ from interlace.errors import ProgramError
 from interlace.ir import Arg, Call, Op, View
 from interlace.ir.operators import by_data, is_kind, matmul_of
 from interlace.passes.sites.rows import Refused
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.values import Dataflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Cone:
     width: int
     ops: tuple[int, ...]
     used: frozenset[str]
-    """Values of the cone that others use as well."""
+    """Dataflow of the cone that others use as well."""
     transposed: bool
     """Whether every matmul contracts over rows, as the gradient of a weight does."""
     stacks: int = 0
@@ -53,7 +53,7 @@ def result_of(op: Op) -> View | None:
 
 
 def cone_of(
-    values: Values, value: str, taken: set[int], inside: Iterable[int], batched: bool = False
+    values: Dataflow, value: str, taken: set[int], inside: Iterable[int], batched: bool = False
 ) -> Cone:
     """The cone behind a value; `inside` are the ops that use it within the site. Or Refused.
 
@@ -109,7 +109,7 @@ def operands(op: Call) -> tuple[Arg, ...]:
     return (*op.args, *(value for _, value in op.kwargs))
 
 
-def _matmul_shape(values: Values, op: Op) -> _Shape | None:
+def _matmul_shape(values: Dataflow, op: Op) -> _Shape | None:
     """The rows of a call that is a matmul."""
     matmul = matmul_of(op.fn) if isinstance(op, Call) else None
     if not isinstance(op, Call) or matmul is None or result_of(op) is None:
@@ -123,7 +123,7 @@ def _matmul_shape(values: Values, op: Op) -> _Shape | None:
     return _Shape(sizes[0] * sizes[1], sizes[0]) if matmul.batched else _Shape(sizes[0])
 
 
-def _is_rowwise(values: Values, op: Op, shape: _Shape) -> bool:
+def _is_rowwise(values: Dataflow, op: Op, shape: _Shape) -> bool:
     """Whether a pointwise call or a cast can be cut into chunks of such rows."""
     out = result_of(op)
     if not isinstance(op, Call) or out is None or not is_kind(op.fn, "pointwise", "cast"):
@@ -139,7 +139,7 @@ def _is_rowwise(values: Values, op: Op, shape: _Shape) -> bool:
 
 
 def operand_kind(
-    values: Values, view: View, sizes: tuple[int, ...], rows: int, stacks: int = 0
+    values: Dataflow, view: View, sizes: tuple[int, ...], rows: int, stacks: int = 0
 ) -> str | None:
     """How a pointwise operand goes with a result of these sizes that is cut into rows.
 
@@ -167,7 +167,7 @@ def operand_kind(
     return None
 
 
-def _viewable(values: Values, view: View, sizes: tuple[int, ...]) -> bool:
+def _viewable(values: Dataflow, view: View, sizes: tuple[int, ...]) -> bool:
     try:
         values.box(view.view(*sizes))
     except ProgramError:
@@ -175,7 +175,7 @@ def _viewable(values: Values, view: View, sizes: tuple[int, ...]) -> bool:
     return True
 
 
-def _inner(values: Values, op: Call) -> Iterable[View]:
+def _inner(values: Dataflow, op: Call) -> Iterable[View]:
     """The operands of a pointwise call that may themselves belong to the cone."""
     out = result_of(op)
     assert out is not None
@@ -185,7 +185,7 @@ def _inner(values: Values, op: Call) -> Iterable[View]:
             yield arg
 
 
-def _needed_whole(values: Values, found: dict[int, Call]) -> Iterable[str]:
+def _needed_whole(values: Dataflow, found: dict[int, Call]) -> Iterable[str]:
     """The operands of the cone's ops that are not cut along with them."""
     for op in found.values():
         cut = set[View]() if matmul_of(op.fn) else set(_inner(values, op))
@@ -193,7 +193,7 @@ def _needed_whole(values: Values, found: dict[int, Call]) -> Iterable[str]:
 
 
 def _find_rows(
-    values: Values, name: str, taken: set[int], seen: set[str], batched: bool
+    values: Dataflow, name: str, taken: set[int], seen: set[str], batched: bool
 ) -> _Shape | None:
     """The rows of the first matmul behind a value."""
     made = values.maker(name)
@@ -213,7 +213,7 @@ def _find_rows(
 
 
 def _collect(
-    values: Values, name: str, shape: _Shape, taken: set[int], found: dict[int, Call]
+    values: Dataflow, name: str, shape: _Shape, taken: set[int], found: dict[int, Call]
 ) -> None:
     made = values.maker(name)
     if made is None or made[0] in taken or made[0] in found:

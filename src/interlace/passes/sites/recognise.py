@@ -1,10 +1,10 @@
 """One collective at a time: the rows it brings to matmuls, or the matmuls whose rows it takes away.
 
-By meaning, not by spelling: `Values` follows the rows through views and data movement, and
+By meaning, not by spelling: `Dataflow` follows the rows through views and data movement, and
 `layout.py` says how they are dealt to the ranks. What is no site is refused with a reason.
 
     >>> recognise(values, 2, program.ops[2], taken=set())
-    GatherSite(collective=2, layout=Layout(batch=1, rows=(3, 3), pitch=(3, 3)), width=8, ...)
+    GatherSite(collective=2, layout=RowLayout(batch=1, rows=(3, 3), pitch=(3, 3)), width=8, ...)
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ from dataclasses import dataclass
 from interlace.ir import Call, Collective, Op, View
 from interlace.ir.operators import by_data, matmul_of
 from interlace.passes.sites.cone import Cone, cone_of, lhs_of, result_of
-from interlace.passes.sites.layout import Layout, balanced_sizes, gather_layout, scatter_layout
-from interlace.passes.sites.rows import Refused, Run
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.rows import (
+    ByteRun,
+    Refused,
+    RowLayout,
+    balanced_sizes,
+    gather_layout,
+    scatter_layout,
+)
+from interlace.passes.sites.values import Dataflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class GatherSite:
     """An all-gather, or an all-to-all, and the matmuls that take its rows."""
 
     collective: int
-    layout: Layout
+    layout: RowLayout
     width: int
     matmuls: tuple[int, ...]
     moves: tuple[int, ...]
@@ -48,7 +54,7 @@ class ScatterSite:
     """Matmuls, row by row what follows them, and the reduction or the all-to-all of the result."""
 
     collective: int
-    layout: Layout
+    layout: RowLayout
     cone: Cone
     moves: tuple[int, ...]
     """Ops that only put the rows in order for the collective."""
@@ -62,6 +68,9 @@ class ScatterSite:
         return tuple(sorted((self.collective, *self.cone.ops, *self.moves, *self.declared)))
 
 
+MatmulSite = GatherSite | ScatterSite
+"""A site whose matmuls are cut into chunks."""
+
 SITE_KINDS = {
     "all_gather": "all_gather_matmul",
     "reduce_scatter": "matmul_reduce_scatter",
@@ -70,14 +79,14 @@ SITE_KINDS = {
 EXCHANGE = "all_to_all"
 
 
-def site_kind(kind: str, site: GatherSite | ScatterSite) -> str:
+def site_kind(kind: str, site: MatmulSite) -> str:
     """What a site of a collective of this kind is called."""
     if kind != EXCHANGE:
         return SITE_KINDS[kind]
     return "all_to_all_matmul" if isinstance(site, GatherSite) else "matmul_all_to_all"
 
 
-def recognise(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
+def recognise(values: Dataflow, i: int, op: Collective, taken: set[int]) -> MatmulSite:
     """The site of collective `i`, or Refused; the ops `taken` belong to others."""
     if op.kind == "barrier":
         raise Refused("it moves nothing")
@@ -93,7 +102,7 @@ def recognise(values: Values, i: int, op: Collective, taken: set[int]) -> Gather
     return made(values, i, op, taken)
 
 
-def _exchange(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite | ScatterSite:
+def _exchange(values: Dataflow, i: int, op: Collective, taken: set[int]) -> MatmulSite:
     """An all-to-all of even parts: before matmuls (tokens go to experts), or else after them."""
     if op.splits is not None:
         raise Refused("its parts are uneven")
@@ -109,14 +118,14 @@ def _exchange(values: Values, i: int, op: Collective, taken: set[int]) -> Gather
 # gathers
 
 
-def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSite:
+def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> GatherSite:
     assert op.dst is not None
     name = op.dst.buffer
     shards = parts_of(values, op, op.dst)
     starts = [sum(shards[:rank]) for rank in range(len(shards))]
-    origin = tuple(Run(starts[r], size, r, 0) for r, size in enumerate(shards) if size)
+    origin = tuple(ByteRun(starts[r], size, r, 0) for r, size in enumerate(shards) if size)
     accepted: list[int] = []
-    shape: tuple[Layout, int] | None = None
+    shape: tuple[RowLayout, int] | None = None
     reasons: list[str] = []
     moved: dict[str, int] = {}
     uses, related = uses_of(values, name)
@@ -147,7 +156,7 @@ def _gather(values: Values, i: int, op: Collective, taken: set[int]) -> GatherSi
     return GatherSite(i, layout, width, tuple(accepted), moves, kept, whole, declared)
 
 
-def parts_of(values: Values, op: Collective, whole: View) -> list[int]:
+def parts_of(values: Dataflow, op: Collective, whole: View) -> list[int]:
     """Bytes of each rank's part of the whole tensor of a gather or scatter."""
     team, box = values.program.team(op.team), values.box(whole)
     if op.splits is None:
@@ -157,7 +166,7 @@ def parts_of(values: Values, op: Collective, whole: View) -> list[int]:
     return [rows * row for rows in table.values]
 
 
-def uses_of(values: Values, name: str) -> tuple[list[int], set[str]]:
+def uses_of(values: Dataflow, name: str) -> tuple[list[int], set[str]]:
     """Ops that use a buffer, directly or moved; and the buffers that hold it moved."""
     found: set[int] = set()
     related: set[str] = set()
@@ -182,14 +191,14 @@ def _lhs(op: Op) -> View:
 
 
 def _rows_of(
-    values: Values,
+    values: Dataflow,
     call: Op,
     name: str,
     related: set[str],
-    origin: tuple[Run, ...],
+    origin: tuple[ByteRun, ...],
     shards: Sequence[int],
     kind: str,
-) -> tuple[Layout, int]:
+) -> tuple[RowLayout, int]:
     what = "received" if kind == EXCHANGE else "gathered"
     matmul = matmul_of(call.fn) if isinstance(call, Call) else None
     if not isinstance(call, Call) or matmul is None or (matmul.batched and kind != EXCHANGE):
@@ -216,7 +225,7 @@ def _rows_of(
     return layout, width
 
 
-def _check_stacks(layout: Layout, stacks: int) -> None:
+def _check_stacks(layout: RowLayout, stacks: int) -> None:
     """Every rank has rows, one after another, of every stack of a matmul of several."""
     if stacks and layout.total and layout.batch != stacks:
         raise Refused(
@@ -224,7 +233,7 @@ def _check_stacks(layout: Layout, stacks: int) -> None:
         )
 
 
-def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, ...]:
+def _dead(values: Dataflow, moved: dict[str, int], users: set[int]) -> tuple[int, ...]:
     """The moves of which all users are these ops or other such moves."""
     dead: set[int] = set()
     changed = True
@@ -238,7 +247,7 @@ def _dead(values: Values, moved: dict[str, int], users: set[int]) -> tuple[int, 
     return tuple(sorted(dead))
 
 
-def _unused(values: Values, name: str, kind: str) -> str:
+def _unused(values: Dataflow, name: str, kind: str) -> str:
     held = uses_of(values, name)[1]
     leaves = any(n in values.returned or values.buffers[n].kind == "output" for n in held)
     what = "received" if kind == EXCHANGE else "gathered"
@@ -248,7 +257,7 @@ def _unused(values: Values, name: str, kind: str) -> str:
 # scatters
 
 
-def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> ScatterSite:
+def _scatter(values: Dataflow, i: int, op: Collective, taken: set[int]) -> ScatterSite:
     assert op.src is not None and op.dst is not None  # noqa: PT018
     root = values.root(op.src.buffer)
     moved = values.between(op.src.buffer, root)
@@ -269,14 +278,14 @@ def _scatter(values: Values, i: int, op: Collective, taken: set[int]) -> Scatter
     if not row:
         raise Refused("its matmul's rows have no columns")
     total = cone.rows
-    origin = (Run(0, total * row, 0, 0),) if total * row else ()
+    origin = (ByteRun(0, total * row, 0, 0),) if total * row else ()
     contents = values.contents(op.src, root, origin, 0 if op.kind == "all_reduce" else row)
     team = values.program.team(op.team)
     if op.kind == "all_reduce":
-        if contents not in ((Run(0, total * row, 0, 0),), ()) or box.nbytes != total * row:
+        if contents not in ((ByteRun(0, total * row, 0, 0),), ()) or box.nbytes != total * row:
             raise Refused("it reduces the matmul's rows in another order, or not all of them")
         rows = balanced_sizes(total, team.size)
-        layout = Layout(1, rows, rows)
+        layout = RowLayout(1, rows, rows)
     else:
         layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)
         _check_stacks(layout, cone.stacks)

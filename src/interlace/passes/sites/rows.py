@@ -1,20 +1,33 @@
 """Where the bytes of a value come from, through any chain of views and data movement.
 
-The contents of a value are `Run`s: `length` bytes from `start` on, in row-major order of the value,
-come from byte `offset` on of `source` (a rank's shard, or one matrix); source `PAD` is zeros.
+The contents of a value are `ByteRun`s: `length` bytes from `start` on, in row-major order of the
+value, come from byte `offset` on of `source` (a rank's shard, or one matrix); `PAD` is zeros.
 Views, cat, clone, slice and pad change only the list of runs, so that a gather is understood
 however its result is put in order:
 
-    >>> gathered = (Run(0, 24, 0, 0), Run(24, 24, 1, 0))        # two ranks, (2, 3) floats each
+    >>> gathered = (ByteRun(0, 24, 0, 0), ByteRun(24, 24, 1, 0))    # two ranks, (2, 3) floats each
     >>> seen(gathered, Box(6, (2, 3), (3, 1), DType.f32))       # the second rank's rows
-    (Run(start=0, length=24, source=1, offset=0),)
+    (ByteRun(start=0, length=24, source=1, offset=0),)
+
+A `RowLayout` says how the rows of a matrix are dealt to the ranks of a team, the one shape that
+strategies chunk.
+
+`RowLayout(batch=2, rows=(3, 3, 2), pitch=(3, 3, 3))`: the matrix is two stacks of 3 + 3 + 2 rows;
+of each stack the first three rows are rank 0's, and so on; a rank's shard holds its rows of every
+stack, the stacks 3 rows apart (rank 2's last row is padding). Contents of any other shape are
+refused, with the reason.
+
+    >>> RowLayout(2, (3, 3, 2), (3, 3, 3)).total
+    16
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from interlace.ir import Box
@@ -32,7 +45,7 @@ class Refused(Exception):
     """Why a communication is no site; the message is the reason that users read."""
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """`length` bytes at `start` of a value are the bytes at `offset` of `source`."""
 
     start: int
@@ -41,10 +54,10 @@ class Run(NamedTuple):
     offset: int
 
 
-Contents = tuple[Run, ...]
+Contents = tuple[ByteRun, ...]
 
 
-def joined(pieces: Iterable[Run]) -> Iterator[Run]:
+def joined(pieces: Iterable[ByteRun]) -> Iterator[ByteRun]:
     """The pieces laid end to end, neighbours that continue one another merged."""
     count = start = position = 0
     source, offset, end = PAD, 0, 0  # of the run that begins at `start`
@@ -52,7 +65,7 @@ def joined(pieces: Iterable[Run]) -> Iterator[Run]:
         if not length:
             continue
         if position > start and (whose != source or (whose != PAD and at != end)):
-            yield Run(start, position - start, source, offset)
+            yield ByteRun(start, position - start, source, offset)
             start = position
             count += 1
             if count >= MAX_RUNS:
@@ -62,15 +75,15 @@ def joined(pieces: Iterable[Run]) -> Iterator[Run]:
         end = at + length
         position += length
     if position > start:
-        yield Run(start, position - start, source, offset)
+        yield ByteRun(start, position - start, source, offset)
 
 
-def join(pieces: Iterable[Run]) -> Contents:
+def join(pieces: Iterable[ByteRun]) -> Contents:
     """All that `joined` gives."""
     return tuple(joined(pieces))
 
 
-def whole_rows(runs: Iterable[Run], row: int) -> Iterator[Run]:
+def whole_rows(runs: Iterable[ByteRun], row: int) -> Iterator[ByteRun]:
     """The runs, or Refused at the first that cuts a row of so many bytes."""
     for run in runs:
         if run.length % row or run.offset % row:
@@ -78,7 +91,7 @@ def whole_rows(runs: Iterable[Run], row: int) -> Iterator[Run]:
         yield run
 
 
-def cut(contents: Contents, start: int, length: int) -> Iterator[Run]:
+def cut(contents: Contents, start: int, length: int) -> Iterator[ByteRun]:
     """The pieces of `length` bytes from `start` on."""
     stop = start + length
     first = bisect.bisect_right(contents, start, key=lambda run: run.start) - 1
@@ -88,7 +101,7 @@ def cut(contents: Contents, start: int, length: int) -> Iterator[Run]:
         low, high = max(run.start, start), min(run.start + run.length, stop)
         if low < high:
             offset = 0 if run.source == PAD else run.offset + low - run.start
-            yield Run(low, high - low, run.source, offset)
+            yield ByteRun(low, high - low, run.source, offset)
 
 
 def box_runs(box: Box) -> Iterator[tuple[int, int]]:
@@ -131,14 +144,14 @@ def seen(buffer: Contents, box: Box, row: int = 0) -> Contents:
             raise Refused(TOO_FINE)
     starts = [run.start for run in buffer]
 
-    def pieces() -> Iterator[Run]:
+    def pieces() -> Iterator[ByteRun]:
         for start, length in box_runs(box):
             run = buffer[bisect.bisect_right(starts, start) - 1]
             within = start - run.start
             if within + length > run.length or run.source == PAD:
                 yield from cut(buffer, start, length)
             else:
-                yield Run(start, length, run.source, run.offset + within)
+                yield ByteRun(start, length, run.source, run.offset + within)
 
     if not buffer:
         return ()
@@ -149,7 +162,7 @@ def stored(value: Contents, box: Box) -> Contents:
     """The contents of a buffer in storage order, when `box`, the whole of it, holds `value`."""
     if box.contiguous:
         return value
-    placed: list[tuple[int, Run]] = []
+    placed: list[tuple[int, ByteRun]] = []
     position = 0
     for start, length in box_runs(box):
         for piece in cut(value, position, length):
@@ -165,7 +178,7 @@ def concatenated(parts: Sequence[tuple[Contents, tuple[int, ...], int]], dim: in
     outer = _product(sizes[:dim])
     blocks = [_product(shape[dim:]) * item for _, shape, item in parts]
 
-    def pieces() -> Iterator[Run]:
+    def pieces() -> Iterator[ByteRun]:
         for i in range(outer):
             for (contents, _, _), block in zip(parts, blocks, strict=True):
                 yield from cut(contents, i * block, block)
@@ -186,11 +199,11 @@ def padded(contents: Contents, sizes: tuple[int, ...], item: int, pads: Sequence
             block: int = block,
             low: int = before * inner,
             high: int = after * inner,
-        ) -> Iterator[Run]:
+        ) -> Iterator[ByteRun]:
             for j in range(outer):
-                yield Run(0, low, PAD, 0)
+                yield ByteRun(0, low, PAD, 0)
                 yield from cut(old, j * block - min(low, 0), block + min(low, 0) + min(high, 0))
-                yield Run(0, high, PAD, 0)
+                yield ByteRun(0, high, PAD, 0)
 
         contents = join(piece for piece in pieces() if piece.length > 0)
         sizes = (*sizes[:dim], sizes[dim] + before + after, *sizes[dim + 1 :])
@@ -202,3 +215,131 @@ def _product(sizes: Iterable[int]) -> int:
     for size in sizes:
         count *= size
     return count
+
+
+# layouts
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """`batch` stacks, each with `rows[r]` rows of rank r, `pitch[r]` apart in its shard."""
+
+    batch: int
+    rows: tuple[int, ...]
+    pitch: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Rows of the matrix."""
+        return self.batch * sum(self.rows)
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        """Rows of each rank's shard, padding included."""
+        return tuple(self.batch * pitch for pitch in self.pitch)
+
+    @property
+    def padded(self) -> bool:
+        """Whether a shard has rows that are no rows of the matrix."""
+        return self.rows != self.pitch
+
+
+def chunk_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """The sizes that `torch.chunk` gives, with zeros for the parts that it leaves out."""
+    size = -(-total // parts)
+    return tuple(max(0, min(size, total - i * size)) for i in range(parts))
+
+
+def balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """Sizes that differ by one at most."""
+    return tuple(total // parts + (i < total % parts) for i in range(parts))
+
+
+def gather_layout(
+    contents: Contents, row_bytes: int, shard_bytes: Sequence[int], what: str = "gathered"
+) -> RowLayout:
+    """The layout of a matrix made of the shards of a gather, or Refused."""
+    runs = in_rows(contents, row_bytes)
+    if any(size % row_bytes for size in shard_bytes):
+        raise Refused("a row of the matmul is spread over several ranks' shards")
+    if any(run.source == PAD for run in runs):
+        raise Refused(f"padding stands between the {what} rows")
+    shards = [size // row_bytes for size in shard_bytes]
+    used = [sum(run.length for run in runs if run.source == r) for r in range(len(shards))]
+
+    def pieces(layout: RowLayout) -> Iterator[ByteRun]:
+        for b in range(layout.batch):
+            for rank, rows in enumerate(layout.rows):
+                yield ByteRun(0, rows, rank, b * layout.pitch[rank])
+
+    return _fit(runs, used, shards, pieces, what)
+
+
+def scatter_layout(
+    contents: Contents, row_bytes: int, part_bytes: Sequence[int], total: int
+) -> RowLayout:
+    """The layout of a matrix of `total` rows that is put in order for a scatter, or Refused."""
+    runs = in_rows(contents, row_bytes)
+    if any(size % row_bytes for size in part_bytes):
+        raise Refused("a row of the matmul is scattered over several ranks")
+    parts = [size // row_bytes for size in part_bytes]
+    starts = [sum(parts[:rank]) for rank in range(len(parts))]
+    used = [
+        sum(run.length for run in cut(runs, start, size) if run.source != PAD)
+        for start, size in zip(starts, parts, strict=True)
+    ]
+    if sum(used) != total:
+        raise Refused("rows of the matmul are dropped or repeated before the scatter")
+
+    def pieces(layout: RowLayout) -> Iterator[ByteRun]:
+        for rank, rows in enumerate(layout.rows):
+            for b in range(layout.batch):
+                yield ByteRun(0, rows, 0, b * sum(layout.rows) + sum(layout.rows[:rank]))
+                yield ByteRun(0, layout.pitch[rank] - rows, PAD, 0)
+
+    return _fit(runs, used, parts, pieces, "scattered")
+
+
+def _fit(
+    runs: Contents,
+    used: list[int],
+    shards: list[int],
+    pieces: Callable[[RowLayout], Iterable[ByteRun]],
+    what: str,
+) -> RowLayout:
+    """The layout with the fewest stacks whose pieces, joined, are these runs."""
+    most = math.gcd(*used, *shards) or 1
+    problem = ""
+    for batch in (b for b in range(1, most + 1) if most % b == 0):
+        rows, pitch = (tuple(n // batch for n in counts) for counts in (used, shards))
+        layout = RowLayout(batch, rows, pitch)
+        if join(pieces(layout)) == runs:
+            problem = _dropped(layout, what)
+            if not problem:
+                return layout
+    if not problem and sum(used) < sum(shards):
+        problem = _only(sum(used), sum(shards), what)
+    raise Refused(problem or f"the {what} rows are not in the order of the ranks")
+
+
+def _dropped(layout: RowLayout, what: str) -> str:
+    """What is wrong if rows are left out that are not the padding of uneven shards."""
+    even = chunk_sizes(sum(layout.rows), len(layout.rows))
+    if not layout.padded or (layout.rows == even and set(layout.pitch) == {even[0]}):
+        return ""
+    return _only(layout.total, sum(layout.shard), what)
+
+
+def _only(used: int, held: int, what: str) -> str:
+    part = f"only {used} of {held} {what} rows are used"
+    return f"{part} (a select or slice of the sharded dimension)"
+
+
+def in_rows(contents: Contents, row_bytes: int) -> Contents:
+    """The runs counted in rows, or Refused where they cut a row."""
+    return tuple(
+        ByteRun(
+            run.start // row_bytes, run.length // row_bytes, run.source, run.offset // row_bytes
+        )
+        for run in whole_rows(contents, row_bytes)
+    )

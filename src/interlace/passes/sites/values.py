@@ -3,7 +3,7 @@
 A buffer is a value where one op makes all of it; views and data movement (cat, clone, slice, pad,
 ...) are looked through down to a root:
 
-    >>> values = Values(program, rank=0)
+    >>> values = Dataflow(program, rank=0)
     >>> values.contents(View("t3").view(8, 4), "gathered", root_contents, row=16)
     (Run(start=0, length=64, source=0, offset=0), ...)
 """
@@ -16,12 +16,12 @@ from functools import cached_property
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
 from interlace.ir.operators import is_kind
 from interlace.ir.types import TableEntry
-from interlace.passes.order.overlaps import rank_dependent
+from interlace.passes.overlaps import rank_dependent
 from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
 from interlace.passes.strategies.emitter import Names
 
 
-class Values:
+class Dataflow:
     """The values of a Program as one rank sees them."""
 
     def __init__(self, program: Program, rank: int) -> None:

@@ -1,8 +1,10 @@
-"""How a site is written with a strategy.
+"""How a site is written with a strategy, and which strategy it gets.
 
-table.py     the strategies, as rows of data
-write.py     a site with a strategy: what is declared, and which rows are computed when
-gathers.py, scatters.py, slabs.py, slices.py, exchanges.py: how chunks travel
-chunks.py    the computation on chunks;  pieces.py: how finely a site is cut
-emitter.py   names, tables and views of what is written
+table.py       the strategies, as rows of data
+write.py       a site with a strategy: what is declared, and which rows are computed when
+gathers.py, scatters.py, slices.py, exchanges.py: how chunks travel
+chunks.py      the computation on chunks;  pieces.py: how finely a site is cut
+emitter.py     names, tables and views of what is written
+choose.py      which strategy a site gets;  estimate.py: measured, or predicted by playing it alone
+candidates.py  all estimates of a Program's sites, for `explain`, and measured sites
 """

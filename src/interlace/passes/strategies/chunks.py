@@ -1,6 +1,6 @@
 """Chunks of rows of a site's matrices, and the matmuls and pointwise operators on them.
 
-A `Pick` says which rows of the full matrices are meant; a `Place` is where a chunk's rows lie.
+A `Pick` says which rows of the full matrices are meant; a `ChunkPlace` is where a chunk's rows lie.
 Where a chunk has rows in each of several stacks (a batch), its rows in a full matrix are no matrix:
 then each stack gets a matmul of its own, or, where those would be small, the rows are packed.
 
@@ -11,14 +11,14 @@ then each stack gets a matmul of its own, or, where those would be small, the ro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
 from interlace.passes.sites.cone import Cone, lhs_of, operand_kind, result_of
-from interlace.passes.sites.layout import Layout
-from interlace.passes.sites.values import Values
+from interlace.passes.sites.rows import RowLayout
+from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter
 
 DIRECT_ROWS = 128
@@ -26,7 +26,7 @@ DIRECT_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkPlace:
     """Where a chunk lies: as one matrix (`flat`), if it is one, and with its stacks (`rows`)."""
 
     flat: View | None
@@ -48,7 +48,7 @@ class Pick:
 
     @classmethod
     def ranks(
-        cls, emitter: Emitter, layout: Layout, index: Index, within: Slice | None = None
+        cls, emitter: Emitter, layout: RowLayout, index: Index, within: Slice | None = None
     ) -> Pick:
         """The rows of one rank, or some `within` them."""
         step = emitter.chunk(index, layout.rows)
@@ -66,44 +66,46 @@ class Pick:
         """Whether there are no such rows on any rank."""
         return isinstance(self.index, int) and not self.counts[self.index]
 
-    def of(self, matrix: View, width: int) -> Place:
+    def of(self, matrix: View, width: int) -> ChunkPlace:
         """These rows of a full matrix, given with two dimensions."""
         if self.stacks == 1:
             view = matrix.then(self.step)
             view = view if self.within is None else view.then(self.within)
-            return Place(view, view)
+            return ChunkPlace(view, view)
         stacked = matrix.view(self.stacks, self.height, width)
-        return Place(None, stacked.then(dataclasses.replace(self.step, dim=1)))
+        return ChunkPlace(None, stacked.then(dataclasses.replace(self.step, dim=1)))
 
-    def cut(self, view: View, box: Box, width: int) -> Place:
+    def cut(self, view: View, box: Box, width: int) -> ChunkPlace:
         """These rows of a value: of a full matrix, or of its stacks as they are."""
         if self.stacks > 1 and box.sizes == (self.stacks, self.height, width):
-            return Place(None, view.then(dataclasses.replace(self.step, dim=1)))
+            return ChunkPlace(None, view.then(dataclasses.replace(self.step, dim=1)))
         return self.of(matrix(view, box, self.stacks * self.height, width), width)
 
-    def packed(self, emitter: Emitter, matrix: View, width: int) -> Place:
+    def packed(self, emitter: Emitter, matrix: View, width: int) -> ChunkPlace:
         """These rows lying together at the head of a matrix of `max(counts)` rows."""
         flat = emitter.head(matrix, self.counts, self.index, max(self.counts))
         return self.shaped(flat, width)
 
-    def shaped(self, flat: View, width: int) -> Place:
+    def shaped(self, flat: View, width: int) -> ChunkPlace:
         """The place of a chunk that is one matrix."""
-        return Place(flat, flat if self.stacks == 1 else flat.view(self.stacks, -1, width))
+        return ChunkPlace(flat, flat if self.stacks == 1 else flat.view(self.stacks, -1, width))
 
 
-def in_shard(emitter: Emitter, shard: View, layout: Layout, index: Index, width: int) -> Place:
+def in_shard(
+    emitter: Emitter, shard: View, layout: RowLayout, index: Index, width: int
+) -> ChunkPlace:
     """The rows of a rank in its shard (a matrix), which may have padding between."""
     pitch = layout.pitch[0]
     if layout.batch == 1:
         flat = emitter.head(shard, layout.rows, index, pitch) if layout.padded else shard
-        return Place(flat, flat)
+        return ChunkPlace(flat, flat)
     if not layout.padded:
-        return Place(shard, shard.view(layout.batch, -1, width))
+        return ChunkPlace(shard, shard.view(layout.batch, -1, width))
     stacked = shard.view(layout.batch, pitch, width)
-    return Place(None, emitter.head(stacked, layout.rows, index, pitch, dim=1))
+    return ChunkPlace(None, emitter.head(stacked, layout.rows, index, pitch, dim=1))
 
 
-def zero_padding(emitter: Emitter, shard: View, layout: Layout, width: int) -> None:
+def zero_padding(emitter: Emitter, shard: View, layout: RowLayout, width: int) -> None:
     """Zeros for the rows of a shard that may be padding (before the others are computed)."""
     least, pitch = min(layout.rows), max(layout.pitch)
     if layout.padded and least < pitch:
@@ -117,6 +119,11 @@ def matrix(view: View, box: Box, rows: int, width: int) -> View:
     return view if box.sizes == (rows, width) else view.view(rows, width)
 
 
+def _into(op: Call, fn: str, args: Iterable[Arg], out: View) -> Call:
+    """The call of an overload that writes into given memory."""
+    return dataclasses.replace(op, fn=fn, args=tuple(args), outs=(out,), fresh=())
+
+
 def _select(i: int) -> Callable[[View], View]:
     return lambda view: view.select(0, i)
 
@@ -124,10 +131,10 @@ def _select(i: int) -> Callable[[View], View]:
 class Compute:
     """Emits the computation of a site, chunk by chunk."""
 
-    def __init__(self, emitter: Emitter, values: Values) -> None:
+    def __init__(self, emitter: Emitter, values: Dataflow) -> None:
         self.emitter, self.values = emitter, values
 
-    def matmul(self, op: Call, lhs: Place, out: Place, pick: Pick) -> None:
+    def matmul(self, op: Call, lhs: ChunkPlace, out: ChunkPlace, pick: Pick) -> None:
         """The rows that `pick` names of a matmul's result, from `lhs` into `out`."""
         if pick.empty:
             return
@@ -146,8 +153,7 @@ class Compute:
             args[spec.lhs] = left
             for i, place in cut_args.items():
                 args[i] = row(place.rows)
-            changed = {"fn": spec.into, "args": tuple(args), "outs": (right,), "fresh": ()}
-            self.emitter.emit(dataclasses.replace(op, **changed))
+            self.emitter.emit(_into(op, spec.into, args, right))
 
         if pick.stacks == 1:
             call(lhs.rows, out.rows, lambda view: view)
@@ -176,14 +182,13 @@ class Compute:
         result = result_of(op)
         assert result is not None
         out = stacked(right, self.values.box(result).sizes[-1])
-        changed = {"fn": spec.into, "args": tuple(args), "outs": (out,), "fresh": ()}
-        self.emitter.emit(dataclasses.replace(op, **changed))
+        self.emitter.emit(_into(op, spec.into, args, out))
 
     def _packed(
         self,
         op: Call,
-        lhs: Place,
-        out: Place,
+        lhs: ChunkPlace,
+        out: ChunkPlace,
         pick: Pick,
         width: int,
         call: Callable[[View, View, Callable[[View], View]], None],
@@ -205,22 +210,22 @@ class Compute:
         else:
             call(left, right, lambda view: view)
 
-    def _rows_of(self, arg: Arg, pick: Pick, rows: int) -> Place | None:
+    def _rows_of(self, arg: Arg, pick: Pick, rows: int) -> ChunkPlace | None:
         """An argument with one row for each row of the result, cut; None if it is passed whole."""
         if not isinstance(arg, View):
             return None
         sizes = self.values.box(arg).sizes
         return pick.of(arg, sizes[1]) if len(sizes) == 2 and sizes[0] == rows > 1 else None
 
-    def _scratch(self, name: str, dtype: DType, pick: Pick, width: int) -> Place:
+    def _scratch(self, name: str, dtype: DType, pick: Pick, width: int) -> ChunkPlace:
         buffer = self.emitter.scratch(name, dtype, (max(pick.counts), width))
         return pick.packed(self.emitter, buffer, width)
 
-    def cone(self, cone: Cone, pick: Pick, target: Place) -> None:
+    def cone(self, cone: Cone, pick: Pick, target: ChunkPlace) -> None:
         """The rows that `pick` names of the cone's value, into `target`."""
         if pick.empty:
             return
-        places: dict[str, Place] = {}
+        places: dict[str, ChunkPlace] = {}
         for i in cone.ops:
             op = self.values.program.ops[i]
             result = result_of(op)
@@ -243,7 +248,13 @@ class Compute:
         self.emitter.copy(places[cone.value].rows, target.rows)
 
     def _pointwise(
-        self, op: Call, box: Box, places: dict[str, Place], out: Place, pick: Pick, cone: Cone
+        self,
+        op: Call,
+        box: Box,
+        places: dict[str, ChunkPlace],
+        out: ChunkPlace,
+        pick: Pick,
+        cone: Cone,
     ) -> None:
         rows = cone.rows
 
@@ -266,11 +277,6 @@ class Compute:
             assert isinstance(src, View)
             self.emitter.emit(Copy(src=src, dst=out.rows, loc=op.loc))
             return
-        changed = {
-            "fn": POINTWISE[op.fn],
-            "args": tuple(map(cut, op.args)),
-            "kwargs": tuple((key, cut(value)) for key, value in op.kwargs),
-            "outs": (out.rows,),
-            "fresh": (),
-        }
-        self.emitter.emit(dataclasses.replace(op, **changed))
+        kwargs = tuple((key, cut(value)) for key, value in op.kwargs)
+        made = _into(op, POINTWISE[op.fn], map(cut, op.args), out.rows)
+        self.emitter.emit(dataclasses.replace(made, kwargs=kwargs))

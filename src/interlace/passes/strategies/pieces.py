@@ -2,14 +2,19 @@
 
 >>> pieces(values, site, chunks=0, fused=True)
 4
+
+`unfusable` says why the kernels of the strategy `fused` cannot serve a site, as far as its own ops
+show it.
 """
 
 from __future__ import annotations
 
-from interlace.ir import Call, Collective
-from interlace.passes.sites.cone import lhs_of
-from interlace.passes.sites.recognise import GatherSite, ScatterSite
-from interlace.passes.sites.values import Values
+from interlace.ir import Call, Collective, View
+from interlace.ir.kernels import TILE_ROWS, unfit
+from interlace.ir.operators import matmul_of
+from interlace.passes.sites.cone import lhs_of, result_of
+from interlace.passes.sites.recognise import GatherSite, MatmulSite, ScatterSite
+from interlace.passes.sites.values import Dataflow
 
 DEFAULT_SLICES = 4
 PIECE_BYTES = 16 << 20
@@ -28,21 +33,19 @@ LEAST_SLABS, MOST_SLABS = 3, 8
 SMALL_BYTES = 16 << 20
 """Sums up to this size go back to the peers by one kernel, larger ones by copies."""
 MOST_PIECES = 4
-PIECE_ROWS = 128
-"""Pieces of a kernel are multiples of so many rows, its tiles, and others unless asked for."""
 GROUP_ROWS = 1024
 """Rows that a kernel goes through column by column before the next ones, a group of its tiles: in
 pieces of 512 it reads the weight twice as often, and takes 3 % longer where memory is busy."""
 
 
-def slices(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
+def slices(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     """How many slices `pipeline` cuts a site into: as asked, or a few; a row each at least."""
     whole = collective_of(values, site).kind == "all_reduce"
     rows = site.layout.total if whole else max(site.layout.shard)
     return min(chunks or DEFAULT_SLICES, rows)
 
 
-def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: bool = False) -> int:
+def pieces(values: Dataflow, site: MatmulSite, chunks: int, fused: bool = False) -> int:
     """In how many pieces each rank's rows are computed and put: `chunks` are of all ranks.
 
     Pieces let bytes leave sooner, and the last be summed alone; a gather's rows are there from the
@@ -56,13 +59,13 @@ def pieces(values: Values, site: GatherSite | ScatterSite, chunks: int, fused: b
         most = min(chunks // len(site.layout.rows), rows)
         step = _tiles(rows) if fused else 1
         return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
-    least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, PIECE_ROWS)
+    least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, TILE_ROWS)
     most = min(MOST_PIECES, part_bytes(values, site) // least, rows // height)
-    fits = [n for n in range(most, 1, -1) if rows % (n * PIECE_ROWS) == 0]
+    fits = [n for n in range(most, 1, -1) if rows % (n * TILE_ROWS) == 0]
     return next((n for n in fits if rows % (n * height) == 0), fits[0] if fits else 1)
 
 
-def slabs(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
+def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     """In how many slabs the all-reduce behind a kernel goes; 0: it takes too little time for them.
 
     `chunks` are the parts that ranks have of slabs, of all ranks. The rows that a matmul contracts
@@ -78,7 +81,7 @@ def slabs(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
     if chunks:
         most = min(most, chunks // len(site.layout.rows))
     rows = site.layout.rows[0]
-    step = _tiles(rows) if chunks else PIECE_ROWS
+    step = _tiles(rows) if chunks else TILE_ROWS
     fits = (n for n in range(most, LEAST_SLABS - 1, -1) if rows % (n * step) == 0)
     return next(fits, 0)
 
@@ -86,16 +89,16 @@ def slabs(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
 def _tiles(rows: int) -> int:
     """What the pieces that are asked of a kernel are multiples of: its tiles. Fewer rows are cut as
     they come, though no kernel makes such pieces."""
-    return PIECE_ROWS if rows >= PIECE_ROWS else 1
+    return TILE_ROWS if rows >= TILE_ROWS else 1
 
 
-def kernel_parts(values: Values, site: GatherSite | ScatterSite, chunks: int) -> int:
+def kernel_parts(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     """How many ranges of rows `fused` moves, of all ranks."""
     count = slabs(values, site, chunks) or pieces(values, site, chunks, fused=True)
     return count * len(site.layout.rows)
 
 
-def sums_beside(values: Values, site: ScatterSite, count: int) -> bool:
+def sums_beside(values: Dataflow, site: ScatterSite, count: int) -> bool:
     """Whether the own rows, in so many pieces, are summed while others are computed."""
     return count > 1 and part_bytes(values, site) >= count * BESIDE_BYTES
 
@@ -105,13 +108,46 @@ def by_kernel(nbytes: int) -> bool:
     return nbytes <= SMALL_BYTES
 
 
-def part_bytes(values: Values, site: ScatterSite) -> int:
+def part_bytes(values: Dataflow, site: ScatterSite) -> int:
     """Bytes of the rows that each rank keeps, where all keep as many."""
     return site.layout.rows[0] * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
 
 
-def collective_of(values: Values, site: GatherSite | ScatterSite) -> Collective:
+def collective_of(values: Dataflow, site: MatmulSite) -> Collective:
     """The collective of a site."""
     op = values.program.ops[site.collective]
     assert isinstance(op, Collective)
     return op
+
+
+# kernels
+
+
+def unfusable(values: Dataflow, site: MatmulSite) -> str:
+    """Why a site's matmuls cannot run as one kernel each, empty where they can."""
+    layout = site.layout
+    if layout.batch != 1 or layout.padded or len(set(layout.rows)) > 1:
+        return "its rows are not dealt evenly to the ranks, in one stack"
+    if not layout.rows[0]:
+        return "a rank has no rows"
+    if isinstance(site, GatherSite):
+        calls = site.matmuls
+    else:
+        calls = site.cone.ops
+        if len(calls) > 1 or site.cone.used:
+            return "more than one matmul makes what it reduces, or others use that as well"
+    return next(filter(None, (_matmul(values, i) for i in calls)), "")
+
+
+def _matmul(values: Dataflow, index: int) -> str:
+    op = values.program.ops[index]
+    spec = matmul_of(op.fn) if isinstance(op, Call) else None
+    result = result_of(op)
+    if not isinstance(op, Call) or spec is None or not spec.fusable or result is None:
+        return "the kernel does mm and addmm only"
+    if op.kwargs:
+        return f"{op.fn} has arguments that the kernel does not take"
+    right, bias = op.args[spec.lhs + 1], op.args[0] if spec.lhs else None
+    assert isinstance(right, View)
+    added = values.box(bias) if isinstance(bias, View) else None
+    return unfit(values.box(lhs_of(op)), values.box(right), values.box(result), added)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from interlace.ir import Call, DType, View
-from interlace.passes.sites.layout import Layout
-from interlace.passes.strategies.chunks import Pick, Place
+from interlace.passes.sites.rows import RowLayout
+from interlace.passes.strategies.chunks import ChunkPlace, Pick
 from interlace.passes.strategies.emitter import Emitter
 
-Rows = Callable[[Pick, Place], None]
+Rows = Callable[[Pick, ChunkPlace], None]
 """What computes with the rows that a pick names, which lie (or shall lie) in a place."""
 
 
@@ -25,7 +25,7 @@ class Slices:
 
     emitter: Emitter
     name: str
-    layout: Layout
+    layout: RowLayout
     width: int
     dtype: DType
     count: int
@@ -53,7 +53,7 @@ class Slices:
             position += high - low
             first += rows
 
-    def pieces(self, i: int, matrix: View) -> Iterator[tuple[Pick, Place]]:
+    def pieces(self, i: int, matrix: View) -> Iterator[tuple[Pick, ChunkPlace]]:
         """The rows of slice `i`, as few picks as will do, and where they lie in its matrix."""
         e, layout, bounds = self.emitter, self.layout, self.bounds(i)
         even = not layout.padded and len(set(layout.rows)) == 1

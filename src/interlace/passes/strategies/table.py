@@ -3,7 +3,7 @@
 A row says how a site is cut (`ranks`: one chunk for each rank's rows; `roots`: the same, but all
 ranks take the chunks in one order; `slices`: a slice of every rank's rows; `whole`: not at all),
 what moves the bytes, and, for chunks of ranks, which chunk a rank handles at step k and with whom.
-A `Line` gives an offset from the rank, counted modulo the team:
+A `Offset` gives an offset from the rank, counted modulo the team:
 
     >>> STRATEGIES["shift", None].gather.chunk.at(2)      # at step 2, the rows of rank + 2
     2
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Offset:
     """The offset `first + step * k` at step k."""
 
     first: int
@@ -37,13 +37,13 @@ class Line:
 class Path:
     """What a rank does at step k = 1 .. W-1: offsets from its own rank."""
 
-    chunk: Line
+    chunk: Offset
     """Whose rows arrive (gather), or are computed and leave (scatter)."""
-    to: Line
+    to: Offset
     """Who gets what leaves."""
-    source: Line
+    source: Offset
     """Who sends what arrives."""
-    sent: Line = Line(0)
+    sent: Offset = Offset(0)
     """Gather: whose rows leave."""
 
 
@@ -52,7 +52,8 @@ class Strategy:
     """How a site is overlapped.
 
     `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
-    `exchange` is serial, but its collective is the backend `peer`.
+    `exchange` is serial, but its collective is the backend `peer`. To add a strategy that moves
+    bytes as another does, add a row (and its name to `interlace.options.STRATEGIES`).
     """
 
     name: str
@@ -66,13 +67,19 @@ class Strategy:
     """Whether a partial result picks up each rank's part on its way, instead of all at the end."""
     alone: str = ""
     """Why it cannot serve an all-to-all, each chunk of which is for one rank; empty: it can."""
+    peers: bool = False
+    """Whether it reaches into the memory of the peers."""
+    kernel: bool = False
+    """Whether it needs a kernel on a GPU."""
+    outdone: bool = False
+    """Whether peer memory leaves no use for it on GPUs that have that."""
 
 
-NEAR_FIRST = Path(chunk=Line(0, 1), to=Line(0, -1), source=Line(0, 1))
+NEAR_FIRST = Path(chunk=Offset(0, 1), to=Offset(0, -1), source=Offset(0, 1))
 """Gather: at step k take the rows of rank + k, give my own to rank - k."""
-OWNERS = Path(chunk=Line(0, 1), to=Line(0, 1), source=Line(0, -1))
+OWNERS = Path(chunk=Offset(0, 1), to=Offset(0, 1), source=Offset(0, -1))
 """Scatter: at step k compute the rows of rank + k and give them to it."""
-NEIGHBOURS = Path(chunk=Line(0, -1), to=Line(1), source=Line(-1), sent=Line(1, -1))
+NEIGHBOURS = Path(chunk=Offset(0, -1), to=Offset(1), source=Offset(-1), sent=Offset(1, -1))
 """Gather: at step k hand on what came at k - 1. Scatter: add my part to what came, hand it on."""
 
 _RANK_ORDER = "in the order of the ranks, in fp32, rounded once"
@@ -85,20 +92,41 @@ STRATEGIES: dict[tuple[str, str | None], Strategy] = {
     (row.name, row.transport if row.name == "peer" else None): row
     for row in (
         Strategy("pipeline", "slices", "collectives", _BACKEND, alone=_SLICES),
-        Strategy("broadcast", "roots", "collectives", _BACKEND, alone=_FOR_ALL),
-        Strategy("shift", "ranks", "messages", _RANK_ORDER, NEAR_FIRST, OWNERS),
+        Strategy("broadcast", "roots", "collectives", _BACKEND, alone=_FOR_ALL, outdone=True),
+        Strategy("shift", "ranks", "messages", _RANK_ORDER, NEAR_FIRST, OWNERS, outdone=True),
         Strategy(
-            *("ring", "ranks", "messages"),
+            "ring",
+            "ranks",
+            "messages",
             "rows of rank c: c+1, c+2, ..., c, rounded to the element type after each",
-            *(NEIGHBOURS, NEIGHBOURS, True, _FOR_ALL),
+            NEIGHBOURS,
+            NEIGHBOURS,
+            accumulates=True,
+            alone=_FOR_ALL,
+            outdone=True,
         ),
-        Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS),
-        Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS),
-        Strategy("fused", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS, alone=_KERNEL),
-        Strategy("exchange", "whole", "collectives", _RANK_ORDER),
+        Strategy("peer", "ranks", "get", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True),
+        Strategy("peer", "ranks", "put", _RANK_ORDER, NEAR_FIRST, OWNERS, peers=True),
+        Strategy(
+            "fused",
+            "ranks",
+            "put",
+            _RANK_ORDER,
+            NEAR_FIRST,
+            OWNERS,
+            alone=_KERNEL,
+            peers=True,
+            kernel=True,
+        ),
+        Strategy("exchange", "whole", "collectives", _RANK_ORDER, peers=True, kernel=True),
     )
 }
 """By name and, for `peer`, protocol."""
+
+
+def names() -> tuple[str, ...]:
+    """What a site can be given: a row, `serial`, or the fastest of all."""
+    return "auto", "serial", *dict.fromkeys(name for name, _ in STRATEGIES)
 
 
 def strategy(name: str, protocol: str | None) -> Strategy | None:

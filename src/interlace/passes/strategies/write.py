@@ -9,11 +9,17 @@ from dataclasses import replace
 
 from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
 from interlace.passes.sites.cone import result_of
-from interlace.passes.sites.fusable import unfit
-from interlace.passes.sites.layout import Layout
-from interlace.passes.sites.recognise import EXCHANGE, GatherSite, ScatterSite
-from interlace.passes.sites.values import Values
-from interlace.passes.strategies.chunks import Compute, Pick, Place, in_shard, matrix, zero_padding
+from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
+from interlace.passes.sites.rows import RowLayout
+from interlace.passes.sites.values import Dataflow
+from interlace.passes.strategies.chunks import (
+    ChunkPlace,
+    Compute,
+    Pick,
+    in_shard,
+    matrix,
+    zero_padding,
+)
 from interlace.passes.strategies.emitter import Emitter, Names
 from interlace.passes.strategies.exchanges import Combine, Dispatch
 from interlace.passes.strategies.gathers import Gather, Take
@@ -25,9 +31,9 @@ from interlace.passes.strategies.pieces import (
     slabs,
     slices,
     sums_beside,
+    unfusable,
 )
-from interlace.passes.strategies.scatters import Scatter
-from interlace.passes.strategies.slabs import Slabs
+from interlace.passes.strategies.scatters import Scatter, Slabs
 from interlace.passes.strategies.slices import Slices
 from interlace.passes.strategies.table import Strategy
 
@@ -38,7 +44,7 @@ EXCHANGED = (
 """What the exchange kernel adds up."""
 
 
-def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> str:
+def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
     """Why a strategy cannot serve a site; empty where it can."""
     op = collective_of(values, site)
     if not site.layout.total:
@@ -52,13 +58,13 @@ def refusal(values: Values, site: GatherSite | ScatterSite, row: Strategy) -> st
     if row.name == "exchange" and op.reduce is not None and op.src is not None:
         if (dtype := values.box(op.src).dtype) not in EXCHANGED:
             return f"its kernel does not reduce {dtype}"
-    return unfit(values, site) if row.name == "fused" else ""
+    return unfusable(values, site) if row.name == "fused" else ""
 
 
 def write(
-    values: Values,
+    values: Dataflow,
     names: Names,
-    site: GatherSite | ScatterSite,
+    site: MatmulSite,
     row: Strategy,
     chunks: int,
     number: int | None,
@@ -82,7 +88,7 @@ def write(
 
 
 class _Writer:
-    def __init__(self, values: Values, emitter: Emitter, row: Strategy, chunks: int) -> None:
+    def __init__(self, values: Dataflow, emitter: Emitter, row: Strategy, chunks: int) -> None:
         self.values, self.emitter, self.row, self.chunks = values, emitter, row, chunks
         self.compute = Compute(emitter, values)
 
@@ -123,7 +129,7 @@ class _Writer:
             cut = Slices(e, f"{name}_slice", layout, width, dtype, count)
             whole = full if site.whole else None
 
-            def all_matmuls(pick: Pick, place: Place) -> None:
+            def all_matmuls(pick: Pick, place: ChunkPlace) -> None:
                 for i in site.matmuls:
                     self.matmul(i, pick, place)
 
@@ -140,7 +146,7 @@ class _Writer:
         gather = Gather(e, self.row, shard, full, layout.shard, width, dtype, site.whole)
         gather.run(*map(taking, site.matmuls))
 
-    def matmul(self, i: int, pick: Pick, rows: Place) -> None:
+    def matmul(self, i: int, pick: Pick, rows: ChunkPlace) -> None:
         """What a matmul makes of some rows."""
         op = self.values.program.ops[i]
         result = result_of(op)
@@ -192,14 +198,16 @@ class _Writer:
         box = self.values.box(op.dst)
         Combine(self.emitter, self.row, cone.value, box.sizes, box.dtype).run(op.dst, compute)
 
-    def part(self, rows: View, op: Collective, layout: Layout, index: Index, width: int) -> Place:
+    def part(
+        self, rows: View, op: Collective, layout: RowLayout, index: Index, width: int
+    ) -> ChunkPlace:
         """Where the rows of one rank's part of an all-to-all lie."""
         assert op.dst is not None
         first, *rest = self.values.box(op.dst).sizes
         sizes = (first // self.emitter.size, *rest)
         if layout.batch > 1 and not layout.padded:
             stacks = layout.batch, layout.rows[0], width
-            return Place(rows.view(-1, width), rows if sizes == stacks else rows.view(*stacks))
+            return ChunkPlace(rows.view(-1, width), rows if sizes == stacks else rows.view(*stacks))
         shard = rows if sizes == (layout.shard[0], width) else rows.view(-1, width)
         return in_shard(self.emitter, shard, layout, index, width)
 
@@ -274,7 +282,7 @@ class _Writer:
                 start, stop = cone.rows * i // count, cone.rows * (i + 1) // count
                 pick = Pick.slice(e, 1, cone.rows, start, stop)
                 part = stage.slice(0, start, stop)
-                self.compute.cone(cone, pick, Place(part, part))
+                self.compute.cone(cone, pick, ChunkPlace(part, part))
                 dst = full.slice(0, start, stop)
                 e.collective("all_reduce", part, dst, reduce=op.reduce)
             return
@@ -288,7 +296,7 @@ class _Writer:
 
         def rows(index: Index, shard: View, within: Slice | None = None) -> None:
             pick = Pick.ranks(e, layout, index, within)
-            self.compute.cone(cone, pick, Place(shard, shard))
+            self.compute.cone(cone, pick, ChunkPlace(shard, shard))
 
         if self.row.cut == "roots":
             assert stage is not None
@@ -321,7 +329,7 @@ class _Writer:
 
         def compute(slab: Slice, part: Chunk, into: View) -> None:
             pick = Pick(1, cone.rows, slab, sizes, part.index, part)
-            self.compute.cone(cone, pick, Place(into, into))
+            self.compute.cone(cone, pick, ChunkPlace(into, into))
 
         Slabs(
             *(e, self.row, cone.value, stage, full, cone.rows, cone.width, dtype, count),

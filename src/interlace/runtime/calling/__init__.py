@@ -1,6 +1,6 @@
 """From the name of an operator or a region to one bound function.
 
-operators.py     what the names of a schedule stand for in torch, and what they may not
-calls.py         Calls bound to torch operators;  quick_calls.py: the most usual ones
-regions.py       groups of calls that run as one, eager or compiled
+operators.py   names, to what PyTorch calls so
+calls.py       Calls bound to operators, and what a run gives back
+regions.py     groups of calls that run as one, eager or compiled
 """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,13 +22,24 @@ from interlace.ir import Arg, Buffer, Call, Region, View
 from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.operators import decode, resolve
-from interlace.runtime.calling.quick_calls import QUICK, Thunk, quick_call, resized
-from interlace.runtime.values import DTYPES, Values, whole
+from interlace.runtime.prepare.plan import Plan
+from interlace.runtime.values import DTYPES, ValueTable, derive, whole
 
+Thunk = Callable[[], None]
 Read = Callable[[], Sequence[Any]]
 
+QUICK: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "aten.mm.out": torch.mm,
+        "aten.addmm.out": torch.addmm,
+        "aten.bmm.out": torch.bmm,
+        "aten.add.out": torch.add,
+    }
+)
+"""The same operators by torch's own bindings, which cost the host a microsecond less."""
 
-def reader(args: Sequence[Arg], values: Values, device: torch.device) -> tuple[Read, bool]:
+
+def reader(args: Sequence[Arg], values: ValueTable, device: torch.device) -> tuple[Read, bool]:
     """A function that gives the arguments, and whether they are the same in every run."""
     specs = [_spec(arg, values, device) for arg in args]
     items = values.items
@@ -36,18 +48,24 @@ def reader(args: Sequence[Arg], values: Values, device: torch.device) -> tuple[R
         return (lambda: fixed), True
     if any(isinstance(spec, list) for spec in specs):
         return (lambda: [_take(spec, items) for spec in specs]), False
-    places = [spec for spec in specs if isinstance(spec, int)]
+    return _by_place([spec for spec in specs if isinstance(spec, int)], items), False
+
+
+def _by_place(places: Sequence[int], items: list[Any]) -> Callable[[], tuple[Any, ...]]:
+    """What reads these places of the table, as they are at that time."""
+    if not places:
+        return lambda: ()
     if len(places) == 1:
         (only,) = places
-        return (lambda: (items[only],)), False
+        return lambda: (items[only],)
     getter = operator.itemgetter(*places)
-    return (lambda: getter(items)), False
+    return lambda: getter(items)
 
 
 Spec = int | list["Spec"]
 
 
-def _spec(arg: Arg, values: Values, device: torch.device) -> Spec:
+def _spec(arg: Arg, values: ValueTable, device: torch.device) -> Spec:
     """The place of an argument, or the list of the places of a list's items."""
     if isinstance(arg, View):
         return values.own(arg)
@@ -60,7 +78,7 @@ def _take(spec: Spec, items: list[Any]) -> Any:
     return [_take(item, items) for item in spec] if isinstance(spec, list) else items[spec]
 
 
-def _constant(spec: Spec, values: Values) -> bool:
+def _constant(spec: Spec, values: ValueTable) -> bool:
     if isinstance(spec, list):
         return all(_constant(item, values) for item in spec)
     return values.is_constant(spec)
@@ -68,7 +86,7 @@ def _constant(spec: Spec, values: Values) -> bool:
 
 def bind_call(
     op: Call,
-    values: Values,
+    values: ValueTable,
     regions: Mapping[str, Region],
     device: torch.device,
     compile_regions: bool = False,
@@ -106,7 +124,7 @@ def bind_call(
 
 
 def _region(
-    op: Call, region: Region, values: Values, device: torch.device, compile_regions: bool
+    op: Call, region: Region, values: ValueTable, device: torch.device, compile_regions: bool
 ) -> Callable[..., Any]:
     decoded = functools.partial(decode, device=device)
     views = op.views()
@@ -142,7 +160,9 @@ def _call(
         fn(*read(), **outs)
 
 
-def _into(op: Call, call: Callable[..., None], out_names: tuple[str, ...], values: Values) -> Thunk:
+def _into(
+    op: Call, call: Callable[..., None], out_names: tuple[str, ...], values: ValueTable
+) -> Thunk:
     """A call that fills its outputs; one that would resize them is an error, not a surprise."""
     items = values.items
     outs = [
@@ -170,7 +190,7 @@ def _into(op: Call, call: Callable[..., None], out_names: tuple[str, ...], value
     return run
 
 
-def _copied(op: Call, call: Callable[[], Any], outs: list[int], values: Values) -> Thunk:
+def _copied(op: Call, call: Callable[[], Any], outs: list[int], values: ValueTable) -> Thunk:
     items = values.items
 
     def run() -> None:
@@ -194,7 +214,7 @@ def _flat(result: Any) -> list[torch.Tensor]:
     return []
 
 
-def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Values) -> Thunk:
+def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: ValueTable) -> Thunk:
     """A call that makes its own outputs; they never share memory with its arguments."""
     binds = [
         (buffer, *_layout(buffer), functools.partial(values.bind, buffer.name))
@@ -235,7 +255,7 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
 
 
 def _missing(
-    op: Call, values: Values
+    op: Call, values: ValueTable
 ) -> Callable[[Any, Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]:
     """The results with zeros for those that an operator left out, as attention without gradients
     does with what only its backward needs, although its shapes were told; None for what nobody
@@ -287,3 +307,76 @@ def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor
     if same:
         return result.as_strided(sizes, strides)
     return torch.empty_strided(sizes, strides, dtype=dtype, device=result.device).copy_(result)
+
+
+def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
+    """A call of one of `QUICK`, of tensors alone.
+
+    The shape of its result follows from those of its arguments, which are the same in every run:
+    that it is the output's is seen once.
+    """
+    items, (out,) = values.items, [values.own(view) for view in op.outs]
+    first, second, *third = [values.own(arg) for arg in op.args if isinstance(arg, View)]
+    (view,) = op.outs
+    size, known = values.box(view).sizes, False
+
+    def check() -> None:
+        nonlocal known
+        if items[out].shape != size:
+            raise resized(op, items[out].shape, size)
+        known = True
+
+    def run_two() -> None:
+        fn(items[first], items[second], out=items[out])
+        if not known:
+            check()
+
+    def run_three() -> None:
+        fn(items[first], items[second], items[third[0]], out=items[out])
+        if not known:
+            check()
+
+    return run_three if third else run_two
+
+
+def resized(op: Call, got: Sequence[int], wanted: Sequence[int]) -> ExecutorError:
+    return ExecutorError(
+        f"{op.fn} gives a result of shape {list(got)}, but the Program has {list(wanted)} for it"
+    )
+
+
+# -- what a run gives back ------------------------------------------------------------------------
+
+Results = Callable[[], tuple[Any, ...]]
+
+
+def reader_of(returned: Sequence[Arg], plan: Plan, values: ValueTable) -> Results:
+    """A function that reads the results of the run under way, from the table or as the Program
+    fixes them."""
+    reads = [_result(arg, plan, values) for arg in returned]
+    items = values.items
+    places = [read for read in reads if isinstance(read, int)]
+    if len(places) == len(reads):
+        return _by_place(places, items)
+    return lambda: tuple([items[read] if isinstance(read, int) else read() for read in reads])
+
+
+def _result(arg: Arg, plan: Plan, values: ValueTable) -> int | Callable[[], Any]:
+    """A place in the table, or what gives a result that is not there."""
+    if isinstance(arg, View):
+        kind = plan.buffers[arg.buffer].kind
+        if kind not in ("input", "output", "fresh"):
+            raise ProgramError(
+                f"{plan.program.name} returns the {kind} buffer {arg.buffer!r}, whose storage "
+                "the next run reuses: return a fresh buffer or an output"
+            )
+        held, box = values.registered, values.box(arg)
+        if arg.buffer not in held:
+            return values.own(arg)
+        name, all_of_it = arg.buffer, box == whole(plan.buffers[arg.buffer])
+        of_now = lambda: values.registered[name].tensor  # noqa: E731
+        return of_now if all_of_it else lambda: derive(of_now(), box)
+    if isinstance(arg, tuple):
+        return reader_of(arg, plan, values)
+    value = decode(arg, values.device)
+    return lambda: value

@@ -1,13 +1,11 @@
 """The CUDA engine: streams, copy engines and kernels instead of threads.
 
 engine.py    the engine: binds a Program's ops once, issues them in every run
+runner.py    one run, from the caller's tensors to the results
 binding.py   a Program's ops in a run, with what stands before and after them
 binder.py    each kind of op as a function that issues it
-lanes.py     the streams of a Program and the points between them
-runner.py    one run, from the caller's tensors to the results
-drops.py     tensors of a run that streams still use
-timed.py     when each op ran, for the option `trace`
-sharing.py   what a Program needs of its teams' devices;  facts.py: what an engine asks of it
+lanes.py     the streams of a Program, the points between them, and when each op ran
+sharing.py   what a Program needs of its teams' devices
 
 launches/    what one launch does: fused GEMMs, exchanges, sums, NCCL
 waits/       words that streams wait for, and the watchdog that bounds every wait

@@ -1,6 +1,6 @@
 """Each kind of op as a function that issues it on its stream.
 
-    binder = Binder(context, lanes, links)
+    binder = Binder(binding)
     issue = binder.bind(index, op)        # a function without arguments; None: nothing to do
 
 Bytes that lie in a row go by copy engines; what does not, by torch's copy kernel. Torch's own ops
@@ -23,16 +23,15 @@ Note [When slots are taken]
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from interlace.comm.cuda.driver import Driver, Event
-from interlace.comm.cuda.slots import slot_keys
-from interlace.comm.cuda.space import CudaSpace
+import torch
+
+from interlace.comm.cuda.driver import Event
+from interlace.comm.cuda.memory import slot_keys
 from interlace.ir import (
     Alloc,
-    Box,
     Call,
     Collective,
     Copy,
@@ -49,36 +48,20 @@ from interlace.ir import (
     Recv,
     Send,
     Spot,
+    View,
     Wait,
 )
 from interlace.runtime.calling.calls import bind_call
-from interlace.runtime.cuda.drops import Drops
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
-from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member
-from interlace.runtime.cuda.launches.sums import bind_sum
+from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member, bind_sum
 from interlace.runtime.cuda.launches.transfers import collective, messages
 from interlace.runtime.cuda.waits.waiting import holds
 from interlace.runtime.cuda.waits.words import Words
-from interlace.runtime.engine import Context, unbound
+from interlace.runtime.engine import unbound
+from interlace.runtime.prepare.plan import homes
 
-
-@dataclass(slots=True)
-class Links:
-    """What a binding has of the teams: words to count with, and what begins and ends its runs."""
-
-    spaces: Mapping[str, CudaSpace]
-    """By team."""
-    driver: Driver
-    takes: Callable[[str, Lane], Thunk | None]
-    """By team: what makes a stream wait until slots may be written again."""
-    runs: Callable[[], int]
-    """The number of this binding's run, from 1 on: what its own words count."""
-    words: Callable[[str, int], int]
-    """By team: the address of so many words of this rank's own, for kernels."""
-    check: Callable[[], None]
-    """Raises what was found to have failed meanwhile."""
-    confirm: Callable[[], None]
-    """Raises what has failed by now."""
+if TYPE_CHECKING:
+    from interlace.runtime.cuda.binding import Binding
 
 
 def _alike(one: Expect, other: Expect) -> bool:
@@ -99,11 +82,15 @@ def if_gotten(slot: Any, take: Thunk) -> Thunk:
 class Binder:
     """Binds the ops of one concrete Program, in list order."""
 
-    def __init__(self, context: Context, lanes: Mapping[str, Lane], links: Links) -> None:
-        self.context = context
-        self.plan, self.values, self.crew = context.plan, context.values, context.crew
-        self.lanes, self.links = lanes, links
-        self.driver = links.driver
+    def __init__(self, binding: Binding) -> None:
+        self.context = context = binding.context
+        self.plan, self.values = context.plan, context.values
+        self.resources = context.resources
+        self.binding, self.lanes, self.driver = binding, binding.lanes, binding.driver
+        self.spaces: Mapping[str, Any] = binding.spaces
+        """By team: words to count with."""
+        self.check = binding.engine.check
+        """Raises what was found to have failed meanwhile."""
         self.regions = {region.name: region for region in context.plan.program.regions}
         self.compiled = context.options.regions == "inductor"
         self.points: dict[Spot, Point] = {}
@@ -115,7 +102,12 @@ class Binder:
         self._awaited = {
             record for (index, _), record in self.plan.waits.items() if index < self._last
         }
-        self._drops = Drops(self.plan.program, self.values, lanes, context.device)
+        self._homes = homes(self.plan.program)
+        self._users: dict[str, dict[str, None]] = {}
+        """By buffer: the streams that use it."""
+        for op in self.plan.program.ops:
+            for access in (*op.reads(), *op.writes()):
+                self._users.setdefault(access.view.buffer, {})[op.stream] = None
         self.exchanged: dict[str, tuple[Lane, EventPoint]] = {}
         """By team: the stream and the end of the last exchange."""
         self._holds = {} if context.options.in_order else holds(self.plan)
@@ -123,7 +115,7 @@ class Binder:
         self._unheld = {hold: EventPoint(self.driver, self.event()) for hold in held}
         self._on: dict[int, list[int]] = {}  # by stream: its ops
         for index, op in enumerate(self.plan.program.ops):
-            self._on.setdefault(id(lanes[op.stream]), []).append(index)
+            self._on.setdefault(id(self.lanes[op.stream]), []).append(index)
         self._taken: set[tuple[int, str, int | None]] = set()
 
     def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
@@ -150,22 +142,13 @@ class Binder:
                 call = bind_call(op, self.values, self.regions, self.context.device, self.compiled)
                 return lane.within(call)
             case Copy():
-                src, dst = self.values.address(op.src), self.values.address(op.dst)
-                boxes = self.plan.box(op.src), self.plan.box(op.dst)
-                places = lambda: (self.values.own(op.src), self.values.own(op.dst))  # noqa: E731
-                return self.copy(lane, boxes, src, dst, places)
+                return self.copy(lane, (op.src, None), (op.dst, None))
             case Put():
                 (peer,) = self.plan.members(op.team, op.peer)
-                src, dst = self.values.address(op.src), self.values.address(op.dst, peer)
-                boxes = self.plan.box(op.src), self.plan.box(op.dst)
-                places = lambda: (self.values.own(op.src), self.values.remote(op.dst, peer))  # noqa: E731
-                return self.copy(lane, boxes, src, dst, places)
+                return self.copy(lane, (op.src, None), (op.dst, peer))
             case Get():
                 (peer,) = self.plan.members(op.team, op.peer)
-                src, dst = self.values.address(op.src, peer), self.values.address(op.target)
-                boxes = self.plan.box(op.src), self.plan.box(op.target)
-                places = lambda: (self.values.remote(op.src, peer), self.values.own(op.target))  # noqa: E731
-                return self.copy(lane, boxes, src, dst, places)
+                return self.copy(lane, (op.src, peer), (op.target, None))
             case Notify():
                 return self.notify(lane, op)
             case Expect():
@@ -213,21 +196,19 @@ class Binder:
     # -- memory ----------------------------------------------------------------------------------
 
     def copy(
-        self,
-        lane: Lane,
-        boxes: tuple[Box, Box],
-        src: Callable[[], int],
-        dst: Callable[[], int],
-        places: Callable[[], tuple[int, int]],
+        self, lane: Lane, src: tuple[View, int | None], dst: tuple[View, int | None]
     ) -> Thunk | None:
-        """One box into another of as many elements."""
-        source, target = boxes
+        """One view into another of as many elements, each with the peer in whose memory it is."""
+        values, source, target = self.values, self.plan.box(src[0]), self.plan.box(dst[0])
         if not source.numel:
             return None
         if source.dtype == target.dtype and source.contiguous and target.contiguous:
             driver, nbytes = self.driver, source.numel * source.dtype.itemsize
-            return lambda: driver.copy(lane.handle, dst(), src(), nbytes)
-        items, (a, b) = self.values.items, places()
+            here, there = values.address(*src), values.address(*dst)
+            return lambda: driver.copy(lane.handle, there(), here(), nbytes)
+        items = values.items
+        a = values.at(src[0].buffer, source, src[1])
+        b = values.at(dst[0].buffer, target, dst[1])
 
         def run() -> None:
             items[b].copy_(items[a])
@@ -246,14 +227,17 @@ class Binder:
             buffer = self.plan.buffers.get(access.view.buffer)
             if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
                 continue
-            shown = self.slots[buffer.name] in self.links.spaces[buffer.team].gotten
+            shown = self.slots[buffer.name] in self.spaces[buffer.team].gotten
             if access.peer is not None or shown:
                 wanted.append((buffer.team, None))
             elif not graph:  # whose slots are its own
-                wanted.append((buffer.team, self.crew.slots[buffer.name]))
+                wanted.append((buffer.team, self.resources.slots[buffer.name]))
         for team, slot in wanted:
             sure, key = (id(lane), team, None), (id(lane), team, slot and id(slot))
-            if not self._taken & {sure, key} and (take := self.links.takes(team, lane)) is not None:
+            if (
+                not self._taken & {sure, key}
+                and (take := self.binding.take(team, lane)) is not None
+            ):
                 found.append(take if slot is None else if_gotten(slot, take))
             self._taken.add(key)
         return found
@@ -274,14 +258,32 @@ class Binder:
         return all(isinstance(op, Alloc | Record) for op in before)
 
     def drop(self, name: str, lane: Lane) -> Thunk:
-        """Lets go of a tensor of this run, on that stream."""
-        return self._drops.drop(name, lane)
+        """Lets go of a tensor of this run: gives the memory back to its stream, once the others
+        have done with it (plan.py, Note [Whose memory]).
+
+        Where `lane`, on which it is let go, is that stream, it stands behind all uses already.
+        """
+        items, places, device = self.values.items, self.values.family(name), self.context.device
+        home = self.lanes[self._homes[name]]
+        users = [self.lanes[stream] for stream in self._users.get(name, ())]
+        others = {id(user): user for user in users if user is not home}
+        streams = [other.stream for other in others.values()] if lane is not home else []
+
+        def run() -> None:
+            tensor = items[places[0]]
+            if tensor is not None:  # None: its Call left it out
+                for stream in streams:
+                    tensor.record_stream(stream or torch.cuda.current_stream(device))
+            for place in places:
+                items[place] = None
+
+        return run
 
     # -- signals ---------------------------------------------------------------------------------
 
     def notify(self, lane: Lane, op: Notify) -> Thunk | None:
         """Writes the peers' words."""
-        space, value, driver = self.links.spaces[op.team], op.value, self.driver
+        space, value, driver = self.spaces[op.team], op.value, self.driver
         words = space.theirs(op.signal, self.plan.members(op.team, op.peer))
         return Words.of("write", driver, lane, words, lambda: space.base + value)
 
@@ -301,15 +303,15 @@ class Binder:
                 if not (isinstance(before, Expect) and _alike(op, before)):
                     break
                 row.append(before)
-        space, value, driver = self.links.spaces[op.team], op.value, self.driver
+        space, value, driver = self.spaces[op.team], op.value, self.driver
         members = self.plan.members
         words = [space.own(e.signal, m) for e in row for m in members(e.team, e.peer)]
         return Words.of("wait", driver, lane, words, lambda: space.base + value)
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:
         """The host waits for the stream, bounded."""
-        event, driver, confirm = self.event(), self.driver, self.links.confirm
-        wait = self.context.wait(index, self.links.check)
+        event, driver, confirm = self.event(), self.driver, self.binding.engine.confirm
+        wait = self.context.wait(index, self.check)
 
         def run() -> None:
             driver.record(lane.handle, event)
@@ -324,13 +326,13 @@ class Binder:
         """One member of a Fused, for itself."""
         item, lane = op.members[number], self.lanes[op.stream]
         if isinstance(item, Call):
-            bound = bind_member(self, lane, index, op, item)
+            bound = bind_member(self, lane, op, item)
             if bound is not None:
                 return bound
         return self.bind(index, item, number)
 
     def fused(self, lane: Lane, index: int, op: Fused) -> Thunk | None:
-        """One kernel where there is one for these parts, else their members in turn."""
+        """The kernel that the op names, or its members in turn."""
         bound = bind_kernel(self, lane, index, op)
         if bound is not None:
             self.kernels.append(index)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from interlace.comm.cuda.driver import Driver
 from interlace.errors import ExecutorError
 from interlace.ir import Fused, HostSync, in_order
-from interlace.runtime.cuda.binder import Binder, Links
+from interlace.runtime.cuda.binder import Binder
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.waits.words import brought_together
-from interlace.runtime.engine import Context
-from interlace.runtime.releases import callers, releases
+from interlace.runtime.engine import EngineContext
+from interlace.runtime.prepare.plan import callers, releases
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -27,7 +27,7 @@ class Binding:
     """The ops of a Program, bound to streams and words, with what stands before and after them."""
 
     def __init__(
-        self, context: Context, driver: Driver, spaces: Mapping[str, Any], engine: CudaEngine
+        self, context: EngineContext, driver: Driver, spaces: Mapping[str, Any], engine: CudaEngine
     ) -> None:
         self.context, self.driver, self.engine = context, driver, engine
         self.spaces = spaces
@@ -43,17 +43,10 @@ class Binding:
         self.sides = [lane for lane in self.lanes.values() if lane is not self.main]
         self.aside = self.sides[0] if self.sides else self.main
         """Where the hand-over between runs is issued: off the stream that computes, if possible."""
-        links = Links(
-            spaces, driver, self.take, lambda: self.runs, self.words, engine.check, engine.confirm
-        )
-        self.binder = Binder(context, self.lanes, links)
+        self.binder = Binder(self)
         self.steps = self._bind()
         self._ends = [(lane, driver.event()) for lane in self.sides]
         self._counted = [space for space in spaces.values() if space.uses]
-
-    def words(self, team: str, count: int) -> int:
-        """Words of this rank's own."""
-        return self.spaces[team].local(count)
 
     def take(self, team: str, lane: Lane) -> Thunk | None:
         """Makes a stream wait until all ranks have ended the run before the last."""

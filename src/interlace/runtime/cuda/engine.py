@@ -28,25 +28,29 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from interlace.comm import Use
+from interlace.comm import TeamComm, Use
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import BackendError, ExecutorError, InterlaceError
+from interlace.ir import Alloc, Call, Copy, Free
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.facts import hears_all, keeps_memory
 from interlace.runtime.cuda.graphs.captured import Captured
 from interlace.runtime.cuda.graphs.graphs import Graphs
-from interlace.runtime.cuda.timed import Timed
+from interlace.runtime.cuda.lanes import OpTimer
+from interlace.runtime.cuda.runner import Runner
+from interlace.runtime.cuda.sharing import hears_all, share
 from interlace.runtime.cuda.waits.marks import Marks
 from interlace.runtime.cuda.waits.watchdog import Watched, watchdog
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import EngineContext
 
 MARKS = 1024
 """Runs whose begin and end on the device can be told apart: more than a device queues, which is 340
 of those with the fewest entries, their two marks and a graph (H200, CUDA 13)."""
+NO_USES: Mapping[str, Use] = MappingProxyType({})
 
 
 class Here(threading.local):
@@ -60,17 +64,17 @@ class Here(threading.local):
 class CudaEngine:
     """Runs a bound Program on one CUDA device."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self.context = context
         self.device = context.device
-        spaces: Any = context.crew.spaces
+        spaces: Any = context.resources.spaces
         self.sides = list({id(s.side): s.side for s in spaces.values()}.values())
         self.driver = self.sides[0].driver if self.sides else Driver()
-        self.timed = Timed(self.device)
+        self.timed = OpTimer(self.device)
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
         self._index = context.device.index or 0
         self.watched: Any = None
-        self.watches = bool(context.crew.teams) or context.options.trace
+        self.watches = bool(context.resources.teams) or context.options.trace
         """Whether runs have marks for the watchdog: Note [Runs that wait for nobody]."""
         with torch.cuda.device(self.device):
             self.binding = Binding(context, self.driver, spaces, self)
@@ -94,18 +98,29 @@ class CudaEngine:
         self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing  # pyright: ignore
         self.watched = Watched(self, context)
         watchdog().add(self.watched)
-        for team in context.crew.teams.values():
+        for team in context.resources.teams.values():
             team.used_by(self)
         if context.options.graph:
             with torch.cuda.device(self.device):
                 self.graphs = Graphs(self)
+        if self.plain:
+            self.issue_ops, self.uses = self.issue_plain, lambda: NO_USES
+        self.runner = Runner(self)
+        self.run, self.issue = self.runner.run, self.runner.issue
+
+    share = staticmethod(share)
 
     @property
     def failure(self) -> BaseException | None:
         """What was found to have failed."""
         return self.watched.failure
 
-    def run(self) -> None:
+    def warm_up(self, teams: Sequence[TeamComm]) -> None:
+        """With graphs: a run of all ranks together that sets up what cannot be in a capture."""
+        if self.graphs is not None:
+            self.runner.warm_up(teams)
+
+    def issue_ops(self) -> None:
         """Issues one run on the stream that the caller is on."""
         binding, driver = self.binding, self.driver
         stream, entry, over = self._enter()
@@ -131,11 +146,11 @@ class CudaEngine:
                     self._tell_after(side, aside.handle)
                 tells.run(aside.handle, side.run)
 
-    def run_plain(self) -> None:
-        """`run`, of a Program that is `plain`: nothing before the ops and nothing after them."""
+    def issue_plain(self) -> None:
+        """`issue_ops`, of a Program that is `plain`: nothing before the ops and nothing after."""
         stream, binding = self._raw_stream(self._index), self.binding
         if stream or not self._here.bound:
-            self.look()
+            self.refuse_capture()
         last = self.last
         if last is not None and last[0] != stream:
             self.driver.wait_event(stream, last[1])
@@ -252,7 +267,12 @@ class CudaEngine:
         return found
 
     def look(self) -> None:
-        """Raises where the caller's stream is captured. Nothing has been done by then."""
+        """Raises where the caller's stream is captured, before anything is done for a run."""
+        with torch.cuda.device(self.device):
+            self.refuse_capture()
+
+    def refuse_capture(self) -> None:
+        """`look`, where this device is the current one."""
         if self.captured:
             raise ExecutorError(
                 f"{self.context.plan.program.name} was called inside a CUDA graph capture, which "
@@ -277,7 +297,7 @@ class CudaEngine:
         parities = tuple([side.run + 1 & 1 for side in self.sides])
         if parities not in self._uses:
             of = dict(zip(map(id, self.sides), parities, strict=True))
-            spaces: Any = self.context.crew.spaces
+            spaces: Any = self.context.resources.spaces
             self._uses[parities] = {
                 buffer: Use(of[id(spaces[team].side)], 0)
                 for buffer, team in self.context.plan.takes.items()
@@ -334,7 +354,7 @@ class CudaEngine:
         self.watched.settle()
         over = self.watched.idle
         watchdog().leave()
-        for team in self.context.crew.teams.values():
+        for team in self.context.resources.teams.values():
             team.left_by(self)  # whose events are gone after this
         watchdog().drop(self.watched)
         for owner in self._owners:
@@ -345,5 +365,17 @@ class CudaEngine:
         self.binding.close()
         self.marks.close()
         self.driver.destroy_event(self._told)
+        self.runner.changes.registered.clear()
         if over:
             self.context.values.drop()
+
+
+def keeps_memory(context: EngineContext) -> bool:
+    """Whether runs share memory that only one of them may use at a time, as far as is known."""
+    program = context.plan.program
+    regions = {region.name for region in program.regions}
+    return context.values.arena_nbytes > 0 or not all(
+        isinstance(op, Alloc | Copy | Free)
+        or (isinstance(op, Call) and op.fn.startswith("aten.") and op.fn not in regions)
+        for op in program.ops
+    )

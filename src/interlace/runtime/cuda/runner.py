@@ -1,84 +1,78 @@
 """One run on CUDA, from the caller's tensors to the results, with as little of Python as can be.
 
-runner = Runner(engine, inputs, outputs, results, tag)
+runner = Runner(engine)
 (y,) = runner.run([x, w], None)       # None: the Executor has to look at something first
+
+Note [One run path on CUDA]
+    Every run is issued by `_issue`, and all but replays op by op, by `_eager`. Two things are apart
+    for the host's time. What waits for nobody is `plain`: no peer hears of it, no watchdog looks at
+    it, and it has no event to mark where it begins. A replay makes no table and minds no gradient
+    mode: it looks up the graphs of its addresses and launches one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm
 from interlace.errors import BackendError, ExecutorError
 from interlace.ir import views_in
-from interlace.runtime.cuda.graphs.captured import Source, may_draw
-from interlace.runtime.cuda.graphs.changes import Changes
-from interlace.runtime.host.quick import NO_USES
-from interlace.runtime.inputs import Given
-from interlace.runtime.releases import homes
-from interlace.runtime.results import Results
+from interlace.runtime.cuda.graphs.captured import may_draw
+from interlace.runtime.engine import EngineContext
+from interlace.runtime.prepare.plan import homes
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
 
 
-class Together:
-    """Several locks, taken in their order, as one."""
+class Changes:
+    """What the runs of a Program write of the tensors that they are given: autograd hears of it, as
+    of torch's own ops, since what was saved of them for a backward is other now."""
 
-    def __init__(self, locks: Sequence[Any]) -> None:
-        self._locks = locks
+    def __init__(self, context: EngineContext) -> None:
+        known, ops = context.values.registered, context.plan.program.ops
+        self.registered = [held.tensor for held in known.values() if held.written]
+        """What runs of any rank write."""
+        self.buffers = {access.view.buffer for op in ops for access in op.writes()} - {*known}
+        """What those of this rank write, but for what is registered."""
+        names = context.inputs.names
+        self._inputs = [index for index, name in enumerate(names) if name in self.buffers]
+        self.always = bool(self.registered or self._inputs)
+        """Whether a run changes something, also where it is given no outputs."""
 
-    def acquire(self, blocking: bool, time_out_s: float = -1) -> bool:
-        """Takes all of them, or none."""
-        taken = 0
-        try:
-            for lock in self._locks:
-                if not lock.acquire(blocking, time_out_s):
-                    break
-                taken += 1
-        finally:
-            if taken < len(self._locks):
-                for lock in self._locks[:taken]:
-                    lock.release()
-        return taken == len(self._locks)
-
-    def release(self) -> None:
-        """Lets go of all."""
-        for lock in self._locks:
-            lock.release()
+    def tell(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
+        """Counts a version of each of these tensors; inference mode's have none, and are let be."""
+        increment_version(
+            [*self.registered, *[inputs[index] for index in self._inputs], *(out or ())]
+        )
 
 
 class Runner:
-    """Issues runs of one engine."""
+    """Issues runs of one engine: Note [One run path on CUDA]."""
 
-    def __init__(
-        self,
-        engine: CudaEngine,
-        inputs: Given,
-        outputs: Given,
-        results: Results,
-        tag: int,
-    ) -> None:
+    def __init__(self, engine: CudaEngine) -> None:
         context = engine.context
-        self._engine, self._inputs, self._outputs, self._results = engine, inputs, outputs, results
-        self._values = context.values
-        self._teams = list(context.crew.teams.values())
-        self._resets = [(team, team.resets) for team in self._teams]
-        ordered = sorted(dict.fromkeys(self._teams), key=lambda team: team.topic)
-        locks = [team.lock for team in ordered]
-        self._lock: Any = locks[0] if len(locks) == 1 else Together(locks) if locks else RLock()
-        self._shared = " on the same teams" if ordered else ""
-        self._limit = context.time_out_s
-        self._name, self._tag = context.plan.program.name, tag
-        self._text = context.flight.text
-        self._start = self._values.starter((*inputs.names, *outputs.names))
-        self._source = Source(inputs.names, outputs.names, outputs.new, results)
-        self._changes = Changes(context, inputs.names)
+        self._engine, self._graphs = engine, engine.graphs
+        self._plain = engine.plain and engine.graphs is None
+        self._inputs, self._outputs, self._results = (
+            context.inputs,
+            context.outputs,
+            context.results,
+        )
+        self._values, self._end = context.values, context.values.end
+        teams = dict.fromkeys(context.resources.teams.values())
+        self._resets = [(team, team.resets) for team in teams]
+        self._controls = [team.control for team in teams]
+        self._label, self._lock = context.label, context.lock
+        self._under_way = False
+        """Whether a run is issued op by op: the lock keeps out only other threads."""
+        self._start = self._values.starter((*self._inputs.names, *self._outputs.names))
+        self.changes = Changes(context)
         self._has_places = bool(self._values.registered)
         self._lent = lent(engine)
         self.warm = False
@@ -86,6 +80,10 @@ class Runner:
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
         self._device, self._index = engine.device, engine.device.index or 0
         self._current: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
+        self._fit: Callable[[Any], Any] = self._inputs.fit
+        self._fit_outputs: Callable[[Any], Any] = self._outputs.fit
+        if self._graphs is not None:
+            self._fit, self._fit_outputs = self._inputs.addresses, self._outputs.addresses
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """With graphs: one run op by op, with zeros, which sets up what cannot be in a capture.
@@ -94,14 +92,17 @@ class Runner:
 
         None goes on before all ranks have ended it, and where one fails the others hear of it.
         """
-        places = [(team, f"{team.topic}/{self._tag:x}/{team.resets}/warm-up") for team in teams]
+        places = [
+            (team, f"{team.topic}/{self._label.tag:x}/{team.resets}/warm-up") for team in teams
+        ]
         with ExitStack() as meetings:
             for team, place in places:
-                meetings.enter_context(team.board.attending([place], team.rank))
+                meetings.enter_context(team.board.attending([place]))
             self._run_once()
         try:
+            limit = self._engine.context.time_out_s
             for team, place in places:
-                team.board.exchange(place, team.ranks, team.rank, {}, self._limit)
+                team.board.exchange(place, {}, limit)
         except BaseException as error:
             self._engine.watched.fail(error)  # a reset then gives it another place
             raise
@@ -112,9 +113,9 @@ class Runner:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             with torch.inference_mode():  # they may be leaves that want a gradient, or inference's
-                kept += [(tensor, tensor.clone()) for tensor in self._changes.registered]
+                kept += [(tensor, tensor.clone()) for tensor in self.changes.registered]
             with self._same_draws():
-                self.issue(self._inputs.zeros(self._changes.buffers), None)
+                self.issue(self._inputs.zeros(self.changes.buffers), None)
                 self._engine.synchronize()
         except BaseException as error:
             self._engine.watched.fail(error)  # peers wait for this rank in their runs
@@ -144,95 +145,112 @@ class Runner:
     def ready(self) -> bool:
         """Whether nothing has happened since this was made that a run must look at first, and the
         thread's current device is this one, as it is not in a new thread."""
+        if self._current() != self._index:
+            return False
+        if self._plain:  # a run that failed leaves nothing behind
+            return True
         engine = self._engine
-        if engine.watched.failure is not None or self._current() != self._index or engine.captured:
+        if engine.watched.failure is not None or engine.captured:
             return False
         for team, resets in self._resets:
             if team.resets != resets:
                 return False
         return True
 
-    def look(self) -> None:
-        """Raises where there must be no run, before anything is done for it."""
-        with torch.cuda.device(self._device):
-            self._engine.look()
-
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...] | None:
         """Issues a run and gives its results, which are there once the caller's stream is; None,
         with nothing done, where the Executor has to look first."""
-        if self.ready and self._inputs.fit(inputs) and (out is None or self._outputs.fit(out)):
-            return self._run(inputs, out)
-        return None
+        at = self._fit(inputs)  # with graphs: the addresses
+        if at is False:
+            return None
+        if out is not None:
+            more = self._fit_outputs(out)
+            if more is False:
+                return None
+            at += more
+        if not self.ready or not self._lock.acquire(False):
+            return None
+        try:
+            return self._issue(inputs, out, at)
+        finally:
+            self._lock.release()
 
     def issue(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
-        """`run`, on whatever device the thread is, once the Executor has looked at all that there
-        may be to look at."""
+        """`run`, on whatever device the thread is, once the Executor has the lock and has looked at
+        all that there may be to look at."""
         with torch.cuda.device(self._device):
-            return self._run(inputs, out)
+            return self._issue(inputs, out, None)
 
-    def _run(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    def _issue(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None, at: Any
     ) -> tuple[Any, ...]:
-        if not self._lock.acquire(False):
-            self._wait()
-        had_grad = torch.is_grad_enabled()
+        """One run; `at` has the addresses of the tensors, if they are known."""
+        watched, graphs = self._engine.watched, self._graphs
+        if not self._plain:
+            self._enter(inputs, out)
         try:
-            if had_grad:
-                self._grad(False)
-            return self._issue(inputs, out)
+            if graphs is None or not self.warm:
+                return self._eager(inputs, out)
+            pair = graphs.at.get(at)
+            if pair is None:
+                return graphs.run(inputs, out)
+            given = inputs if out is None else (*inputs, *out)
+            return self._engine.replay(pair, graphs.turn(pair), given)
+        except BackendError as error:
+            watched.hear()
+            known = watched.failure
+            if known is None or known is error:
+                raise
+            raise known from error  # what NCCL was ended for, by an abort or by a peer
         finally:
-            if had_grad:
-                self._grad(True)
-            self._lock.release()
+            if self.changes.always or out is not None:
+                self.changes.tell(inputs, out)
+            watched.issuing = False
 
-    def _wait(self) -> None:
-        """Takes the lock that another thread has."""
-        if not self._lock.acquire(True, self._limit):
-            raise ExecutorError(
-                f"{self._name} waited {self._limit:g} s for another thread's run{self._shared}: "
-                "call Executors from one thread"
-            )
-
-    def _issue(self, inputs: Sequence[Any], out: Sequence[Any] | None) -> tuple[Any, ...]:
-        engine = self._engine
-        values, watched, given = self._values, engine.watched, out
+    def _enter(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
+        """Tells the peers that this rank enters a run; raises where it cannot."""
+        watched = self._engine.watched
         watched.issuing = True  # before it enters: `Watchdog.leave`
         try:
-            for team in self._teams:
-                team.control.enter(self._tag, self._name, self._text)
+            for control in self._controls:
+                control.enter(*self._label)
             if self._has_places:
                 self._inputs.check_places(inputs)
                 if out is not None:
                     self._outputs.check_places(out)
-            try:
-                if watched.failure is not None:  # from before; a later one waits for the end
-                    raise watched.failure
-                if engine.graphs is not None and self.warm:
-                    return engine.graphs.run(self._source, inputs, out)
-                out = self._outputs.new() if out is None else out
-                try:
-                    self._start((*inputs, *out), engine.uses())
-                    engine.run()
-                    if self._lent:
-                        self._lend()
-                    return self._results()
-                finally:
-                    values.end()
-            except BackendError as error:
-                watched.hear()
-                known = watched.failure
-                if known is None or known is error:
-                    raise
-                raise known from error  # what NCCL was ended for, by an abort or by a peer
-            finally:
-                if self._changes.always or given is not None:
-                    self._changes.tell(inputs, given)
-        finally:
+            if watched.failure is not None:  # from before; a later one waits for the end
+                raise watched.failure
+        except BaseException:
             watched.issuing = False
+            raise
+
+    def _eager(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        """Issues the ops one by one, in a table of this run's tensors."""
+        if self._under_way:
+            name = self._label.name
+            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+        had_grad = torch.is_grad_enabled()
+        self._under_way = True
+        try:
+            if had_grad:
+                self._grad(False)
+            made = self._outputs.new() if out is None else out
+            self._start((*inputs, *made), self._engine.uses())
+            self._engine.issue_ops()
+            if self._lent:
+                self._lend()
+            return self._results()
+        finally:
+            self._end()
+            if had_grad:
+                self._grad(True)
+            self._under_way = False
 
     def _lend(self) -> None:
         """Lets the allocator know that the caller's stream goes on using results of others."""
@@ -243,7 +261,7 @@ class Runner:
 
 
 def lent(engine: CudaEngine) -> list[int]:
-    """The places of results whose memory is another stream's than the caller's: releases.py,
+    """The places of results whose memory is another stream's than the caller's: plan.py,
     Note [Whose memory]. Let go of, it is given to the next run's ops on that stream, and a run that
     is called on another stream than this one waits for what this run did, not for its reader."""
     context, binding = engine.context, engine.binding
@@ -257,87 +275,3 @@ def lent(engine: CudaEngine) -> list[int]:
         and name not in context.values.host
         and binding.lanes[made[name]] is not binding.main
     ]
-
-
-class PlainRunner(Runner):
-    """Issues runs that are nothing but their ops, of an engine that is `plain`."""
-
-    def __init__(self, engine: CudaEngine, *rest: Any) -> None:
-        super().__init__(engine, *rest)
-        self._lock, self._end = Lock(), self._values.end
-
-    @property
-    def ready(self) -> bool:
-        """A run that failed leaves nothing behind."""
-        return self._current() == self._index
-
-    def _run(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, ...]:
-        if not self._lock.acquire(False):
-            self._wait()
-        had_grad = torch.is_grad_enabled()
-        try:
-            if had_grad:
-                self._grad(False)
-            made = self._outputs.new() if out is None else out
-            self._start((*inputs, *made), NO_USES)
-            self._engine.run_plain()
-            return self._results()
-        finally:
-            self._end()
-            if had_grad:
-                self._grad(True)
-            self._lock.release()
-            if self._changes.always or out is not None:
-                self._changes.tell(inputs, out)
-
-
-class Replayer(Runner):
-    """Issues runs of an engine with graphs."""
-
-    def __init__(self, engine: CudaEngine, *rest: Any) -> None:
-        super().__init__(engine, *rest)
-        assert engine.graphs is not None
-        self._graphs = engine.graphs
-        self._enters = [team.control.enter for team in self._teams]
-        self._inputs_at, self._outputs_at = self._inputs.addresses, self._outputs.addresses
-
-    def run(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, ...] | None:
-        """The same; where graphs lie ready for these tensors, with as little around the launch as
-        can be: nothing there minds the gradient mode, and what is registered lies where it did."""
-        at = self._inputs_at(inputs)
-        more = () if out is None else self._outputs_at(out)
-        if at is False or more is False or not self.ready:
-            return None
-        watched, graphs, lock = self._engine.watched, self._graphs, self._lock
-        if not lock.acquire(False):
-            self._wait()
-        try:
-            pair = graphs.at.get(at + more if more else at)
-            if pair is None:
-                return self._run(inputs, out)
-            watched.issuing = True  # before it enters: `Watchdog.leave`
-            for enter in self._enters:
-                enter(self._tag, self._name, self._text)
-            if watched.failure is not None:
-                raise watched.failure
-            if self._changes.always or out is not None:
-                self._changes.tell(inputs, out)
-            given = inputs if out is None else (*inputs, *out)
-            return self._engine.replay(pair, graphs.turn(pair), given)
-        except BackendError as error:
-            if watched.failure is None or watched.failure is error:
-                raise
-            raise watched.failure from error
-        finally:
-            watched.issuing = False
-            lock.release()
-
-
-def runner_of(engine: CudaEngine, *rest: Any) -> Runner:
-    """What issues the runs of this engine."""
-    kind = PlainRunner if engine.plain else Runner if engine.graphs is None else Replayer
-    return kind(engine, *rest)

@@ -1,55 +1,48 @@
 """What a Program needs of its teams on their devices: slots, words, and NCCL.
 
-shared = share(plan, teams, device, backends, time_out_s=60)       # all ranks, together
+resources = share(request)       # all ranks, together
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from interlace.comm import Registered, TeamComm
-from interlace.comm.cuda.slots import CudaSlot, slot_keys
-from interlace.comm.cuda.space import CudaSpace
+from interlace.comm import Registered
+from interlace.comm.cuda.memory import CudaSlot, slot_keys
+from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
-from interlace.runtime.cuda.launches.exchanges import ensure_area
+from interlace.runtime.cuda.launches.transfers import ensure_area
+from interlace.runtime.engine import ShareRequest, TeamResources
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.prepare.registered import Wanted, written
+from interlace.runtime.prepare.registered import written
 from interlace.runtime.values import nbytes
 
 GRAPHS = ("even", "odd")
 
 
-@dataclass(frozen=True, slots=True)
-class CudaShared:
-    """Slots by buffer and words by team; with graphs, words for each of the two as well."""
+def share(request: ShareRequest) -> TeamResources:
+    """Sets up, for every team of the Program in an order that all ranks share."""
+    with torch.cuda.device(request.device):
+        shared = _share(request)
+        for team, backend in request.backends:
+            request.teams[team].backend(backend, request.device.type, request.time_out_s)
+    return shared
 
-    slots: Mapping[str, CudaSlot]
-    spaces: Mapping[str, CudaSpace]
-    graph_spaces: tuple[Mapping[str, CudaSpace], ...]
 
-
-def share(
-    plan: Plan,
-    teams: Mapping[str, TeamComm],
-    device: torch.device,
-    graph: bool,
-    time_out_s: float,
-    kept: ExitStack,
-) -> CudaShared:
-    """Sets up, for every team of the Program in an order that all ranks share; `kept` undoes it."""
-    slots: dict[str, CudaSlot] = {}
-    spaces: dict[str, CudaSpace] = {}
+def _share(request: ShareRequest) -> TeamResources:
+    plan, device, limit = request.plan, request.device, request.time_out_s
+    graph, kept = request.graph, request.kept
+    slots: dict[str, Any] = {}
+    spaces: dict[str, Any] = {}
     graphs: tuple[dict[str, CudaSpace], ...] = tuple({} for _ in GRAPHS) if graph else ()
     keys = slot_keys(plan.takes, plan.buffers)
     signals, span = signals_of(plan.program)
     raises = reaches(plan, Notify)
-    for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
-        side = team.cuda(device, time_out_s)
+    for name, team in request.ordered():
+        side = team.cuda(device, limit)
         topic = f"{team.num_prepared}/{name}"
         private = f"{topic}/" if graph else ""  # a graph has its slots' addresses in it
         wanted: dict[str, int] = {}
@@ -57,7 +50,7 @@ def share(
         for buffer in mine:
             declared = plan.buffers[buffer]
             wanted[private + keys[buffer]] = declared.offset + nbytes(declared)
-        found: Any = side.slots.ensure(topic, wanted, time_out_s)
+        found: Any = side.slots.ensure(topic, wanted, limit)
         for slot in found.values():
             kept.callback(side.slots.let_go, slot)
         slots.update({buffer: found[private + keys[buffer]] for buffer in mine})
@@ -67,7 +60,7 @@ def share(
             for op in plan.program.ops
             if isinstance(op, Get) and op.src.buffer in keys
         ]
-        rest = (known, span, uses, gets, time_out_s)
+        rest = (known, span, uses, gets, limit)
         spaces[name] = CudaSpace(side, topic, *rest)
         kept.callback(spaces[name].close)
         mark_gotten({keys[buffer]: slots[buffer] for buffer in mine}, spaces[name].gotten)
@@ -80,8 +73,9 @@ def share(
             for index, turn in plan.turns.items()
             if turn.team == name and turn.backend == "peer"
         ]
-        ensure_area(side, topic, areas, time_out_s)
-    return CudaShared(slots, spaces, graphs)
+        ensure_area(side, topic, areas, limit)
+    registered = _register(request)
+    return TeamResources(request.teams, slots, spaces, {}, {}, graphs, registered)
 
 
 def mark_gotten(slots: Mapping[str, CudaSlot], gotten: Collection[str]) -> None:
@@ -90,25 +84,19 @@ def mark_gotten(slots: Mapping[str, CudaSlot], gotten: Collection[str]) -> None:
         slots[name].gotten = True
 
 
-def register(
-    plan: Plan,
-    teams: Mapping[str, TeamComm],
-    device: torch.device,
-    callers: Wanted,
-    time_out_s: float,
-    kept: ExitStack,
-) -> dict[str, Registered]:
+def _register(request: ShareRequest) -> dict[str, Registered]:
     """The caller's tensors that peers reach, by name; `kept` lets go of the peers'."""
-    found: dict[str, Registered] = {}
+    plan, found = request.plan, dict[str, Registered]()
     inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
-    facts = inputs, written(plan.program), time_out_s
-    for name, team in sorted(teams.items(), key=lambda item: (item[1].topic, item[0])):
-        if name in callers:
-            registry = team.cuda(device, time_out_s).registry
-            made = registry.register(f"{team.num_prepared}/{name}", callers[name], *facts)
+    facts = inputs, written(plan.program), request.time_out_s
+    for name, team in request.ordered():
+        if name in request.registered:
+            registry = team.cuda(request.device, request.time_out_s).registry
+            topic = f"{team.num_prepared}/{name}"
+            made = registry.register(topic, request.registered[name], *facts)
             found.update(made)
             for mine in made.values():
-                kept.callback(registry.let_go, mine)
+                request.kept.callback(registry.let_go, mine)
     return found
 
 
@@ -142,3 +130,10 @@ def reaches(plan: Plan, kind: type[Notify | Expect]) -> dict[str, dict[str, list
                 for member in plan.members(item.team, item.peer):
                     values[member] = max(values[member], item.value)
     return found
+
+
+def hears_all(plan: Plan, team: str) -> bool:
+    """Whether a run awaits a signal of every other rank of a team."""
+    member, signals = plan.where.member(team), reaches(plan, Expect).get(team, {})
+    heard = {source for told in signals.values() for source, value in enumerate(told) if value}
+    return len(heard - {member.index}) == len(member.ranks) - 1 > 0

@@ -10,7 +10,6 @@ team's collectives. `check` raises where a wait has become pointless.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,14 +20,12 @@ from interlace.comm import (
     Outgoing,
     PeerIncoming,
     PeerOutgoing,
-    Wait,
     bind_collective,
     bind_peer_collective,
     exchange,
 )
 from interlace.comm.backends import cut
-from interlace.comm.host.messages import Part
-from interlace.comm.rendezvous.patience import Patience
+from interlace.comm.host.messages import MessagePart
 from interlace.ir import (
     Alloc,
     Collective,
@@ -48,65 +45,19 @@ from interlace.ir import (
 )
 from interlace.ir import Wait as WaitOp
 from interlace.runtime.calling.calls import Thunk
-from interlace.runtime.engine import Context, unbound
-from interlace.runtime.flight import Flight
-
-SLICE_S = 0.05
-GRACE_S = 1.0
-
-
-class StreamOrder:
-    """Points that the streams of one rank await: events, and turns in the teams' queues."""
-
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
-        self._changed = threading.Condition()
-        self._reached: dict[object, int] = {}
-        self.run = 0
-
-    def begin(self) -> None:
-        """A new run: every point lies ahead again."""
-        self.run += 1
-
-    def reach(self, point: object) -> None:
-        """The run got to this point."""
-        with self._changed:
-            self._reached[point] = self.run
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Lets every waiting stream look whether it should still wait."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def pass_by(self, point: object, wait: Wait) -> None:
-        """Returns when the run has got to this point.
-
-        What it waits for is another stream, whose own waits are bounded and know more of the cause,
-        so this one gives up only when no stream has begun an op for longer than that.
-        """
-        reached, run = self._reached, self.run
-        if reached.get(point) == run:
-            return
-        patience, begun = Patience(wait.time_out_s + GRACE_S), 0.0
-        with self._changed:
-            while reached.get(point) != run:
-                wait.check()
-                if self._flight.last_begun != begun:
-                    begun = self._flight.last_begun
-                    patience.restart()
-                if patience.is_over():
-                    raise wait.late()
-                self._changed.wait(SLICE_S)
+from interlace.runtime.engine import EngineContext, unbound
+from interlace.runtime.host.streams import StreamOrder
 
 
 class HostBinder:
     """Binds every op but Calls."""
 
-    def __init__(self, context: Context, order: StreamOrder, check: Callable[[], None]) -> None:
+    def __init__(
+        self, context: EngineContext, order: StreamOrder, check: Callable[[], None]
+    ) -> None:
         self.plan = context.plan
         self.values = context.values
-        self.crew = context.crew
+        self.resources = context.resources
         self.order = order
         self.wait_of = lambda index, member=0: context.wait(index, check, member)
 
@@ -141,11 +92,11 @@ class HostBinder:
                 src = self.values.remote(op.src, peer)
                 return self.meeting(index, op.team, peer, src, self.values.own(op.target))
             case Notify():
-                space, value = self.crew.spaces[op.team], op.value
+                space, value = self.resources.spaces[op.team], op.value
                 cells = space.notifier(op.signal, self.plan.members(op.team, op.peer))
                 return lambda: space.notify(cells, value)
             case Expect():
-                space, wait = self.crew.spaces[op.team], self.wait_of(index, member)
+                space, wait = self.resources.spaces[op.team], self.wait_of(index, member)
                 members, signal = self.plan.members(op.team, op.peer), op.signal
                 value = op.value
                 return lambda: space.expect(signal, members, value, wait)
@@ -168,7 +119,11 @@ class HostBinder:
 
     def meeting(self, index: int, team: str, peer: int, src: int, dst: int) -> Thunk:
         """A one-sided copy, once the peer is known to run the same Program."""
-        control, items, wait = self.crew.teams[team].control, self.values.items, self.wait_of(index)
+        control, items, wait = (
+            self.resources.teams[team].control,
+            self.values.items,
+            self.wait_of(index),
+        )
 
         def run() -> None:
             control.meet(peer, wait)
@@ -177,14 +132,14 @@ class HostBinder:
         return run
 
     def take(self, index: int, name: str) -> Thunk:
-        slot, uses, wait = self.crew.slots[name], self.crew.uses, self.wait_of(index)
-        control = self.crew.teams[self.plan.takes[name]].control
+        slot, uses, wait = self.resources.slots[name], self.resources.uses, self.wait_of(index)
+        control = self.resources.teams[self.plan.takes[name]].control
         return lambda: slot.take(uses[name], wait, control.where)
 
     def free(self, name: str) -> Thunk | None:
         kind = self.plan.buffers[name].kind
         if kind == "symmetric":
-            slot, uses = self.crew.slots[name], self.crew.uses
+            slot, uses = self.resources.slots[name], self.resources.uses
             return lambda: slot.free(uses[name])
         if kind == "fresh":
             items, places = self.values.items, self.values.family(name)
@@ -199,14 +154,14 @@ class HostBinder:
     def collective(self, index: int, op: Collective) -> Thunk:
         """Waits for its turn in the team's queue and for every member; then runs."""
         turn, spec, wait = self.plan.turns[index], self.plan.specs[index], self.wait_of(index)
-        team, order, items = self.crew.teams[op.team], self.order, self.values.items
+        team, order, items = self.resources.teams[op.team], self.order, self.values.items
         control, queue = team.control, BACKENDS.index(turn.backend)
         src = None if op.src is None else self.values.own(op.src)
         dst = None if op.dst is None else self.values.own(op.dst)
         if turn.backend == "peer":
-            run = bind_peer_collective(self.crew.spaces[op.team], spec, turn.number)
+            run = bind_peer_collective(self.resources.spaces[op.team], spec, turn.number)
         else:
-            backend = self.crew.backends[op.team, turn.backend]
+            backend = self.resources.backends[op.team, turn.backend]
             wait = replace(wait, behind=control.behind, cut=partial(cut, backend))
             run = bind_collective(backend, spec, wait.time_out_s)
         before = (op.team, turn.backend, turn.number - 1) if turn.number > 1 else None
@@ -227,7 +182,7 @@ class HostBinder:
 
     def messages(self, index: int, ops: tuple[Send | Recv, ...]) -> Thunk:
         """Sends and receipts that start together."""
-        parts: list[Part] = []
+        parts: list[MessagePart] = []
         places: list[int] = []
         for number, op in enumerate(ops):
             parts.append(self._part(index, number, op))
@@ -235,17 +190,19 @@ class HostBinder:
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)
 
-    def _part(self, index: int, number: int, op: Send | Recv) -> Part:
-        letter, team = self.plan.letters[index, number], self.crew.teams[op.team]
-        space, (peer,) = self.crew.spaces[op.team], self.plan.members(op.team, op.peer)
+    def _part(self, index: int, number: int, op: Send | Recv) -> MessagePart:
+        letter, team = self.plan.letters[index, number], self.resources.teams[op.team]
+        space, (peer,) = self.resources.spaces[op.team], self.plan.members(op.team, op.peer)
         if isinstance(op, Send):
             box = space.outbox(letter.number)
             if letter.backend == "peer":
                 return PeerOutgoing(team, peer, box)
             return Outgoing(
-                team, peer, box, self.crew.backends[op.team, letter.backend], letter.nth
+                team, peer, box, self.resources.backends[op.team, letter.backend], letter.nth
             )
         box = space.inbox(letter.number)
         if letter.backend == "peer":
             return PeerIncoming(team, peer, box)
-        return Incoming(team, peer, box, self.crew.backends[op.team, letter.backend], letter.nth)
+        return Incoming(
+            team, peer, box, self.resources.backends[op.team, letter.backend], letter.nth
+        )

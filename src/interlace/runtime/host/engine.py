@@ -1,14 +1,18 @@
 """The CPU engine: a thread for each stream, real concurrency, every wait bounded.
 
+    engine = CpuEngine(context)
+    (y,) = engine.run([x, w], None)      # None: the Executor has to check something first
+
 The first stream runs on the thread that calls `run`; each other one has a thread of its own, which
 lives as long as the engine. Nothing but `StreamOrder` and the signals of `comm` orders them, as in
 the Program's text.
 
-Note [Threads and arithmetic]
-    How MKL and OpenMP split a matrix multiplication depends on the number of threads, which is set
-    per calling thread. A stream's thread takes the caller's number before each run, so that a Call
-    gives the same bits on whatever stream it runs. It takes the caller's inference mode too: what
-    the caller allocates in that mode may not be written out of it.
+Note [One run path]
+    Each stream is a flat list of bound functions, and every run goes through `issue`: it enters the
+    teams, fills the table, drives the streams and reads the results. What a Program does not need
+    (teams, slots, other streams) is an empty list there. Where each stream stands is kept in cells
+    (`progress_of`): a team's shared memory, so that peers read the same, or a list of the engine's
+    own. A Program of one stream and no team waits for nobody, and keeps none.
 """
 
 from __future__ import annotations
@@ -16,35 +20,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from operator import length_hint
+from typing import Any
 
 import torch
 
-from interlace.comm.control import DONE, STREAMS
+from interlace.comm import Registered, Slot, TeamComm, Workspace, share_on_host
+from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
-from interlace.ir import Call, Collective, Fused, Group, Op, Recv, Send, in_order
+from interlace.ir import VALUE_BITS, Call, Collective, Fused, Group, Op, Recv, Send, in_order
 from interlace.runtime.calling.calls import Thunk, bind_call
-from interlace.runtime.engine import Context
-from interlace.runtime.host.binder import HostBinder, StreamOrder
-from interlace.runtime.host.quick import is_plain
-from interlace.runtime.releases import releases
+from interlace.runtime.engine import EngineContext, ShareRequest, TeamResources
+from interlace.runtime.host.binder import HostBinder
+from interlace.runtime.host.streams import LocalProgress, Stream, StreamOrder, StreamThread
+from interlace.runtime.prepare.plan import releases
+from interlace.runtime.prepare.registered import written
 
 GRACE_S = 1.0
 """How long a failed transfer looks for the peer whose end explains it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An op of a stream, bound."""
-
-    index: int
-    op: Op
-    run: Thunk
-    lane: int = 0
-    """The number of its stream."""
-    proper: bool = True
-    """False for what only comes along with an op: waiting for the host, dropping a tensor."""
 
 
 class Stopped(BaseException):
@@ -54,34 +48,77 @@ class Stopped(BaseException):
 class CpuEngine:
     """Runs the bound ops of one rank."""
 
-    def __init__(self, context: Context) -> None:
+    failure: BaseException | None = None
+    """A run raises what made it fail: nothing is found later."""
+
+    def __init__(self, context: EngineContext) -> None:
         self.spans: list[tuple[int, float, float]] = []
         self.context = context
-        self.rank = context.plan.rank
-        self.flight = context.flight
-        self._teams = context.crew.teams
-        self._before_op = context.before_op
-        self._trace = context.options.trace
-        self._time_out_s = context.time_out_s
+        self._program, self._rank = context.plan.program, context.plan.rank
+        self._flight = context.flight
+        resources = context.resources
+        self._teams = [(t, t.resets, t.control) for t in resources.teams.values()]
+        self._inputs, self._outputs = context.inputs, context.outputs
+        self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
-        self._lock = threading.Lock()
-        self._workers: dict[str, _Worker] = {}
-        self._order = StreamOrder(self.flight)
-        self._streams = self._bind(context)
+        self._failing = threading.Lock()
+        self._workers: dict[str, StreamThread] = {}
+        self._order = StreamOrder(self._flight)
+        streams = context.plan.program.streams()
+        self._entered: list[Any] = [control for _, _, control in self._teams]
+        """What every run enters; the cells of the last tell where the streams are."""
+        own = len(streams) > (STREAMS if self._teams else 1) or context.options.trace
+        if own:
+            self._entered.append(LocalProgress(len(streams)))
+        self._cells: Any = self._entered[-1].cells if self._entered else []
+        if self._entered:
+            cells, count = self._cells, len(streams)
+            self._flight.follow(lambda: progress_of(cells, count))
+        self._first, *self._others = self._bind(context) or [Stream("")]
+        self._uses, self._end = resources.uses, context.values.end
+        self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
+        self._values = context.values
+        self._start = context.values.starter((*self._inputs.names, *self._outputs.names))
+        self._lock, self._under_way = context.lock, False
+        self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
-    def _bind(self, context: Context) -> dict[str, list[Step]]:
+    # -- binding ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def share(request: ShareRequest) -> TeamResources:
+        """Sets up slots, words and backends."""
+        plan, limit = request.plan, request.time_out_s
+        slots, spaces = dict[str, Slot](), dict[str, Workspace]()
+        registered: dict[str, Registered] = {}
+        inputs = [buffer.name for buffer in plan.program.params if buffer.kind == "input"]
+        for name, team in request.ordered():
+            topic = f"{team.num_prepared}/{name}"
+            found = team.slots.ensure(topic, plan.slots.get(name, {}), limit)
+            for slot in found.values():
+                request.kept.callback(team.slots.let_go, slot)
+            mine = [buffer for buffer, of_team in plan.takes.items() if of_team == name]
+            slots |= {buffer: found[plan.slot_of(buffer)] for buffer in mine}
+            spaces[name] = Workspace(team, topic, plan.demands[name], limit)
+            for _, backend in (key for key in request.backends if key[0] == name):
+                team.backend(backend, request.device.type, limit)
+            if name in request.registered:
+                facts = inputs, written(plan.program), limit
+                registered |= share_on_host(team, topic, request.registered[name], *facts)
+        return TeamResources(request.teams, slots, spaces, registered=registered)
+
+    def _bind(self, context: EngineContext) -> list[Stream]:
         """Every op as a step of its stream; of one stream for all with the option `in_order`."""
         plan, compiled = context.plan, context.options.regions == "inductor"
         regions = {region.name: region for region in plan.program.regions}
         binder = HostBinder(context, self._order, self.check)
-        streams: dict[str, list[Step]] = {}
+        streams: dict[str, Stream] = {}
         leaving = releases(plan.program)
         lanes = {stream: lane for lane, stream in enumerate(plan.program.streams())}
         for index, op, members, last in _listed(plan.program.ops, context.options.in_order):
-            steps = streams.setdefault("" if context.options.in_order else op.stream, [])
+            name = "" if context.options.in_order else op.stream
+            stream = streams.setdefault(name, Stream(name))
             for point in plan.syncs.get(index, ()):
-                wait = binder.pass_by((point, 0), index)
-                steps.append(Step(index, op, wait, lanes[op.stream], proper=False))
+                stream.steps.append((0, index, binder.pass_by((point, 0), index)))
             runs: list[Thunk] = []
             for number, member in members:
                 if isinstance(member, Call):
@@ -91,66 +128,169 @@ class CpuEngine:
                 if run is not None:
                     runs.append(run)
             if runs:
+                stream.last = PROGRESS + 2 * lanes[op.stream] if self._entered else 0
                 run = runs[0] if len(runs) == 1 else _in_turn(runs)
-                steps.append(Step(index, op, run, lanes[op.stream]))
+                run = self._told(lanes[op.stream], index, self._watched(index, op, run))
+                stream.steps.append((stream.last, index, run))
             for name in leaving.get(index, ()) if last else ():
                 release = binder.free(name)
                 assert release is not None
-                steps.append(Step(index, op, release, lanes[op.stream], proper=False))
-        return streams
+                stream.steps.append((0, index, release))
+        for stream in streams.values():
+            if len(self._entered) > 1 and stream.last:
+                lane = stream.last - PROGRESS >> 1
+                stream.steps.append((0, stream.steps[-1][1], self._told(lane, DONE, lambda: None)))
+            if len(streams) > 1:
+                stream.steps = [
+                    (cell, op, self._unless_failed(run)) for cell, op, run in stream.steps
+                ]
+            stream.runs = [run for _, _, run in stream.steps]
+        return list(streams.values())
 
-    def alone(self) -> list[Step] | None:
-        """The steps, if one stream has them all and nobody watches it."""
-        plan = self.context.plan
-        if self._before_op is not None or self._trace or len(self._streams) != 1:
+    def _unless_failed(self, run: Thunk) -> Thunk:
+        """A step of one of several streams: they all stop where one failed."""
+
+        def step() -> None:
+            if self._failure is not None:
+                raise Stopped
+            run()
+
+        return step
+
+    def _told(self, lane: int, op: int, run: Thunk) -> Thunk:
+        """A step that also tells the teams whose cells `_drive` does not write."""
+        others = [entered.cells for entered in self._entered[:-1]]
+        if not others or lane >= STREAMS:
+            return run
+        at, clock = PROGRESS + 2 * lane, time.monotonic_ns
+
+        def tell() -> None:
+            for cells in others:
+                cells[at] = cells[ENTERED] << VALUE_BITS | op
+                cells[at + 1] = clock()
+            run()
+
+        return tell
+
+    def _watched(self, index: int, op: Op, run: Thunk) -> Thunk:
+        """A step with what tests and traces want around it."""
+        before_op, trace, rank = self.context.before_op, self.context.options.trace, self._rank
+        if before_op is None and not trace:
+            return run
+
+        def watched() -> None:
+            start = time.perf_counter()
+            if before_op is not None:
+                before_op(rank, index, op)
+            run()
+            if trace:
+                self.spans.append((index, start, time.perf_counter()))
+
+        return watched
+
+    # -- runs ------------------------------------------------------------------------------------
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...] | None:
+        """A run, and its results; None, with nothing done, where the Executor has to check first:
+        the tensors do not fit, another thread is at it, or a team was reset, released or failed."""
+        if not self._inputs.fit(inputs) or (out is not None and not self._outputs.fit(out)):
             return None
-        (steps,) = self._streams.values()
-        if self._teams:
-            told = len(self._teams) == 1 and len(plan.program.streams()) <= STREAMS
-            return steps if told and steps else None
-        return steps if not plan.syncs and all(map(is_plain, steps)) else None
+        if not self._lock.acquire(False):
+            return None
+        try:
+            for team, resets, control in self._teams:
+                if not team.is_as_of(resets, control):
+                    return None
+            return self.issue(inputs, out)
+        finally:
+            self._lock.release()
 
-    def begin_alone(self) -> None:
-        """A run of those steps begins, on the caller's thread."""
-        self._order.begin()
-        self._failure = None
+    def issue(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> tuple[Any, ...]:
+        """A run with tensors that fit, by a thread that has the lock: Note [One run path]."""
+        tag, name, text = self._label
+        if self._under_way:
+            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+        had_grad, mark = torch.is_grad_enabled(), 0
+        self._under_way = True
+        try:
+            if had_grad:
+                self._grad(False)
+            if self._entered:
+                for entered in self._entered:
+                    mark = entered.enter(tag, name, text) << VALUE_BITS
+                for buffer, slot in self._takes:
+                    self._uses[buffer] = slot.next_use()
+                self._order.run += 1
+                if self.spans:
+                    self.spans = []
+            if out is None:
+                out = self._outputs.new()
+            held = self._values.registered
+            if held:
+                self._bring(inputs, out)
+            self._start((*inputs, *out), self._uses)
+            if self._others:
+                self._drive_all(mark)
+            else:
+                self._drive(self._first, mark)
+            if self._failure is not None:
+                self._raise_failure()
+            for each in held.values():
+                each.leave()
+            results = self._results()
+            for entered in self._entered:
+                entered.leave()
+            return results
+        finally:
+            self._end()
+            if had_grad:
+                self._grad(True)
+            self._under_way = False
+
+    def _bring(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+        """Puts registered parameters where peers reach them."""
+        self._inputs.check_places(inputs)
+        self._outputs.check_places(out)
+        for held in self._values.registered.values():
+            held.enter()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        try:
+            raise failure
+        finally:
+            del failure  # else its own traceback would keep it, and the run's tensors
 
     def check(self) -> None:
         """Raises where waiting on is pointless: this rank or a peer has failed."""
         if self._failure is not None:
             raise Stopped
-        for team in self._teams.values():
-            team.control.check()
+        for _, _, control in self._teams:
+            control.check()
 
-    def run(self) -> None:
-        """Runs every stream to its end; raises what made one fail, with all of them stopped.
-
-        The caller has turned gradients off.
-        """
-        streams = self._streams
+    def _drive_all(self, mark: int) -> None:
+        """Runs every stream to its end, each on its thread."""
         lost = [worker.name for worker in self._workers.values() if worker.lost]
         if lost:
-            raise ExecutorError(f"stream {lost[0]} of rank {self.rank} still hangs: make another")
-        self._order.begin()
-        self._failure = None
-        self.spans = []
-        self.flight.begin()
-        (_, mine), *others = streams.items() if streams else (("", ()),)
-        workers = [self._worker(name) for name, _ in others]
+            raise ExecutorError(f"stream {lost[0]} of rank {self._rank} still hangs: make another")
+        workers = [self._worker(stream.name) for stream in self._others]
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
-        for worker, (_, steps) in zip(workers, others, strict=True):
-            worker.start_run(steps, mode)
-        self._drive(mine)
-        self._join(workers, self._time_out_s)
-        if self._failure is not None:
-            raise self._failure
+        for worker, stream in zip(workers, self._others, strict=True):
+            worker.start_run(stream, mark, mode)
+        self._drive(self._first, mark)
+        self._join(workers, self.context.time_out_s)
 
-    def _worker(self, name: str) -> _Worker:
+    def _worker(self, name: str) -> StreamThread:
         if name not in self._workers:
-            self._workers[name] = _Worker(name, self._drive)
+            self._workers[name] = StreamThread(name, self._drive)
         return self._workers[name]
 
-    def _join(self, workers: Sequence[_Worker], time_out_s: float) -> None:
+    def _join(self, workers: Sequence[StreamThread], time_out_s: float) -> None:
         """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
         patience: Patience | None = None
         for worker in workers:
@@ -161,89 +301,62 @@ class CpuEngine:
                 if patience.is_over():
                     worker.lost = True
                     raise ExecutorError(
-                        f"stream {worker.name} of rank {self.rank} does not stop: it is in "
-                        f"{self.flight.text(self.flight.stands[worker.name])}; this Executor "
+                        f"stream {worker.name} of rank {self._rank} does not stop: it is in "
+                        f"{self._flight.text(self._flight.stands[worker.name][0])}; this Executor "
                         "cannot be used again"
                     ) from self._failure
 
-    def _ended(self, worker: _Worker) -> bool:
+    def _ended(self, worker: StreamThread) -> bool:
         """Looks for the end of a stream; an interrupt stops the streams before it is raised."""
         try:
             return worker.finished.acquire(timeout=0.1)
         except KeyboardInterrupt as error:
-            self._fail(error, None)
+            self._fail(error, -1)
             return False
 
     # -- on the streams' threads -----------------------------------------------------------------
 
-    def _drive(self, steps: Sequence[Step]) -> None:
+    def _drive(self, stream: Stream, mark: int) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
-        step: Step | None = None
         try:
-            stands, since, clock = self.flight.stands, self.flight.since, time.perf_counter
-            progress = [team.control.teller() for team in self._teams.values()]
-            extra = self._before_op is not None or self._trace
-            for step in steps:
-                if self._failure is not None:
-                    raise Stopped
-                if not step.proper:
-                    step.run()
-                    continue
-                stream = step.op.stream
-                since[stream] = clock()
-                stands[stream] = step.index
-                for tell in progress:
-                    tell(step.lane, step.index)
-                if extra:
-                    self._run_watched(step)
-                else:
-                    step.run()
-            if step is not None:
-                stands[step.op.stream] = -2
-                for tell in progress:
-                    tell(step.lane, DONE)
+            if not stream.last:
+                left = iter(stream.runs)
+                for run in left:
+                    run()
+                return
+            left, cells, clock = iter(stream.steps), self._cells, time.monotonic_ns
+            for at, index, run in left:
+                if at:
+                    cells[at] = mark | index
+                    cells[at + 1] = clock()
+                run()
+            cells[stream.last] = mark | DONE
         except Stopped:
             pass
         except BaseException as error:
-            self._fail(error, step)
+            done = len(stream.steps) - length_hint(left)
+            self._fail(error, stream.steps[done - 1][1] if done else -1)
 
-    def _run_watched(self, step: Step) -> None:
-        start = time.perf_counter()
-        if self._before_op is not None:
-            self._before_op(self.rank, step.index, step.op)
-        step.run()
-        if self._trace:
-            self.spans.append((step.index, start, time.perf_counter()))
-
-    def explain(self, error: BaseException, step: Step | None) -> BaseException:
-        """The error of a step that was run alone, as the user should see it."""
-        return error if step is None else self._explain(error, step)
-
-    def synchronize(self) -> None:
-        """Nothing: a run that returned has ended."""
-
-    def _fail(self, error: BaseException, step: Step | None) -> None:
-        with self._lock:
+    def _fail(self, error: BaseException, index: int) -> None:
+        """Keeps the error of op `index` (-1: of none), and tells peers and the other streams."""
+        with self._failing:
             if self._failure is not None:
                 return
-            told = self._explain(error, step) if step is not None else error
-            self._failure = told
-        for team in self._teams.values():
-            team.control.fail(told)
+            told = self._failure = error if index < 0 else self._explain(error, index)
+        for _, _, control in self._teams:
+            control.fail(told)
         self._order.wake()
 
-    def _explain(self, error: BaseException, step: Step) -> BaseException:
+    def _explain(self, error: BaseException, index: int) -> BaseException:
         """The error as the user should see it: which op, and which peer if one is behind it."""
-        text = self.flight.describe(step.index)
+        text, op = self._flight.describe(index), self._program.ops[index]
         if not isinstance(error, Exception):
             return error  # KeyboardInterrupt and the like
         if isinstance(error, InterlaceError):
             if text not in str(error):
                 error.args = (f"{error}\nwhile running {text}", *error.args[1:])
             return error
-        if isinstance(step.op, Collective | Send | Recv | Group) and isinstance(
-            error, RuntimeError
-        ):
+        if isinstance(op, Collective | Send | Recv | Group) and isinstance(error, RuntimeError):
             known = self._peer_behind()
             if known is None:
                 known = PeerError(f"a transfer failed: {str(error).splitlines()[0]}")
@@ -260,12 +373,30 @@ class CpuEngine:
     def _peer_behind(self) -> InterlaceError | None:
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            for team in self._teams.values():
-                found = team.control.failure()
+            for _, _, control in self._teams:
+                found = control.failure()
                 if found is not None:
                     return found
             time.sleep(0.01)
         return None
+
+    # -- the rest of the protocol ----------------------------------------------------------------
+
+    def warm_up(self, teams: Sequence[TeamComm]) -> None:
+        """Nothing: a run needs none before it."""
+
+    def look(self) -> None:
+        """Nothing: a run may come at any time."""
+
+    def settle(self) -> None:
+        """Nothing: a run that returned has ended."""
+
+    def synchronize(self) -> None:
+        """Nothing: a run that returned has ended."""
+
+    def later(self, end: Callable[[], None]) -> bool:
+        """A run that returned has ended: `end` need not wait."""
+        return False
 
     def close(self) -> None:
         """Ends the threads."""
@@ -299,50 +430,3 @@ def _in_turn(runs: Sequence[Thunk]) -> Thunk:
             each()
 
     return run
-
-
-class _Worker:
-    """The thread of one stream."""
-
-    def __init__(self, name: str, drive: Callable[[Sequence[Step]], None]) -> None:
-        self.name = name
-        self.lost = False
-        self.finished = threading.Semaphore(0)
-        self._go = threading.Semaphore(0)
-        self._steps: Sequence[Step] | None = None
-        self._mode = (0, False)
-        self._drive = drive
-        self._thread = threading.Thread(
-            target=self._live, name=f"interlace stream {name}", daemon=True
-        )
-        self._thread.start()
-
-    def start_run(self, steps: Sequence[Step], mode: tuple[int, bool]) -> None:
-        """Lets the thread run these steps; `finished` is released at their end.
-
-        `mode` is the caller's: its number of threads, and whether it is in inference mode.
-        """
-        self._steps, self._mode = steps, mode
-        self._go.release()
-
-    def _live(self) -> None:
-        num_threads = 0
-        while True:
-            self._go.acquire()
-            steps = self._steps
-            if steps is None:
-                return
-            wanted, inference = self._mode  # see Note [Threads and arithmetic]
-            if wanted != num_threads:
-                torch.set_num_threads(num_threads := wanted)
-            with torch.inference_mode(inference), torch.no_grad():
-                self._drive(steps)
-            self._steps = None
-            self.finished.release()
-
-    def stop(self) -> None:
-        """Ends the thread, unless it hangs."""
-        self._steps = None
-        self._go.release()
-        if not self.lost and threading.current_thread() is not self._thread:
-            self._thread.join(5.0)

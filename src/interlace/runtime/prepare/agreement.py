@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch.distributed as dist
+
 from interlace.comm import TeamComm, attending
-from interlace.comm.rendezvous.board import Board, Note, failure, named
-from interlace.comm.rendezvous.greeting import meet
-from interlace.comm.rendezvous.patience import LONGER
-from interlace.errors import AgreementError, ProgramError, SoundnessError
+from interlace.comm.rendezvous.board import Board, Note, failure, meet, named
+from interlace.errors import AgreementError, ProgramError, SoundnessError, TeamError
 from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
-from interlace.runtime.prepare.registered import Found, judge
+from interlace.runtime.prepare.registered import Registration, judge
 from interlace.verify import Report, check
 
 LATER_S = 0.5
@@ -114,7 +114,7 @@ def agree(
     rank: int,
     teams: Sequence[TeamComm],
     time_out_s: float,
-    found: Found | None = None,
+    found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
 ) -> Agreement:
     """Agrees with every rank that is joined to this one by teams, and proves what they run.
@@ -123,7 +123,7 @@ def agree(
     rank, all of them raise. `backends` has those that this rank's Program needs, for each
     of the teams.
     """
-    found = found or Found()
+    found = found or Registration()
     plain = essence(program)
     text = print_program(plain)
     mine: Note = {
@@ -154,7 +154,7 @@ def agree(
     mine["backends"] = {p: list(n) for (p, *_), n in zip(mine["teams"], needs, strict=True)}
     for team in teams:
         team.board.limit_s = time_out_s
-    board.announce(teams[0].rank)
+    board.announce()
     for place, *_ in mine["teams"]:
         board.post(f"{place}/{teams[0].rank}", mine)
     places = [place for place, *_ in mine["teams"]]
@@ -216,28 +216,22 @@ def _collect(
     verdicts of all teams: who sees everybody asks for all of them, who gives up for its own.
     """
     own, found = _places([mine]), {me: mine}
-    with board.attending(own, me):
+    with board.attending(own):
         while wanted := _unknown(found):
             topics = {rank: f"{place}/{rank}" for rank, (place, _, _) in wanted.items()}
-            came = board.collect(topics, time_out_s + LATER_S, own, board.ended, look)
+            came = board.collect(topics, time_out_s + LATER_S, own, look)
             missing = [rank for rank in wanted if rank not in came]
             if missing:
                 _, team, number = wanted[missing[0]]
-                why = (
-                    f"{named(missing)} did not come to prepare Program {mine['name']!r} (number "
-                    f"{number} of team {team}) within {time_out_s:g} s, as {named(sorted(found))} "
-                    "did: see whether it failed, stalled, did not recompile as the others did, or "
-                    f"took another path through the model; {LONGER}"
-                )
-                if gone := sorted(board.ended(missing) & {*missing}):
-                    why = board.farewell(gone, f"come to prepare Program {mine['name']!r}")
+                what = f"prepare Program {mine['name']!r} (number {number} of team {team})"
+                why = board.absence(missing, found, what, time_out_s)
                 # One that is over ended the wait. If its verdict raises nothing, all are there by
                 # now, and the other teams' may not be given up.
                 for place in [p for p in own if board.is_over(p)] or own:
-                    board.decide(place, me, why)
+                    board.decide(place, why)
             found.update(came)
         for place in _places(found.values()):
-            board.decide(place, me)
+            board.decide(place)
     return found
 
 
@@ -334,4 +328,53 @@ def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str)
             "Every rank must prepare the same Programs in the same order; look for code that "
             "depends on the rank, or for inputs whose shapes differ between ranks",
         ]
+    )
+
+
+# -- which rank this process is -------------------------------------------------------------------
+
+
+def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> int:
+    """The rank of a Program at which each of its teams has this process where its group has it.
+
+    A Program counts its ranks from 0, whatever the global ranks of its groups: one tensor-parallel
+    Program of two ranks serves every replica of a data-parallel job.
+    """
+    known = {team.name for team in program.teams}
+    stray = [name for name in groups if name not in known]
+    if stray:
+        raise TeamError(
+            f"{program.name} has no team named {stray[0]!r}: its teams are {sorted(known)}"
+        )
+    mine = {name: group for name, group in groups.items() if _member(group)}
+    ranks = program.world if program.rank is None else (program.rank,)
+    fits = [rank for rank in ranks if _fits(program, rank, mine)]
+    if len(fits) == 1:
+        return fits[0]
+    me = dist.get_rank() if dist.is_initialized() else 0
+    if me in fits:
+        return me
+    have = ", ".join(f"{n} (rank {g.rank()} of {g.size()})" for n, g in mine.items()) or "none"
+    wants = ", ".join(f"{team.name}[{team.size}]" for team in program.teams) or "none"
+    if not fits:
+        raise TeamError(
+            f"no rank of {program.name} fits this process: the Program's teams are {wants}, the "
+            f"process groups given are {have}. Give one group for each team, as in "
+            "groups={'tp': mesh.get_group('tp')}, with as many ranks as the team has"
+        )
+    raise TeamError(
+        f"ranks {fits} of {program.name} would all fit this process (teams {wants}, groups "
+        f"{have}): instantiate the Program for the rank that this process is"
+    )
+
+
+def _member(group: dist.ProcessGroup) -> bool:
+    return isinstance(group, dist.ProcessGroup)  # new_group gives other ranks a placeholder
+
+
+def _fits(program: Program, rank: int, groups: Mapping[str, dist.ProcessGroup]) -> bool:
+    members = program.where(rank).members
+    return set(members) == set(groups) and all(
+        (groups[name].rank(), groups[name].size()) == (member.index, len(member.ranks))
+        for name, member in members.items()
     )

@@ -5,6 +5,11 @@ and what the rank needs of its teams: found once, in list order, by every kind o
 
     plan = make_plan(program, rank, backend_of)
     plan.waits[7, 0]         # the spot of the Record that op 7 waits for
+
+Note [Whose memory]
+    A tensor's memory goes back at once to the stream that it was allocated on, whose next ops may
+    be given it. Another stream that still reads it must be made known to the allocator. Allocs are
+    made before a run, on the caller's stream; what a Call gives is made on the Call's.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from interlace.comm import Demand, Message, Spec, staged_nbytes
-from interlace.errors import ProgramError
+from interlace.errors import ProgramError, UnsupportedError
 from interlace.ir import (
     KINDS,
     Alloc,
@@ -21,9 +26,9 @@ from interlace.ir import (
     Buffer,
     Collective,
     DType,
+    Free,
     Fused,
     Group,
-    HostSync,
     Index,
     Op,
     Others,
@@ -35,6 +40,7 @@ from interlace.ir import (
     Where,
     bindings,
     spots,
+    views_in,
 )
 from interlace.runtime.values import DTYPES, nbytes
 
@@ -220,39 +226,45 @@ class _Planner:
         self._stages: dict[str, int] = {}
 
     def add(self, index: int, op: Op) -> None:
-        seen = self._seen.get(op.stream, 0)
-        due = [at for at, stream in self._host_syncs[seen:] if stream != op.stream]
-        self._seen[op.stream] = len(self._host_syncs)
-        if due:
-            self.syncs[index] = tuple(due)
+        order = op.ordering()
+        self.sync(index, op.stream, order.holds_host)
         for member in op.members if isinstance(op, Fused) else (op,):
             expects = member.ordering().expects
             if expects is not None:
                 self._signals.setdefault(expects.team, {})[expects.signal] = None
-        match op:
-            case HostSync():
-                self._host_syncs.append((index, op.stream))
-                self._seen[op.stream] = len(self._host_syncs)
-            case Alloc(buffer=buffer) if buffer.kind == "symmetric":
-                assert buffer.team is not None
-                if buffer.name in self.takes:
-                    raise ProgramError(
-                        f"the symmetric buffer {buffer.name!r} is allocated twice: give the second "
-                        "one a name of its own (and the same storage, to share the slot)"
-                    )
-                self.takes[buffer.name] = buffer.team
-                sizes = self.slots.setdefault(buffer.team, {})
-                slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
-                sizes[slot] = max(sizes.get(slot, 0), size)
-            case Collective():
-                self.collective(index, op)
-            case Send() | Recv():
-                self.message(index, 0, op)
-            case Group():
-                for part, item in enumerate(op.ops):
-                    self.message(index, part, item)
-            case _:
-                pass
+        if order.takes is not None and order.takes.team is not None:
+            self.take(order.takes, order.takes.team)
+        if isinstance(op, Collective):
+            self.collective(index, op)
+        elif isinstance(op, Send | Recv | Group):
+            for part, item in enumerate(op.ops if isinstance(op, Group) else (op,)):
+                self.message(index, part, item)
+        elif order.meets is not None or order.messages:
+            raise UnsupportedError(
+                f"op {index} ({type(op).__name__}) meets peers, and nothing says how: add a case "
+                "to the plan and to the devices' binders"
+            )
+
+    def sync(self, index: int, stream: str, holds_host: bool) -> None:
+        """The HostSyncs of other streams that this op is the first of its stream after."""
+        seen = self._seen.get(stream, 0)
+        due = [at for at, other in self._host_syncs[seen:] if other != stream]
+        if due:
+            self.syncs[index] = tuple(due)
+        if holds_host:
+            self._host_syncs.append((index, stream))
+        self._seen[stream] = len(self._host_syncs)
+
+    def take(self, buffer: Buffer, team: str) -> None:
+        if buffer.name in self.takes:
+            raise ProgramError(
+                f"the symmetric buffer {buffer.name!r} is allocated twice: give the second "
+                "one a name of its own (and the same storage, to share the slot)"
+            )
+        self.takes[buffer.name] = team
+        sizes = self.slots.setdefault(team, {})
+        slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
+        sizes[slot] = max(sizes.get(slot, 0), size)
 
     def collective(self, index: int, op: Collective) -> None:
         backend = self.backend_of(op.team, op.backend)
@@ -326,3 +338,46 @@ def _parts(
     for length in box(view).sizes[1:]:
         row *= length
     return tuple(n * row for n in rows)
+
+
+# -- lifetimes: Note [Whose memory] ----------------------------------------------------------------
+
+
+def callers(program: Program) -> str:
+    """The stream that is the caller's: `main`, or the first if none is called so."""
+    names = program.streams() or ("main",)
+    return "main" if "main" in names else names[0]
+
+
+def homes(program: Program) -> dict[str, str]:
+    """The stream that each buffer of a run is allocated on."""
+    found, main = dict[str, str](), callers(program)
+    for op in program.ops:
+        if isinstance(op, Alloc):
+            found[op.buffer.name] = main
+        for access in op.writes():
+            found.setdefault(access.view.buffer, op.stream)
+    return found
+
+
+def releases(program: Program) -> dict[int, list[str]]:
+    """By op: the fresh buffers that may go after it, which one stream makes and has all uses of.
+
+    The Program's own Frees say it otherwise, and what is returned stays.
+    """
+    kept = {view.buffer for arg in program.returned() for view in views_in(arg)}
+    kept |= {op.buffer for op in program.ops if isinstance(op, Free)}
+    streams = {name: {stream} for name, stream in homes(program).items()}
+    last: dict[str, int] = {}
+    for index, op in enumerate(program.ops):
+        for access in (*op.reads(), *op.writes()):
+            streams.setdefault(access.view.buffer, set()).add(op.stream)
+            last[access.view.buffer] = index
+    found: dict[int, list[str]] = {}
+    for buffer in program.buffers().values():
+        name = buffer.name
+        if buffer.kind != "fresh" or name in kept or name not in last:
+            continue
+        if len(streams[name]) == 1:
+            found.setdefault(last[name], []).append(name)
+    return found

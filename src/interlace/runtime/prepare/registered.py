@@ -20,7 +20,7 @@ import torch
 from interlace.comm.rendezvous.board import Note, as_told
 from interlace.errors import ExecutorError, InterlaceError
 from interlace.ir import Buffer, Program
-from interlace.runtime.inputs import Given
+from interlace.runtime.inputs import Parameters
 from interlace.runtime.values import nbytes
 
 Wanted = dict[str, dict[str, tuple[torch.Tensor, int]]]
@@ -28,7 +28,7 @@ Wanted = dict[str, dict[str, tuple[torch.Tensor, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Registration:
     """What a rank registers."""
 
     wanted: Wanted = field(default_factory=dict[str, dict[str, tuple[torch.Tensor, int]]])
@@ -39,22 +39,22 @@ class Found:
 
 def collect(
     program: Program, rank: int, given: Mapping[str, torch.Tensor], device: torch.device
-) -> Found:
+) -> Registration:
     """What a Program registers, by team; and what is wrong with what was given, if anything is."""
     if not given and not any(buffer.registered for buffer in program.params):
-        return Found()
+        return Registration()
     program = program.instantiate(rank) if program.rank is None else program
     buffers = [buffer for buffer in program.params if buffer.registered]
     wanted: Wanted = {}
     try:
         _check(program, buffers, given, device)
     except InterlaceError as error:
-        return Found(problem=error)
+        return Registration(problem=error)
     for buffer in buffers:
         assert buffer.team is not None
         wanted.setdefault(buffer.team, {})[buffer.name] = given[buffer.name], nbytes(buffer)
     overlaps = _overlaps([(given[b.name].data_ptr(), nbytes(b), b.name) for b in buffers])
-    return Found(wanted, {"writes": sorted(written(program)), "overlaps": overlaps})
+    return Registration(wanted, {"writes": sorted(written(program)), "overlaps": overlaps})
 
 
 def judge(program: str, entries: Mapping[int, Note], me: int, mine: InterlaceError | None) -> None:
@@ -113,7 +113,9 @@ def _check(
             )
     for name in names:
         _check_memory(program, name, given[name], device, name in written(program))
-    Given(program.name, "registered parameter", buffers, device).check([given[n] for n in names])
+    Parameters(program.name, "registered parameter", buffers, device).check(
+        [given[n] for n in names]
+    )
 
 
 def _check_memory(

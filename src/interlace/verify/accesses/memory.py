@@ -32,7 +32,7 @@ from typing import NamedTuple
 from interlace.ir.types import DType
 from interlace.ir.view import Box
 from interlace.verify.accesses.bytesets import covered
-from interlace.verify.accesses.regions import Region, Regions
+from interlace.verify.accesses.regions import ByteRegion, Regions
 from interlace.verify.happens_before.graph import Frame
 from interlace.verify.happens_before.source import Item
 
@@ -46,13 +46,15 @@ class Content:
     memory: Memory
     full: bool
     """Whether all of them do (inputs do from the start)."""
-    parts: dict[Region, None] = field(default_factory=dict[Region, None])
-    log: list[Region | tuple[int, int]] | None = None
+    rank: int
+    """Whose memory it is."""
+    parts: dict[ByteRegion, None] = field(default_factory=dict[ByteRegion, None])
+    log: list[ByteRegion | tuple[int, int]] | None = None
     """From the first time another buffer overwrote some of the bytes: writes, and such losses."""
     freed: bool = False
     """Whether its Free has been met: what others write is no loss to it any more."""
 
-    def write(self, region: Region) -> None:
+    def write(self, region: ByteRegion) -> None:
         """A write through the buffer."""
         if self.log is not None:
             self.log.append(region)
@@ -70,7 +72,7 @@ class Content:
             self.full = False
             self.log.append((lo, hi))
 
-    def holds(self, region: Region, regions: Regions) -> bool:
+    def holds(self, region: ByteRegion, regions: Regions) -> bool:
         """Whether every byte of the region has been written, and not lost."""
         if self.full or (self.log is None and region in self.parts):
             return True
@@ -81,7 +83,7 @@ class Content:
             return regions.covered(region, self.parts)
         later: list[Box] = []
         for event in reversed(self.log):
-            if isinstance(event, Region):
+            if isinstance(event, ByteRegion):
                 later.append(event.exact)
             else:
                 outside = [_dense(0, event[0]).exact, _dense(event[1], self.size).exact]
@@ -90,18 +92,18 @@ class Content:
         return covered(region.exact, later)
 
 
-def _dense(lo: int, hi: int) -> Region:
+def _dense(lo: int, hi: int) -> ByteRegion:
     box = Box(lo, (hi - lo,), (1,), DType.u8)
-    return Region(box, box, lo, hi, True, False)
+    return ByteRegion(box, box, lo, hi, True, False)
 
 
-class Entry(NamedTuple):
+class ByteAccess(NamedTuple):
     """An access that later ones are compared with."""
 
     lo: int
     hi: int
     """Bytes from the start of the storage."""
-    region: Region
+    region: ByteRegion
     content: Content
     node: int
     frame: Frame
@@ -123,12 +125,12 @@ class Cell:
     def __init__(self, lo: int, hi: int) -> None:
         self.lo = lo
         self.hi = hi
-        self.writes: list[Entry] = []
-        self.reads: dict[tuple[Region, Content, int], Entry] = {}
+        self.writes: list[ByteAccess] = []
+        self.reads: dict[tuple[ByteRegion, Content, int], ByteAccess] = {}
         self.live: dict[Content, int] = {}
         """What has been written here and not freed, with its offset in the storage."""
 
-    def covers(self, new: Entry, old: Entry) -> bool:
+    def covers(self, new: ByteAccess, old: ByteAccess) -> bool:
         """Whether the new access stands for the old one in this cell: see Note [Frontier]."""
         if by_box(new, old):
             return new.region.contains(old.region)
@@ -140,7 +142,7 @@ class Cell:
         )  # fmt: skip
 
 
-def by_box(one: Entry, other: Entry) -> bool:
+def by_box(one: ByteAccess, other: ByteAccess) -> bool:
     """Whether two accesses of one memory are compared by their boxes, and not by their hulls."""
     return one.content is other.content or not one.content.memory.arena
 

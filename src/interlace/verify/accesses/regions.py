@@ -1,4 +1,4 @@
-"""Boxes resolved once: the same box of the same geometry is one `Region`, on every rank.
+"""Boxes resolved once: the same box of the same geometry is one `ByteRegion`, on every rank.
 
 A schedule names few different boxes and uses each many times (every layer, every rank, every
 step of a ring), so boxes are interned, and what was found out about two of them is kept:
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from interlace.ir.types import Buffer, Dim, RankIndex, Table, TableEntry, Where
-from interlace.ir.view import AsStrided, Box, Chunk, Slice, View
+from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
+from interlace.ir.view import AsStrided, Box, Chunk, View, varying
 from interlace.verify.accesses.bytesets import covered
 
 
 @dataclass(slots=True, eq=False)
-class Region:
+class ByteRegion:
     """A box of a buffer, in bytes from the buffer's start."""
 
     box: Box
@@ -33,19 +33,20 @@ class Region:
     strided: bool
     """Whether it stands for an `as_strided`, so that it claims more bytes than it has."""
 
-    def contains(self, other: Region) -> bool:
+    def contains(self, other: ByteRegion) -> bool:
         """Whether the other region is surely part of this one (cheap, may say no wrongly)."""
         return self is other or (self.dense and self.lo <= other.lo and other.hi <= self.hi)
 
 
 @dataclass(slots=True, eq=False)
 class Spot:
-    """A view of a buffer before it is resolved, and the values that its box depends on."""
+    """A view of a buffer before it is resolved."""
 
     view: View
     buffer: Buffer
     key: int
-    dims: tuple[Dim, ...]
+    by_rank: tuple[RankIndex | TableEntry, ...]
+    """What its box depends on."""
 
 
 class Regions:
@@ -53,56 +54,42 @@ class Regions:
 
     def __init__(self) -> None:
         self._keys: dict[object, int] = {}
-        self._found: dict[tuple[int, ...], Region] = {}
-        self._interned: dict[tuple[Box, Box], Region] = {}
-        self._overlaps: dict[tuple[Region, Region], bool] = {}
-        self._covers: dict[tuple[Region, frozenset[Region]], bool] = {}
+        self._found: dict[tuple[int, ...], ByteRegion] = {}
+        self._interned: dict[tuple[Box, Box], ByteRegion] = {}
+        self._overlaps: dict[tuple[ByteRegion, ByteRegion], bool] = {}
+        self._covers: dict[tuple[ByteRegion, frozenset[ByteRegion]], bool] = {}
 
     def spot(self, view: View, buffer: Buffer, tables: tuple[Table, ...]) -> Spot:
         """The view, ready to be resolved on any rank."""
-        dims: list[Dim] = [dim for dim in buffer.shape if not isinstance(dim, int)]
-        named = bool(dims)
-        for step in view.steps:
-            if isinstance(step, Chunk):
-                named = named or isinstance(step.parts, str)
-                if isinstance(step.index, RankIndex):
-                    dims.append(TableEntry("", step.index))  # only the index is asked for
-            elif isinstance(step, Slice):
-                dims += [dim for dim in (step.start, step.stop) if not isinstance(dim, int)]
-                named = named or not (isinstance(step.start, int) and isinstance(step.stop, int))
+        by_rank = varying(view, buffer)
+        named = any(isinstance(value, TableEntry) for value in by_rank) or any(
+            isinstance(step, Chunk) and isinstance(step.parts, str) for step in view.steps
+        )
         identity = (buffer.shape, buffer.strides, buffer.dtype, view.steps, tables if named else ())
         key = self._keys.setdefault(identity, len(self._keys))
-        return Spot(view, buffer, key, tuple(dims))
+        return Spot(view, buffer, key, by_rank)
 
-    def at(self, spot: Spot, where: Where) -> Region:
+    def at(self, spot: Spot, where: Where) -> ByteRegion:
         """The region of a spot on one rank."""
-        if not spot.dims:
-            key: tuple[int, ...] = (spot.key,)
-        else:
-            values = [
-                where.index(dim.index) if isinstance(dim, TableEntry) and not dim.table
-                else where.dim(dim)
-                for dim in spot.dims
-            ]  # fmt: skip
-            key = (spot.key, *values)
+        key = (spot.key, *map(where.value, spot.by_rank)) if spot.by_rank else (spot.key,)
         region = self._found.get(key)
         if region is None:
             region = self._found[key] = self._resolve(spot, where)
         return region
 
-    def _resolve(self, spot: Spot, where: Where) -> Region:
+    def _resolve(self, spot: Spot, where: Where) -> ByteRegion:
         exact = box = spot.view.box(spot.buffer, where)
         if any(isinstance(step, AsStrided) for step in spot.view.steps) and exact.numel:
             box = View(spot.buffer.name).box(spot.buffer, where)
         region = self._interned.get((box, exact))
         if region is None:
             lo, hi = box.hull
-            region = self._interned[box, exact] = Region(
+            region = self._interned[box, exact] = ByteRegion(
                 box, exact, lo, hi, _dense(box), box is not exact
             )
         return region
 
-    def overlap(self, one: Region, other: Region) -> bool:
+    def overlap(self, one: ByteRegion, other: ByteRegion) -> bool:
         """Whether the two regions of one buffer share a byte."""
         if one.lo >= other.hi or other.lo >= one.hi:
             return False
@@ -114,7 +101,7 @@ class Regions:
             self._overlaps[one, other] = self._overlaps[other, one] = found
         return found
 
-    def covered(self, region: Region, parts: Iterable[Region]) -> bool:
+    def covered(self, region: ByteRegion, parts: Iterable[ByteRegion]) -> bool:
         """Whether the parts together hold every byte of the region."""
         key = (region, frozenset(parts))
         found = self._covers.get(key)

@@ -18,20 +18,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from interlace.ir.order import Slot
-from interlace.verify.accesses.memory import Cell, Content, Entry, Memory, by_box
-from interlace.verify.accesses.regions import Region, Regions
-from interlace.verify.happens_before.graph import Frame, Graph
+from interlace.verify.accesses.memory import ByteAccess, Cell, Content, Memory, by_box
+from interlace.verify.accesses.regions import ByteRegion, Regions
+from interlace.verify.happens_before.graph import Frame, HappensBefore
 from interlace.verify.happens_before.source import Item, Touch, Version
 from interlace.verify.report import MAX_FAULTS
 
-Pair = tuple[Region, Content, Region, Content]
+Pair = tuple[ByteRegion, Content, ByteRegion, Content]
 """What two accesses that race touch."""
 MAX_REPEATS = 256
 """Of one fault on many ranks and in many runs, so many are kept."""
 
 
 @dataclass(slots=True, eq=False)
-class Life:
+class BufferLife:
     """One buffer in one run of one rank: what it holds, and from when to when it may be used."""
 
     version: Version
@@ -43,36 +43,37 @@ class Life:
     """The node that takes the slot; -1 for a buffer that is there from the start."""
     freed: int = -1
     """The node of its Free, once the walk has passed it."""
-    uses: list[Entry] = field(default_factory=list[Entry])
+    uses: list[ByteAccess] = field(default_factory=list[ByteAccess])
     """The rank's accesses before the walk passes the Free, wherever the bytes are."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class AccessFault:
     """Something found between two accesses, or about one."""
 
     kind: str
-    first: Entry | None
-    second: Entry
+    first: ByteAccess | None
+    second: ByteAccess
 
 
 class Sweep:
     """The walk. `faults` holds what it found, by the pair of ops that it is about."""
 
-    def __init__(self, graph: Graph, regions: Regions, slot: Callable[[Frame, int], Slot]) -> None:
+    def __init__(
+        self, graph: HappensBefore, regions: Regions, slot: Callable[[Frame, int], Slot]
+    ) -> None:
         self.graph = graph
         self.regions = regions
         self.slot = slot
-        self.faults: dict[tuple[object, ...], list[Fault]] = {}
-        self._races: dict[Memory, dict[Pair, tuple[Entry, Entry]]] = {}
+        self.faults: dict[tuple[object, ...], list[AccessFault]] = {}
+        self._races: dict[Memory, dict[Pair, tuple[ByteAccess, ByteAccess]]] = {}
         """Of each memory, accesses that race; of those that touch the same, the first."""
-        self._lives: dict[Frame, list[Life | None]] = {
+        self._lives: dict[Frame, list[BufferLife | None]] = {
             frame: [None] * len(frame.place.source.versions) for frame in graph.frames
         }
         self._arenas: dict[tuple[Frame, str], Memory] = {}
-        self._slots: dict[tuple[Slot, int, int], Content] = {}
+        self._copies: dict[tuple[bool, Slot, int, int], Content] = {}
         self._registered: dict[tuple[Slot, int], Memory] = {}
-        self._given: dict[tuple[Slot, int, int], Content] = {}
 
     def run(self) -> None:
         """Visits every node that can finish."""
@@ -93,53 +94,60 @@ class Sweep:
             if item.ordering.frees is not None and item.version >= 0:
                 self._free(node, frame, item)
 
-    def _fault(self, kind: str, first: Entry | None, second: Entry) -> None:
+    def _fault(self, kind: str, first: ByteAccess | None, second: ByteAccess) -> None:
         """Keeps a fault under what it is about, so that ranks and runs that repeat it share it."""
         pair = () if first is None else (first.frame.place.source, first.item.index, first.free)
         key = (kind, pair, second.frame.place.source, second.item.index, second.free)
         found = self.faults.setdefault(key, [])
         if first is None or len(found) < MAX_REPEATS:
-            found.append(Fault(kind, first, second))
+            found.append(AccessFault(kind, first, second))
 
-    def _life(self, frame: Frame, version: int) -> Life:
+    def _life(self, frame: Frame, version: int) -> BufferLife:
         lives = self._lives[frame]
         life = lives[version]
         if life is None:
             life = lives[version] = self._start(frame, version)
         return life
 
-    def _start(self, frame: Frame, number: int) -> Life:
+    def _start(self, frame: Frame, number: int) -> BufferLife:
         version = frame.place.source.versions[number]
         buffer = version.buffer
         whole = self.regions.at(version.spot, frame.place.where)
+        rank = frame.place.rank
         if version.symmetric:
-            slot, take = self.slot(frame, number), frame.takes.get(number, -1 - frame.run)
-            content = self._copy(slot, take, frame.place.rank, buffer.name, whole.hi)
+            take = frame.takes.get(number, -1 - frame.run)
             alloc = frame.nodes[version.alloc] if version.alloc >= 0 else -1
-            return Life(version, content, 0, slot, take, alloc)
-        if version.registered:
-            slot, rank = self.slot(frame, number), frame.place.rank
-            content = self._param(slot, frame.run, rank, version, whole.hi)
-            return Life(version, content, 0, slot, frame.run)
+        else:
+            take, alloc = frame.run, -1
+        if version.symmetric or version.registered:
+            slot = self.slot(frame, number)
+            content = self._copy(slot, take, rank, version, whole.hi)
+            return BufferLife(version, content, 0, slot, take, alloc)
         memory = self._arena(frame, version.storage) if version.shared else Memory()
-        content = Content(buffer.name, whole.hi, memory, buffer.kind == "input")
-        return Life(version, content, buffer.offset if version.shared else 0)
+        content = Content(buffer.name, whole.hi, memory, buffer.kind == "input", rank)
+        return BufferLife(version, content, buffer.offset if version.shared else 0)
 
-    def _copy(self, slot: Slot, take: int, rank: int, name: str, size: int) -> Content:
-        """One rank's copy of a slot, for one take of it."""
-        found = self._slots.get((slot, take, rank))
-        if found is None:
-            found = self._slots[slot, take, rank] = Content(name, size, Memory(), False)
-        return found
-
-    def _param(self, slot: Slot, run: int, rank: int, version: Version, size: int) -> Content:
-        """What one rank's registered memory, the same in all runs, holds in one of them."""
-        content = self._given.get((slot, run, rank))
+    def _copy(self, slot: Slot, take: int, rank: int, version: Version, size: int) -> Content:
+        """One rank's copy of a slot for one take of it, or what its registered memory, the same in
+        all runs, holds in one of them."""
+        key = version.registered, slot, take, rank
+        content = self._copies.get(key)
         if content is None:
-            name, full = version.buffer.name, version.buffer.kind == "input"
-            memory = self._registered.setdefault((slot, rank), Memory())
-            content = self._given[slot, run, rank] = Content(name, size, memory, full)
+            memory, full = Memory(), False
+            if version.registered:
+                memory = self._registered.setdefault((slot, rank), memory)
+                full = version.buffer.kind == "input"
+            content = Content(version.buffer.name, size, memory, full, rank)
+            self._copies[key] = content
         return content
+
+    def content(self, frame: Frame, touch: Touch) -> Content:
+        """Whose bytes a touch means: the rank's own buffer in this run, or a peer's copy."""
+        life, where = self._life(frame, touch.version), frame.place.where
+        if touch.peer is None or touch.team is None or life.slot is None:
+            return life.content
+        rank = where.member(touch.team).ranks[where.index(touch.peer)]
+        return self._copy(life.slot, life.take, rank, life.version, life.content.size)
 
     def _arena(self, frame: Frame, storage: str) -> Memory:
         found = self._arenas.get((frame, storage))
@@ -160,16 +168,9 @@ class Sweep:
         if region.lo >= region.hi:
             return
         life = self._life(frame, touch.version)
-        content = life.content
-        if touch.peer is not None and touch.team is not None and life.slot is not None:
-            rank = where.member(touch.team).ranks[where.index(touch.peer)]
-            name, size = life.version.buffer.name, content.size
-            if life.version.registered:
-                content = self._param(life.slot, life.take, rank, life.version, size)
-            else:
-                content = self._copy(life.slot, life.take, rank, name, size)
+        content = life.content if touch.peer is None else self.content(frame, touch)
         offset = life.offset
-        entry = Entry(
+        entry = ByteAccess(
             offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
         )
         if life.alloc >= 0 or life.version.free >= 0:
@@ -187,7 +188,7 @@ class Sweep:
             kind = "uninitialized" if content.log is None else "overwritten"
             self._fault(kind, None, entry)
 
-    def _check_life(self, life: Life, entry: Entry) -> None:
+    def _check_life(self, life: BufferLife, entry: ByteAccess) -> None:
         graph, node, frame = self.graph, entry.node, entry.frame
         if life.alloc >= 0 and not graph.before(life.alloc, node):
             if graph.clocks[life.alloc] is None:  # it never comes: the list alone has an order
@@ -205,12 +206,12 @@ class Sweep:
         elif life.version.free >= 0:
             life.uses.append(entry)
 
-    def _whole(self, life: Life, node: int, frame: Frame, index: int) -> Entry:
+    def _whole(self, life: BufferLife, node: int, frame: Frame, index: int) -> ByteAccess:
         """An Alloc or a Free as an access of the whole buffer."""
         region = self.regions.at(life.version.spot, frame.place.where)
         lo, hi = life.offset + region.lo, life.offset + region.hi
         item = frame.place.source.items[index]
-        return Entry(lo, hi, region, life.content, node, frame, item, True, True)
+        return ByteAccess(lo, hi, region, life.content, node, frame, item, True, True)
 
     def _free(self, node: int, frame: Frame, item: Item) -> None:
         life = self._life(frame, item.version)
@@ -219,7 +220,7 @@ class Sweep:
         if life.alloc >= 0 and not self.graph.before(life.alloc, node):
             alloc = self._whole(life, life.alloc, frame, life.version.alloc)
             self._fault("race", alloc, free)
-        last: dict[int, Entry] = {}  # of each chain: one finding says it of all before
+        last: dict[int, ByteAccess] = {}  # of each chain: one finding says it of all before
         for entry in life.uses:
             if not self.graph.before(entry.node, node):
                 last[self.graph.chain[entry.node]] = entry
@@ -234,13 +235,13 @@ class Sweep:
                 self._write(cell, free, life.offset)
                 cell.live.pop(life.content, None)
 
-    def _read(self, cell: Cell, new: Entry) -> None:
+    def _read(self, cell: Cell, new: ByteAccess) -> None:
         for old in cell.writes:
             if old.lo < new.hi and new.lo < old.hi and not self._before(old, new):
                 self._conflict(old, new)
         cell.reads[new.region, new.content, self.graph.chain[new.node]] = new
 
-    def _before(self, old: Entry, new: Entry) -> bool:
+    def _before(self, old: ByteAccess, new: ByteAccess) -> bool:
         """Whether two accesses are ordered (those of one op are, for this purpose)."""
         if old.node == new.node:
             return old.item is new.item
@@ -248,8 +249,8 @@ class Sweep:
             return True
         return self.graph.before(old.node, new.node)
 
-    def _write(self, cell: Cell, new: Entry, offset: int) -> None:
-        kept: list[Entry] = []
+    def _write(self, cell: Cell, new: ByteAccess, offset: int) -> None:
+        kept: list[ByteAccess] = []
         for old in cell.writes:
             if old.lo < new.hi and new.lo < old.hi:
                 if not self._before(old, new):
@@ -259,7 +260,7 @@ class Sweep:
             kept.append(old)
         kept.append(new)
         cell.writes = kept
-        gone: list[tuple[Region, Content, int]] = []
+        gone: list[tuple[ByteRegion, Content, int]] = []
         for key, old in cell.reads.items():
             if old.lo < new.hi and new.lo < old.hi:
                 if not self._before(old, new):
@@ -276,7 +277,7 @@ class Sweep:
             if not new.content.freed:
                 cell.live[new.content] = offset
 
-    def _conflict(self, old: Entry, new: Entry) -> None:
+    def _conflict(self, old: ByteAccess, new: ByteAccess) -> None:
         """Two unordered accesses whose hulls meet: a race, unless the boxes interleave."""
         if old.content is new.content and (old.free or new.free):
             return  # compared by `_check_life` and `_free`
@@ -284,7 +285,7 @@ class Sweep:
             self._mark(old, new)
             self._fault("race", old, new)
 
-    def _mark(self, one: Entry, other: Entry) -> None:
+    def _mark(self, one: ByteAccess, other: ByteAccess) -> None:
         """Keeps what is raced for.
 
         A Free is kept with the uses that it races with where others share the storage: there it
@@ -293,13 +294,13 @@ class Sweep:
         pair = (one.region, one.content, other.region, other.content)
         self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))
 
-    def _meet(self, one: Entry, other: Entry, boxes: bool) -> bool:
+    def _meet(self, one: ByteAccess, other: ByteAccess, boxes: bool) -> bool:
         """Whether two accesses of a memory meet, by their boxes or by their hulls."""
         if boxes:
             return self.regions.overlap(one.region, other.region)
         return one.lo < other.hi and other.lo < one.hi
 
-    def raced_for(self, read: Entry) -> bool:
+    def raced_for(self, read: ByteAccess) -> bool:
         """Whether accesses race that both meet this read; see Note [Any order]."""
         memory = read.content.memory
         return any(

@@ -1,55 +1,45 @@
 """Which rows of a buffer a read finds unwritten, and which ops write them too late.
 
-what, late = Unwritten(builder, regions)(entry)     # "rows 4 to 7 of full", [...]
+what, late = Unwritten(sweep)(entry)     # "rows 4 to 7 of full", [...]
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import prod
-from typing import NamedTuple
 
 from interlace.ir.box import Box, byte_runs
-from interlace.ir.order import Slot
 from interlace.ir.types import DType
 from interlace.verify.accesses.bytesets import first_left
-from interlace.verify.accesses.memory import Entry
-from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.build import Builder
-from interlace.verify.happens_before.graph import Frame, Place
-from interlace.verify.happens_before.source import Item, Source, Touch
+from interlace.verify.accesses.memory import ByteAccess, Content
+from interlace.verify.accesses.sweep import Sweep
+from interlace.verify.happens_before.graph import Frame, RankPlace
+from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 
 Run = tuple[int, int]
 MAX_LISTED = 4
 """Ranges and ops that are listed."""
 
 
-class Copy(NamedTuple):
-    """Whose bytes an access means: a rank's own buffer in one run, or its part of a slot."""
-
-    owner: int | Frame
-    what: Slot | int
-    take: int
-
-
 class Unwritten:
     """Looks through the writes of all ranks for those that a read lacks."""
 
-    def __init__(self, builder: Builder, regions: Regions) -> None:
-        self.builder = builder
-        self.regions = regions
-        self._known: dict[Copy, list[tuple[Frame, Item, Item, Touch]]] | None = None
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep = sweep
+        self.graph = sweep.graph
+        self.regions = sweep.regions
+        self._known: defaultdict[Content, list[tuple[Frame, Item, Item, Touch]]] | None = None
 
-    def __call__(self, entry: Entry) -> tuple[str, list[tuple[Source, int, int]]]:
+    def __call__(self, entry: ByteAccess) -> tuple[str, list[tuple[LoweredProgram, int, int]]]:
         """The rows in words, and the ops that write some of them, but not before the read."""
         frame, name = entry.frame, entry.content.name
         touch = next((t for t in entry.item.touches if self._is(t, entry)), None)
         if touch is None:
             return f"all of these bytes of {name}", []
-        copy, exact = self._copy(frame, touch), entry.region.exact
-        writes = list(self._writes(copy))
-        before = self.builder.graph.before
+        exact, before = entry.region.exact, self.graph.before
+        writes = list(self._writes(entry.content))
         there = [box for box, node, _, _ in writes if before(node, entry.node)]
         missing, all_of_it = _missing(exact, there)
         late = {
@@ -61,42 +51,36 @@ class Unwritten:
         whole = self.regions.at(version.spot, frame.place.where).box
         more = " and more" if missing and not all_of_it else ""
         what = f"{_rows(missing, whole, version.buffer.strides is None)}{more} of {name}"
-        if isinstance(copy.owner, int) and copy.owner != frame.place.rank:
-            what += f" on rank {copy.owner}"
+        if entry.content.rank != frame.place.rank:
+            what += f" on rank {entry.content.rank}"
         return what, list(late.values())[:MAX_LISTED]
 
-    def _is(self, touch: Touch, entry: Entry) -> bool:
+    def _is(self, touch: Touch, entry: ByteAccess) -> bool:
         where = entry.frame.place.where
         name = entry.frame.place.source.versions[touch.version].buffer.name
         same = name == entry.content.name and not touch.write
         return same and self.regions.at(touch.spot, where) is entry.region
 
-    def _copy(self, frame: Frame, touch: Touch) -> Copy:
-        place = frame.place
-        version = place.source.versions[touch.version]
-        if not (version.symmetric or version.registered):
-            return Copy(frame, touch.version, 0)
-        owner = place.rank
-        if touch.peer is not None and touch.team is not None:
-            owner = place.where.member(touch.team).ranks[place.where.index(touch.peer)]
-        take = frame.run if version.registered else frame.takes.get(touch.version, -1 - frame.run)
-        return Copy(owner, self.builder.slot(place, touch.version), take)
-
-    def _writes(self, copy: Copy) -> Iterator[tuple[Box, int, Place, Item]]:
+    def _writes(self, content: Content) -> Iterator[tuple[Box, int, RankPlace, Item]]:
         """The writes of these bytes: each with when it is done and who does it."""
         if self._known is None:
-            self._known = {}
-            for frame in self.builder.graph.frames:
-                for item in frame.place.source.items:
-                    for one in (item, *item.members):
-                        for touch in one.touches:
-                            if touch.write and one.does(touch, frame.place.where):
-                                writes = self._known.setdefault(self._copy(frame, touch), [])
-                                writes.append((frame, item, one, touch))
-        for frame, item, one, touch in self._known.get(copy, ()):
+            self._known = defaultdict(list)
+            for frame in self.graph.frames:
+                for item, one, touch in _written(frame):
+                    self._known[self.sweep.content(frame, touch)].append((frame, item, one, touch))
+        for frame, item, one, touch in self._known.get(content, ()):
             box = self.regions.at(touch.spot, frame.place.where).exact
             spot = one.place if one.place >= 0 else one.index
             yield box, frame.nodes[spot], frame.place, item
+
+
+def _written(frame: Frame) -> Iterator[tuple[Item, Item, Touch]]:
+    """The writes of one run: the op, its member that writes (or the op itself), and what."""
+    for item in frame.place.source.items:
+        for one in (item, *item.members):
+            for touch in one.touches:
+                if touch.write and one.does(touch, frame.place.where):
+                    yield item, one, touch
 
 
 def _missing(wanted: Box, there: Sequence[Box]) -> tuple[list[Run], bool]:

@@ -2,6 +2,6 @@
 
 A finding carries the edits that may fix it; nothing is tried until someone reads its `fix`.
 
-Reading order: edits.py (what an edit is), edges.py (what orders two ops), races.py, lifetimes.py
-and circles.py (what is proposed for which fault), trials.py (which of it holds).
+Reading order: edits.py (what an edit is), edges.py (what orders two ops), proposals.py (what is
+proposed for which fault), trials.py (which of it holds).
 """

@@ -15,14 +15,14 @@ from typing import NamedTuple
 from interlace.ir.ops import Collective, Expect, Fused, Notify, Op, Record, Wait
 from interlace.ir.program import Program, spots
 from interlace.ir.types import Index, Others, RankIndex
-from interlace.verify.accesses.memory import Entry
+from interlace.verify.accesses.memory import ByteAccess
 from interlace.verify.fixing.edits import Edit, Fix
-from interlace.verify.happens_before.source import Source
+from interlace.verify.happens_before.source import LoweredProgram
 
 RankPair = tuple[int, int]
 
 
-class Point(NamedTuple):
+class OpPlace(NamedTuple):
     """An op of a Program, or its begin (-1) or its return; and the stream that it stands on."""
 
     program: int
@@ -35,24 +35,16 @@ class Point(NamedTuple):
 class Edges:
     """The places and names of one set of Programs, and what can be added to order its ops."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[LoweredProgram]) -> None:
         self.sources = sources
-        self._numbers: dict[int, int] = {}
         self._taken: set[str] | None = None
 
-    def number(self, source: Source) -> int:
-        """The place of a Source in the set."""
-        if not self._numbers:
-            self._numbers = {id(source): k for k, source in enumerate(self.sources)}
-        return self._numbers[id(source)]
-
-    def point(self, source: Source, index: int) -> Point:
-        """An op, by its Source and index."""
-        number = self.number(source)
+    def point(self, source: LoweredProgram, index: int) -> OpPlace:
+        """An op, by its LoweredProgram and index."""
         ops = source.program.ops
         op = ops[index] if 0 <= index < len(ops) else None
         stream = op.stream if op is not None else source.streams[0].partition(", part")[0]
-        return Point(number, index, stream)
+        return OpPlace(source.number, index, stream)
 
     def names(self, letter: str) -> Iterator[str]:
         """Names that no event, signal or buffer of the set has."""
@@ -60,15 +52,14 @@ class Edges:
             programs = [source.program for source in self.sources]
             self._taken = {name for program in programs for name in program.buffers()}
             for program in programs:
-                for _, op in spots(program.ops):
-                    if isinstance(op, Record | Wait):
-                        self._taken.add(op.event)
-                    elif isinstance(op, Notify | Expect):
-                        self._taken.add(op.signal)
+                for ordering in [op.ordering() for _, op in spots(program.ops)]:
+                    self._taken |= {name for name in (ordering.records, ordering.waits) if name}
+                    levels = (ordering.raises, ordering.expects)
+                    self._taken |= {level.signal for level in levels if level is not None}
         taken = self._taken
         return (name for name in (f"{letter}{n}" for n in count(1)) if name not in taken)
 
-    def order(self, one: Point, two: Point, ranks: set[RankPair]) -> list[Fix]:
+    def order(self, one: OpPlace, two: OpPlace, ranks: set[RankPair]) -> list[Fix]:
         """One before two, on each of these pairs of ranks."""
         cross = {(a, b) for a, b in ranks if a != b}
         event: Fix = ()
@@ -82,23 +73,23 @@ class Edges:
             return [*((self.before(two, wait),) for wait in waits), event]
         return [(*event, *signals) for signals in self.signals(one, two, cross)]
 
-    def recorded_between(self, one: Point, two: Point) -> list[str]:
+    def recorded_between(self, one: OpPlace, two: OpPlace) -> list[str]:
         """Events that stand behind one op already, and that a Wait before the other would see."""
         last: dict[str, str] = {}
         for op in self.sources[one.program].program.ops[max(one.at, 0) : two.at]:
             for member in op.members if isinstance(op, Fused) else (op,):
-                if isinstance(member, Record):
-                    last[member.event] = op.stream
+                if (event := member.ordering().records) is not None:
+                    last[event] = op.stream
         return [name for name, stream in last.items() if stream == one.stream][:1]
 
-    def event(self, one: Point, two: Point, name: str) -> Fix:
+    def event(self, one: OpPlace, two: OpPlace, name: str) -> Fix:
         """What orders one op of a rank before another, on another stream."""
         return (
             self.after(one, Record(event=name, stream=one.stream)),
             self.before(two, Wait(event=name, stream=two.stream)),
         )
 
-    def member(self, point: Point, entry: Entry) -> Point:
+    def member(self, point: OpPlace, entry: ByteAccess) -> OpPlace:
         """The member of a Fused that does the access; the op, where it is none."""
         items = self.sources[point.program].items
         if 0 <= point.at < len(items) and items[point.at].is_fused:
@@ -107,7 +98,7 @@ class Edges:
             return point._replace(member=which)
         return point
 
-    def inside(self, point: Point, op: Op, offset: int) -> Edit:
+    def inside(self, point: OpPlace, op: Op, offset: int) -> Edit:
         """Adds an op to a part of a Fused, beside one of its members."""
         fused = self.sources[point.program].program.ops[point.at]
         assert isinstance(fused, Fused)
@@ -119,9 +110,13 @@ class Edges:
                 parts[p] = (*part[:place], new, *part[place:])
                 break
             point, place = point._replace(member=point.member - len(part)), place - len(part)
-        return Edit(point.program, dataclasses.replace(fused, parts=tuple(parts)), index=point.at)
+        return Edit(
+            point.program,
+            dataclasses.replace(fused, parts=tuple(parts), kernel=None),
+            index=point.at,
+        )
 
-    def after(self, point: Point, op: Op) -> Edit:
+    def after(self, point: OpPlace, op: Op) -> Edit:
         """Adds an op right after another, or at the begin."""
         if point.member >= 0:
             return self.inside(point, op, 1)
@@ -129,13 +124,13 @@ class Edges:
             return Edit(point.program, op, anchor=0)
         return Edit(point.program, op, anchor=point.at, after=True)
 
-    def before(self, point: Point, op: Op) -> Edit:
+    def before(self, point: OpPlace, op: Op) -> Edit:
         """Adds an op right before another, or at the end."""
         if point.member >= 0:
             return self.inside(point, op, 0)
         return Edit(point.program, op, anchor=max(point.at, 0))
 
-    def signals(self, one: Point, two: Point, ranks: set[RankPair]) -> Iterator[Fix]:
+    def signals(self, one: OpPlace, two: OpPlace, ranks: set[RankPair]) -> Iterator[Fix]:
         """Signals from the ranks of one op to those of the other: the fewest, then to all."""
         source, sink = self.sources[one.program].program, self.sources[two.program].program
         for team, offsets in self.teams(source, sink, ranks):
@@ -177,7 +172,7 @@ class Edges:
                 found.append((team.name, sorted(near, key=abs)))
         return sorted(found, key=lambda pair: len(pair[1]))[:2]
 
-    def barrier(self, one: Point, two: Point, ranks: set[RankPair]) -> list[Fix]:
+    def barrier(self, one: OpPlace, two: OpPlace, ranks: set[RankPair]) -> list[Fix]:
         """A barrier between two ops of a Program that all ranks of a team run."""
         program = self.sources[one.program].program
         if one.program != two.program or program.rank is not None:

@@ -38,7 +38,7 @@ Key = tuple[str, frozenset[tuple[int, int | None]]]
 """What a finding is about: its kind, and its ops by Program and index."""
 
 
-class Outcome(NamedTuple):
+class TriedFix(NamedTuple):
     """What a check of edited Programs found, in terms of the Programs before."""
 
     fix: Fix
@@ -65,7 +65,7 @@ class Trials:
         self._all_listed = True
         self._in_order: bool | None = None
         self._chosen: list[Chosen] = []
-        self._held: list[Outcome] = []
+        self._held: list[TriedFix] = []
 
     def of(self, report: Report) -> Report:
         """The Report, with findings that ask for their fixes here."""
@@ -99,7 +99,7 @@ class Trials:
             self._held.append(held)
         return Chosen(describe(self.programs, held.fix), held.fix)
 
-    def _find(self, finding: Finding) -> tuple[Outcome | None, str]:
+    def _find(self, finding: Finding) -> tuple[TriedFix | None, str]:
         """The first fix that holds and leaves nothing new; else the first that makes it better.
 
         Where there is none, the second says why: what stands behind the fault, where that is known.
@@ -108,8 +108,8 @@ class Trials:
         for outcome in self._held:
             if self._is_clean(outcome, key) or self._is_better(outcome, finding):
                 return outcome, ""
-        better: Outcome | None = None
-        clean: Outcome | None = None
+        better: TriedFix | None = None
+        clean: TriedFix | None = None
         tried: set[Fix] = set()
         level = list(finding.candidates)
         for _ in range(MAX_STEPS):
@@ -140,7 +140,7 @@ class Trials:
             return None, "the Programs are too large to try edits"
         return better, shows or "no edit that was tried does this alone"
 
-    def _try(self, fix: Fix, key: Key) -> Outcome | None:
+    def _try(self, fix: Fix, key: Key) -> TriedFix | None:
         self._unchecked -= self._cost
         try:
             edited = apply(self.programs, fix)
@@ -154,9 +154,9 @@ class Trials:
             if found == key or found not in self.keys
         )
         count = len(report.errors) + report.num_left_out
-        return Outcome(fix, frozenset(keys), count, left, edited.origins)
+        return TriedFix(fix, frozenset(keys), count, left, edited.origins)
 
-    def _keeps_order(self, outcome: Outcome) -> bool:
+    def _keeps_order(self, outcome: TriedFix) -> bool:
         """Whether the Programs still run one op after another, as they are listed, if they did."""
         if self._in_order is None:
             self._in_order = self._runs_in_order(self.programs)
@@ -166,7 +166,7 @@ class Trials:
         self._unchecked -= self._cost
         return "deadlock" not in self.again(programs, in_order=True).kinds()
 
-    def _is_clean(self, outcome: Outcome, key: Key) -> bool:
+    def _is_clean(self, outcome: TriedFix, key: Key) -> bool:
         """Whether the finding is gone, and nothing is wrong that was not wrong before."""
         if key in outcome.keys or (self._all_listed and not outcome.keys <= self.keys):
             return False
@@ -174,7 +174,7 @@ class Trials:
         fewer = outcome.num_errors < self.count
         return fewer and all(kind in kinds for kind, _ in outcome.keys)
 
-    def _is_better(self, outcome: Outcome, finding: Finding) -> bool:
+    def _is_better(self, outcome: TriedFix, finding: Finding) -> bool:
         """Whether the finding is gone, less is wrong, and nothing of a new kind is.
 
         What waits behind a deadlock is not looked at: once that is gone, other faults may show.
@@ -201,7 +201,7 @@ def _key(finding: Finding, origins: Sequence[Sequence[int | None]] | None = None
     return finding.kind, frozenset(ops)
 
 
-def _extended(outcome: Outcome) -> list[Fix]:
+def _extended(outcome: TriedFix) -> list[Fix]:
     """The fix with what the check after it suggests for the first fault that is left."""
     if not outcome.left:
         return []

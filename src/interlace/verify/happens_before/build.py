@@ -18,23 +18,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from interlace.errors import TeamError
-from interlace.ir.ops import KINDS, Collective
-from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Retake, Slot
+from interlace.ir.ops import KINDS, UNORDERED, Collective
+from interlace.ir.order import Awaited, Delivery, Meetings, Queue, Retake, Slot, TeamKey
 from interlace.verify.accesses.regions import Regions
-from interlace.verify.happens_before.frames import FrameBuilder
-from interlace.verify.happens_before.graph import Graph, Place, Point
-from interlace.verify.happens_before.source import Source
+from interlace.verify.happens_before.graph import Frame, HappensBefore, IssuedOp, RankPlace
+from interlace.verify.happens_before.source import Item, LoweredProgram
 
 
-class Builder:
+class GraphBuilder:
     """The graph while it grows, run by run, and what the matching checks need to know about it."""
 
-    def __init__(self, sources: Sequence[Source], regions: Regions) -> None:
-        self.graph = Graph()
+    def __init__(self, sources: Sequence[LoweredProgram], regions: Regions) -> None:
+        self.graph = HappensBefore()
         self.regions = regions
         self.places = _places(sources)
         self.ranks = {place.rank for place in self.places}
-        self.meetings = Meetings[Point]()
+        self.meetings = Meetings[IssuedOp]()
         self.num_runs = 0
         num_chains = 0
         for place in self.places:
@@ -43,7 +42,7 @@ class Builder:
         self.heights = [0] * num_chains
         self.exits: dict[int, int] = {}
 
-    def build(self, runs: int, unroll: bool = False) -> Graph:
+    def build(self, runs: int, unroll: bool = False) -> HappensBefore:
         """The solved graph of `runs` runs, or of one where one stands for all."""
         self._run()
         if unroll or not self._balanced():
@@ -55,7 +54,7 @@ class Builder:
 
     def _run(self) -> None:
         for place in self.places:
-            FrameBuilder(self, place, self.num_runs).run()
+            _FrameBuilder(self, place, self.num_runs).run()
         self.num_runs += 1
 
     def _balanced(self) -> bool:
@@ -74,9 +73,19 @@ class Builder:
                     return False
         return True
 
-    def slot(self, place: Place, version: int) -> Slot:
+    def slot(self, place: RankPlace, version: int) -> Slot:
         """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
         return self.meetings.slot(place.where, place.source.versions[version].buffer)
+
+    def first_run(
+        self, team: TeamKey, members: Mapping[int, Sequence[IssuedOp]]
+    ) -> dict[int, list[IssuedOp]]:
+        """What the ranks of a team that are in the set issued in the first run."""
+        return {
+            rank: [at for at in members.get(rank, ()) if at.frame.run == 0]
+            for rank in team.ranks
+            if rank in self.ranks
+        }
 
     def _match(self) -> None:
         """Adds the edges between ranks that wait for the whole to be known."""
@@ -89,7 +98,7 @@ class Builder:
         for awaited in self.meetings.levels():
             self._await_signal(awaited)
 
-    def _meet(self, queue: Queue, k: int, come: Mapping[int, Point]) -> None:
+    def _meet(self, queue: Queue, k: int, come: Mapping[int, IssuedOp]) -> None:
         """The k-th collective of a queue: Note [Meetings] in graph.py."""
         graph, team = self.graph, queue[0]
         meeting = graph.add()
@@ -112,7 +121,7 @@ class Builder:
             if absent is not None:
                 graph.never[at.end] = self._missing(absent, rank, queue)
 
-    def _has_part(self, at: Point, write: bool) -> bool:
+    def _has_part(self, at: IssuedOp, write: bool) -> bool:
         """Whether a rank gives bytes to what it meets others in, or (`write`) gets some; a barrier
         is both."""
         op = at.item.op
@@ -126,7 +135,7 @@ class Builder:
                     return True
         return False
 
-    def _deliver(self, delivery: Delivery[Point]) -> None:
+    def _deliver(self, delivery: Delivery[IssuedOp]) -> None:
         """A message: a Send with its Recv."""
         graph, (team, sender, receiver) = self.graph, delivery.channel
         send, recv = delivery.send, delivery.recv
@@ -156,7 +165,7 @@ class Builder:
             f"and this rank {most}"
         )
 
-    def _await_frees(self, retake: Retake[Point]) -> None:
+    def _await_frees(self, retake: Retake[IssuedOp]) -> None:
         """What every rank has to free before any takes the slot again."""
         meeting = self.graph.add()
         found = retake.frees
@@ -170,7 +179,7 @@ class Builder:
                     f"{retake.slot[1]}, which it never does"
                 )
 
-    def _await_signal(self, awaited: Awaited[Point]) -> None:
+    def _await_signal(self, awaited: Awaited[IssuedOp]) -> None:
         node, (name, _, writer, _) = awaited.expect.end, awaited.signal
         if awaited.notify is not None:
             self.graph.preds[node].append(awaited.notify.end)
@@ -181,10 +190,142 @@ class Builder:
         )
 
 
-def _places(sources: Sequence[Source]) -> list[Place]:
-    places: list[Place] = []
+class _FrameBuilder:
+    """Adds one run of one rank to the graph: its nodes, and the edges that its list gives.
+
+    What waits for other ranks is noted in the `GraphBuilder`, which matches it at the end.
+    """
+
+    def __init__(self, builder: GraphBuilder, place: RankPlace, run: int) -> None:
+        self.builder = builder
+        self.graph = builder.graph
+        self.place = place
+        source = place.source
+        self.frame = Frame(place, run, [-1] * source.num_places)
+        entry = builder.exits.get(place.rank, -1)
+        self.tails = [entry] * len(source.streams)
+        self.host = -1
+        self.host_seen = [-1] * len(source.streams)
+        self.last: dict[Queue, int] = {}
+        self.entry = entry
+
+    def run(self) -> None:
+        self.graph.frames.append(self.frame)
+        if self.place.source.enter is not None:
+            self.enter(self.place.source.enter)
+        for item in self.place.source.sequence:
+            if item.is_fused:
+                self.fused(item)
+            else:
+                self.issue(item)
+        self.leave()
+
+    def enter(self, item: Item) -> None:
+        """The begin of the run: before the first op of every stream."""
+        node = self.graph.add()
+        self.put(node, item)
+        self.tails = [node] * len(self.tails)
+
+    def issue(self, item: Item) -> int:
+        """The node at which an op has ended, on its stream."""
+        if item.ordering.meets or item.ordering.messages:
+            return self.meet(item)
+        node = self.graph.add()
+        self.put(node, item)
+        if item.ordering is not UNORDERED:
+            self.order(node, item)
+        return node
+
+    def meet(self, item: Item) -> int:
+        """The begin and the end of an op that waits for other ranks; its end."""
+        graph, where, meetings = self.graph, self.place.where, self.builder.meetings
+        begin, end = graph.add(), graph.add()
+        self.put(begin, item)
+        self.put(end, item)
+        graph.begins[end] = begin
+        for member in item.members or (item,):
+            point = IssuedOp(self.frame, member, begin, end)
+            if member.ordering.meets is None:
+                meetings.add(where, member.ordering, point)
+                continue
+            queue, _ = meetings.collective(where, member.ordering.meets, point)
+            if queue in self.last:
+                graph.preds[begin].append(self.last[queue])
+            self.last[queue] = end
+        return end
+
+    def put(self, node: int, item: Item) -> None:
+        """Places the node behind what its stream holds already."""
+        graph, stream = self.graph, item.stream
+        before = graph.preds[node]
+        if self.tails[stream] >= 0:
+            before.append(self.tails[stream])
+        if self.host_seen[stream] != self.host:
+            self.host_seen[stream] = self.host
+            if self.tails[stream] != self.host:
+                before.append(self.host)
+        self.tails[stream] = node
+        chain = self.place.chain + stream
+        position = self.builder.heights[chain] = self.builder.heights[chain] + 1
+        graph.chain[node], graph.pos[node] = chain, position
+        graph.part[node] = (self.frame, item)
+        self.frame.nodes[item.place] = node
+
+    def order(self, node: int, item: Item) -> None:
+        """Adds the edges and the book-keeping of an op that orders others."""
+        ordering, graph, where, run = item.ordering, self.graph, self.place.where, self.frame.run
+        point = IssuedOp(self.frame, item, node, node)
+        if ordering.waits is not None and item.record >= 0:
+            graph.preds[node].append(self.frame.nodes[item.record])
+        if ordering.holds_host:
+            self.host = node
+            self.host_seen[item.stream] = node
+        if ordering.takes is not None:
+            version = self.place.source.versions[item.version]
+            if version.symmetric:
+                taken = self.builder.meetings.take(where, version.buffer, point, run)
+                self.frame.takes[item.version] = taken
+        elif ordering.frees is not None:
+            if item.version in self.frame.takes:
+                self.builder.meetings.free(where, ordering.frees, point, run)
+        else:
+            self.builder.meetings.add(where, ordering, point, run)
+
+    def fused(self, item: Item) -> None:
+        """A start on the stream, the parts beside each other, and an end on the stream.
+
+        A part also awaits the one before, not as an order of what they touch but because the kernel
+        may come to it no sooner.
+        """
+        graph = self.graph
+        start, end, last = graph.add(), graph.add(), -1
+        self.put(start, item)
+        ends: dict[int, int] = {}  # by stream: what its part did last
+        for member in item.members:
+            begins = member.stream not in ends
+            if begins and member.stream != item.stream:
+                self.tails[member.stream], self.host_seen[member.stream] = start, self.host
+            node = ends[member.stream] = self.issue(member)
+            if begins and last >= 0:
+                graph.blocks[node] = [last]
+            last = node
+        own = self.tails[item.stream]
+        graph.preds[end] += [node for node in ends.values() if node != own]
+        self.put(end, item)
+
+    def leave(self) -> None:
+        """The end of the run: after the last op of every stream."""
+        leave, graph = self.place.source.exit, self.graph
+        node = graph.add()
+        self.put(node, leave)
+        graph.preds[node] += [tail for tail in self.tails[1:] if tail >= 0]
+        self.builder.exits[self.place.rank] = node
+
+
+def _places(sources: Sequence[LoweredProgram]) -> list[RankPlace]:
+    places: list[RankPlace] = []
     chain = 0
-    seen: dict[int, Source] = {}
+    seen: dict[int, LoweredProgram] = {}
     for source in sources:
         for where in source.program.wheres(source.ranks):
             rank = where.rank
@@ -194,6 +335,6 @@ def _places(sources: Sequence[Source]) -> list[Place]:
                     f"the Programs of a set must run on different ranks"
                 )
             seen[rank] = source
-            places.append(Place(source, rank, where, chain))
+            places.append(RankPlace(source, rank, where, chain))
             chain += len(source.streams)
     return places

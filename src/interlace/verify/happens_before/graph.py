@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from interlace.ir.types import Where
-from interlace.verify.happens_before.source import Item, Source
+from interlace.verify.happens_before.source import Item, LoweredProgram
 
 Part = tuple["Frame", Item]
 MAX_SINCE = 128
@@ -50,10 +50,10 @@ MAX_SINCE = 128
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """One rank: its Source, what resolves its indices, and where its chains begin."""
+class RankPlace:
+    """One rank: its LoweredProgram, what resolves its indices, and where its chains begin."""
 
-    source: Source
+    source: LoweredProgram
     rank: int
     where: Where
     chain: int
@@ -64,7 +64,7 @@ class Place:
 class Frame:
     """One run on one rank."""
 
-    place: Place
+    place: RankPlace
     run: int
     nodes: list[int]
     """The node at which each item is complete, by index; the return is the last."""
@@ -72,13 +72,18 @@ class Frame:
     """Symmetric version -> which take of its slot this is, counted over all runs."""
 
 
-class Point(NamedTuple):
+class IssuedOp(NamedTuple):
     """An op of one rank that orders ops of others: its begin and its end, often one node."""
 
     frame: Frame
     item: Item
     begin: int
     end: int
+
+    @property
+    def source(self) -> LoweredProgram:
+        """The Program that it is an op of."""
+        return self.frame.place.source
 
 
 class Clock(NamedTuple):
@@ -90,7 +95,7 @@ class Clock(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Graph:
+class HappensBefore:
     """Nodes by number, each with its predecessors and the op that it is a point of."""
 
     num_chains: int = 0

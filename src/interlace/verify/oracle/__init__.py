@@ -3,6 +3,6 @@
 machine.py   a machine that does what docs/semantics.md says;  script.py: the acts it plays
 """
 
-from interlace.verify.oracle.machine import Verdict, explore
+from interlace.verify.oracle.machine import OracleVerdict, explore
 
-__all__ = ["Verdict", "explore"]
+__all__ = ["OracleVerdict", "explore"]

@@ -34,11 +34,11 @@ from itertools import combinations
 
 from interlace.ir.ops import Alloc, Free
 from interlace.ir.program import Program
-from interlace.verify.oracle.script import Act, Key, Script, Touch
+from interlace.verify.oracle.script import Act, Key, OracleTouch, Script
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class OracleVerdict:
     """What can happen."""
 
     deadlock: bool
@@ -57,13 +57,13 @@ class Verdict:
 
 def explore(
     programs: Program | Sequence[Program], *, runs: int = 2, limit: int = 100_000
-) -> Verdict:
+) -> OracleVerdict:
     """Decides `runs` unjoined runs, or stops after `limit` states."""
     programs = [programs] if isinstance(programs, Program) else programs
-    strong = Machine(Script(programs, runs, strong=True))
+    strong = OracleMachine(Script(programs, runs, strong=True))
     deadlock = len(strong.go()) < strong.num_moves
     script = Script(programs, runs, strong=False)
-    machine = Machine(script)
+    machine = OracleMachine(script)
     order = machine.go()
     reached, complete, race = dict[Act, frozenset[int]](), True, False
     for pair in conflicts(script.acts):
@@ -79,22 +79,22 @@ def explore(
             break
     states = len(reached) + 2
     if race or not complete:
-        return Verdict(deadlock, race, num_states=states, complete=complete)
-    found = Memory()
+        return OracleVerdict(deadlock, race, num_states=states, complete=complete)
+    found = OracleMemory()
     for move in order:
         act = script.acts[move // 2]
         if move == act.began:
             found.begin(act)
         else:
             found.end(act)
-    return Verdict(
+    return OracleVerdict(
         deadlock, race, found.uninitialized, found.after_free, found.before_alloc, states
     )
 
 
 def conflicts(acts: Sequence[Act]) -> Iterator[tuple[Act, Act]]:
     """Every two acts that touch the same bytes, at least one of them to write."""
-    touches: defaultdict[Key, list[tuple[Act, Touch]]] = defaultdict(list)
+    touches: defaultdict[Key, list[tuple[Act, OracleTouch]]] = defaultdict(list)
     for act in acts:
         for touch in act.touches:
             touches[touch.memory].append((act, touch))
@@ -107,7 +107,7 @@ def conflicts(acts: Sequence[Act]) -> Iterator[tuple[Act, Act]]:
                 yield pair
 
 
-class Machine:
+class OracleMachine:
     """Goes on until nothing can."""
 
     def __init__(self, script: Script) -> None:
@@ -145,7 +145,7 @@ class Machine:
         return done
 
 
-class Memory:
+class OracleMemory:
     """What memory holds, and what was taken and freed, along one order."""
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Memory:
                 held = self.held[touch.memory].get(touch.name, given)
                 self.uninitialized = self.uninitialized or touch.bytes & ~held != 0
 
-    def look(self, act: Act, touch: Touch) -> None:
+    def look(self, act: Act, touch: OracleTouch) -> None:
         if isinstance(act.op, Alloc):
             return
         self.after_free = self.after_free or touch.memory in self.freed

@@ -11,19 +11,24 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 
+from interlace.errors import UnsupportedError
 from interlace.ir.ops import (
     KINDS,
     RNG,
     Access,
     Alloc,
+    Call,
     Collective,
+    Copy,
     Expect,
     Free,
     Fused,
+    Get,
     Group,
     HostSync,
     Notify,
     Op,
+    Put,
     Record,
     Recv,
     Send,
@@ -57,7 +62,7 @@ def bytes_of(box: Box, hull: bool = False) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Touch:
+class OracleTouch:
     """One access: which bytes of which memory, and through which name."""
 
     memory: Key
@@ -73,7 +78,7 @@ class Touch:
     marks: bool = False
     """No access, but the begin or the end of the name's life, or what the caller may do."""
 
-    def conflicts(self, other: Touch) -> bool:
+    def conflicts(self, other: OracleTouch) -> bool:
         if self.memory != other.memory or not (self.write or other.write):
             return False
         if self.name == other.name:
@@ -88,8 +93,8 @@ class Act:
     number: int
     run: int
     op: Op | None
-    touches: list[Touch] = dataclasses.field(default_factory=list[Touch])
-    empties: list[Touch] = dataclasses.field(default_factory=list[Touch])
+    touches: list[OracleTouch] = dataclasses.field(default_factory=list[OracleTouch])
+    empties: list[OracleTouch] = dataclasses.field(default_factory=list[OracleTouch])
     """Outputs that hold nothing from here on."""
     begin: list[Clause] = dataclasses.field(default_factory=list[Clause])
     end: list[Clause] = dataclasses.field(default_factory=list[Clause])
@@ -232,8 +237,12 @@ class _Rank:
                 for reader in self.peers(op.peer, op.team):
                     key = (op.signal, *self.team(op.team), self.rank, reader, self.run)
                     script.raised[key].append((op.value, act.ended))
-            case _:
+            case Call() | Copy() | Put() | Get() | Expect() | HostSync():
                 pass
+            case _:
+                raise UnsupportedError(
+                    f"the oracle knows no op {type(op).__name__}: add a case to oracle/script.py"
+                )
 
     # Names of what ranks share
 
@@ -274,11 +283,11 @@ class _Rank:
             return ("arena", owner, buffer.storage), (buffer.name, self.run)
         return ("own", owner, buffer.name), (self.run,)
 
-    def touch(self, access: Access, write: bool) -> list[Touch]:
+    def touch(self, access: Access, write: bool) -> list[OracleTouch]:
         """An access, and that it is a use of a name of this rank's."""
         view = access.view
         if view == RNG:
-            return [Touch(("rng", self.rank), ("input",), 1, 1, 1, write)]
+            return [OracleTouch(("rng", self.rank), ("input",), 1, 1, 1, write)]
         buffer, box = self.buffers[view.buffer], self.box(view)
         if box.numel == 0:
             return []
@@ -291,18 +300,18 @@ class _Rank:
             covers = hull = bytes_of(self.box(View(buffer.name)), hull=True)
         at = buffer.offset
         memory, name = self.memory(buffer, owner)
-        found = Touch(memory, name, exact << at, covers << at, hull << at, write)
+        found = OracleTouch(memory, name, exact << at, covers << at, hull << at, write)
         return [found, dataclasses.replace(self.life(buffer), write=False)]
 
-    def whole(self, buffer: Buffer) -> list[Touch]:
+    def whole(self, buffer: Buffer) -> list[OracleTouch]:
         """A touch of the whole buffer, as the caller may touch a parameter out of a run."""
         found = self.touch(Access(View(buffer.name)), True)[:1]
         return [dataclasses.replace(touch, marks=True) for touch in found]
 
-    def life(self, buffer: Buffer) -> Touch:
+    def life(self, buffer: Buffer) -> OracleTouch:
         """What a use and a Free of a buffer, or a use and the take of a slot, conflict in."""
         memory = ("life", self.rank, self.run, buffer.name)
-        return Touch(memory, (buffer.kind,), 0, 1, 1, True, marks=True)
+        return OracleTouch(memory, (buffer.kind,), 0, 1, 1, True, marks=True)
 
     # Meeting others
 

@@ -1,5 +1,5 @@
-"""A Program in two CUDA graphs, for even and for odd runs, replayed in turn.
+"""The ops of a Program captured in CUDA graphs.
 
-graphs.py     captures and replays;  captured.py: a pair, what is copied into and out of it
-homes.py      where results lie;  changes.py: what runs write of the caller's tensors, for autograd
+graphs.py     the graphs of an engine, one for each set of addresses
+captured.py   one pair of graphs: what is copied in and out, and where its results lie
 """

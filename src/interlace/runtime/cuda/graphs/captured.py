@@ -13,31 +13,24 @@ replayed with tensors that lie at its addresses, and these are what it reads.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.memory import tensor_at
 from interlace.ir import Call, Fused, Program
 from interlace.runtime.calling.operators import resolve
-from interlace.runtime.copies import once
-from interlace.runtime.cuda.graphs.homes import Give, giver
+from interlace.runtime.values import copier, once
 
+Give = Callable[[Sequence[torch.Tensor]], tuple[Any, ...]]
+"""The results of a replay, of the tensors that it was given."""
 Launch = Callable[[int], None]
 """Launches a graph on a stream, the caller's current one."""
-
-
-class Source(NamedTuple):
-    """What is captured, besides the ops."""
-
-    inputs: Sequence[str]
-    outputs: Sequence[str]
-    new: Callable[[], Sequence[torch.Tensor]]
-    """Makes outputs where the caller gives none."""
-    results: Callable[[], tuple[Any, ...]]
-    """Reads the results of the run under way."""
 
 
 def may_draw(program: Program) -> bool:
@@ -65,6 +58,86 @@ def _in_one_piece(tensor: torch.Tensor) -> int:
     steps = zip(each.shape, each.stride(), strict=True)
     span = 1 + sum((size - 1) * stride for size, stride in steps)
     return span * tensor.itemsize if span == each.numel() else 0
+
+
+def _is_all_of(item: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a result is a whole tensor: no view with other strides or of another type."""
+    alike = item.shape == tensor.shape and item.stride() == tensor.stride()
+    return alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr()
+
+
+def giver(
+    results: Sequence[Any],
+    outs: Sequence[tuple[int, torch.Tensor]],
+    kept: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor] | None = None,
+) -> Give:
+    """What gives the results of a replay: the caller's `outs`, by number; what is `kept`, which is
+    registered; and of all else copies that no replay writes again. With `others`, what lies in none
+    of these is given as it is."""
+    storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
+    held = [_held(item, outs, kept, storages) for item in results]
+    places = [item.index for item in held if isinstance(item, _Given)]
+    if places and len(places) == len(held):
+        if len(places) > 1:
+            return operator.itemgetter(*places)
+        (place,) = places
+        return lambda given: (given[place],)
+    if not any(isinstance(item, tuple | _Copied | _Given) for item in held):
+        same = tuple(held)
+        return lambda given: same
+    return lambda given: tuple([_lasting(item, given) for item in held])
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A result that is a tensor of the caller's."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A result that is to be copied. It does not own the memory: other graphs of the same pool can
+    use it, and so can others where it is the caller's."""
+
+    copy: Callable[[], torch.Tensor]
+
+
+def _held(
+    item: Any,
+    outs: Sequence[tuple[int, torch.Tensor]],
+    kept: Sequence[torch.Tensor],
+    storages: set[int] | None,
+) -> Any:
+    if isinstance(item, tuple):
+        return tuple([_held(part, outs, kept, storages) for part in item])
+    if not isinstance(item, torch.Tensor):
+        return item
+    made = torch.empty(0, dtype=item.dtype, device=item.device)
+    if not item.numel():
+        return _Copied(copier(made.new_empty_strided(item.shape, item.stride())))
+    if any(item is tensor for tensor in kept):
+        return item
+    for index, tensor in outs:
+        if _is_all_of(item, tensor):
+            return _Given(index)
+    storage = item.untyped_storage()
+    if storages is not None and storage.data_ptr() not in storages:
+        return item
+    raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
+    view = made.set_(raw, item.storage_offset(), item.shape, item.stride())  # pyright: ignore
+    return _Copied(copier(view))
+
+
+def _lasting(item: Any, given: Sequence[torch.Tensor]) -> Any:
+    if isinstance(item, _Copied):
+        return item.copy()
+    if isinstance(item, _Given):
+        return given[item.index]
+    if isinstance(item, tuple):
+        return tuple([_lasting(part, given) for part in item])
+    return item
 
 
 class Captured:

@@ -40,18 +40,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm import Use
-from interlace.comm.cuda.collectives import leave_unregistered
-from interlace.comm.cuda.collector import uncollected
-from interlace.comm.cuda.driver import Driver
-from interlace.comm.cuda.space import CudaSpace
+from interlace.comm.cuda.driver import Driver, uncollected
+from interlace.comm.cuda.nccl import leave_unregistered
+from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.graphs.captured import Captured, Source, launcher
+from interlace.runtime.cuda.graphs.captured import Captured, launcher
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.waits.words import Words
-from interlace.runtime.engine import Context
+from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import own_backends
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class GraphWords:
             self.side.driver.fill(word, int(first), 1)
 
     def begin(self) -> int:
-        """Values count from 0 in every run."""
+        """ValueTable count from 0 in every run."""
         return 0
 
     def local(self, count: int) -> int:
@@ -94,7 +93,7 @@ class GraphBinding(Binding):
 
     def __init__(
         self,
-        context: Context,
+        context: EngineContext,
         driver: Driver,
         spaces: Mapping[str, GraphWords],
         engine: CudaEngine,
@@ -156,7 +155,7 @@ class Graphs:
         self._engine, self._context = engine, engine.context
         demands = self._context.plan.demands
         self._bindings: list[Any] = []
-        for number, spaces in enumerate(self._context.crew.graph_spaces):
+        for number, spaces in enumerate(self._context.resources.graph_spaces):
             words = {
                 team: GraphWords(space, demands[team].signals, first=number == 0)
                 for team, space in spaces.items()
@@ -193,14 +192,14 @@ class Graphs:
         return self._bindings[(self._runs - 1) & 1].spaces
 
     def run(
-        self, source: Source, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
         """Replays the graph whose turn it is; captures both first, where need be."""
         given = [*inputs, *(out or ())]
         key = tuple([tensor.data_ptr() for tensor in given])
         found = self.at.get(key)
         if found is None:
-            found = self._find(key, source, given, len(inputs))
+            found = self._find(key, given, len(inputs))
         return self._engine.replay(found, self.turn(found), given)
 
     def turn(self, found: Captured) -> int:
@@ -208,11 +207,9 @@ class Graphs:
         self._runs = found.used = self._runs + 1
         return self._runs - 1 & 1
 
-    def _find(
-        self, key: Key, source: Source, given: Sequence[torch.Tensor], num_inputs: int
-    ) -> Captured:
+    def _find(self, key: Key, given: Sequence[torch.Tensor], num_inputs: int) -> Captured:
         """Graphs for addresses that have none: Note [Addresses in graphs]."""
-        count, take = len(key), (source, given, num_inputs)
+        count = len(key)
         through = self._through.get(count)
         off = set[int]() if through is None else through.off(key)
         if through is not None and self._single and not off and through.takes(given):
@@ -230,7 +227,7 @@ class Graphs:
                 full = False
             if not full:
                 self._seen.pop(key, None)
-                self.at[key] = self._capture(*take, frozenset())
+                self.at[key] = self._capture(given, num_inputs, frozenset())
                 return self.at[key]
             self._seen[key] = None
             if len(self._seen) > SEEN:
@@ -241,7 +238,7 @@ class Graphs:
         if through is not None:
             moved |= through.moved | off
             self._give_up(self._through, count)
-        self._through[count] = self._capture(*take, frozenset(moved))
+        self._through[count] = self._capture(given, num_inputs, frozenset(moved))
         return self._through[count]
 
     def _give_up(self, where: dict[Any, Captured], key: Any) -> None:
@@ -250,15 +247,12 @@ class Graphs:
         where.pop(key).reset()
 
     def _capture(
-        self,
-        source: Source,
-        given: Sequence[torch.Tensor],
-        num_inputs: int,
-        moved: frozenset[int],
+        self, given: Sequence[torch.Tensor], num_inputs: int, moved: frozenset[int]
     ) -> Captured:
         """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
         registered, options = self._context.values.registered, self._context.options
-        names = (*source.inputs, *source.outputs)
+        outputs = self._context.outputs.names
+        names = (*self._context.inputs.names, *outputs)
         changed, bound = (
             frozenset(i for i, name in enumerate(names) if name in buffers)
             for buffers in (self._changed, self._bound)
@@ -272,13 +266,12 @@ class Graphs:
             for turn in range(len(self._bindings)):
                 graph: Any = torch.cuda.CUDAGraph()
                 made.graphs.append(graph)
-                wanted = () if len(given) > num_inputs else source.outputs
-                named = self._memory(turn, wanted, source)
+                named = self._memory(turn, () if len(given) > num_inputs else outputs)
                 named |= zip(names, tensors, strict=False)
                 self._engine.check()  # in a capture it would be told badly
                 pool = others[0].graphs[turn].pool() if others else None
-                with uncollected(), self._capturing(graph, pool):
-                    results = self._issue(turn, named, source)
+                with uncollected(), torch.no_grad(), self._capturing(graph, pool):
+                    results = self._issue(turn, named)
                 made.launch.append(self._launcher(graph))
                 made.keep(results, tensors, kept, options.static_outputs)
         except BaseException:
@@ -303,16 +296,14 @@ class Graphs:
             finally:
                 graph.capture_end()
 
-    def _issue(
-        self, turn: int, named: Mapping[str, torch.Tensor], source: Source
-    ) -> tuple[Any, ...]:
+    def _issue(self, turn: int, named: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Issues the ops into the capture; gives the results."""
         values, binding = self._context.values, self._bindings[turn]
         binding.main.handle = int(self._stream.cuda_stream)
         try:
             values.begin(named, dict.fromkeys(self._context.plan.takes, Use(turn, 0)))
             binding.issue(self._entry)
-            return source.results()
+            return self._context.results()
         except BaseException:  # else the capture's end would hide it: streams not joined
             with contextlib.suppress(Exception):
                 binding.join()
@@ -320,7 +311,7 @@ class Graphs:
         finally:
             values.end()
 
-    def _memory(self, turn: int, names: Sequence[str], source: Source) -> dict[str, torch.Tensor]:
+    def _memory(self, turn: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """What the graphs of a turn return, where the caller gives no tensors for `names`.
 
         Each capture gets tensors with version counters of their own: it writes nothing, and what
@@ -331,7 +322,7 @@ class Graphs:
                 self._made[turn] = self._context.values.new()
             made = self._made[turn]
             if not made.keys() >= set(names):
-                made |= zip(names, source.new(), strict=True)
+                made |= zip(names, self._context.outputs.new(), strict=True)
             return {name: tensor.data for name, tensor in made.items()}
 
     def drop(self) -> None:

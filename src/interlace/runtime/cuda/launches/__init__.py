@@ -1,6 +1,5 @@
 """What one launch does.
 
-transfers.py   collectives and messages by NCCL, or by one kernel (exchanges.py)
-parts.py       what the parts of a Fused op do;  fused.py: as one persistent kernel
-sums.py        the sum of a reduction's slots
+transfers.py   collectives and messages by NCCL, or by one kernel over peer memory
+fused.py       the parts of a Fused op as one persistent kernel; the sum of a reduction's slots
 """

@@ -1,7 +1,7 @@
-"""A Fused op as one persistent kernel, where one of ours does just what its parts say.
+"""Launches of our kernels: of the one that a Fused op names, and of the sum of a reduction's slots.
 
-`bind_kernel` gives None for whatever else, and its members then run one after another: slower, and
-the same result.
+Without a kernel, and on a GPU that has none (with a warning), its members run one after another:
+slower, and the same result.
 
 Note [The same bits in order]
     With the option `in_order` members run one by one. A matmul's bits may depend on what kernel
@@ -10,19 +10,14 @@ Note [The same bits in order]
 
 from __future__ import annotations
 
+import warnings
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from interlace.ir import Call, Fused
+from interlace.ir import Box, Call, Fused, Record, View
+from interlace.ir.kernels import KernelMatmul, factors, kernel_matmul
 from interlace.kernels.gemm import support
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
-from interlace.runtime.cuda.launches.parts import (
-    GatherParts,
-    Matmul,
-    ScatterParts,
-    Shape,
-    gather_of,
-    scatter_of,
-)
 from interlace.runtime.values import DTYPES
 
 if TYPE_CHECKING:
@@ -30,34 +25,38 @@ if TYPE_CHECKING:
 
 
 def bind_kernel(binder: Binder, lane: Lane, index: int, op: Fused) -> Thunk | None:
-    """The launch of the kernel that does these parts, or None."""
-    gather = gather_of(binder.plan, op)
-    if gather is not None and _serves(binder, gather.shape):
-        return _gather(binder, lane, gather)
-    scatter = scatter_of(binder.plan, op, index)
-    if scatter is not None and _serves(binder, scatter.shape):
-        return _scatter(binder, lane, scatter)
-    return None
+    """The launch of the kernel of op `index`; None where it has none, or the GPU."""
+    if op.kernel is None:
+        return None
+    why = support.refuse_device(binder.context.device)
+    if why is not None:
+        warnings.warn(
+            f"op {index} of {binder.plan.program.name}: no {op.kernel.kind} here, so its parts run "
+            f"one after another: {why}",
+            stacklevel=2,
+        )
+        return None
+    matmul = _matmul(binder, op)
+    if op.kernel.kind == "gather_matmul":
+        return _gather(binder, lane, matmul)
+    return _scatter(binder, lane, index, op, matmul)
 
 
-def bind_member(binder: Binder, lane: Lane, index: int, op: Fused, call: Call) -> Thunk | None:
+def bind_member(binder: Binder, lane: Lane, op: Fused, call: Call) -> Thunk | None:
     """One matmul of a Fused by the code of its kernel: Note [The same bits in order]."""
-    parts = gather_of(binder.plan, op) or scatter_of(binder.plan, op, index)
-    product = Matmul.of(call)
-    if parts is None or product is None or not _serves(binder, parts.shape):
+    product = factors(call)
+    if op.kernel is None or product is None or support.refuse_device(binder.context.device):
         return None
-    from interlace.kernels.gemm.gather_matmul import GatherMatmul
+    from interlace.kernels.gemm.matmul import GatherMatmul
 
-    (rows, _), shape, whole = binder.plan.box(product.a).sizes, parts.shape, _kernel(binder, parts)
-    if isinstance(parts, ScatterParts) and not _in_ranges(whole, parts):
-        return None
-    config = whole.config
-    facts = {**_facts(shape, parts.bias is not None), "rows": rows, "size": 1, "rank": 0}
-    kernel = GatherMatmul(**facts, device=binder.context.device, config=config)
-    values, bias = binder.values, product.bias
+    matmul = _matmul(binder, op)
+    config = _kernel(binder, matmul).config
+    (rows, _) = binder.plan.box(product.a).sizes
+    facts = {**_facts(matmul), "rows": rows, "size": 1, "rank": 0}
+    launch = GatherMatmul(**facts, device=binder.context.device, config=config).launch
+    values, items = binder.values, binder.values.items
     a, b, out = values.own(product.a), values.own(product.b), values.own(product.out)
-    c = None if bias is None else values.own(bias)
-    items, launch = values.items, kernel.launch
+    c = None if product.bias is None else values.own(product.bias)
 
     def run() -> None:
         added = None if c is None else items[c]
@@ -66,80 +65,73 @@ def bind_member(binder: Binder, lane: Lane, index: int, op: Fused, call: Call) -
     return _aligned(lane, items, run, (a, b) if c is None else (a, b, c), out)
 
 
-def _serves(binder: Binder, shape: Shape) -> bool:
-    """Whether a kernel takes these sizes and this element type on this GPU."""
-    facts = _facts(shape, bias=False)
-    asked = {name: facts[name] for name in ("rows", "inner", "columns", "dtype", "size")}
-    return support.refuse(**asked, device=binder.context.device) is None
+def _matmul(binder: Binder, op: Fused) -> KernelMatmul:
+    plan = binder.plan
+    return kernel_matmul(op, plan.box, plan.buffers, plan.where)
 
 
-def _facts(shape: Shape, bias: bool) -> dict[str, Any]:
+def _facts(matmul: KernelMatmul) -> dict[str, Any]:
     return {
-        "rows": shape.rows,
-        "inner": shape.inner,
-        "columns": shape.columns,
-        "size": shape.size,
-        "rank": shape.rank,
-        "dtype": DTYPES[shape.dtype],
-        "transposed": shape.transposed,
-        "bias": bias,
+        "rows": matmul.rows,
+        "inner": matmul.inner,
+        "columns": matmul.columns,
+        "size": matmul.size,
+        "rank": matmul.rank,
+        "dtype": DTYPES[matmul.dtype],
+        "transposed": matmul.transposed,
+        "bias": matmul.bias is not None,
     }
 
 
-def _kernel(binder: Binder, parts: GatherParts | ScatterParts) -> Any:
-    """The kernel for these parts, compiled."""
-    facts = _facts(parts.shape, parts.bias is not None)
-    if isinstance(parts, GatherParts):
-        from interlace.kernels.gemm.gather_matmul import GatherMatmul
+def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
+    """The kernel, compiled."""
+    facts, asked = _facts(matmul), matmul.kernel
+    if asked.kind == "gather_matmul":
+        from interlace.kernels.gemm.matmul import GatherMatmul
 
         return GatherMatmul(**facts, device=binder.context.device)
-    from interlace.kernels.gemm.scatter_matmul import ScatterMatmul
+    from interlace.kernels.gemm.matmul import ScatterMatmul
 
-    return ScatterMatmul(**facts, subs=parts.subs, lead=parts.lead, device=binder.context.device)
-
-
-def _in_ranges(kernel: Any, parts: ScatterParts) -> bool:
-    """Whether a kernel tells of the same ranges of rows as the parts."""
-    length = parts.shape.rows // parts.subs
-    ranges = [range(sub * length, (sub + 1) * length) for sub in range(parts.subs)]
-    return kernel.subs == parts.subs and ranges == [kernel.sub_rows(s) for s in range(parts.subs)]
+    return ScatterMatmul(**facts, subs=asked.pieces, lead=asked.lead, device=binder.context.device)
 
 
-def _gather(binder: Binder, lane: Lane, parts: GatherParts) -> Thunk:
+def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
     values, items = binder.values, binder.values.items
-    launch = _kernel(binder, parts).launch
-    space = binder.links.spaces[parts.team]
-    gates, value = space.own(parts.signal, 0), parts.value
-    x, slots, y = values.at(*parts.x), values.at(*parts.slots), values.at(*parts.y)
-    w = values.own(parts.weight)
-    bias = None if parts.bias is None else values.own(parts.bias)
+    launch = _kernel(binder, matmul).launch
+    space = binder.spaces[matmul.team]
+    gates, value = space.own(matmul.signal, 0), matmul.value
+    x, slots, y = values.at(*matmul.own), values.at(*matmul.others), values.at(*matmul.whole)
+    w = values.own(matmul.weight)
+    bias = None if matmul.bias is None else values.own(matmul.bias)
 
     def run() -> None:
-        launch(
-            *(lane.handle, items[x], items[w], items[slots], items[y]),
-            *(None if bias is None else items[bias], gates, space.base + value),
-        )
+        added = None if bias is None else items[bias]
+        due = space.base + value
+        launch(lane.handle, items[x], items[w], items[slots], items[y], added, gates, due)
 
     return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), y)
 
 
-def _scatter(binder: Binder, lane: Lane, parts: ScatterParts) -> Thunk | None:
-    shape, values, items = parts.shape, binder.values, binder.values.items
-    kernel: Any = _kernel(binder, parts)
-    if not _in_ranges(kernel, parts):
-        return None
-    runs, counters = binder.links.runs, binder.links.words(parts.team, shape.size * parts.subs)
+def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMatmul) -> Thunk:
+    values, items, pieces = binder.values, binder.values.items, matmul.kernel.pieces
+    kernel: Any = _kernel(binder, matmul)
+    assert kernel.subs == pieces, "validate asks for ranges of whole tiles"
+    binding, counters = binder.binding, binder.spaces[matmul.team].local(matmul.size * pieces)
     tiles = kernel.raised
 
     def due() -> int:
-        return runs() * tiles
+        return binding.runs * tiles
 
-    for spot, chunk, sub in parts.records:
-        address = counters + 4 * (chunk * parts.subs + sub)
-        binder.points[spot] = CounterPoint(binder.driver, address, due)
-    x, stage, own = values.at(*parts.x), values.at(*parts.stage), values.at(*parts.own)
-    w = values.own(parts.weight)
-    bias = None if parts.bias is None else values.own(parts.bias)
+    spot = 0
+    for part, (chunk, piece) in zip(op.parts, matmul.order, strict=True):
+        for number, member in enumerate(part, start=spot):
+            if isinstance(member, Record):
+                address = counters + 4 * (chunk * pieces + piece)
+                binder.points[index, number] = CounterPoint(binder.driver, address, due)
+        spot += len(part)
+    x, stage, own = values.at(*matmul.whole), values.at(*matmul.others), values.at(*matmul.own)
+    w = values.own(matmul.weight)
+    bias = None if matmul.bias is None else values.own(matmul.bias)
     launch = kernel.launch
 
     def run() -> None:
@@ -178,3 +170,47 @@ def _aligned(
             run()
 
     return either
+
+
+# -- the sum of a reduction's slots ----------------------------------------------------------------
+
+SUM = "interlace.sum_slots"
+
+
+def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
+    """The launch that adds up the first dimension of a view, where its rest lies in a row."""
+    if op.fn != SUM or binder.context.device.type != "cuda" or find_spec("triton") is None:
+        return None
+    (slots,) = op.views()
+    (out,) = op.outs
+    if not isinstance(out, View):
+        return None
+    box, to = binder.plan.box(slots), binder.plan.box(out)
+    each = Box(0, box.sizes[1:], box.strides[1:], box.dtype)
+    from interlace.kernels import sum_slots
+    from interlace.kernels.exchange.sums import SumSlots
+    from interlace.kernels.launch import TYPES
+
+    dtype = DTYPES[box.dtype]
+    fits = dtype in TYPES and box.dtype == to.dtype and box.numel > 0
+    if not (fits and each.contiguous and to.contiguous):
+        return None
+    count, stride = to.numel, box.strides[0]
+    aligned = not (count | stride) * dtype.itemsize % support.ALIGNMENT
+    facts = {"size": box.sizes[0], "dtype": dtype, "device": binder.context.device}
+    launch = SumSlots(**facts, aligned=aligned).launch
+    items, a, b = binder.values.items, binder.values.own(slots), binder.values.own(out)
+
+    def by_torch() -> None:
+        sum_slots(items[a], out=items[b])
+
+    slowly = lane.within(by_torch)
+
+    def run() -> None:
+        source, target = items[a].data_ptr(), items[b].data_ptr()
+        if aligned and (source | target) % support.ALIGNMENT:
+            slowly()
+        else:
+            launch(lane.handle, source, stride, target, count)
+
+    return run

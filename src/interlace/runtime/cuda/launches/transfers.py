@@ -2,18 +2,23 @@
 
 issue = collective(binder, lane, index, op)
 issue = messages(binder, lane, index, (send, recv))
+ensure_area(side, topic, specs, time_out_s)          # all ranks, together, while they prepare
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from interlace.comm.cuda.collectives import bind_messages, bind_on_stream
+import torch
+
+from interlace.comm import Spec
+from interlace.comm.collectives import check_reduction
+from interlace.comm.cuda.nccl import bind_messages, bind_on_stream
+from interlace.comm.cuda.side import CudaSide
 from interlace.errors import UnsupportedError
 from interlace.ir import Collective, Recv, Send
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Thunk, in_turn
-from interlace.runtime.cuda.launches.exchanges import bind_exchange
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.binder import Binder
@@ -27,7 +32,7 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
     dst = None if op.dst is None else binder.values.own(op.dst)
     if turn.backend == "peer":
         issue = bind_exchange(
-            *(binder.links.spaces[op.team].side, spec, lambda: lane.handle),
+            *(binder.spaces[op.team].side, spec, lambda: lane.handle),
             *(None if place is None else (lambda p=place: items[p]) for place in (src, dst)),
         )
         if issue is None:
@@ -35,12 +40,12 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
         if spec.size == 1:
             return lane.within(issue)
         return _after_the_last(binder, lane, op.team, issue)
-    backend = binder.crew.backends[op.team, turn.backend]
+    backend = binder.resources.backends[op.team, turn.backend]
     issue = bind_on_stream(backend, spec, binder.context.time_out_s)
-    check = binder.links.check
+    check = binder.check
 
     def run() -> None:
-        check()  # Note [Aborts] in aborts.py
+        check()  # Note [Aborts] in nccl.py
         issue(None if src is None else items[src], None if dst is None else items[dst])
 
     return lane.within(run)
@@ -87,7 +92,73 @@ def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv])
         ("send" if isinstance(op, Send) else "recv", binder.plan.members(team, op.peer)[0])
         for op in ops
     ]
-    issue = bind_messages(binder.crew.backends[team, name], parts, binder.context.device)
-    check, items = binder.links.check, binder.values.items  # Note [Aborts] in aborts.py
+    issue = bind_messages(binder.resources.backends[team, name], parts, binder.context.device)
+    check, items = binder.check, binder.values.items  # Note [Aborts] in nccl.py
     places = [binder.values.own(op.src if isinstance(op, Send) else op.dst) for op in ops]
     return lane.within(in_turn([check, lambda: issue([items[place] for place in places])]))
+
+
+# -- by one kernel over peer memory ---------------------------------------------------------------
+
+Tensors = Callable[[], torch.Tensor] | None
+
+
+def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: float) -> None:
+    """Staging memory that is large enough for these collectives on every rank."""
+    from interlace.kernels.exchange import exchange
+
+    needed = max(
+        (
+            exchange.staging_nbytes(spec.kind, spec.dtype, spec.parts, spec.size)
+            for spec in specs
+            if spec.size > 1
+        ),
+        default=0,
+    )
+    side.ensure_area(
+        *(topic, needed, exchange.FLAG_NBYTES, exchange.WORDS_NBYTES, exchange.STOP_AT),
+        time_out_s,
+    )
+
+
+def bind_exchange(
+    side: CudaSide, spec: Spec, handle: Callable[[], int], src: Tensors, dst: Tensors
+) -> Thunk | None:
+    """The function that issues this collective on the stream that `handle` gives."""
+    from interlace.kernels.exchange.exchange import PeerExchange
+
+    if spec.reduce is not None:
+        check_reduction(spec.reduce, spec.dtype)
+    if spec.kind != "barrier" and not sum(spec.parts):
+        return None
+    if spec.size == 1:
+        return _alone(src, dst)
+    area = side.the_area
+    bound = PeerExchange(
+        *(spec.kind, spec.dtype, spec.parts, spec.me, spec.size, side.device),
+        *(area.stages, area.stage_nbytes, area.flags, area.words),
+        reduce=spec.reduce,
+        root=spec.root,
+        merges=spec.merges,
+    ).prepare()
+
+    def run() -> None:
+        a = src() if src is not None else None
+        b = dst() if dst is not None else None
+        into = 0 if b is None else b.data_ptr()
+        bound.launch(handle(), into if a is None else a.data_ptr(), into)
+
+    return run
+
+
+def _alone(src: Tensors, dst: Tensors) -> Thunk | None:
+    """A team of one: what is given is the result."""
+    if src is None or dst is None:
+        return None
+
+    def run() -> None:
+        a, b = src(), dst()
+        if a.data_ptr() != b.data_ptr():
+            b.copy_(a)
+
+    return run

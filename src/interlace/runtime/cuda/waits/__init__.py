@@ -3,5 +3,5 @@
 words.py      words that streams write and wait for
 waiting.py    when a kernel that waits for peers may begin
 marks.py      events by which the watchdog sees how far runs are
-watchdog.py   finds what stalls and ends it;  stalls.py: says what it was
+watchdog.py   finds what stalls, says what it waits for, and ends it
 """

@@ -24,8 +24,7 @@ Note [Kernels that wait]
 from __future__ import annotations
 
 from interlace.ir import Alloc, Call, Copy, Expect, Free, Fused, Notify, Op, Put, Record, Wait
-from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.releases import callers
+from interlace.runtime.prepare.plan import Plan, callers
 
 Hold = tuple[int, bool]
 """An op, and whether it must be done; else all that stands before it."""

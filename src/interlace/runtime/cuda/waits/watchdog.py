@@ -5,7 +5,7 @@ begins on the device and one where it ends. Where the oldest run under way does 
 time-out, or a peer has failed, the watchdog finds out what is missing, tells the peers, writes the
 words that streams and kernels of this rank wait for (so that they end, with results that nobody may
 use) and keeps the error for the next call. Where the CUDA driver is held up it cannot, and ends the
-process with the error: Note [Held up] in access.py. Without teams there is nothing of that kind to
+process with the error: Note [Held up] in words.py. Without teams there is nothing of that kind to
 find.
 
     watched = Watched(engine, context)
@@ -22,18 +22,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from interlace.comm.cuda.aborts import abort, all_ended
-from interlace.comm.cuda.access import DriverHeldUpError
-from interlace.comm.cuda.collector import uncollected
-from interlace.comm.cuda.driver import relax_captures
+from interlace.comm.cuda.driver import relax_captures, uncollected
+from interlace.comm.cuda.nccl import abort, all_ended
+from interlace.comm.cuda.words import DriverHeldUpError, reached
+from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
-from interlace.runtime.cuda.waits.stalls import stalled
-from interlace.runtime.engine import Context
+from interlace.ir import Collective, Expect, Fused, Group, Op, Recv, Send
+from interlace.runtime.engine import EngineContext
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.engine import CudaEngine
@@ -52,7 +52,7 @@ PATIENCE_S = 1.0
 class Watched:
     """The runs of one engine, as the watchdog sees them."""
 
-    def __init__(self, engine: CudaEngine, context: Context) -> None:
+    def __init__(self, engine: CudaEngine, context: EngineContext) -> None:
         self._engine = weakref.ref(engine)
         self._context = context
         self._ended = self._seen = 0
@@ -61,12 +61,12 @@ class Watched:
         self._lock, self._counting = threading.RLock(), threading.Lock()
         self.failure: BaseException | None = None
         self.issuing = False
-        """Whether a thread is issuing a run: Note [Aborts] in aborts.py."""
+        """Whether a thread is issuing a run: Note [Aborts] in nccl.py."""
         self._failed_at = 0.0
         self._aborting = False
         self._aborts: list[threading.Thread] | None = None
-        self._backends = list(context.crew.backends.values())
-        self._teams = list(context.crew.teams.values())
+        self._backends = list(context.resources.backends.values())
+        self._teams = list(context.resources.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
 
     @property
@@ -194,7 +194,7 @@ class Watched:
                 self.fail(found)
 
     def _end_backends(self) -> None:
-        """Aborts the communicators, when it may: Note [Aborts] in aborts.py."""
+        """Aborts the communicators, when it may: Note [Aborts] in nccl.py."""
         if self._aborting or not self._backends or self.failure is None:
             return
         sharers = self._sharers()
@@ -353,6 +353,81 @@ def end_process(report: str) -> None:
         print(report, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)
     os._exit(EXIT_CODE)
+
+
+# -- what a stalled run waits for -----------------------------------------------------------------
+
+
+def stalled(engine: CudaEngine, context: EngineContext, ended: int) -> str:
+    """Which ranks the run after `ended` waits for, and where they are."""
+    limit, teams, behind = context.time_out_s, context.resources.teams, engine.entered - ended - 1
+    try:
+        lines, place = _awaited(engine, context, behind), "in a collective or a computation"
+    except BackendError as error:
+        lines, place = [], f"{_first_wait(context, behind)}; its signals cannot be read ({error})"
+    if not lines:
+        lines.append(
+            f"no progress in {limit:g} s: rank {context.plan.rank} in "
+            f"{context.plan.program.name}, {place}"
+        )
+        others = [(t, [i for i in range(t.size) if i != t.me]) for t in teams.values()]
+        lines += [team.control.where(members) for team, members in others if members]
+    return "\n".join(lines)
+
+
+def _awaited(engine: CudaEngine, context: EngineContext, behind: int) -> list[str]:
+    """The signals that are missing of a run with `behind` others behind it, and from whom."""
+    limit, teams = context.time_out_s, context.resources.teams
+    lines: list[str] = []
+    missing: dict[str, set[int]] = {}
+    for index, item in _single_ops(context):
+        if not isinstance(item, Expect):
+            continue
+        space: Any = engine.spaces[item.team]
+        base = space.base - behind * space.span
+        late = [
+            member
+            for member in context.plan.members(item.team, item.peer)
+            if not reached(space.value(item.signal, member), base + item.value)
+        ]
+        if late:
+            missing.setdefault(item.team, set()).update(late)
+            if not lines:
+                lines.append(f"no progress in {limit:g} s: {context.flight.describe(index)}")
+    for name, late in missing.items():
+        lines.append(teams[name].control.where(sorted(late)))
+    for side in engine.sides:
+        late = side.late(behind)
+        if late:
+            ranks = side.team.ranks
+            lines.append(f"{named([ranks[i] for i in late])} did not end the run before last")
+    return lines
+
+
+def _first_wait(context: EngineContext, behind: int) -> str:
+    """The first op that waits for a rank that has not entered the run, or else for any rank."""
+    plan, first = context.plan, -1
+    absent = {name: team.control.absent(behind) for name, team in context.resources.teams.items()}
+    for index, item in _single_ops(context):
+        if isinstance(item, Expect | Collective | Send | Recv):
+            late = absent[item.team]
+            if not isinstance(item, Collective):
+                late = late.intersection(plan.members(item.team, item.peer))
+            first = index if first < 0 else first
+            if late:
+                return f"at {context.flight.text(index)} or after it"
+    return f"at {context.flight.text(first)} or after it" if first >= 0 else "in a computation"
+
+
+def _single_ops(context: EngineContext) -> Iterator[tuple[int, Op]]:
+    """The ops, and the parts of those that have some, with their place in the Program."""
+    for index, op in enumerate(context.plan.program.ops):
+        parts = op.members if isinstance(op, Fused) else op.ops if isinstance(op, Group) else (op,)
+        for part in parts:
+            yield index, part
+
+
+# -- the process's --------------------------------------------------------------------------------
 
 
 @cache

@@ -1,0 +1,214 @@
+"""NCCL: its ranks connected, its collectives and messages issued on a stream, its end.
+
+    join(backend, device, 60, "team tp on rank 0", ended, look)     # all ranks of it, together
+    run = bind_on_stream(backend, spec, time_out_s=60)
+    run(src, dst)                                  # on the current stream; returns when issued
+    move = bind_messages(backend, [("send", 1), ("recv", 3)], device)
+    move([a, b])
+    aborts = abort([backend])                      # begins
+    if not all_ended(aborts, time_out_s=10): ...
+
+What never completes is aborted with its communicator, by the watchdog.
+
+Note [Connecting]
+    NCCL connects in its first op, in a call that waits for all ranks and that no abort reaches: its
+    communicator is not there yet. A rank that fails before its own first op (bad input to the first
+    run, say) would leave the others in that call for ever. So the ranks do one op in `prepare()`,
+    and again after a reset, each in a thread that is left behind where it does not come back. That
+    is also for a backend of the user's, which may or may not have had an op. Where they do not
+    meet it is aborted, the user's too: what waits on it would take part in another op.
+
+Note [Aborts]
+    NCCL's ops end only with their communicator, and a call of NCCL in another thread may keep an
+    abort from ever returning, as may a kernel of another communicator that waits on the same device
+    (the abort frees memory, which waits for the device). So
+
+    - each abort has a thread of its own: one that stands still holds up neither the next one, nor
+      the watchdog, nor the caller (torch's own abort, in a destructor, would keep Python's lock);
+    - after a failure, the watchdog begins it once no thread of this process is issuing a run with
+      the communicator, as far as its patience goes: the device itself may hold that thread up, in
+      a full queue, which only the abort ends. No run begins and no NCCL op is issued after a
+      failure;
+    - a communicator of ours that a reset or `interlace.release()` leaves behind is aborted there,
+      by all ranks, while nothing is under way, and not when the garbage collector comes by;
+    - the abort waits for the graphs that the communicator's ops were captured in: they go first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm.collectives import Spec, as_bytes, bind_collective
+from interlace.comm.cuda.driver import relax_captures
+from interlace.comm.host.signals import Wait
+from interlace.comm.rendezvous.board import named
+from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
+from interlace.errors import BackendError
+
+Run = Callable[[torch.Tensor | None, torch.Tensor | None], None]
+LOOK_S = 0.05
+"""How often it is asked whether a peer's process has ended, or a peer given up."""
+LAST_S = 1.0
+"""How much later than the time-out the thread's own wait in the store may end, which is as long for
+a backend that Interlace made. Back while the interpreter ends, it would abort the process."""
+
+
+def join(
+    backend: Any,
+    device: torch.device | None,
+    time_out_s: float,
+    whose: str,
+    ended: Callable[[], Collection[int]],
+    look: Callable[[], None],
+) -> None:
+    """Has the ranks of a backend meet, each with its device (None: the current one).
+
+    `whose` is for messages, `ended` tells whose processes are gone, `look` raises where a peer has
+    given up. Raises `BackendError` where they do not meet within the time-out; then, as after
+    `look`, the backend is aborted.
+    """
+    used = device or torch.device("cuda", torch.cuda.current_device())
+
+    def act() -> None:
+        relax_captures()
+        meet(backend, used, time_out_s)
+
+    call, patience, gone = Errand(act), Patience(time_out_s), list[int]()
+    try:
+        while not (gone or call.is_back(LOOK_S) or patience.is_over()):
+            gone = sorted(ended())
+            look()
+    except BaseException:
+        abort([backend])
+        raise
+    failed: Exception | None = None
+    if call.is_back(0):
+        try:
+            return call.result()
+        except Exception as error:
+            failed = error
+    abort([backend])
+    if gone:
+        why = f"the process of {named(gone)} has ended. Start the job anew"
+    elif failed is None:
+        call.is_back(LAST_S)
+        why = (
+            f"not all of its ranks came within {time_out_s:g} s: see whether one failed, stalled "
+            f"or took another path through the model; {LONGER}"
+        )
+    else:
+        why = str(failed)
+    raise BackendError(f"NCCL could not connect {whose}: {why}") from failed
+
+
+def meet(backend: Any, device: torch.device, time_out_s: float) -> None:
+    """A barrier, for which the host waits."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        spec = Spec("barrier", backend.size(), backend.rank(), parts=(), dtype=torch.uint8)
+        bind_on_stream(backend, spec, time_out_s)(None, None)
+        torch.cuda.current_stream().synchronize()
+
+
+def leave_unregistered() -> None:
+    """Has NCCL map nothing of what graphs captured later use, unless the environment says so.
+
+    With multicast a capture that registers is a meeting of all ranks, and one alone, whose tensors
+    came to lie elsewhere, captures anew alone. NCCL reads this once: too late, as a rule, where it
+    was in a capture before.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
+class StreamWait(Wait):
+    """How a stream waits for a collective: it is ordered after it, and the host goes on."""
+
+    def __init__(self, time_out_s: float) -> None:
+        super().__init__(time_out_s, lambda: "a collective")
+
+    def finish(self, work: Any, missing: Any = None) -> None:
+        """Orders the current stream after the work."""
+        if work is not None:
+            work.wait()
+
+
+def bind_on_stream(backend: Any, spec: Spec, time_out_s: float) -> Run:
+    """The function that issues this collective."""
+    if backend.name() == "gloo":
+        raise BackendError(
+            "gloo cannot be ordered with CUDA streams: choose transport='nccl' or 'peer', or run "
+            "the Program on the CPU"
+        )
+    run, wait = bind_collective(backend, spec, time_out_s), StreamWait(time_out_s)
+
+    def issue(src: torch.Tensor | None, dst: torch.Tensor | None) -> None:
+        try:
+            run(src, dst, wait)
+        except dist.DistError as error:
+            raise _typed(spec.kind, error) from error
+
+    return issue
+
+
+def bind_messages(
+    backend: Any, parts: Sequence[tuple[str, int]], device: torch.device
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """The function that issues these Sends and Recvs as one group."""
+
+    def run(tensors: Sequence[torch.Tensor]) -> None:
+        packed = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        try:
+            backend._start_coalescing()
+            try:
+                for (kind, peer), tensor in zip(parts, packed, strict=True):
+                    if tensor.numel():
+                        move = backend.send if kind == "send" else backend.recv
+                        move([as_bytes(tensor)], peer, 0)
+            except BaseException:  # left open, the group would take in all that this thread issues
+                with contextlib.suppress(Exception):
+                    backend._end_coalescing()
+                raise
+            work = backend._end_coalescing()
+            if work is not None:
+                work.wait()
+        except dist.DistError as error:
+            raise _typed("send and recv", error) from error
+        for (kind, _), tensor, pack in zip(parts, tensors, packed, strict=True):
+            if pack is not tensor and kind == "recv":
+                tensor.copy_(pack)
+
+    return run
+
+
+def _typed(what: str, error: Exception) -> BackendError:
+    """NCCL's error as ours. The first use of a kind connects, and waits for peers: an abort that
+    a failure began ends that too, and then the failure is what the caller is told (`Runner`)."""
+    return BackendError(f"NCCL could not issue {what}: {error}")
+
+
+def abort(backends: Sequence[Any]) -> list[threading.Thread]:
+    """Begins to end what these backends are doing; they cannot be used again."""
+    threads: list[threading.Thread] = []
+    for backend in backends:
+        thread = threading.Thread(target=backend.abort, name="interlace abort", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, and the connections with it
+            break
+        threads.append(thread)
+    return threads
+
+
+def all_ended(aborts: Sequence[threading.Thread], time_out_s: float) -> bool:
+    """Whether they end within this time."""
+    deadline = time.monotonic() + time_out_s
+    for thread in aborts:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in aborts)

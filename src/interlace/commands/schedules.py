@@ -1,0 +1,240 @@
+"""The commands on a schedule's text: `opt` runs passes, `show` draws, `simulate` predicts.
+
+$ interlace opt mlp.ilc -p "find_sites,decompose{strategy=peer},schedule" --diff
+$ interlace show mlp.ilc --rank 0        # as rank 0 runs it
+$ interlace show mlp.ilc --html mlp.html # with the predicted timeline
+$ interlace show run.json --program mlp.ilc --html run.html
+$ interlace simulate mlp.ilc --calibration mine.json --html mlp.html
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from interlace.commands.files import (
+    label,
+    on_mesh,
+    parse_mesh,
+    read_machine,
+    read_programs,
+    read_text,
+)
+from interlace.commands.output import UNSOUND, code, command, print_json, say, table
+from interlace.errors import InputError
+
+if TYPE_CHECKING:
+    from interlace.cost import Timeline
+    from interlace.ir import Program
+    from interlace.passes import Pass
+
+Schedule = Annotated[Path, typer.Argument(help="A schedule, or - for standard input.")]
+
+
+@command
+def opt(
+    file: Schedule,
+    passes: Annotated[
+        str | None,
+        typer.Option(
+            "-p", "--passes", help="Passes with their options; without it, those that lower."
+        ),
+    ] = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Print what each pass changed, not the whole text.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the last text to this file.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Validate after each pass; the last must be sound.")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file for passes that ask the cost model.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the texts for scripts.")] = False,
+) -> None:
+    """Run passes on a schedule and print its text after each of them."""
+    from interlace.ir import print_set
+    from interlace.options import Options
+    from interlace.passes import lowering, parse_pipeline, run_pipeline, spell
+
+    programs = read_programs(file)
+    machine = read_machine(calibration)
+    chosen = parse_pipeline(passes, machine) if passes else lowering(Options(), machine)
+    texts: list[tuple[str, str, str]] = []  # program, pass, text after it
+    results: list[Program] = []
+
+    def note(item: Pass, made: Program) -> None:
+        texts.append((made.name, spell(item), print_set([made])))
+
+    alone = check and len(programs) == 1
+    for program in programs:
+        texts.append((program.name, "", print_set([program])))
+        results.append(run_pipeline(program, chosen, check=alone, on_pass=note))
+    if check and len(programs) > 1:
+        from interlace.verify import check as verify
+
+        verify(results).raise_if_unsound()
+    if output is not None:
+        from interlace.trace.tracks import write_whole
+
+        write_whole(output, print_set(results))
+    if json:
+        steps = [{"program": name, "pass": step, "text": text} for name, step, text in texts]
+        print_json({"schema": 1, "steps": steps})
+        return
+    before = ""
+    for name, step, text in texts:
+        if step and diff:
+            code(_diff(before, text, name, step))
+        elif step:
+            code(f"# {name} after {step}\n{text}")
+        before = text
+
+
+def _diff(before: str, after: str, name: str, step: str) -> str:
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), name, f"{name} after {step}", lineterm="", n=1
+    )
+    text = "\n".join(lines)
+    return text + "\n" if text else f"# {name}: {step} changes nothing\n"
+
+
+@command
+def show(
+    file: Annotated[Path, typer.Argument(help="A schedule, a timeline in JSON, or - for stdin.")],
+    rank: Annotated[
+        int | None, typer.Option(help="Show the schedule as this rank runs it.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page here.")] = None,
+    program: Annotated[
+        Path | None, typer.Option(help="The schedule that a timeline in JSON belongs to.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
+) -> None:
+    """Show a schedule or a timeline, as text or as an HTML page."""
+    from interlace.cost import Timeline
+    from interlace.ir import parse_set, print_set
+
+    text = read_text(file)
+    if text.lstrip().startswith("{"):
+        _timeline(Timeline.from_json(text), program, html, json)
+        return
+    programs = list(parse_set(text, file=label(file)))
+    if rank is not None:
+        programs = [p.instantiate(rank) for p in programs if rank in p.world] or [
+            programs[0].instantiate(rank)  # raises the error that says which ranks there are
+        ]
+    if html is not None:
+        from interlace.cost import simulate as simulated
+        from interlace.ir import validate
+
+        for item in programs:
+            validate(item)
+        predicted = None if rank is not None else simulated(programs, read_machine(None))
+        _page(html, predicted, None, programs)
+    if json:
+        print_json({"schema": 1, "programs": [_facts(item) for item in programs]})
+    elif html is None:
+        code(print_set(programs).rstrip("\n"))
+
+
+def _timeline(timeline: Timeline, program: Path | None, html: Path | None, json: bool) -> None:
+    from interlace.trace.figures import HEADINGS, figures_json, figures_rows
+
+    programs = read_programs(program) if program is not None else []
+    lengths = {item.name: len(item.ops) for item in programs}
+    last = max((span.op_index for span in timeline.spans), default=0)
+    if programs and last >= lengths.get(timeline.name, 0):
+        raise InputError(
+            f"the timeline is of {timeline.name!r} and goes to op {last}, and {program} holds "
+            f"{', '.join(f'{name!r} of {count} ops' for name, count in lengths.items())}: give the "
+            "schedule that ran"
+        )
+    if html is not None:
+        measured = timeline.source == "measured"
+        _page(html, None if measured else timeline, timeline if measured else None, programs)
+    if json:
+        print_json({"schema": 1, "figures": figures_json([timeline])})
+    elif html is None:
+        table(HEADINGS, figures_rows([timeline]))
+
+
+def _page(
+    path: Path, predicted: Timeline | None, measured: Timeline | None, programs: list[Program]
+) -> None:
+    from interlace.trace import Run, write_page
+
+    write_page([Run(tuple(programs), predicted, measured)], path)
+    say(f"wrote {path}")
+
+
+def _facts(program: Program) -> dict[str, object]:
+    return {
+        "name": program.name,
+        "ranks": list(program.world),
+        "teams": {team.name: team.size for team in program.teams},
+        "streams": list(program.streams()),
+        "ops": len(program.ops),
+        "sites": len(program.sites),
+        "text": str(program),
+    }
+
+
+@command
+def simulate(
+    file: Schedule,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Built-in model: cpu or cuda.")] = "cpu",
+    mesh: Annotated[str | None, typer.Option(help="Sizes of the teams, such as dp=2,tp=4.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the timeline as a page.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write it as a trace for ui.perfetto.dev.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the timeline as JSON.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures for scripts.")] = False,
+) -> None:
+    """Predict when each op runs, and how much communication is hidden.
+
+    Ends with code 1 if the schedule is unsound: then it may run otherwise, or not to its end.
+    """
+    from interlace.cost import simulate as simulated
+    from interlace.trace import Run, figures_json, write_page, write_perfetto
+    from interlace.trace.figures import HEADINGS, figures_rows
+    from interlace.trace.tracks import write_whole
+    from interlace.verify import check
+
+    programs = on_mesh(read_programs(file), world=None, mesh=parse_mesh(mesh))
+    report = check(programs)
+    machine = read_machine(calibration, device)
+    timeline = simulated(programs, machine)
+    written: list[Path] = []
+    if output is not None:
+        write_whole(output, timeline.to_json() + "\n")
+        written.append(output)
+    if html is not None:
+        facts = [("machine", machine.name)]
+        write_page([Run(tuple(programs), timeline)], html, facts=facts)
+        written.append(html)
+    if perfetto is not None:
+        written.append(write_perfetto(timeline, perfetto, program=programs))
+    if json:
+        rows = figures_json([timeline])
+        verdict = "sound" if report.sound else "unsound"
+        print_json({"schema": 1, "machine": machine.name, "verdict": verdict, "figures": rows})
+    else:
+        table(HEADINGS, figures_rows([timeline]), title=f"predicted for machine {machine.name!r}")
+        for path in written:
+            say(f"wrote {path}")
+        if not report.sound:
+            say(f"\nthe prediction is of a schedule that can go wrong\n{report}")
+    if not report.sound:
+        raise typer.Exit(UNSOUND)

@@ -1,0 +1,100 @@
+"""What the demo trains and for how long: plain data that every process of it has.
+
+plan = TrainingPlan(steps=50, model=ModelModelConfig(layers=4))
+plan.ways, plan.options("overlapped")
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from interlace.errors import TeamError
+from interlace.options import Options
+
+WAYS = {
+    "eager": "eager DTensor",
+    "serial": "serial",
+    "in_order": "in order",
+    "overlapped": "overlapped",
+}
+"""The ways of training and their titles: eager; the Program as imported; its overlapped ops, one
+after another; the same, overlapped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The sizes of the model and of a batch."""
+
+    layers: int = 2
+    dim: int = 256
+    heads: int = 8
+    hidden: int = 768
+    vocabulary: int = 256
+    sequence: int = 1024
+    batch: int = 1
+    dtype: str = "f32"
+    """Element type of parameters and activations: f32 or bf16."""
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.dim // self.heads
+
+    def check(self, world: int) -> None:
+        """Raises TeamError where the sizes do not divide over that many ranks."""
+        for name in ("heads", "hidden", "vocabulary", "sequence"):
+            if getattr(self, name) % world:
+                raise TeamError(
+                    f"the demo's model has {name}={getattr(self, name)}, which {world} ranks do "
+                    "not divide: take 1, 2, 4 or 8 ranks"
+                )
+
+
+LARGE = ModelConfig(dim=4096, heads=32, hidden=14336, sequence=4096, dtype="bf16")
+"""What GPUs train: the blocks of an 8B model, so that a matmul is worth hiding something under."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """What is trained and for how long."""
+
+    steps: int = 20
+    learning_rate: float = 1e-3
+    seed: int = 0
+    strategy: str = "auto"
+    calibration: str | None = None
+    time_out_s: float = 60.0
+    in_order: bool = False
+    """Whether to train `in_order` as well."""
+    device: str = "cpu"
+    """`cpu`, or `cuda`: a GPU for each rank."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways to train, in order."""
+        return tuple(way for way in WAYS if self.in_order or way != "in_order")
+
+    def options(self, way: str) -> Options:
+        """The options of a compiled way."""
+        return Options(
+            overlap=way != "serial",
+            in_order=way == "in_order",
+            strategy=self.strategy,
+            calibration=self.calibration,
+            time_out_s=self.time_out_s,
+            trace=True,
+        )
+
+    @classmethod
+    def on(cls, device: str, *, layers: int, in_order: bool, **given: Any) -> TrainingPlan:
+        """The plan for a device: small and exact on the CPU, large and in bf16 on GPUs.
+
+        On GPUs the Program is also run in order: in bf16 only that has the bits of the overlapped.
+        """
+        if device == "cpu":
+            return cls(model=ModelConfig(layers=layers), in_order=in_order, **given)
+        model = replace(LARGE, layers=layers)
+        # AdamW's first steps move every weight by the rate: in so wide a model, 3e-4 is too far.
+        return cls(device=device, model=model, in_order=True, learning_rate=3e-5, **given)

@@ -1,0 +1,277 @@
+"""What is in force while `interlace.compile` traces, where no TorchDynamo sees the code.
+
+    with tracing(fn):
+        graph = trace(fn)             # in which the user's own code runs `with Watch()`
+
+- TorchDynamo makes `dist.all_reduce(x)` a functional collective and a copy into `x`. So does this,
+  with torch's own table of what becomes what: no `c10d.allreduce_` is left in the graph.
+- `torch.utils.checkpoint` saves nothing and runs its function again in backward. Traced as it is,
+  both runs land in one joint graph, where equal nodes are merged and the second run with them. So a
+  checkpoint only marks its nodes (`CHECKPOINT_KEY`), and `mark_checkpoints` has the partitioner do
+  them again.
+- What cannot be traced is refused in words that help.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import autograd, fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
+
+from interlace.errors import UnsupportedError
+from interlace.frontend.calling.state import State
+from interlace.frontend.importing.nodes import raised_at
+
+CHECKPOINT_KEY = "interlace_checkpoint"
+"""Where a node's checkpointed region is noted, in `meta["custom"]`."""
+
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",  # newer releases (2.14.1, 2.15) call this
+)
+
+
+@contextlib.contextmanager
+def tracing(fn: Callable[..., Any]) -> Iterator[None]:
+    """All of it, around a trace of `fn`."""
+    with (
+        fx_traceback.preserve_node_meta(),  # else inference notes no modules
+        checkpoints_marked(),
+        functional_collectives(),
+        own_errors(fn),
+        _without_dynamo(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_dynamo() -> Iterator[None]:
+    """What torch.compile was given runs as it was written, and is traced with all else.
+
+    Code that asks `torch.compiler.is_compiling()` before it looks at values need not look.
+    """
+    nested = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    before = torch.compiler._is_compiling_flag
+    with torch.compiler.set_stance("force_eager"), nested:
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
+
+
+# -- collectives that write into a tensor ----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def functional_collectives() -> Iterator[None]:
+    """Has collectives that write into a tensor be functional ones, in forward and backward.
+
+    torch leaves a mode while it handles `torch.autograd.grad`, so backward enters it again.
+    """
+    mode, run_backward = _Mode(), autograd._engine_run_backward
+
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    autograd._engine_run_backward = within  # pyright: ignore
+    try:
+        with mode:
+            yield
+    finally:
+        autograd._engine_run_backward = run_backward  # pyright: ignore
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = funcol.traceable_collective_remaps.get(func)
+        if func is dist.broadcast:
+            found = _broadcast
+        if found is None:
+            return func(*args, **(kwargs or {}))
+        return _rewritten(func, found, args, kwargs or {})
+
+
+class Done(dist.Work):
+    """Stands for the handle of a collective that is complete where it was begun."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Nothing is left to wait for: a Program runs communication under computation by itself."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
+def _rewritten(
+    func: Callable[..., Any],
+    found: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    given = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
+    handle = given.pop("async_op", False)
+    if "op" in given:
+        if given["op"] not in funcol.REDUCE_OP_TO_STR:
+            raise UnsupportedError(
+                f"{func.__name__} with {given['op']} has no functional form: use one of "
+                f"{sorted(funcol.REDUCE_OP_TO_STR.values())}, or "
+                'torch.compile(..., backend="interlace"), which leaves it to Python'
+            )
+        given["op"] = funcol.REDUCE_OP_TO_STR[given["op"]]
+    result = found(**given)
+    return Done() if handle else result
+
+
+def _broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    group_src: int | None = None,
+) -> None:
+    """torch's table has no broadcast. The functional one counts the root in its group."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    root = dist.get_group_rank(group, src or 0) if group_src is None else group_src
+    tensor.copy_(funcol.broadcast(tensor, root, group))
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def checkpoints_marked() -> Iterator[None]:
+    """Has `torch.utils.checkpoint(use_reentrant=False)` mark nodes instead of running twice."""
+    numbers = itertools.count(1)
+
+    def marking(function: Callable[..., Any], *_: Any, **__: Any) -> Iterator[None]:
+        with fx_traceback.annotate({CHECKPOINT_KEY: next(numbers)}):
+            yield
+
+    originals = {name: f for name in _GENERATORS if (f := getattr(torch_checkpoint, name, None))}
+    assert originals, "torch.utils.checkpoint has changed: a checkpoint would go unnoticed"
+    try:
+        for name in originals:
+            setattr(torch_checkpoint, name, marking)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch_checkpoint, name, original)
+
+
+def mark_checkpoints(graph: fx.Graph) -> None:
+    """Tells the partitioner to do the forward nodes of checkpointed regions again in backward."""
+    for node in graph.nodes:
+        region = (node.meta.get("custom") or {}).get(CHECKPOINT_KEY)
+        forward = node.meta.get("partitioner_tag") == "is_forward"
+        if region is not None and forward and node.op == "call_function":
+            node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+            node.meta.setdefault("ac_graph_id", region)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+class Unreached(UnsupportedError):
+    """A tensor was met that is neither an argument nor known to be held by the function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} uses a tensor that is not among its arguments: "
+            "pass it as an argument, or give interlace.compile the module that holds it"
+        )
+
+
+class Watch(TorchFunctionMode):
+    """Ends a trace before anything is done to a tensor of which it knows nothing: torch ends it
+    only where such a tensor meets another, and would write this one, or take it for a constant."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        reads = getattr(func, "__name__", "") == "__get__"  # an attribute: sizes and the like
+        if not reads and any(map(_is_real, (*given, *_listed(given)))):
+            raise Unreached(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _listed(given: Sequence[Any]) -> Iterator[Any]:
+    return (item for value in given if isinstance(value, list | tuple) for item in value)
+
+
+def _is_real(value: Any) -> bool:
+    return type(getattr(value, "_local_tensor", value)) in (torch.Tensor, nn.Parameter)
+
+
+@contextlib.contextmanager
+def own_errors(fn: Callable[..., Any]) -> Iterator[None]:
+    """Says what torch says of what cannot be traced in words that help."""
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    try:
+        yield
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise Unreached(name) from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        what, where = "Python decides by", raised_at(error)
+        if isinstance(error, DynamicOutputShapeException):
+            what = "sizes depend on"
+        raise UnsupportedError(
+            f"{name} cannot be compiled as a whole: {what} the values of a tensor "
+            f"({error.func}){f' at {where}' if where else ''}. Compute that outside and pass it, "
+            'or use torch.compile(..., backend="interlace"), which leaves such lines to Python'
+        ) from error
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"{name} has a checkpoint with use_reentrant=True, which runs a backward of its own in "
+            "the middle of tracing: give it use_reentrant=False, or use "
+            'torch.compile(..., backend="interlace")'
+        ) from error
+
+
+def refuse_sharded(state: State) -> None:
+    """What `fully_shard` has wrapped runs hooks that gather and free, which must not be traced."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for prefix, module in state.modules:
+        for name, part in module.named_modules(prefix=prefix):
+            if isinstance(part, FSDPModule):
+                raise UnsupportedError(
+                    f"{name or type(part).__name__} is sharded by fully_shard, whose hooks gather "
+                    'its parameters when it runs: use torch.compile(..., backend="interlace"), '
+                    "which leaves them to Python, or give interlace.compile the parts inside"
+                )

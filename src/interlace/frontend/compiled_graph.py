@@ -1,0 +1,172 @@
+"""A compiled graph: what AOTAutograd calls, with a bound Program for each signature it met.
+
+    graph = CompiledGraph("forward", gm, setting)
+    graph.prepare()                 # for the sizes it was traced with, if they are concrete
+    outputs = graph([x, w])         # boxed: the list of arguments is emptied
+
+Bound Programs are kept by signature (sizes, strides, element types, numbers); the least recently
+used goes when there are more than `Options.cache_size`. They are freed with the graph (as
+`torch.compiler.reset()` drops it), and when one of their process groups is destroyed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from interlace.frontend.binding import Bound, bind
+from interlace.frontend.calling.specialise import (
+    has_signature,
+    propagate,
+    recorded_signature,
+    signature,
+)
+from interlace.frontend.importing.importer import import_graph
+from interlace.frontend.importing.nodes import awaited
+from interlace.frontend.teams import Teams
+from interlace.options import Options
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the graphs of one compilation share."""
+
+    options: Options
+    meshes: tuple[DeviceMesh, ...] = ()
+    labels: tuple[str, ...] = ()
+    """The user's names of the arguments."""
+    device: str = "cpu"
+    state: frozenset[int] = frozenset()
+    """Positions of the arguments that are parameters or buffers: as a rule they stay in place."""
+
+
+class Shelf:
+    """Bound Programs by signature: a bounded cache that drops the least recently used."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._lock = threading.RLock()
+        self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
+        self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
+        self.last: tuple[Hashable, Bound] | None = None
+        """The one that was called last, with its signature."""
+
+    def get(self, key: Hashable) -> Bound | None:
+        """The bound Program of a signature."""
+        with self._lock:
+            found = self._bound.get(key)
+            if found is not None:
+                self._bound.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, bound: Bound, groups: Sequence[ProcessGroup]) -> None:
+        """Keeps a bound Program until there are too many, or one of its groups is gone."""
+        with self._lock:
+            self._bound[key] = bound
+            while len(self._bound) > self.capacity:
+                self._bound.popitem(last=False)[1].executor.close()
+            for group in groups:
+                if id(group) not in self._watches:
+                    self._watches[id(group)] = weakref.ref(group, lambda _: self.clear())
+
+    def all(self) -> list[Bound]:
+        """Every bound Program, the most recently used last."""
+        with self._lock:
+            return list(self._bound.values())
+
+    def clear(self) -> None:
+        """Frees them all."""
+        with self._lock:
+            self.last = None
+            bound, self._bound = list(self._bound.values()), OrderedDict()
+            self._watches.clear()
+        for item in bound:
+            item.executor.close()
+
+
+class CompiledGraph:
+    """One graph of a compilation, called with boxed arguments."""
+
+    def __init__(
+        self,
+        kind: str,
+        gm: fx.GraphModule,
+        setting: Setting,
+        static: frozenset[int] = frozenset(),
+    ) -> None:
+        """`static` has the positions of the graph's arguments that stay where they are."""
+        self._boxed_call = True  # AOTAutograd looks for it on the object itself
+        self.kind = kind
+        self.setting = setting
+        self._gm = gm
+        self._static = static
+        self._traced = recorded_signature(gm)
+        self._awaited = awaited(gm.graph)
+        self._shelf = Shelf(setting.options.cache_size)
+        self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
+        """Is told the arguments of every call before it runs; what it gives is told the outputs."""
+        weakref.finalize(self, self._shelf.clear)
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """The graph's outputs; `args` is emptied, so that nothing lives longer than it must.
+
+        Note [Autocast is in the graph]: the casts of the code that was traced are operators of the
+        graph. Under a caller's autocast, as of a backward pass in one, they would be cast again.
+        """
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return self(args)
+        last = self._shelf.last
+        if last is None or not has_signature(args, last[0]):
+            key = signature(args)
+            self._shelf.last = last = (key, self._shelf.get(key) or self._bind(key, args))
+        given = list(args)
+        args.clear()
+        for i in self._awaited:
+            torch.ops._c10d_functional.wait_tensor.default(given[i])
+        tell = self.listener(given) if self.listener is not None else None
+        results = last[1].run(given)
+        if tell is not None:
+            tell(results)
+        return results
+
+    @property
+    def bound(self) -> list[Bound]:
+        """Its bound Programs, the most recently used last."""
+        return self._shelf.all()
+
+    def prepare(self) -> None:
+        """Binds the Program of the sizes that were traced, where they are numbers."""
+        if self._traced is not None and self._shelf.get(self._traced) is None:
+            with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
+                self._bind(self._traced, None)
+
+    def close(self) -> None:
+        """Frees its bound Programs; a later call makes them anew."""
+        self._shelf.clear()
+
+    def _bind(self, key: Hashable, args: Sequence[Any] | None) -> Bound:
+        setting = self.setting
+        values = None if args is None or key == self._traced else propagate(self._gm, args)
+        teams = Teams.of_torch(setting.meshes, setting.options.time_out_s)
+        imported = import_graph(
+            self._gm,
+            name=self.kind,
+            teams=teams,
+            values=values,
+            labels=setting.labels,
+            static=self._static,
+        )
+        groups = teams.process_groups()
+        bound = bind(self.kind, imported, groups, setting.options, setting.device)
+        self._shelf.put(key, bound, list(groups.values()))
+        return bound

@@ -1,0 +1,250 @@
+"""One spelling for what torch writes in several, so that sites are found by meaning.
+
+Every matmul of two matrices becomes `aten.mm` (with a bias: `aten.addmm`) on 2-D views, whether it
+was `linear`, a 3-D `matmul` or a `bmm` with an expanded weight. Clones that change nothing, and
+concatenations of neighbours in memory, become views.
+
+    linear(x, w, b)  ->  addmm(b, x.view(m, k), w.permute(1, 0)).view(..., n)
+
+Note [Generator states]
+    Activation checkpointing saves the generator's state before a random operator in forward, and
+    runs the operator from that state again in backward. A Program spells this with two operators of
+    our own, and everything that touches the generator reads and writes the implicit buffer `rng`,
+    so it keeps its order.
+
+        main: call("interlace.get_rng_state.default", "@device", out=(state := u8[5056]))
+        main: call("aten.native_dropout.default", x, 0.1, True, out=(y := ..., mask := ...))
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from interlace.frontend.importing.types import buffer_like, dtype_of, on_host, same_layout
+from interlace.frontend.importing.views import adjacent
+from interlace.ir import Alloc, Call, DType, View
+
+if TYPE_CHECKING:
+    from interlace.frontend.importing.importer import Importer, Lowering, Value
+
+GET_STATE = "interlace.get_rng_state.default"
+SET_STATE = "interlace.set_rng_state.default"
+
+
+def matmul_2d(imp: Importer, name: str, x: View, w: View, bias: View | None = None) -> View:
+    """`x @ w` of 2-D views, plus `bias`."""
+    result = imp.fresh(name, imp.box(x).dtype, (imp.sizes(x)[0], imp.sizes(w)[1]))
+    if bias is None:
+        return imp.call("aten.mm.default", (x, w), result)
+    return imp.call("aten.addmm.default", (bias, x, w), result)
+
+
+def rows_matmul(imp: Importer, node: fx.Node, x: View, w: View, bias: View | None = None) -> View:
+    """`x @ w` for an `x` of any leading dimensions."""
+    *lead, k = imp.sizes(x)
+    y = matmul_2d(imp, node.name, imp.reshaped(x, (prod(lead), k)), w, bias)
+    return imp.reshaped(y, (*lead, imp.sizes(w)[1]))
+
+
+def _plain(imp: Importer, node: fx.Node, fn: str | None = None) -> Any:
+    return imp.call_like(node, fn or str(node.target), node.args, node.kwargs, imp.value(node))
+
+
+def _linear(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    x, w = imp.view(args[0]), imp.view(args[1])
+    bias = None if args[2] is None else imp.view(args[2])
+    if not imp.sizes(x) or len(imp.sizes(w)) != 2:
+        return _plain(imp, node)
+    return rows_matmul(imp, node, x, w.permute(1, 0), bias)
+
+
+def _matmul(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    x, w = imp.view(args[0]), imp.view(args[1])
+    if len(imp.sizes(x)) >= 2 and len(imp.sizes(w)) == 2:
+        return rows_matmul(imp, node, x, w)
+    return _plain(imp, node)
+
+
+def _bmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """A batch that shares one right-hand matrix (expanded, or a batch of one) is one `mm`."""
+    x, w = imp.view(args[0]), imp.view(args[1])
+    box = imp.box(w)
+    batch, m, k = imp.sizes(x)
+    shared = batch == 1 or box.strides[0] == 0
+    flat = imp.viewed(x, (batch * m, k)) if shared and batch else None
+    if flat is None:
+        return _plain(imp, node)
+    matrix = (imp.viewed(w, imp.sizes(w)[1:]) if batch == 1 else None) or w.select(0, 0)
+    y = matmul_2d(imp, node.name, flat, matrix)
+    return imp.reshaped(y, tuple(imp.value(node).shape))
+
+
+def _addmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """`addmm` with a scaled operand stays as it is written; a plain one has no factors."""
+    if (args[3], args[4]) == (1, 1):
+        return imp.call_like(node, "aten.addmm.default", args[:3], {}, imp.value(node))
+    return _plain(imp, node)
+
+
+def _clone(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """A copy that changes nothing is a view, unless it leaves or its source is written."""
+    source, value = imp.view(args[0]), imp.value(node)
+    if imp.may_share(node, [source]) and same_layout(imp.box(source), value):
+        return source
+    if str(node.target) == "aten.clone.default":
+        return _plain(imp, node)
+    return imp.call_like(node, "aten.clone.default", (args[0],), {}, value)
+
+
+def _to_copy(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    same_device = imp.value(node).device == imp.value(args[0]).device
+    moves = not same_device or imp.box(imp.view(args[0])).dtype != dtype_of(imp.value(node).dtype)
+    return _plain(imp, node) if moves else _clone(imp, node, args)
+
+
+def _cat(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """Neighbours in memory are one view; empty 1-D tensors, which torch skips, go away."""
+    value: torch.Tensor = imp.value(node)
+    views = [view for view in imp.arg(args[0]) if imp.sizes(view) != (0,) or value.ndim == 1]
+    dim = args[1] % max(value.ndim, 1)
+    if imp.may_share(node, views) and (joined := _joined(imp, views, dim, value)) is not None:
+        return joined
+    return imp.call_like(node, "aten.cat.default", (args[0], dim), {}, value)
+
+
+def _joined(imp: Importer, views: list[View], dim: int, value: torch.Tensor) -> View | None:
+    if any(prod(imp.sizes(view)[:dim]) != 1 for view in views) or not value.numel():
+        return None
+    sizes = tuple(int(size) for size in value.shape)
+    views = [view for view in views if prod(imp.sizes(view))]
+    same = {imp.box(view).dtype for view in views} == {dtype_of(value.dtype)}
+    joined = adjacent(views, imp.buffers[views[0].buffer], sizes) if same else None
+    return joined if joined is not None and same_layout(imp.box(joined), value) else None
+
+
+def _computed(fn: str) -> Lowering:
+    """Conjugation and negation may be lazy in torch (a bit on the tensor); a Program computes."""
+    return lambda imp, node, args: _plain(imp, node, fn)
+
+
+def _alias(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    return imp.view(args[0])
+
+
+def _nothing(imp: Importer, node: fx.Node, args: list[Any]) -> None:
+    return None
+
+
+def _copy(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """`copy(x, y)`: the contents of `y` in the shape and element type of `x`."""
+    value = imp.value(node)
+    if on_host(value, imp.device):
+        return _plain(imp, node)  # an Alloc would be on the GPU
+    buffer = buffer_like(imp.name(node.name), value, "fresh")
+    imp.emit(Alloc(buffer=buffer, loc=imp.loc))
+    dst = imp.declare(buffer)
+    imp.copy_into(imp.view(args[1]), dst)
+    return dst
+
+
+def _index_put(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """One number where a mask is set: by `where`, which needs no count of the mask's elements.
+
+    torch counts them on the host, so the host would wait for the device; and as a pointwise
+    operator it may join others in a region.
+    """
+    x, indices, value = imp.view(args[0]), imp.arg(args[1]), imp.view(args[2])
+    given = [i for i, index in enumerate(indices) if index is not None]
+    mask = indices[given[0]] if len(given) == 1 else None
+    single = prod(imp.sizes(value)) == 1 and len(imp.sizes(value)) <= len(imp.sizes(x))
+    if mask is None or imp.box(mask).dtype != DType.bool or not single or args[3]:
+        return _plain(imp, node)
+    sizes = imp.sizes(mask)
+    after = len(imp.sizes(x)) - given[0] - len(sizes)
+    wide = imp.reshaped(mask, (*(1,) * given[0], *sizes, *(1,) * after))
+    return imp.call_like(node, "aten.where.self", (wide, value, args[0]), {}, imp.value(node))
+
+
+# -- random numbers: Note [Generator states] -------------------------------------------------------
+
+
+@torch.library.custom_op("interlace::get_rng_state", mutates_args=())
+def get_rng_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's default generator."""
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
+
+
+@torch.library.custom_op("interlace::set_rng_state", mutates_args=())
+def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
+    """Sets the state of the device's default generator."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _save(imp: Importer, name: str, like: torch.Tensor) -> View:
+    state = buffer_like(imp.name(name), like, "fresh")
+    view = imp.declare(state, like)
+    imp.emit(Call(fn=GET_STATE, args=("@device",), fresh=(state,), rng=True, loc=imp.loc))
+    return view
+
+
+def _restore(imp: Importer, state: View) -> None:
+    imp.emit(Call(fn=SET_STATE, args=(state, "@device"), rng=True, loc=imp.loc))
+
+
+def _inner(imp: Importer, node: fx.Node, args: Any, value: Any) -> Value:
+    target = node.args[0] if isinstance(node.args[0], torch._ops.OpOverload) else node.args[1]
+    result = imp.call_like(node, str(target), args, node.kwargs, value)
+    last = imp.ops[-1]
+    assert isinstance(last, Call)
+    imp.ops[-1] = replace(last, rng=True)
+    return result
+
+
+def _run_and_save(imp: Importer, node: fx.Node, args: list[Any]) -> Value:
+    state, value = imp.value(node)
+    saved = _save(imp, f"{node.name}_state", state)
+    return saved, _inner(imp, node, node.args[1:], value)
+
+
+def _run_with(imp: Importer, node: fx.Node, args: list[Any]) -> Value:
+    state = imp.view(node.args[0])
+    before = _save(imp, f"{node.name}_before", imp.value(node.args[0]))
+    _restore(imp, state)
+    result = _inner(imp, node, node.args[2:], imp.value(node))
+    _restore(imp, before)
+    return result
+
+
+LOWERINGS: dict[str, Lowering] = {
+    "aten.index_put.default": _index_put,
+    "aten.linear.default": _linear,
+    "aten.matmul.default": _matmul,
+    "aten.bmm.default": _bmm,
+    "aten.addmm.default": _addmm,
+    "aten.clone.default": _clone,
+    "aten.contiguous.default": _clone,
+    "aten.lift_fresh_copy.default": _clone,
+    "aten._to_copy.default": _to_copy,
+    "aten.cat.default": _cat,
+    "aten.copy.default": _copy,
+    "aten._conj.default": _computed("aten.conj_physical.default"),
+    "aten._neg_view.default": _computed("aten.neg.default"),
+    "aten.resolve_conj.default": _alias,
+    "aten.resolve_neg.default": _alias,
+    "run_and_save_rng_state": _run_and_save,
+    "run_with_rng_state": _run_with,
+    "aten._assert_scalar.default": _nothing,
+    "aten.sym_constrain_range.default": _nothing,
+    "aten.sym_constrain_range_for_size.default": _nothing,
+}
+"""Lowerings by operator."""

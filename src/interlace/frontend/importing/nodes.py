@@ -1,0 +1,233 @@
+"""Questions about FX nodes: arguments by position, what is live, which module and line they are of.
+
+>>> bound(node)           # every argument of the operator, defaults filled in
+[x, 0, 2, 4, 1]
+>>> module_path("L['self'].layers.0.mlp")
+'layers.0.mlp'
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from interlace.ir import Loc
+
+WAIT = "_c10d_functional.wait_tensor.default"
+
+LAZY = {
+    "aten._unsafe_view.default",
+    "aten.reshape.default",
+    "aten.resolve_conj.default",
+    "aten.resolve_neg.default",
+    WAIT,
+}
+"""Operators that import makes views of their argument, beside torch's own views."""
+
+COPIES = {
+    "aten.clone.default",
+    "aten.contiguous.default",
+    "aten.lift_fresh_copy.default",
+    "aten._to_copy.default",
+    "aten.cat.default",
+}
+"""Operators that may become views where nobody could tell."""
+
+MODULE_KEY = "interlace_module"
+"""Where `interlace.compile` notes a node's module path, in `meta["custom"]`."""
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
+_LOCAL = re.compile(r"^[LG]\['\w+'\]")
+_MEMBER = re.compile(r"\.(?:__dict__\[')?(_(?:modules|parameters|buffers))(?:'\])?\['([^']+)'\]")
+_ITEM = re.compile(r"\[(?:'([^']+)'|(\d+))\]")
+_WRAPPER = re.compile(
+    r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(?:\.|$)"
+)
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
+
+
+def bound(node: fx.Node) -> list[Any]:
+    """A node's arguments by position, with the schema's defaults filled in."""
+    schema = getattr(node.target, "_schema", None)
+    found: list[Any] = list(node.args)
+    if schema is None:
+        return found
+    for argument in schema.arguments[len(node.args) :]:
+        default = argument.default_value if argument.has_default_value() else None
+        found.append(node.kwargs.get(argument.name, default))
+    return found
+
+
+def made(node: fx.Node, value: Any) -> Any:
+    """The results that a node really makes: those that its `output_mask` leaves out are None."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "output_mask" not in names or not isinstance(value, list | tuple):
+        return value
+    mask = bound(node)[names.index("output_mask")]
+    return tuple(item if wanted else None for item, wanted in zip(value, mask, strict=True))
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a node reads and advances the random number generator."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
+    return "dropout_p" not in names or bound(node)[names.index("dropout_p")] != 0.0
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether a node writes one of its arguments."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's results are views of its argument, by torch's own schema."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    returns = target._schema.returns
+    return bool(returns) and all(result.alias_info is not None for result in returns)
+
+
+def is_lazy(node: fx.Node) -> bool:
+    """Whether import makes the node a view of its first argument, read only where it is used."""
+    return str(node.target) in LAZY or node.target is operator.getitem or is_view(node)
+
+
+def aliases(node: fx.Node, through_copies: bool = False) -> set[fx.Node]:
+    """A node and everything that is a view of it; with `through_copies`, that may become one."""
+    found, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            copy = through_copies and str(user.target) in COPIES
+            if user not in found and (copy or is_lazy(user)):
+                found.add(user)
+                todo.append(user)
+    return found
+
+
+def awaited(graph: fx.Graph) -> list[int]:
+    """Positions of the arguments that the graph waits for: a caller's collective may be at them.
+
+    It need not have a type of its own that says so: a DTensor is taken apart to what it holds.
+    """
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    return [i for i, n in enumerate(places) if any(str(a.target) == WAIT for a in aliases(n))]
+
+
+def live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the output needs, and those with an effect of their own."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        effect = node.op in ("output", "placeholder") or is_mutable(node)
+        if effect or draws_random_numbers(node) or not live.isdisjoint(node.users):
+            live.add(node)
+    return live
+
+
+def output_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that the graph returns."""
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return [item for item in flatten(output.args[0]) if isinstance(item, fx.Node)]
+
+
+def flatten(value: Any) -> Iterator[Any]:
+    """The items of nested lists and tuples."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from flatten(item)
+    else:
+        yield value
+
+
+# -- where a node comes from ----------------------------------------------------------------------
+
+
+def location(node: fx.Node) -> Loc:
+    """The module path, file and line of a node; backward nodes take their forward node's."""
+    if not node.meta:  # one that the partitioner made around another
+        noted = [user for user in node.users if user.meta]
+        return location(noted[0]) if noted else Loc()
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    innermost = list(stack.values())[-1] if stack else ""
+    module = module_path(str(innermost[0] if isinstance(innermost, tuple) else innermost))
+    module = module or unwrapped((node.meta.get("custom") or {}).get(MODULE_KEY, ""))
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    mine = [frame for frame in frames if not frame[0].startswith((_TORCH, "<"))]
+    if not mine:
+        return Loc(module)
+    file, line = mine[-1]
+    return Loc(module, file, int(line))
+
+
+def raised_at(error: BaseException) -> str:
+    """The line of the user's code that led to an error, as `file:line`; else nothing."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    mine = [frame for frame in frames if not frame[0].startswith((_TORCH, _OWN, "<"))]
+    return "{}:{}".format(*mine[-1]) if mine else ""
+
+
+def module_path(path: str) -> str:
+    """A module path as `named_modules` spells it, from what the tracer recorded.
+
+    What `checkpoint_wrapper` and others put around a module has no part in it.
+    """
+    path = _MEMBER.sub(r".\2", _LOCAL.sub("", path))
+    path = _ITEM.sub(lambda found: "." + next(filter(None, found.groups())), path)
+    return unwrapped(path.lstrip("."))
+
+
+def unwrapped(path: str) -> str:
+    """A module's or parameter's path without the modules that torch wraps around the user's."""
+    return _WRAPPER.sub("", path).rstrip(".")
+
+
+def parameter_name(node: fx.Node, labels: Sequence[str]) -> str:
+    """A name for an argument: the user's own where the tracer says which it is, else the node's.
+
+    `labels` are the names of the arguments that the graph had before AOTAutograd took it apart.
+    """
+    found = argument(node)
+    if isinstance(found, str):
+        return found.replace(".", "_")
+    if found is not None and found < len(labels):
+        return labels[found] or node.name
+    return node.name
+
+
+def argument(node: fx.Node) -> int | str | None:
+    """Which argument a placeholder was before AOTAutograd: its position, or a parameter's name."""
+    desc: Any = node.meta.get("desc")
+    while hasattr(desc, "base"):
+        desc = desc.base
+    if hasattr(desc, "target"):
+        return str(desc.target)
+    index = getattr(desc, "idx", None)
+    plain = type(desc).__name__ == "PlainAOTInput" and isinstance(index, int)
+    return index if plain else None
+
+
+def is_state(source: str) -> bool:
+    """Whether the tracer's name of an argument is that of a module's parameter or buffer."""
+    return any(found[1] != "_modules" for found in _MEMBER.finditer(source))
+
+
+def label(source: str) -> str:
+    """An identifier for an argument, from the tracer's name of where it comes from."""
+    return re.sub(r"\W+", "_", module_path(source).replace("local_tensor", "")).strip("_")
+
+
+def describe(node: fx.Node) -> str:
+    """A node as errors name it: operator, module and line."""
+    place = str(location(node))
+    return f"{node.target} in {place}" if place else f"{node.target} (node {node.name})"

@@ -1,0 +1,5 @@
+"""The checks behind `interlace.ir.validate`.
+
+context.py   the ranks to look at, the names known so far; declarations and arguments
+ops.py       single ops, by the roles of their fields and by what they read, write and order
+"""

@@ -1,0 +1,281 @@
+"""What the kernel of a Fused op computes: read from the op's parts, and refused where they differ.
+
+With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, columns]:
+
+    gather_matmul    the rank's own rows, then those of rank + 1, + 2, ... as each arrives
+    scatter_matmul   the rows of rank + 1, + 2, ..., in `pieces` ranges each, into a stage from
+                     which they leave; and the rank's own rows into its slot
+
+`turns` is the order of the parts. `kernel_matmul` is asked by the pass that makes the op, by
+`validate` and by the binder that launches the kernel, so that none of them knows more than another.
+
+    >>> turns(FusedKernel(kind="scatter_matmul", pieces=2, lead=1), size=2)
+    [(1, 0), (0, 0), (1, 1), (0, 1)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from interlace.errors import ProgramError
+from interlace.ir.box import Box
+from interlace.ir.operators import matmul_of
+from interlace.ir.ops import Arg, Call, Expect, Fused, FusedKernel, FusedMember, Record
+from interlace.ir.types import Buffer, DType, Others, Where
+from interlace.ir.view import View
+
+DTYPES = (DType.bf16, DType.f16)
+MULTIPLE = 8
+"""Elements: rows of the operands begin at multiples of 16 bytes."""
+TILE_ROWS = 128
+"""Ranges of a rank's rows are multiples of so many."""
+LIMIT = 2**31
+"""Row and column indices are 32-bit in the kernels."""
+
+MatrixPlace = tuple[str, Box]
+"""A box of a buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The matrices of one matmul."""
+
+    a: View
+    b: View
+    out: View
+    bias: View | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMatmul:
+    """The whole matmul of a kernel, on one rank."""
+
+    kernel: FusedKernel
+    team: str
+    size: int
+    rank: int
+    rows: int
+    inner: int
+    columns: int
+    dtype: DType
+    transposed: bool
+    """Whether the weight is the transpose of a matrix whose rows lie in a row."""
+    weight: View
+    bias: View | None
+    own: MatrixPlace
+    """The rank's rows alone: what it gathers from, or its slot."""
+    others: MatrixPlace
+    """All ranks' rows, of which those of other ranks count: where they arrive, or leave from."""
+    whole: MatrixPlace
+    """All ranks' rows: the result of a gather, what a scatter multiplies."""
+    order: tuple[tuple[int, int], ...]
+    """For each part, whose rows it makes and which range of them."""
+    signal: str = ""
+    value: int = 0
+    """Of a gather: the signal, and its value, that says that a rank's rows have come."""
+
+
+def turns(kernel: FusedKernel, size: int) -> list[tuple[int, int]]:
+    """For each part in order: how far away the rank is whose rows it makes, and which range.
+
+    >>> turns(FusedKernel(kind="scatter_matmul", pieces=4, lead=2), size=2)
+    [(1, 0), (1, 1), (0, 0), (1, 2), (0, 1), (1, 3), (0, 2), (0, 3)]
+    """
+    if kernel.kind == "gather_matmul":
+        return [(distance, 0) for distance in range(size)]
+    if not kernel.lead:
+        ranks = (*range(1, size), 0)
+        return [(distance, piece) for piece in range(kernel.pieces) for distance in ranks]
+    order = [(distance, piece) for distance in range(1, size) for piece in range(kernel.pieces)]
+    own = [(0, piece) for piece in range(own_parts(kernel))]
+    for piece in range(kernel.lead, kernel.pieces):
+        order.insert(len(order) - kernel.pieces + piece, own.pop(0))
+    return order + own
+
+
+def own_parts(kernel: FusedKernel) -> int:
+    """In how many parts a scatter makes the rank's own rows."""
+    return 1 if kernel.lead == kernel.pieces else kernel.pieces
+
+
+def factors(op: FusedMember) -> Factors | None:
+    """The matrices of a call that the kernels compute; None for another op."""
+    spec = matmul_of(op.fn) if isinstance(op, Call) else None
+    if not isinstance(op, Call) or spec is None or not spec.fusable or op.fn != spec.into:
+        return None
+    if op.kwargs or len(op.args) != spec.lhs + 2 or len(op.outs) != 1:
+        return None
+    bias: Arg = op.args[0] if spec.lhs else None
+    a, b = op.args[spec.lhs :]
+    if isinstance(a, View) and isinstance(b, View) and isinstance(bias, View | None):
+        return Factors(a, b, op.outs[0], bias)
+    return None
+
+
+def unfit(a: Box, b: Box, out: Box, bias: Box | None) -> str:
+    """Why the kernels do not multiply such matrices, a @ b (+ bias); empty: they do."""
+    if any(box.dtype != a.dtype for box in (b, out)) or a.dtype not in DTYPES:
+        return f"its element type is {a.dtype}, and the kernel takes bf16 or f16"
+    (_, inner), (_, columns) = a.sizes, b.sizes
+    if inner % MULTIPLE or columns % MULTIPLE:
+        return f"its sizes {inner} and {columns} are no multiples of {MULTIPLE}"
+    if not a.contiguous or not out.contiguous:
+        return "the rows of its left operand or its result do not lie one after another"
+    if not (b.contiguous or _transposed(b).contiguous):
+        return "its right operand is neither row-major nor its transpose"
+    if bias is not None and bias.sizes != (columns,):
+        return "its bias is no row of the result's width"
+    if bias is not None and bias.dtype != a.dtype:
+        return f"its bias is {bias.dtype}, and its factors {a.dtype}"
+    if bias is not None and not bias.contiguous:
+        return "its bias is not contiguous"
+    return ""
+
+
+def kernel_matmul(
+    op: Fused, box: Callable[[View], Box], buffers: Mapping[str, Buffer], where: Where
+) -> KernelMatmul:
+    """What the kernel of an op computes on a rank; ProgramError where its parts say otherwise."""
+    assert op.kernel is not None
+    return _Reader(op, op.kernel, box, buffers, where).read()
+
+
+class _Reader:
+    def __init__(
+        self,
+        op: Fused,
+        kernel: FusedKernel,
+        box: Callable[[View], Box],
+        buffers: Mapping[str, Buffer],
+        where: Where,
+    ) -> None:
+        self.op, self.kernel, self.box, self.buffers, self.where = op, kernel, box, buffers, where
+        self.gathers = kernel.kind == "gather_matmul"
+        self.own_parts = 1 if self.gathers else own_parts(kernel)
+        self.products = [self._product(number, part) for number, part in enumerate(op.parts)]
+        self.starts: dict[str, tuple[str, int]] = {}
+        """By matrix: its buffer and first element."""
+
+    def read(self) -> KernelMatmul:
+        kernel = self.kernel
+        if not 0 <= kernel.lead <= kernel.pieces or (self.gathers and kernel.pieces != 1):
+            raise ProgramError(f"{kernel.pieces} pieces with lead {kernel.lead} have no order")
+        mine, team = self._own()
+        member = self.where.member(team)
+        size, rank = len(member.ranks), member.index
+        order = [((rank + away) % size, piece) for away, piece in turns(kernel, size)]
+        if len(order) != len(self.products):
+            raise ProgramError(f"it has {len(self.products)} parts, and its kernel {len(order)}")
+        rows, inner, columns = self._sizes(mine, size)
+        wide, split_wide = (columns, inner) if self.gathers else (inner, columns)
+        for number, (chunk, piece) in enumerate(order):
+            product, own = self.products[number], chunk == rank
+            if (product.b, product.bias) != (mine.b, mine.bias):
+                raise ProgramError("its parts multiply by different matrices")
+            height = rows // (self.own_parts if own else kernel.pieces)
+            at = chunk * rows + piece * height if kernel.lead else (piece * size + chunk) * height
+            split, whole = (product.out, product.a)[:: -1 if self.gathers else 1]
+            self._matrix("whole", whole, at, (height, wide))
+            first = piece * height if own else at
+            self._matrix("own" if own else "others", split, first, (height, split_wide))
+            self._check_members(number, own)
+        dtype = self.box(mine.a).dtype
+        signal, value = self._signal(team, [chunk for chunk, _ in order])
+        return KernelMatmul(
+            kernel=kernel,
+            team=team,
+            size=size,
+            rank=rank,
+            rows=rows,
+            inner=inner,
+            columns=columns,
+            dtype=dtype,
+            transposed=not self.box(mine.b).contiguous,
+            weight=mine.b,
+            bias=mine.bias,
+            own=self._place("own", rows, split_wide, dtype),
+            others=self._place("others", size * rows, split_wide, dtype),
+            whole=self._place("whole", size * rows, wide, dtype),
+            order=tuple(order),
+            signal=signal,
+            value=value,
+        )
+
+    def _product(self, number: int, part: tuple[FusedMember, ...]) -> Factors:
+        found = [product for member in part if (product := factors(member)) is not None]
+        if len(found) != 1 or sum(isinstance(member, Call) for member in part) != 1:
+            raise ProgramError(f"part {number + 1} is not one mm or addmm into given memory")
+        return found[0]
+
+    def _own(self) -> tuple[Factors, str]:
+        """The matmul of the rank's own rows (the last of them), and the team of its peers."""
+        if len(self.products) < 2:
+            raise ProgramError("one part computes nothing for, or from, another rank")
+        mine = self.products[0 if self.gathers else -1]
+        name = (self.products[1].a if self.gathers else mine.out).buffer
+        team = self.buffers[name].team
+        if team is None:
+            raise ProgramError(f"{name!r} is not symmetric: no rank reaches another's rows there")
+        return mine, team
+
+    def _sizes(self, mine: Factors, size: int) -> tuple[int, int, int]:
+        """Rows a rank, inner size and columns."""
+        a, b, out = map(self.box, (mine.a, mine.b, mine.out))
+        why = unfit(a, b, out, None if mine.bias is None else self.box(mine.bias))
+        if why:
+            raise ProgramError(why)
+        (length, inner), columns = a.sizes, out.sizes[1]
+        rows, pieces = length * self.own_parts, self.kernel.pieces
+        if max(size * rows, inner, columns) >= LIMIT:
+            raise ProgramError(f"an extent of {LIMIT} or more")
+        if pieces > 1 and (rows % pieces or rows // pieces % TILE_ROWS):
+            raise ProgramError(
+                f"its kernel makes ranges of whole tiles of {TILE_ROWS} rows, and not {pieces} of "
+                f"{rows}"
+            )
+        return rows, inner, columns
+
+    def _matrix(self, name: str, view: View, row: int, sizes: tuple[int, int]) -> None:
+        """A view is these rows of a matrix, whose others other parts have."""
+        box = self.box(view)
+        start = view.buffer, box.offset - row * sizes[1]
+        alike = self.starts.setdefault(name, start) == start
+        if not alike or (box.sizes, box.strides) != (sizes, (sizes[1], 1)):
+            raise ProgramError(f"its parts have not the rows of one matrix in {view.buffer!r}")
+
+    def _place(self, name: str, rows: int, width: int, dtype: DType) -> MatrixPlace:
+        buffer, start = self.starts[name]
+        _, held = self.box(View(buffer)).hull
+        if start < 0 or (start + rows * width) * dtype.itemsize > held:
+            raise ProgramError(f"{buffer!r} does not hold the rows of all ranks")
+        return buffer, Box(start, (rows, width), (width, 1), dtype)
+
+    def _check_members(self, number: int, own: bool) -> None:
+        """Beside its matmul, a part waits for its rows (gather) or records them (scatter)."""
+        part = self.op.parts[number]
+        if self.gathers:
+            fits = len(part) == 1 if own else len(part) == 2 and isinstance(part[0], Expect)
+        else:
+            told = not own or self.own_parts == self.kernel.pieces
+            fits = all(isinstance(member, Record) and told for member in part[1:])
+        if not fits:
+            raise ProgramError(f"part {number + 1} waits or tells where the kernel does not")
+
+    def _signal(self, team: str, chunks: list[int]) -> tuple[str, int]:
+        """The one signal that a gather awaits from each of the others, and its value."""
+        expects = [m for part in self.op.parts for m in part if isinstance(m, Expect)]
+        for expect, chunk in zip(expects, chunks[1:], strict=True) if self.gathers else ():
+            if isinstance(expect.peer, Others) or self.where.index(expect.peer) != chunk:
+                raise ProgramError("a part awaits another rank than that whose rows it takes")
+        found = {(expect.team, expect.signal, expect.value) for expect in expects}
+        if not self.gathers:
+            return "", 0
+        ((owner, signal, value), *more) = found
+        if more or owner != team:
+            raise ProgramError("its parts await different signals")
+        return signal, value
+
+
+def _transposed(box: Box) -> Box:
+    return Box(box.offset, box.sizes[::-1], box.strides[::-1], box.dtype)

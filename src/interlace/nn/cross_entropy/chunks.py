@@ -1,0 +1,221 @@
+"""The chunks of `linear_cross_entropy`: a chunk's logits, their loss, and all that follows.
+
+    chunks.forward(hidden, weight, bias, grads)      # the losses of all rows, and all gradients
+
+Note [Under the next GEMM]: with a group, two chunks are under way. The next one's logits are
+multiplied out before this one's stats, which the ranks gather meanwhile, are awaited; and a chunk's
+gradient of `hidden` is added up over the ranks while its weight gradient and the next chunk are
+computed. The same calls are made in the same order on all ranks, and each chunk's arithmetic is
+the same whether anything overlaps or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.nn.cross_entropy.loss import LossSetup
+from interlace.nn.cross_entropy.steps import Problem, steps_for
+from interlace.nn.cross_entropy.vocabulary import Waiting, done, start_gather, start_sum
+
+
+class Grads(NamedTuple):
+    """Gradients as they are added up; None where nobody wants one."""
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+class Operands(NamedTuple):
+    """What gives the logits, and gets gradients."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def grads(self, wanted: tuple[bool, ...], dtype: torch.dtype) -> Grads:
+        """Nothing yet; of `hidden` in its own type, of the others in `dtype`."""
+        hidden, weight, bias = self
+        fresh = hidden.shape[0] == 0  # no chunk will write them
+        new: Any = torch.zeros_like if fresh else torch.empty_like
+        layout: Any = {"memory_format": torch.contiguous_format}
+        return Grads(
+            torch.empty_like(hidden, **layout) if wanted[0] else None,
+            new(weight, dtype=dtype, **layout) if wanted[1] else None,
+            torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None,
+        )
+
+    def logits(self, start: int, stop: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Those of some rows, at the beginning of the buffer."""
+        out, rows = part(buffer, 0, stop - start), part(self.hidden, start, stop)
+        if self.bias is None:
+            return torch.mm(rows, self.weight.t(), out=out)
+        return torch.addmm(self.bias, rows, self.weight.t(), out=out)
+
+
+@dataclass(slots=True)
+class RowChunk:
+    """Rows `start` to `stop`, with their logits and what the ranks gather of them."""
+
+    start: int
+    stop: int
+    problem: Problem
+    gathered: torch.Tensor | None = None
+    wait: Waiting = done
+    loss: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """The rows in chunks of `size`, and what their loss is made of."""
+
+    target: torch.Tensor
+    class_weight: torch.Tensor | None
+    setup: LossSetup
+    size: int
+    accumulate_dtype: torch.dtype
+    overlap: bool
+
+    def forward(
+        self, operands: Operands, grads: Grads | None, divisor: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row's loss and what backward needs of it; gradients by 1 / divisor, if asked for."""
+        steps = steps_for(operands.hidden)
+        sums: list[Waiting] = []
+        ended: list[RowChunk] = []
+        for chunk in self._begun(operands):
+            if chunk.gathered is not None:
+                chunk.wait()
+                chunk.loss, chunk.kept = steps.losses(chunk.problem, chunk.gathered)
+                chunk.gathered = None
+            if grads is not None:
+                steps.gradient(chunk.problem, chunk.kept, None, divisor, chunk.problem.logits)
+                sums.append(self._add(operands, chunk, grads))
+            ended.append(chunk)
+        for wait in sums:
+            wait()
+        if not ended:
+            return steps.alone(self._problem(self._buffer(operands), 0, 0))
+        losses = [chunk.loss for chunk in ended if chunk.loss is not None]
+        kept = [chunk.kept for chunk in ended if chunk.kept is not None]
+        if len(ended) == 1:
+            return losses[0], kept[0]
+        return torch.cat(losses), torch.cat(kept, 1)
+
+    def backward(
+        self, operands: Operands, kept: torch.Tensor, upstream: torch.Tensor, grads: Grads
+    ) -> None:
+        """The gradients by the upstream gradient of each row, from logits computed again."""
+        steps = steps_for(operands.hidden)
+        sums: list[Waiting] = []
+        buffer = self._buffer(operands)
+        for start, stop in self._ranges():
+            logits = operands.logits(start, stop, buffer)
+            chunk = RowChunk(start, stop, self._problem(logits, start, stop))
+            own = kept[:, start:stop].contiguous()
+            steps.gradient(chunk.problem, own, upstream[start:stop], None, logits)
+            sums.append(self._add(operands, chunk, grads))
+        for wait in sums:
+            wait()
+
+    def divisor(
+        self, hidden: torch.Tensor, reduction: str, denominator: torch.Tensor | float | None
+    ) -> torch.Tensor | None:
+        """What the sum of the losses is divided by, if that is known before any of them is.
+
+        The gradients of the logits are then rounded where those of the unfused are. Not in float16,
+        in which they would vanish before the upstream gradient, a loss scale, is there.
+        """
+        if hidden.dtype == torch.float16:
+            return None
+        if reduction == "mean" and denominator is None:
+            if self.class_weight is not None:
+                return None
+            self.setup.ready()
+            return steps_for(hidden).count(self._problem(hidden, 0, hidden.shape[0]))
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        if isinstance(denominator, torch.Tensor):
+            wait_free = hidden.is_cuda  # a copy to the host is not there until it is awaited
+            return denominator.to(hidden.device, dtype, non_blocking=wait_free).reshape(())
+        number = 1.0 if denominator is None else denominator
+        return torch.full((), number, dtype=dtype, device=hidden.device)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        rows = self.target.shape[0]
+        return [(at, min(at + self.size, rows)) for at in range(0, rows, self.size)]
+
+    def _buffer(self, operands: Operands) -> torch.Tensor:
+        hidden, weight, _ = operands
+        return hidden.new_empty(min(self.size, hidden.shape[0]), weight.shape[0])
+
+    def _problem(self, logits: torch.Tensor, start: int, stop: int) -> Problem:
+        target = part(self.target, start, stop)
+        return self.setup.problem(logits, target, self.class_weight, start)
+
+    def _begun(self, operands: Operands) -> Iterator[RowChunk]:
+        """Each chunk once its stats are being gathered; see Note [Under the next GEMM]."""
+        ranges = self._ranges()
+        ahead = int(self.overlap and self.setup.group is not None and len(ranges) > 1)
+        buffers = [self._buffer(operands) for _ in range(1 + ahead)]
+        under_way: list[RowChunk] = []
+        for index, (start, stop) in enumerate(ranges):
+            logits = operands.logits(start, stop, buffers[index % len(buffers)])
+            under_way.append(self._begin(RowChunk(start, stop, self._problem(logits, start, stop))))
+            if len(under_way) > ahead:
+                yield under_way.pop(0)
+        yield from under_way
+
+    def _begin(self, chunk: RowChunk) -> RowChunk:
+        """A chunk's stats: started to be gathered, or, where nobody else has any, its losses."""
+        steps, setup = steps_for(chunk.problem.logits), self.setup
+        if setup.group is None:
+            chunk.loss, chunk.kept = steps.alone(chunk.problem)
+            return chunk
+        found = steps.stats(chunk.problem)
+        if chunk.start == 0:
+            setup.ready()
+        packed = steps.pack(chunk.problem, found)
+        chunk.gathered = gathered = packed.new_empty(setup.shards.world, *packed.shape)
+        chunk.wait = start_gather(gathered, packed, setup.group)
+        return chunk
+
+    def _add(self, operands: Operands, chunk: RowChunk, grads: Grads) -> Waiting:
+        """Adds what a chunk's gradient of the logits gives; what to wait for of its rows."""
+        logits, wait = chunk.problem.logits, done
+        if grads.hidden is not None:
+            rows = part(grads.hidden, chunk.start, chunk.stop)
+            torch.mm(logits, operands.weight, out=rows)
+            if self.setup.group is not None:
+                wait = start_sum(rows, self.setup.group)
+                if not self.overlap:
+                    wait()
+                    wait = done
+        if grads.weight is not None:
+            own = part(operands.hidden, chunk.start, chunk.stop)
+            add_product(grads.weight, logits.t(), own, not chunk.start)
+        if grads.bias is not None:
+            grads.bias.add_(logits.sum(0, dtype=grads.bias.dtype))
+        return wait
+
+
+def part(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Some rows of a tensor; where these are all, itself, which costs nothing."""
+    return tensor if stop - start == tensor.shape[0] else tensor[start:stop]
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
+    """total += a @ b, or = for the first: in the type of `total`, from operands of theirs."""
+    if total.dtype == a.dtype:
+        into = torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    elif a.is_cuda and total.dtype == torch.float32:
+        by = {"out_dtype": torch.float32, "out": total}
+        into = torch.mm(a, b, **by) if first else torch.addmm(total, a, b, **by)
+    else:  # a CPU has no GEMM of mixed types
+        a, b = a.to(total.dtype), b.to(total.dtype)
+        into = torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+    assert into is total

@@ -1,0 +1,308 @@
+"""Cross-entropy over logits that may be cut over ranks: the function, and its place in autograd.
+
+    loss = cross_entropy(logits, target, label_smoothing=0.1, z_loss=1e-4)
+    loss = cross_entropy(local_logits, target, group=tp)     # each rank has some of the classes
+    raise_pending()                          # TargetError, if a target was no class
+
+Note [Two reads and one write]: forward reads the logits once and keeps two figures a row
+(more with smoothing or class weights);
+backward reads them again and writes their gradient, in their type, by the upstream gradient of each
+row. Nothing else of their size is ever held, and the logits are left as they are, so that a second
+backward is as right as the first.
+
+Note [Targets that are no class]: the kernels write the first that they find to host memory that the
+device sees, so that nothing is copied and nobody waits; every call of a loss looks there first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from numbers import Real
+from typing import Any, SupportsIndex
+
+import torch
+
+from interlace.errors import InputError, TargetError
+from interlace.nn.autograd import eager, first_order
+from interlace.nn.cross_entropy.steps import Problem, Shards, Terms, new_word, steps_for
+from interlace.nn.cross_entropy.vocabulary import (
+    Waiting,
+    beside,
+    cut_of,
+    find_shards,
+    full_of,
+    gather,
+    group_of,
+    is_dtensor,
+    replicated,
+)
+
+REDUCTIONS = ("none", "mean", "sum")
+LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@eager
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    group: Any = None,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    denominator: torch.Tensor | float | None = None,
+    check_targets: bool = False,
+    shard_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """The cross-entropy between logits and the indices of classes.
+
+    Args:
+        logits: (..., classes), bfloat16, float16, float32 or float64, of any strides; they are
+            never written to. No kernel takes float64: on CUDA, the host then waits for the device.
+            With `group`, this rank's classes: those of rank 0 come first. A DTensor may be cut over
+            its classes, which then gives the group.
+        target: (...), int64 or int32, of any strides; the same on all ranks of the group.
+        weight: (classes,): what each class counts; with `group`, of this rank's classes (beside
+            logits that are a DTensor: a DTensor, or that of all classes).
+        ignore_index: rows with this target have loss and gradient 0, and do not count.
+        reduction: "none": a loss for each row; "sum"; "mean": the sum, divided by the sum of the
+            weights of the targets that count (their number, without weights; NaN if none does).
+        label_smoothing: what part of a target all classes share, as in torch, in [0, 1].
+        group: a process group, or a mesh of one dimension, over which the classes are cut, evenly
+            or not. All of its ranks call with the same arguments, and get the same bits.
+        z_loss: adds z_loss * logsumexp(row)^2 to the loss of each row that counts ("ST-MoE",
+            arXiv:2202.08906); class weights do not scale it.
+        softcap: logits are softcap * tanh(logits / softcap) ("Gemma 2", arXiv:2408.00118).
+        denominator: what the sum is divided by, instead: a number, or a tensor of one element
+            (no gradient flows to it; a DTensor, if it is replicated), for "mean" and "sum". Under
+            data parallelism, the number of tokens of all ranks over the number of ranks makes the
+            averaged gradients exact.
+        check_targets: look for targets that are no class at once. The host waits for the device.
+        shard_sizes: how many classes each rank of the group has. Otherwise each call gathers that
+            on the device, beside the one small collective that the loss needs.
+
+    Returns:
+        The loss in float32 (float64 for float64 logits): a scalar, or (...) for "none". For logits
+        that are a DTensor it is a replicated DTensor.
+
+    Raises:
+        TargetError: a target is no class. The loss and the gradient of its row are NaN, and the
+            error comes with the next call of a loss, or of `raise_pending`, that finds the
+            device has come so far; with `check_targets`, at once.
+        InputError: shapes, types or options that do not fit.
+    """
+    mesh: Any = None
+    if is_dtensor(logits):
+        mesh = getattr(logits, "device_mesh")  # noqa: B009
+        if group is not None:
+            raise InputError("logits are a DTensor, whose mesh says the group: leave out `group`")
+        whole = logits
+        logits, group, shard_sizes = cut_of(logits, -1, "logits")
+        weight = beside(weight, whole, -1, "weight")
+    target, denominator = full_of(target, "target"), full_of(denominator, "denominator")
+    if weight is not None and is_dtensor(weight):
+        weight = cut_of(weight, 0, "weight")[0]
+    check_inputs(logits, target, weight)
+    check_options(target, ignore_index, reduction, label_smoothing, softcap, denominator)
+    terms = Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    setup = LossSetup.of(
+        target, logits.device, logits.shape[-1], terms, group, shard_sizes, check_targets
+    )
+    loss = CrossEntropy.apply(logits, target, weight, setup, reduction, denominator)
+    return loss if mesh is None else replicated(loss, mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSetup:
+    """What all rows of a call share: terms of the loss, where the classes lie, the note."""
+
+    terms: Terms
+    shards: Shards
+    ready: Waiting
+    """To be called before `shards.sizes` is read."""
+    group: Any
+    word: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        target: torch.Tensor,
+        device: torch.device,
+        classes: int,
+        terms: Terms,
+        group: Any,
+        shard_sizes: Sequence[int] | None,
+        check_targets: bool,
+    ) -> LossSetup:
+        """Raises what earlier calls noted; starts to gather the ranks' numbers of `classes`."""
+        notes = notes_of("cuda" if device.type == "cuda" else "cpu")
+        notes.check()
+        group = group_of(group)
+        shards, ready = find_shards(group, classes, shard_sizes, device)
+        if check_targets:
+            ready()
+            count = shards.classes if shards.sizes is None else int(shards.sizes.sum())
+            check_all(target, count, terms.ignore_index)
+        return cls(terms, shards, ready, group, notes.word)
+
+    def problem(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        first_row: int = 0,
+    ) -> Problem:
+        """Some rows of the call."""
+        return Problem(logits, target, weight, self.terms, self.shards, self.word, first_row)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """See Note [Two reads and one write]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        setup: LossSetup,
+        reduction: str,
+        denominator: torch.Tensor | float | None,
+    ) -> torch.Tensor:
+        steps = steps_for(logits)
+        problem = setup.problem(logits, target, weight)
+        if setup.group is None:
+            loss, kept = steps.alone(problem)
+        else:
+            found = steps.stats(problem)
+            setup.ready()
+            loss, kept = steps.losses(problem, gather(steps.pack(problem, found), setup.group))
+        divisor = None
+        if reduction != "none":
+            weighted, mean = weight is not None, reduction == "mean"
+            loss, divisor = steps.total(loss, kept, weighted, mean, denominator)
+        ctx.setup = setup
+        ctx.save_for_backward(logits, target, weight, kept, divisor)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, target, weight, kept, divisor = ctx.saved_tensors
+        problem = ctx.setup.problem(logits, target, weight)
+        with torch.no_grad():
+            grad = steps_for(logits).gradient(problem, kept, upstream, divisor)
+        return (first_order(grad), *(None,) * 5)
+
+
+def check_inputs(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+) -> None:
+    """Raises `InputError` where these do not fit together."""
+    if logits.dtype not in LOGITS:
+        raise InputError(f"logits are {logits.dtype}: take one of {LOGITS}")
+    if logits.shape[:-1] != target.shape or not logits.dim():
+        raise InputError(
+            f"logits are {tuple(logits.shape)} and targets {tuple(target.shape)}: for logits "
+            "(..., classes) targets are (...) (torch has classes in dimension 1: move them last)"
+        )
+    if target.device != logits.device:
+        raise InputError(f"logits are on {logits.device} and targets on {target.device}")
+    if weight is not None:
+        if weight.shape != logits.shape[-1:] or weight.device != logits.device:
+            raise InputError(
+                f"weight is {tuple(weight.shape)} on {weight.device}: logits have "
+                f"{logits.shape[-1]} classes here, on {logits.device}"
+            )
+        if weight.requires_grad:
+            raise InputError("no gradient flows to class weights: detach them")
+
+
+def check_options(
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    denominator: torch.Tensor | float | None,
+) -> None:
+    """Raises `InputError` where an option has a value that it cannot have."""
+    if target.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"targets are {target.dtype}: take int64 or int32 indices of classes")
+    if not isinstance(ignore_index, SupportsIndex):
+        raise InputError(
+            f"ignore_index is {ignore_index!r}: take an integer (no class, to ignore none)"
+        )
+    if reduction not in REDUCTIONS:
+        raise InputError(f"reduction is {reduction!r}: take one of {REDUCTIONS}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise InputError(f"label_smoothing is {label_smoothing}: take a number from 0 to 1")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise InputError(f"softcap is {softcap}: take a positive number, or None for none")
+    if denominator is not None:
+        if reduction == "none":
+            raise InputError("a denominator divides the sum: take reduction 'mean' or 'sum'")
+        if not isinstance(denominator, torch.Tensor | Real):
+            raise InputError(f"denominator is {denominator!r}: take a number, or a tensor of one")
+        if isinstance(denominator, torch.Tensor) and denominator.numel() != 1:
+            raise InputError(f"denominator is {tuple(denominator.shape)}: take one number")
+
+
+# -- targets that are no class ---------------------------------------------------------------------
+
+
+class Notes:
+    """The word of one kind of device, and the host's view of it."""
+
+    def __init__(self, kind: str) -> None:
+        self.word = new_word(kind)
+        self._seen = (ctypes.c_int64 * 3).from_address(self.word.data_ptr())
+
+    def check(self) -> None:
+        """Raises what was noted, once."""
+        if self._seen[0]:
+            row, target, classes = self._seen[0] - 1, self._seen[1], self._seen[2]
+            self._seen[0] = 0
+            raise TargetError(describe(row, target, classes) + "; its loss and gradient were NaN")
+
+
+@lru_cache(maxsize=2)
+def notes_of(kind: str) -> Notes:
+    """The notes of "cpu" or of "cuda"."""
+    return Notes(kind)
+
+
+def raise_pending() -> None:
+    """Raises `TargetError` if a loss met a target that is no class since this was last asked.
+
+    Each call of a loss asks as well. On CUDA what has not run yet is not known: to be sure that
+    all is, call `torch.cuda.synchronize()` before.
+    """
+    notes_of("cpu").check()
+    if torch.cuda.is_initialized():
+        notes_of("cuda").check()
+
+
+def describe(row: int, target: int, classes: int) -> str:
+    """Where a target is no class."""
+    return (
+        f"the target of row {row} is {target}, where there are classes 0 to {classes - 1}; "
+        "mark rows that do not count with `ignore_index`"
+    )
+
+
+def check_all(target: torch.Tensor, classes: int, ignore_index: int) -> None:
+    """Raises `TargetError` if one is no class; the host waits for the device."""
+    flat = target.reshape(-1)
+    wrong = ((flat < 0) | (flat >= classes)) & (flat != ignore_index)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise TargetError(describe(row, int(flat[row]), classes))

@@ -1,0 +1,488 @@
+"""What must stay before what: the dependencies that a Program's list order gives.
+
+An op depends on an earlier one where both touch the same bytes and one writes (read after write,
+write after read, write after write), on any rank that runs the Program. Beyond data:
+
+- `Alloc` stays before, and `Free` after, every access of the buffer, a peer's copy included; only
+  a symmetric buffer's Alloc is something that a stream waits for. (The takes of one slot need no
+  edge: an Alloc waits by itself until a copy of the slot is free.)
+- One-sided accesses are ordered with the peers by signals: Note [Signals publish].
+- `HostSync` stays where it is. So does the order of all communication that ranks of another Program
+  take part in, or where the Program is one rank's own: those lists are not ours to permute.
+
+    >>> before = dependencies(program)
+    >>> before[7]        # the ops that op 7 must follow, as list indices
+    (3, 5)
+
+Edges that a chain of others implies may be missing; `Record` and `Wait` count for nothing. That a
+collective or a message has ended on one rank says nothing of the others (docs/semantics.md).
+
+Note [Signals publish]
+    All ranks run one list, so a pass that moves an op moves it on every rank. Take an access X and
+    a later access Y of one symmetric buffer, one of them a write, such that what rank p touches in
+    X rank p + d touches in Y, for a distance d other than 0. Streams and events of one rank do not
+    order them; a Notify N after X to distance d does, with an Expect E of it before Y. Such a pair
+    is proof enough, and exact: the edges X -> N and E -> Y keep it. Of several E the nearest
+    to Y is taken, one of the same site first. Where no single signal orders X and Y, all that
+    meets peers between them stays where it is: on all teams, since what one team signals may order
+    accesses to another's memory; but on the buffer's own team alone where a collective of that
+    stands between them whose end comes after the begin of all its members (none with a root).
+    What callers register has no copies, and a rank's begin and end count as accesses too. There no
+    pair is looked for: what publishes, on any team, stays after all earlier accesses, what admits
+    before all later ones; and with three ranks or more, which may pass on what they were told, what
+    publishes stays after all that admitted before.
+    An Expect stays after its Notify, which keeps the list free of deadlocks in order: whatever a
+    rank waits for stands earlier in the list that its peer runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from interlace.ir import (
+    KINDS,
+    Access,
+    Alloc,
+    Buffer,
+    Call,
+    Collective,
+    Free,
+    Index,
+    Op,
+    Others,
+    Program,
+    RankIndex,
+    SignalLevel,
+    View,
+)
+from interlace.passes.overlaps import Meets, Overlaps
+
+Before = tuple[tuple[int, ...], ...]
+Edges = list[set[int]]
+Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
+"""What each op reads and writes."""
+
+
+def dependencies(program: Program, listed: bool = True) -> Before:
+    """For each op, by list index, the earlier ops that it must follow.
+
+    With `listed`, also those that need only stand before it in the list: they keep the ranks in
+    step (an Expect after the Notify of its value), but no stream need wait for them.
+    """
+    edges: Edges = [set() for _ in program.ops]
+    overlaps = Overlaps(program)
+    touched = [(op.reads(), op.writes()) for op in program.ops]
+    _data_edges(program, overlaps, touched, edges)
+    _storage_edges(overlaps, touched, edges)
+    places: Edges = [set() for _ in program.ops]
+    _lifetime_edges(program, touched, edges, places)
+    frozen = _is_frozen(program)
+    signal_edges(program, touched, edges, places, frozen)
+    if frozen:
+        held = symmetric_buffers(program)
+        _chain((i for i, op in enumerate(program.ops) if meets_peers(op, held)), places)
+    if listed:
+        edges = [one | other for one, other in zip(edges, places, strict=True)]
+    return tuple(tuple(sorted(earlier)) for earlier in edges)
+
+
+def followers(before: Before) -> Before:
+    """The same edges from the other end: for each op the later ones that follow it."""
+    found: list[list[int]] = [[] for _ in before]
+    for index, earlier in enumerate(before):
+        for other in earlier:
+            found[other].append(index)
+    return tuple(map(tuple, found))
+
+
+def symmetric_buffers(program: Program) -> dict[str, Buffer]:
+    """The symmetric buffers by name."""
+    return {n: b for n, b in program.buffers().items() if b.kind == "symmetric"}
+
+
+def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
+    """Whether other ranks wait for this op, or it for them."""
+    ordering = op.ordering()
+    if ordering.takes is not None:
+        return ordering.takes.name in symmetric
+    return ordering.frees in symmetric or ordering.meets_peers
+
+
+def _chain(indices: Iterable[int], edges: Edges) -> None:
+    last = -1
+    for index in indices:
+        if last >= 0:
+            edges[index].add(last)
+        last = index
+
+
+def _is_frozen(program: Program) -> bool:
+    if program.rank is not None:
+        return True
+    world = set(program.world)
+    return any(
+        not world.issuperset(group)
+        for team in program.teams
+        for group in team.groups or ()
+        if not world.isdisjoint(group)
+    )
+
+
+# data
+
+
+@dataclass(slots=True)
+class _Live:
+    """The accesses of one buffer that a later op may still conflict with: (view number, op)."""
+
+    writes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    reads: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+
+def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
+    place = _Places(program, touched)
+    live: dict[object, _Live] = {}
+    last_sync, since_sync = -1, list[int]()
+    for index, op in enumerate(program.ops):
+        mine = edges[index]
+        reads, writes = (
+            [(place(access), overlaps.number(access.view)) for access in accesses]
+            for accesses in touched[index]
+        )
+        for key, number in reads:
+            state = live.setdefault(key, _Live())
+            mine.update(i for n, i in state.writes if overlaps.between(number, n))
+        for key, number in writes:
+            state = live.setdefault(key, _Live())
+            mine.update(i for n, i in state.writes if overlaps.between(number, n))
+            mine.update(i for n, i in state.reads if overlaps.between(number, n))
+            state.writes = [item for item in state.writes if not overlaps.covers(number, item[0])]
+            state.reads = [item for item in state.reads if not overlaps.covers(number, item[0])]
+        for key, number in reads:
+            live[key].reads.append((number, index))
+        for key, number in writes:
+            live[key].writes.append((number, index))
+        if op.ordering().holds_host:
+            mine.update(since_sync)
+            last_sync, since_sync = index, []
+        elif last_sync >= 0:
+            mine.add(last_sync)
+        since_sync.append(index)
+        mine.discard(index)
+
+
+class _Places:
+    """Whose memory an access touches: this rank's own, or a certain peer's copy of a buffer."""
+
+    def __init__(self, program: Program, touched: Touched) -> None:
+        self.program = program
+        self.sizes = {team.name: team.size for team in program.teams}
+        self.shared = {
+            access.view.buffer
+            for both in (touched if program.rank is None else ())
+            for accesses in both
+            for access in accesses
+            if isinstance(access.peer, int)
+        }
+        """Buffers of which `peer=<int>` is some rank's own copy, and a peer's for the others."""
+
+    def __call__(self, access: Access) -> object:
+        name, peer = access.view.buffer, access.peer
+        if peer is None or name in self.shared:
+            return name
+        assert access.team is not None
+        if isinstance(peer, RankIndex):
+            offset = peer.offset % self.sizes[peer.team]
+            return (name, offset) if offset else name
+        assert self.program.rank is not None
+        own = self.program.where(self.program.rank).member(access.team).index
+        return (name, peer) if peer != own else name
+
+
+# storage
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A buffer that shares bytes with others: it holds them for a while, then another does."""
+
+    start: int
+    stop: int
+    since: int = -1
+    """The op that last took the bytes over,"""
+    after: set[int] = field(default_factory=set[int])
+    """what that must follow,"""
+    ops: set[int] = field(default_factory=set[int])
+    """the uses since then,"""
+    ends: set[int] = field(default_factory=set[int])
+    """and those of them that no other follows."""
+    last: int = -1
+
+
+def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
+    """Whoever takes bytes over does so after all uses by who held them before."""
+    shared = {
+        name for name, b in overlaps.buffers.items() if b.kind == "local" and b.storage is not None
+    }
+    if not shared:
+        return
+    tenants: dict[str, dict[str, _Tenant]] = {}  # by storage: who may still hold bytes of it
+    known: dict[str, _Tenant] = {}
+    for index, (reads, writes) in enumerate(touched):
+        for name in sorted(shared.intersection(a.view.buffer for a in (*reads, *writes))):
+            buffer = overlaps.buffers[name]
+            assert buffer.storage is not None
+            mine = known.get(name)
+            if mine is None:
+                size = overlaps.size(buffer)
+                mine = known[name] = _Tenant(buffer.offset, buffer.offset + size)
+            holders = tenants.setdefault(buffer.storage, {})
+            rivals = [
+                (other, tenant)
+                for other, tenant in holders.items()
+                if tenant is not mine and tenant.start < mine.stop and mine.start < tenant.stop
+            ]
+            if any(tenant.last > mine.since for _, tenant in rivals):
+                mine.since, mine.ops = index, set()
+                mine.after = {end for _, tenant in rivals for end in tenant.ends} - {index}
+                for other, tenant in rivals:
+                    if mine.start <= tenant.start and tenant.stop <= mine.stop:
+                        del holders[other]
+            holders[name] = mine
+            if edges[index].isdisjoint(mine.ops):  # else an earlier use has seen to it
+                edges[index] |= mine.after
+            mine.ops.add(index)
+            mine.ends -= edges[index]
+            mine.ends.add(index)
+            mine.last = index
+
+
+# lifetimes
+
+
+def _lifetime_edges(program: Program, touched: Touched, edges: Edges, places: Edges) -> None:
+    symmetric = symmetric_buffers(program)
+    taken: dict[str, int] = {}
+    users: dict[str, list[int]] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Alloc):
+            taken[op.buffer.name] = index
+        elif isinstance(op, Free):
+            edges[index].update(users.pop(op.buffer, ()))
+            if op.buffer in taken:
+                edges[index].add(taken[op.buffer])
+        else:
+            reads, writes = touched[index]
+            for name in {access.view.buffer for access in (*reads, *writes)}:
+                if name in taken:
+                    # other kinds are there as soon as the host has listed them
+                    declared = isinstance(program.ops[taken[name]], Alloc) and name not in symmetric
+                    (places if declared else edges)[index].add(taken[name])
+                users.setdefault(name, []).append(index)
+            for buffer in op.fresh if isinstance(op, Call) else ():
+                taken[buffer.name] = index  # so that a use of no bytes stays behind it as well
+
+
+# signals
+
+
+Raise = tuple[int, SignalLevel]
+"""An op, and what it raises or expects."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """An access of a symmetric buffer: by which op, of whose copy, of what."""
+
+    op: int
+    write: bool
+    offset: int | None
+    """How far away the copy's rank is; None for a fixed rank."""
+    view: View
+
+
+@dataclass(slots=True)
+class _Team:
+    """What happens in one team, in list order."""
+
+    size: int
+    notifies: dict[str, list[Raise]] = field(default_factory=dict[str, list["Raise"]])
+    expects: dict[str, list[Raise]] = field(default_factory=dict[str, list["Raise"]])
+    meetings: list[int] = field(default_factory=list[int])
+    """All that meets peers: signals, collectives, messages."""
+    uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
+    registered: list[int] = field(default_factory=list[int])
+    """The ops that touch what callers registered."""
+    proofs: dict[int, list[tuple[int, int]]] = field(
+        default_factory=dict[int, list[tuple[int, int]]]
+    )
+    """By distance: the Expects, each with the Notify that satisfies it."""
+
+
+def signal_edges(
+    program: Program, touched: Touched, edges: Edges, listed: Edges, frozen: bool
+) -> None:
+    """Adds what signals and one-sided accesses must follow: Note [Signals publish]."""
+    teams = _teams(program, touched)
+    meets = Meets(program)
+    meetings = sorted({index for team in teams.values() for index in team.meetings})
+    if frozen:
+        _keep_all(teams.values(), edges)
+    for name, team in teams.items():
+        for signal in dict.fromkeys((*team.notifies, *team.expects)):
+            _match(name, team, signal, edges, listed)
+        _keep_registered(program, team, meetings, edges)
+        if frozen:
+            continue
+        for buffer, uses in team.uses.items():
+            remote = any(use.offset != 0 for use in uses)
+            for j, y in enumerate(uses if remote else ()):
+                for x in uses[:j]:
+                    if x.op < y.op and (x.write or y.write):
+                        _order(program, team, x, y, edges, meets.at(name, buffer), meetings)
+
+
+def _teams(program: Program, touched: Touched) -> dict[str, _Team]:
+    teams = {team.name: _Team(team.size) for team in program.teams}
+    shared = {name: b for name, b in program.buffers().items() if b.team is not None}
+    for index, op in enumerate(program.ops):
+        ordering, (reads, writes) = op.ordering(), touched[index]
+        met = {end.team for end in ordering.messages}
+        if ordering.meets is not None:
+            met.add(ordering.meets[0])
+        for level, raises in ((ordering.raises, True), (ordering.expects, False)):
+            if level is not None:
+                team = teams[level.team]
+                ends = team.notifies if raises else team.expects
+                ends.setdefault(level.signal, []).append((index, level))
+                met.add(level.team)
+        for name in met:
+            teams[name].meetings.append(index)
+        for write, accesses in ((False, reads), (True, writes)) if shared else ():
+            for access in accesses:
+                buffer = shared.get(access.view.buffer)
+                if buffer is not None and buffer.team is not None:
+                    team = teams[buffer.team]
+                    if buffer.registered:
+                        team.registered.append(index)
+                        continue
+                    offset = 0 if access.peer is None else _offset(access.peer, team.size)
+                    use = _Use(index, write, offset, access.view)
+                    team.uses.setdefault(buffer.name, []).append(use)
+    return teams
+
+
+def _offset(peer: Index, size: int) -> int | None:
+    return peer.offset % size if isinstance(peer, RankIndex) else None
+
+
+def _distances(level: SignalLevel, team: str, size: int) -> frozenset[int]:
+    """How far away the peers of a signal are; every distance for a fixed rank."""
+    if isinstance(level.peer, RankIndex) and level.peer.team == team:
+        return frozenset((level.peer.offset % size,))
+    return frozenset(range(1 if isinstance(level.peer, Others) else 0, size))
+
+
+def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> None:
+    """Every Expect after the Notify of its value, and both in the order of their values."""
+    raised: dict[int, list[tuple[int, int, bool]]] = {}  # by distance: (value, op, by all alike)
+    for index, level in team.notifies.get(signal, ()):
+        for distance in _distances(level, name, team.size):
+            before = raised.setdefault(distance, [])
+            if before:
+                edges[index].add(before[-1][1])
+            before.append((level.value, index, not isinstance(level.peer, int)))
+    awaited: dict[int, list[tuple[int, int]]] = {}  # by distance: (value, op)
+    for index, level in team.expects.get(signal, ()):
+        for distance in _distances(level, name, team.size):
+            before = awaited.setdefault(distance, [])
+            listed[index].update(other for value, other in before if value != level.value)
+            before.append((level.value, index))
+            early = [item for item in raised.get(-distance % team.size, ()) if item[1] < index]
+            enough = next((item for item in early if item[0] >= level.value), None)
+            if isinstance(level.peer, int):  # some rank's own, at any distance: the last of all
+                listed[index].update(other for _, other, _ in early[-1:])
+            elif enough is not None:
+                _, notify, alike = enough
+                listed[index].add(notify)
+                if alike:
+                    team.proofs.setdefault(-distance % team.size, []).append((index, notify))
+
+
+def _keep_all(teams: Collection[_Team], edges: Edges) -> None:
+    """Where other Programs share the signals: after all they may publish, before all they admit."""
+    used = sorted({use.op for team in teams for uses in team.uses.values() for use in uses})
+    for team in teams:
+        for index, _ in chain.from_iterable(team.notifies.values()):
+            edges[index].update(op for op in used if op < index)
+        for index, _ in chain.from_iterable(team.expects.values()):
+            for op in used:
+                if op > index:
+                    edges[op].add(index)
+
+
+def _keep_registered(program: Program, team: _Team, meetings: Sequence[int], edges: Edges) -> None:
+    """Every meeting after what it may publish, and before what it may admit, as it is listed."""
+    relays = max(each.size for each in program.teams) > 2
+    admitted: list[int] = []
+    for index in meetings if team.registered else ():
+        ordering = program.ops[index].ordering()
+        if ordering.expects is None:
+            edges[index].update(used for used in team.registered if used < index)
+            edges[index].update(admitted if relays else ())
+        if ordering.raises is None:
+            admitted.append(index)
+            for used in team.registered:
+                if used > index:
+                    edges[used].add(index)
+
+
+def _order(
+    program: Program,
+    team: _Team,
+    x: _Use,
+    y: _Use,
+    edges: Edges,
+    meet: Callable[[View, View, int], bool],
+    meetings: Sequence[int],
+) -> None:
+    """Keeps what orders two accesses that may touch the same bytes on different ranks."""
+    if x.offset is not None and y.offset is not None:
+        distance = (x.offset - y.offset) % team.size
+        if distance == 0 or not meet(x.view, y.view, distance):
+            return
+        site = program.ops[y.op].site
+        proofs = [
+            (site is not None and program.ops[expect].site == site, expect, notify)
+            for expect, notify in team.proofs.get(distance, ())
+            if x.op < notify and expect < y.op
+        ]
+        if proofs:
+            _, expect, notify = max(proofs)
+            edges[notify].add(x.op)
+            edges[y.op].add(expect)
+            return
+    between = _between(team.meetings, x.op, y.op)
+    if not any(_orders_all(program, program.ops[index]) for index in between):
+        between = _between(meetings, x.op, y.op)
+    last = x.op
+    for index in between:
+        edges[index].add(last)
+        last = index
+    if last != x.op:
+        edges[y.op].add(last)
+
+
+def _orders_all(program: Program, op: Op) -> bool:
+    """Whether each member's end of this op comes after the begin of all."""
+    if not isinstance(op, Collective) or KINDS[op.kind].rooted:
+        return False
+    splits = next((t.values for t in program.tables if t.name == op.splits), ())
+    return 0 not in splits
+
+
+def _between(ops: Sequence[int], start: int, end: int) -> Sequence[int]:
+    return ops[bisect_right(ops, start) : bisect_left(ops, end)]

@@ -1,1 +1,0 @@
-"""What must stay before what: dependencies of data, storage, lifetimes and signals."""

@@ -1,0 +1,191 @@
+"""What every strategy is expected to take for the sites of a serial Program; for `explain`.
+
+    found = candidates(program, Options(), machine)
+    [(e.label, e.predicted_ms, e.measured_ms) for e in found[1]]
+    [('serial', 2.94, 2.95), ('peer/get', 2.61, None), ...]
+
+Sites are numbered as lowering numbers them, since the same passes find them.
+
+`site_times` reads measured sites from the rows of `interlace bench overlap`, for the table that
+`auto` asks first.
+
+    times = site_times(csv.DictReader(file))
+    machine = with_sites(machine, times)
+
+Rows of other libraries, of `auto` and with an error tell nothing here. Where rows come from several
+GPUs, those of the last row's count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from interlace.cost import Machine, SiteKey, SiteTime
+from interlace.errors import CalibrationError
+from interlace.ir import Program, parse
+from interlace.options import Options
+from interlace.passes.dependencies import dependencies
+from interlace.passes.find_sites import analyse
+from interlace.passes.overlaps import representatives
+from interlace.passes.pipeline import run_pipeline
+from interlace.passes.sites.recognise import SITE_KINDS
+from interlace.passes.sites.values import Dataflow
+from interlace.passes.strategies.choose import Chooser
+from interlace.passes.strategies.estimate import Estimate
+from interlace.passes.strategies.pieces import DEFAULT_SLICES
+
+
+def candidates(
+    program: Program, options: Options, machine: Machine
+) -> dict[int, tuple[Estimate, ...]]:
+    """The estimates of each site that can be overlapped, serial first."""
+    place = f"place_resharding{{position={options.resharding}}}"
+    marked = run_pipeline(program, f"find_sites,{place}" if options.overlap else "find_sites")
+    values = Dataflow(marked, representatives(marked)[0])
+    chooser = Chooser(machine, options.protocol, options.chunks)
+    found: dict[int, tuple[Estimate, ...]] = {}
+    for item in analyse(values, dependencies(marked)):
+        number = marked.ops[item.collective].site
+        if number is not None and item.site is not None:
+            found[number] = chooser.candidates(values, item.site)
+    return found
+
+
+def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
+    """The machine with these measured sites, beside what it predicts for them.
+
+    Of several times of one site and strategy the last counts; those that the machine has already
+    stay, with new predictions.
+    """
+    found = {(time.site, time.strategy): time for time in (*machine.sites, *times)}
+    bare = machine.replace(sites=())
+    known: dict[SiteKey, dict[str, float]] = {}
+    made: list[SiteTime] = []
+    for time in found.values():
+        if time.site not in known:
+            known[time.site] = predictions(bare, time.site)
+        told = known[time.site].get(time.strategy, 0.0)
+        made.append(
+            SiteTime(site=time.site, strategy=time.strategy, seconds=time.seconds, predicted_s=told)
+        )
+    return machine.replace(sites=tuple(made))
+
+
+def keeping_sites(machine: Machine, path: Path) -> Machine:
+    """The machine with the sites that its calibration file had: they took what they took."""
+    try:
+        before = Machine.load(path, any_host=True)
+    except CalibrationError:
+        return machine  # there was none, or none that can be read
+    same = (before.device, before.host) == (machine.device, machine.host)
+    return with_sites(machine, before.sites) if same else machine
+
+
+def predictions(machine: Machine, site: SiteKey) -> dict[str, float]:
+    """What the machine predicts for a site in its plain form, by strategy, in seconds."""
+    model = machine.replayed if site.graph else machine
+    program = plain_program(site)
+    told: dict[str, float] = {}
+    for protocol in ("get", "put") if machine.device == "cpu" else ("get",):
+        found = candidates(program, Options(resharding="after", protocol=protocol), model)
+        for estimate in (e for estimates in found.values() for e in estimates):
+            told.setdefault(estimate.label, estimate.predicted_ms / 1e3)
+    return told
+
+
+def plain_program(site: SiteKey) -> Program:
+    """A serial Program that is this site alone."""
+    m, k, n, t, world = site.m, site.k, site.n, site.dtype, site.world
+    part = -(-m // world)
+    sizes = ", ".join(str(max(0, min(part, m - i * part))) for i in range(world))
+    even = m % world == 0
+    mine, table = (f"{part}", "") if even else ("rows[tp.rank]", f"    rows = table(tp, {sizes})\n")
+    splits = "" if even else ", splits=rows"
+    calls = {
+        "all_gather_matmul": f"all_gather(x, full, team=tp{splits})",
+        "all_to_all_matmul": "all_to_all(x, full, team=tp)",
+        "matmul_reduce_scatter": f'reduce_scatter(y, out, reduce="sum", team=tp{splits})',
+        "matmul_all_to_all": "all_to_all(y, out, team=tp)",
+        "matmul_all_reduce": 'all_reduce(y, out, reduce="sum", team=tp)',
+    }
+    given = mine if site.kind == "all_gather_matmul" else m
+    kept = mine if site.kind == "matmul_reduce_scatter" else m
+    head = f"def site(tp: Team[{world}], x: {t}[{given}, {k}], w: {t}[{k}, {n}]):\n{table}"
+    moved = f"    main: {calls[site.kind]}\n"
+    matmul = f'    main: call("aten.mm.default", {{}}, w, out=(y := {t}[{m}, {n}]))\n'
+    if site.kind.endswith("_matmul"):
+        first = f"    full = empty({t}[{m}, {k}])\n{moved}"
+        return parse(f"{head}{first}{matmul.format('full')}    return y\n")
+    last = f"    out = empty({t}[{kept}, {n}])\n{moved}    return out\n"
+    return parse(f"{head}{matmul.format('x')}{last}")
+
+
+# measured sites
+
+
+KINDS = {
+    "ag_gemm": SITE_KINDS["all_gather"],
+    "gemm_rs": SITE_KINDS["reduce_scatter"],
+    "gemm_ar": SITE_KINDS["all_reduce"],
+}
+LABELS = {
+    **{name: name for name in ("serial", "fused", "exchange", "shift", "ring", "broadcast")},
+    **{"get": "peer/get", "put": "peer/put", "peer/get": "peer/get", "peer/put": "peer/put"},
+}
+"""A strategy's name in rows, and as `auto` knows it."""
+
+
+def site_times(rows: Iterable[Mapping[str, Any]]) -> list[SiteTime]:
+    """What the rows tell of our fixed strategies."""
+    listed = list(rows)
+    gpu = _text(listed[-1], "gpu") if listed else ""
+    found = [_site_time(row) for row in listed if _text(row, "gpu") == gpu]
+    return [time for time in found if time is not None]
+
+
+def gpu_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
+    """The GPU of the last row (on CPUs, their name), and the largest team there."""
+    listed = list(rows)
+    gpu = _text(listed[-1], "gpu") if listed else ""
+    worlds = [int(row["world"]) for row in listed if _text(row, "gpu") == gpu and row.get("world")]
+    return gpu, max(worlds, default=0)
+
+
+def _site_time(row: Mapping[str, Any]) -> SiteTime | None:
+    label, op = _label(row), _text(row, "op")
+    if label is None or op not in KINDS or _text(row, "error"):
+        return None
+    try:
+        # Of few rounds the median may be that of a busy host; the least is not.
+        seconds = float(row.get("least_us") or row["median_us"] or "nan") * 1e-6
+        m, k, n, world = (int(row[name]) for name in ("m", "k", "n", "world"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CalibrationError(
+            f"a row of sites needs op, m, k, n, dtype, world, strategy, mode and median_us: {error}"
+        ) from error
+    if not 0 < seconds < math.inf or min(m, k, n, world) < 1:
+        return None
+    site = SiteKey(
+        kind=KINDS[op],
+        dtype=_text(row, "dtype"),
+        m=m,
+        k=k,
+        n=n,
+        world=world,
+        graph=_text(row, "mode") == "graph",
+    )
+    return SiteTime(site=site, strategy=label, seconds=seconds)
+
+
+def _label(row: Mapping[str, Any]) -> str | None:
+    name = _text(row, "strategy")
+    if name == "pipeline":
+        return f"pipeline x{_text(row, 'chunks') or DEFAULT_SLICES}"
+    return LABELS.get(name)
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    return str(row.get(name) or "")
