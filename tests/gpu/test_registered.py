@@ -133,8 +133,7 @@ def share_allocations(seed: int) -> list[str]:
             wrong.append(f"number {number} differs")
 
     first = prepared("gather_matmul", one)
-    side = team_of(world_group(), "tp").side
-    assert side is not None
+    side = team_of(world_group(), "tp").cuda(one.device, 60.0)
     count = side.registry.num_mapped
     second = prepared("gather_matmul", other)
     if side.registry.num_mapped != count:

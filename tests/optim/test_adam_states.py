@@ -147,7 +147,7 @@ def test_loading_and_saving_make_no_fp32_copies(dtype: torch.dtype, seed: int) -
         state = second.state_dict()["state"]
         assert state[0]["exp_avg"] is loaded["state"][0]["exp_avg"]
         assert not made.dtypes
-        loaded["state"][0]["exp_avg"] + 1
+        _ = loaded["state"][0]["exp_avg"] + 1
         assert made.dtypes == [BF16], "the probe sees what is made"
     for number, values in state.items():
         assert values["exp_avg"].dtype == values["exp_avg_sq"].dtype == BF16, number
