@@ -13,7 +13,7 @@ import pytest
 ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:  # so that `tests.support` can be imported, here and in worker processes
     sys.path.insert(0, ROOT)
-if importlib.util.find_spec("interlace") is None:  # not installed: as on a machine lent for a while
+if importlib.util.find_spec("interlace") is None:  # not installed
     sys.path.insert(0, f"{ROOT}/src")
 
 from tests.support.pool import Pool, preload  # noqa: E402
