@@ -15,24 +15,13 @@ from numbers import Integral, Real
 from typing import Any
 
 from interlace.errors import OptionError
-
-STRATEGIES = (
-    "auto",
-    "serial",
-    "pipeline",
-    "shift",
-    "ring",
-    "broadcast",
-    "peer",
-    "fused",
-    "exchange",
-)
+from interlace.strategies import names
 
 LONGEST_S = 30 * 86_400.0
 """The longest time-out, in seconds: every wait is bounded."""
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "strategy": STRATEGIES,
+    "strategy": names(),
     "protocol": ("get", "put"),
     "resharding": ("auto", "before", "after"),
     "regions": ("auto", "eager", "inductor"),

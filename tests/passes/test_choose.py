@@ -18,7 +18,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Chooser, pick
 from interlace.passes.strategies.estimate import Estimate, site_key
-from interlace.passes.strategies.table import STRATEGIES
+from interlace.strategies import STRATEGIES
 
 SIZES = {
     "all_gather_matmul": """def f(tp: Team[4], x: bf16[2048, 8192], w: bf16[8192, 14336]):

@@ -14,8 +14,8 @@ from interlace.ir import Call, parse
 from interlace.options import Options
 from interlace.passes import parse_pipeline, run_pipeline
 from interlace.passes.strategies.candidates import candidates
-from interlace.passes.strategies.table import STRATEGIES as ROWS
-from interlace.passes.strategies.table import Offset, Path, Strategy, strategy
+from interlace.strategies import STRATEGIES as ROWS
+from interlace.strategies import Offset, Path, Strategy, strategy
 from interlace.verify import check
 
 WORLD = 4

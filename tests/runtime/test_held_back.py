@@ -29,7 +29,6 @@ from interlace.ir import (
     Call,
     Collective,
     DType,
-    Fused,
     Group,
     Op,
     Program,
@@ -201,7 +200,7 @@ def _runs(program: Program, world: int) -> bool:
     """Whether shapes fit and the reference knows all of it; what it finds wrong is an error."""
     box = program.boxes(0)
     for op in program.ops:
-        for call in op.members if isinstance(op, Fused) else (op,):
+        for call in op.steps:
             if isinstance(call, Call) and call.outs:
                 (source, *_), (out, *_) = call.views(), call.outs
                 if box(source).sizes != box(out).sizes:

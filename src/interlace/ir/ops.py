@@ -130,6 +130,11 @@ class Op:
         """What the op means for the order of others."""
         return UNORDERED
 
+    @property
+    def steps(self) -> tuple[Op, ...]:
+        """What the op does, one after another: the members of a Fused, else the op itself."""
+        return (self,)
+
 
 def views_in(arg: Arg) -> tuple[View, ...]:
     """The views in an argument, however deep."""
@@ -469,6 +474,10 @@ class Fused(Op):
     def members(self) -> tuple[FusedMember, ...]:
         """What all parts do, one after another."""
         return tuple(member for part in self.parts for member in part)
+
+    @property
+    def steps(self) -> tuple[FusedMember, ...]:
+        return self.members
 
     def reads(self) -> tuple[Access, ...]:
         return tuple(access for op in self.members for access in op.reads())

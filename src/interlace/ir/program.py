@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from interlace.errors import ProgramError
 from interlace.ir.fields import NAMES, form_of, written
-from interlace.ir.ops import Arg, Fused, Op
+from interlace.ir.ops import Arg, Op
 from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned
 from interlace.ir.view import Box, Chunk, Slice, Step, View
 
@@ -189,7 +189,7 @@ Spot = tuple[int, int]
 def spots(ops: Sequence[Op]) -> Iterator[tuple[Spot, Op]]:
     """Every op with its spot; the members of a Fused instead of the Fused."""
     for index, op in enumerate(ops):
-        for number, member in enumerate(op.members if isinstance(op, Fused) else (op,)):
+        for number, member in enumerate(op.steps):
             yield (index, number), member
 
 

@@ -1,8 +1,8 @@
 """decompose: sites become chunks, so that communication can run under computation.
 
-One decomposer reads every strategy as a row of data (`strategies/table.py`). A site whose strategy
-cannot serve it stays serial, with a remark; `auto` takes the strategy with the shortest predicted
-time of the site in isolation, `serial` among them.
+One decomposer reads every strategy as a row of data (`interlace/strategies.py`). A site whose
+strategy cannot serve it stays serial, with a remark; `auto` takes the strategy with the shortest
+predicted time of the site in isolation, `serial` among them.
 
     decompose{strategy=peer,protocol=put}
     decompose{strategy=pipeline,chunks=4,sites=[1,3]}
@@ -27,8 +27,8 @@ from interlace.passes.sites.recognise import MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.choose import Choice, Chooser
 from interlace.passes.strategies.pieces import kernel_parts
-from interlace.passes.strategies.table import names, strategy
 from interlace.passes.strategies.write import refusal, write
+from interlace.strategies import names, strategy
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""How a site is written with a strategy, and which strategy it gets.
+"""How a site is written with a strategy (a row of `interlace/strategies.py`), and which it gets.
 
-table.py       the strategies, as rows of data
 write.py       a site with a strategy: what is declared, and which rows are computed when
-gathers.py, scatters.py, slices.py, exchanges.py: how chunks travel
+gathers.py, scatters.py, slices.py: how chunks travel
 chunks.py      the computation on chunks;  pieces.py: how finely a site is cut
 emitter.py     names, tables and views of what is written
 choose.py      which strategy a site gets;  estimate.py: measured, or predicted by playing it alone

@@ -17,8 +17,8 @@ from interlace.passes.sites.recognise import GatherSite, MatmulSite
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.estimate import Estimate, estimate
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, slices
-from interlace.passes.strategies.table import STRATEGIES, Strategy
 from interlace.passes.strategies.write import refusal
+from interlace.strategies import STRATEGIES, Strategy
 
 MARGIN = 0.97
 """A strategy must be predicted to take less than this part of the serial time,"""

@@ -11,7 +11,7 @@ then each stack gets a matmul of its own, or, where those would be small, the ro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
@@ -111,17 +111,12 @@ def zero_padding(emitter: Emitter, shard: View, layout: RowLayout, width: int) -
     if layout.padded and least < pitch:
         view = shard.view(layout.batch, pitch, width).slice(1, least, pitch)
         sizes = (layout.batch, pitch - least, width)
-        emitter.emit(Call(fn="aten.zeros.out", args=(sizes,), outs=(view,)))
+        emitter.call("aten.zeros.out", (sizes,), view)
 
 
 def matrix(view: View, box: Box, rows: int, width: int) -> View:
     """A value as a matrix of `rows` rows."""
     return view if box.sizes == (rows, width) else view.view(rows, width)
-
-
-def _into(op: Call, fn: str, args: Iterable[Arg], out: View) -> Call:
-    """The call of an overload that writes into given memory."""
-    return dataclasses.replace(op, fn=fn, args=tuple(args), outs=(out,), fresh=())
 
 
 def _select(i: int) -> Callable[[View], View]:
@@ -153,7 +148,7 @@ class Compute:
             args[spec.lhs] = left
             for i, place in cut_args.items():
                 args[i] = row(place.rows)
-            self.emitter.emit(_into(op, spec.into, args, right))
+            self.emitter.like(op, fn=spec.into, args=tuple(args), outs=(right,), fresh=())
 
         if pick.stacks == 1:
             call(lhs.rows, out.rows, lambda view: view)
@@ -182,7 +177,7 @@ class Compute:
         result = result_of(op)
         assert result is not None
         out = stacked(right, self.values.box(result).sizes[-1])
-        self.emitter.emit(_into(op, spec.into, args, out))
+        self.emitter.like(op, fn=spec.into, args=tuple(args), outs=(out,), fresh=())
 
     def _packed(
         self,
@@ -275,8 +270,9 @@ class Compute:
         if is_kind(op.fn, "cast"):
             src = cut(op.args[0])
             assert isinstance(src, View)
-            self.emitter.emit(Copy(src=src, dst=out.rows, loc=op.loc))
+            self.emitter.emit(Copy, op.loc, src=src, dst=out.rows)
             return
         kwargs = tuple((key, cut(value)) for key, value in op.kwargs)
-        made = _into(op, POINTWISE[op.fn], map(cut, op.args), out.rows)
-        self.emitter.emit(dataclasses.replace(made, kwargs=kwargs))
+        args = tuple(map(cut, op.args))
+        changed = {"fn": POINTWISE[op.fn], "args": args, "kwargs": kwargs}
+        self.emitter.like(op, **changed, outs=(out.rows,), fresh=())

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from interlace.ir import (
     Alloc,
+    Arg,
     Buffer,
     Call,
     Chunk,
@@ -25,6 +26,7 @@ from interlace.ir import (
     DType,
     Expect,
     Free,
+    Get,
     Group,
     Index,
     Loc,
@@ -32,19 +34,27 @@ from interlace.ir import (
     Op,
     Others,
     Program,
+    Put,
     RankIndex,
+    Recv,
+    Send,
     Table,
     TableEntry,
     Team,
     View,
 )
+from interlace.strategies import Path
+
+NOWHERE = Loc()
 
 
-class Between(TypedDict):
-    """The team of a message, and what carries it."""
+class PathStep(NamedTuple):
+    """Step k of a path, as ranks relative to this one."""
 
-    team: str
-    backend: str | None
+    chunk: RankIndex
+    to: RankIndex
+    source: RankIndex
+    sent: RankIndex
 
 
 class Names:
@@ -103,10 +113,11 @@ class Emitter:
         """The steps 1 .. W-1, which concern other ranks."""
         return range(1, self.size)
 
-    @property
-    def between(self) -> Between:
-        """What a message between two ranks of the team says besides the peer."""
-        return {"team": self.team.name, "backend": self.serial.backend}
+    def steps(self, path: Path) -> Iterator[PathStep]:
+        """The steps 1 .. W-1 of a path."""
+        for k in self.others:
+            offsets = (path.chunk, path.to, path.source, path.sent)
+            yield PathStep(*[self.at(offset.at(k)) for offset in offsets])
 
     # rank-dependent sizes and views
 
@@ -141,12 +152,12 @@ class Emitter:
         """A new buffer of that (or a similar) name."""
         team = self.team.name if kind == "symmetric" else None
         buffer = Buffer(self.names.new(name), dtype, shape, kind, team)
-        self.emit(Alloc(buffer=buffer))
+        self.emit(Alloc, buffer=buffer)
         return View(buffer.name)
 
     def declare(self, buffer: Buffer, kind: str) -> View:
         """A buffer of the serial Program, now of this kind."""
-        self.emit(Alloc(buffer=dataclasses.replace(buffer, kind=kind)))
+        self.emit(Alloc, buffer=dataclasses.replace(buffer, kind=kind))
         return View(buffer.name)
 
     def scratch(self, name: str, dtype: DType, shape: tuple[int, ...]) -> View:
@@ -157,36 +168,59 @@ class Emitter:
 
     # ops
 
-    def emit(self, op: Op) -> None:
-        """Adds an op to the site; unless it says where it comes from, that is the collective's."""
-        loc = op.loc if op.loc != Loc() else self.serial.loc
-        if isinstance(op, Group):
-            members = (dataclasses.replace(item, site=self.site, loc=loc) for item in op.ops)
-            op = dataclasses.replace(op, ops=tuple(members))
-        self.ops.append(dataclasses.replace(op, site=self.site, loc=loc))
+    def emit(self, kind: type[Op], loc: Loc = NOWHERE, **fields: Any) -> None:
+        """Adds an op to the site; without a location it has the collective's."""
+        loc = loc if loc != NOWHERE else self.serial.loc
+        self.ops.append(kind(site=self.site, loc=loc, **fields))
 
-    def copy(self, src: View, dst: View, loc: Loc | None = None) -> None:
+    def call(self, fn: str, args: tuple[Arg, ...], out: View) -> None:
+        """A call that writes into given memory."""
+        self.emit(Call, fn=fn, args=args, outs=(out,))
+
+    def like(self, op: Call | Collective, **changes: Any) -> None:
+        """An op of the serial Program with some fields changed."""
+        loc = op.loc if op.loc != NOWHERE else self.serial.loc
+        self.ops.append(dataclasses.replace(op, site=self.site, loc=loc, **changes))
+
+    def copy(self, src: View, dst: View, loc: Loc = NOWHERE) -> None:
         """`src` into `dst`, unless they are the same."""
         if src != dst:
-            self.emit(Copy(src=src, dst=dst, loc=loc or Loc()))
+            self.emit(Copy, loc, src=src, dst=dst)
 
     def collective(self, kind: str, src: View, dst: View, **fields: object) -> None:
         """A collective like the serial one, of this kind."""
         changed = {"reduce": None, "splits": None, **fields}
-        self.emit(dataclasses.replace(self.serial, kind=kind, src=src, dst=dst, **changed))
+        self.like(self.serial, kind=kind, src=src, dst=dst, **changed)
+
+    def exchange(self, src: View, to: Index, dst: View, source: Index) -> None:
+        """One message to a rank and one from another, which begin and end together."""
+        common: dict[str, Any] = {"site": self.site, "loc": self.serial.loc}
+        common |= {"team": self.team.name, "backend": self.serial.backend}
+        ends = Send(src=src, peer=to, **common), Recv(dst=dst, peer=source, **common)
+        self.emit(Group, ops=ends)
+
+    def put(self, src: View, dst: View, peer: Index, signal: str, value: int = 1) -> None:
+        """`src` into `dst` of a peer, which is then notified."""
+        self.emit(Put, src=src, dst=dst, peer=peer, team=self.team.name)
+        self.notify(signal, peer, value)
+
+    def get(self, src: View, peer: Index, dst: View, signal: str, value: int = 1) -> None:
+        """`src` of a peer into `dst`, once the peer has raised the signal."""
+        self.expect(signal, peer, value)
+        self.emit(Get, src=src, peer=peer, team=self.team.name, dst=dst)
 
     def notify(self, signal: str, peer: Index | Others, value: int = 1) -> None:
         """Raises a signal."""
-        self.emit(Notify(signal=signal, peer=peer, team=self.team.name, value=value))
+        self.emit(Notify, signal=signal, peer=peer, team=self.team.name, value=value)
 
     def expect(self, signal: str, peer: Index, value: int = 1) -> None:
         """Waits for a signal."""
-        self.emit(Expect(signal=signal, peer=peer, team=self.team.name, value=value))
+        self.emit(Expect, signal=signal, peer=peer, team=self.team.name, value=value)
 
     def free(self, view: View) -> None:
         """Gives a symmetric buffer back."""
-        self.emit(Free(buffer=view.buffer))
+        self.emit(Free, buffer=view.buffer)
 
     def sum_slots(self, slots: View, out: View) -> None:
         """The sum over the first dimension in the order of the ranks."""
-        self.emit(Call(fn="interlace.sum_slots", args=(slots,), outs=(out,)))
+        self.call("interlace.sum_slots", (slots,), out)

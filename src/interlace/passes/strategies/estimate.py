@@ -50,9 +50,9 @@ from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Names
 from interlace.passes.strategies.pieces import collective_of
-from interlace.passes.strategies.table import Strategy
 from interlace.passes.strategies.write import write
 from interlace.passes.take_turns import TakeTurns
+from interlace.strategies import Strategy
 
 SERIAL = "serial"
 BUSY = 1.25

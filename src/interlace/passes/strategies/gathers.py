@@ -1,6 +1,6 @@
-"""How the rows of a gather travel, chunk by chunk: messages, one-sided copies or broadcasts.
+"""How the chunks of a gather, or of an all-to-all before matmuls, reach this rank.
 
-Every transport hands each chunk, as soon as it is there, to `take(rank, matrix)`, the local one
+Every transport hands each chunk to `take(rank, matrix)` as soon as it is there, the local one
 first. A fused gather hands all chunks to one take, then to the next. In order they cannot deadlock:
 what a rank waits for stands earlier in the list of its peer.
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from interlace.ir import DType, Get, Group, Index, Put, Recv, Send, View
-from interlace.passes.strategies.emitter import Emitter
-from interlace.passes.strategies.table import NEAR_FIRST, Path, Strategy
+from interlace.ir import DType, Index, View
+from interlace.passes.strategies.emitter import Emitter, PathStep
+from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 Take = Callable[[Index, View], None]
 
@@ -54,34 +54,65 @@ class Gather:
         Peers fetch it from there, whatever the strategy; that moves the fewest bytes.
         """
         slot = self._slot("shard")
-        shard = self.emitter.head(slot, self.sizes, self.emitter.rank, max(self.sizes))
+        shard = self._head(slot, self.emitter.rank)
         return replace(self, slot=slot, shard=shard, in_place=False), shard
 
     def run(self, *takes: Take) -> None:
         """Emits the transfers."""
-
-        take = _together(takes)
+        take, path = _together(takes), self.row.gather
         if self.slot is not None:
             self._get(NEAR_FIRST, take)
-            return
-        if self.row.cut == "roots":
+        elif path is None:
             self._roots(take)
-            return
-        path = self.row.gather
-        assert path is not None
-        match self.row.transport:
-            case "messages":
-                self._messages(path, take)
-            case "get":
-                self._get(path, take)
-            case _:
-                every = (*takes, self._keep) if self.whole else takes
-                # a kernel that takes all chunks must not be held up by another matmul
-                self._put(path, every if self.row.name == "fused" else (_together(every),))
+        elif self.row.transport == "messages":
+            self._messages(path, take)
+        elif self.row.transport == "get":
+            self._get(path, take)
+        else:
+            every = (*takes, self._keep) if self.whole else takes
+            # a kernel that takes all chunks must not be held up by another matmul
+            self._put(path, every if self.row.name == "fused" else (_together(every),))
 
     def part(self, index: Index) -> View:
         """A rank's part of the full matrix."""
         return self.emitter.part(self.full, index, self.sizes)
+
+    # what differs for an all-to-all
+
+    def _own(self) -> View:
+        """The rank's own chunk."""
+        return self.shard
+
+    def _leaving(self, step: PathStep) -> View:
+        """The chunk that leaves at a step."""
+        return self.shard if step.sent == self.emitter.rank else self.part(step.sent)
+
+    def _shown(self) -> tuple[View, View]:
+        """A slot that peers fetch chunks from, and where in it this rank's rows go."""
+        slot = self.slot or self._slot("shard")
+        return slot, self._head(slot, self.emitter.rank)
+
+    def _fetched(self, slot: View, source: Index) -> View:
+        """The chunk for this rank in the slot of another."""
+        return self._head(slot, source)
+
+    def _slots(self) -> View:
+        """A slot for the chunks of all ranks,"""
+        return self._slot("slots", self.emitter.size)
+
+    def _place(self, slots: View, index: Index) -> View:
+        """and where in it a rank's chunk lies."""
+        row = slots.chunk(index, self.emitter.size).view(max(self.sizes), self.width)
+        return self._head(row, index)
+
+    def _slot(self, name: str, *shape: int) -> View:
+        shape = (*shape, max(self.sizes), self.width)
+        return self.emitter.alloc(f"{self.full.buffer}_{name}", self.dtype, shape, "symmetric")
+
+    def _head(self, view: View, index: Index) -> View:
+        return self.emitter.head(view, self.sizes, index, max(self.sizes))
+
+    # transports
 
     def _keep(self, index: Index, rows: View) -> None:
         """Puts a chunk in its place in the full matrix, where it is not there yet."""
@@ -89,15 +120,9 @@ class Gather:
             self.emitter.copy(rows, self.part(index))
 
     def _local(self, take: Take) -> None:
-        take(self.emitter.rank, self.shard)
+        take(self.emitter.rank, self._own())
         if self.whole:
-            self._keep(self.emitter.rank, self.shard)
-
-    def _slot(self, name: str, *shape: int) -> View:
-        name = f"{self.full.buffer}_{name}"
-        return self.emitter.alloc(
-            name, self.dtype, (*shape, max(self.sizes), self.width), "symmetric"
-        )
+            self._keep(self.emitter.rank, self._own())
 
     def _roots(self, take: Take) -> None:
         e, shown = self.emitter, None
@@ -110,53 +135,76 @@ class Gather:
             take(root, self.part(root))
 
     def _messages(self, path: Path, take: Take) -> None:
-        e = self.emitter
         self._local(take)
-        for k in e.others:
-            sent, chunk = path.sent.at(k), e.at(path.chunk.at(k))
-            piece = self.part(e.at(sent)) if sent else self.shard
-            send = Send(src=piece, peer=e.at(path.to.at(k)), **e.between)
-            recv = Recv(dst=self.part(chunk), peer=e.at(path.source.at(k)), **e.between)
-            e.emit(Group(ops=(send, recv)))
-            take(chunk, self.part(chunk))
+        for step in self.emitter.steps(path):
+            rows = self.part(step.chunk)
+            self.emitter.exchange(self._leaving(step), step.to, rows, step.source)
+            take(step.chunk, rows)
 
     def _get(self, path: Path, take: Take) -> None:
-        """Each rank shows its shard; its peers fetch it in the order in which they need them."""
-        e, largest = self.emitter, max(self.sizes)
-        slot = self.slot or self._slot("shard")
+        """Each rank shows its rows; its peers fetch them in the order in which they need them."""
+        e = self.emitter
+        slot, mine = self._shown()
         ready = e.names.new(f"{slot.buffer}_ready")
-        e.copy(self.shard, e.head(slot, self.sizes, e.rank, largest))
+        e.copy(self.shard, mine)
         e.notify(ready, e.team.others)
         if self.slot is None:
             self._local(take)
-        for k in e.others:
-            chunk, source = e.at(path.chunk.at(k)), e.at(path.source.at(k))
-            e.expect(ready, source)
-            piece = e.head(slot, self.sizes, chunk, largest)
-            e.emit(Get(src=piece, peer=source, team=e.team.name, dst=self.part(chunk)))
-            take(chunk, self.part(chunk))
+        for step in e.steps(path):
+            rows = self.part(step.chunk)
+            e.get(self._fetched(slot, step.chunk), step.source, rows, ready)
+            take(step.chunk, rows)
         if self.slot is not None:  # nothing waits for the rank's own rows
             self._local(take)
         e.free(slot)
 
     def _put(self, path: Path, takes: Sequence[Take]) -> None:
-        """Each rank writes its shard into its peers' slots, in the order in which they need it."""
-        e, largest = self.emitter, max(self.sizes)
-        slots = self._slot("slots", e.size)
-
-        def place(index: Index) -> View:
-            row = slots.chunk(index, e.size).view(largest, self.width)
-            return e.head(row, self.sizes, index, largest)
-
+        """Each rank writes its rows into its peers' slots, in the order in which they need them."""
+        e, slots = self.emitter, self._slots()
         arrived = e.names.new(f"{slots.buffer}_arrived")
-        for k in e.others:
-            to = e.at(path.to.at(k))
-            e.emit(Put(src=self.shard, dst=place(e.rank), peer=to, team=e.team.name))
-            e.notify(arrived, to)
+        for step in e.steps(path):
+            e.put(self._leaving(step), self._place(slots, e.rank), step.to, arrived)
         for take in takes:
-            take(e.rank, self.shard)
-            for k in e.others:
-                chunk = e.at(path.chunk.at(k))
-                e.expect(arrived, e.at(path.source.at(k)))
-                take(chunk, place(chunk))
+            take(e.rank, self._own())
+            for step in e.steps(path):
+                e.expect(arrived, step.source)
+                take(step.chunk, self._place(slots, step.chunk))
         e.free(slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch(Gather):
+    """An all-to-all before matmuls: of `shard`, even chunks of `sizes` rows, one goes to each rank.
+
+    Tokens go to the ranks of their experts; nothing is summed, so all strategies give the same
+    bits.
+    """
+
+    shape: tuple[int, ...] = ()
+    """Of `full`, and of the slots."""
+
+    def part(self, index: Index) -> View:
+        return self.full.chunk(index, self.emitter.size)
+
+    def _own(self) -> View:
+        return self.shard.chunk(self.emitter.rank, self.emitter.size)
+
+    def _leaving(self, step: PathStep) -> View:
+        return self.shard.chunk(step.to, self.emitter.size)
+
+    def _shown(self) -> tuple[View, View]:
+        slot = self._slot("shown")
+        return slot, slot
+
+    def _fetched(self, slot: View, source: Index) -> View:
+        return self._place(slot, self.emitter.rank)
+
+    def _slots(self) -> View:
+        return self._slot("slots")
+
+    def _place(self, slots: View, index: Index) -> View:
+        return slots.chunk(index, self.emitter.size)
+
+    def _slot(self, name: str, *shape: int) -> View:
+        name = f"{self.full.buffer}_{name}"
+        return self.emitter.alloc(name, self.dtype, self.shape, "symmetric")

@@ -3,7 +3,7 @@
 `compute(rank, matrix, within)` emits the rows of that rank (or some of them) into a matrix; each
 transport has it compute the others' rows first, its own last (`beside`: and in between), and leaves
 the sum of all ranks' parts of its rows in `out`. The order in which they are summed is the
-strategy's (`table.py`).
+strategy's (`interlace/strategies.py`).
 
     Scatter(emitter, strategy, stage, out, sizes, width, dtype).run(compute)
 
@@ -23,23 +23,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from interlace.ir import (
-    Call,
-    Chunk,
-    DType,
-    FusedKernel,
-    Get,
-    Group,
-    Index,
-    Put,
-    Recv,
-    Send,
-    Slice,
-    View,
-)
+from interlace.ir import Chunk, DType, FusedKernel, Index, Slice, View
 from interlace.ir.kernels import turns
 from interlace.passes.strategies.emitter import Emitter
-from interlace.passes.strategies.table import NEAR_FIRST, Path, Strategy
+from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 
 class ComputeRows(Protocol):
@@ -126,12 +113,10 @@ class Scatter:
     def _messages(self, path: Path, compute: ComputeRows) -> None:
         e, staged = self.emitter, self._staged()
         slots = self._alloc("slots", e.size, max(self.sizes))
-        for k in e.others:
-            chunk, source = e.at(path.chunk.at(k)), e.at(path.source.at(k))
-            compute(chunk, staged(chunk))
-            send = Send(src=staged(chunk), peer=e.at(path.to.at(k)), **e.between)
-            recv = Recv(dst=self._rows(slots, source, e.rank), peer=source, **e.between)
-            e.emit(Group(ops=(send, recv)))
+        for step in e.steps(path):
+            rows = staged(step.chunk)
+            compute(step.chunk, rows)
+            e.exchange(rows, step.to, self._rows(slots, step.source, e.rank), step.source)
         compute(e.rank, self._rows(slots, e.rank, e.rank))
         self._sum(slots)
 
@@ -143,18 +128,15 @@ class Scatter:
         received: View | None = None
 
         def add(mine: View, out: View) -> None:
-            assert received is not None
-            e.emit(Call(fn="aten.add.out", args=(received, mine), outs=(out,)))
+            e.call("aten.add.out", (received, mine), out)
 
-        for k in e.others:
-            chunk, source = e.at(path.chunk.at(k)), e.at(path.source.at(k))
-            compute(chunk, staged(chunk))
+        for k, step in enumerate(e.steps(path), 1):
+            rows = staged(step.chunk)
+            compute(step.chunk, rows)
             if received is not None:
-                add(staged(chunk), staged(chunk))
-            following = e.at(path.chunk.at(k + 1))
-            send = Send(src=staged(chunk), peer=e.at(path.to.at(k)), **e.between)
-            received = e.head(buffers[k % count], self.sizes, following, largest)
-            e.emit(Group(ops=(send, Recv(dst=received, peer=source, **e.between))))
+                add(rows, rows)
+            received = e.head(buffers[k % count], self.sizes, e.at(path.chunk.at(k + 1)), largest)
+            e.exchange(rows, step.to, received, step.source)
         compute(e.rank, staged(e.rank))
         add(staged(e.rank), self.out)
 
@@ -164,14 +146,11 @@ class Scatter:
         parts = self._alloc("parts", e.size, largest, kind="symmetric")
         slots = self._alloc("slots", e.size, largest)
         ready = e.names.new(f"{parts.buffer}_ready")
-        for k in e.others:
-            chunk, source = e.at(path.chunk.at(k)), e.at(path.source.at(k))
-            compute(chunk, self._rows(parts, chunk, chunk))
-            e.notify(ready, e.at(path.to.at(k)))
-            e.expect(ready, source)
-            mine = self._rows(parts, e.rank, e.rank)
-            into = self._rows(slots, source, e.rank)
-            e.emit(Get(src=mine, peer=source, team=e.team.name, dst=into))
+        for step in e.steps(path):
+            compute(step.chunk, self._rows(parts, step.chunk, step.chunk))
+            e.notify(ready, step.to)
+            into = self._rows(slots, step.source, e.rank)
+            e.get(self._rows(parts, e.rank, e.rank), step.source, into, ready)
         compute(e.rank, self._rows(slots, e.rank, e.rank))
         self._sum(slots)
         e.free(parts)
@@ -186,19 +165,19 @@ class Scatter:
         own = pieces if self.beside else [None]
         lead = len(pieces) // 2 if self.beside else len(pieces)
         kernel = FusedKernel(kind="scatter_matmul", pieces=len(pieces), lead=lead)
+        steps = list(e.steps(path))
         for k, number in turns(kernel, e.size):
             if not k:
                 compute(e.rank, _cut(mine, own[number]), own[number])
                 continue
-            chunk, to, within = e.at(path.chunk.at(k)), e.at(path.to.at(k)), pieces[number]
+            chunk, within = steps[k - 1].chunk, pieces[number]
             dst = _cut(self._rows(slots, e.rank, chunk), within)
             src = _cut(staged(chunk), within)
             compute(chunk, src, within)
-            e.emit(Put(src=src, dst=dst, peer=to, team=e.team.name))
-            e.notify(arrived, to, number + 1)
+            e.put(src, dst, steps[k - 1].to, arrived, number + 1)
         for number, within in enumerate(pieces, start=1):
-            for k in e.others:
-                e.expect(arrived, e.at(path.source.at(k)), number)
+            for step in steps:
+                e.expect(arrived, step.source, number)
             self._sum(slots, within)
         e.free(slots)
 
@@ -206,6 +185,48 @@ class Scatter:
 def _cut(view: View, within: Slice | None) -> View:
     """A view, or only some rows of it."""
     return view if within is None else view.then(within)
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """An all-to-all after matmuls: of `shape`, even chunks along dimension 0, one for each rank.
+
+    Results go back from the ranks of their experts; each chunk leaves as soon as it is computed,
+    the rank's own last. Nothing is summed, so all strategies give the same bits.
+    """
+
+    emitter: Emitter
+    row: Strategy
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    def run(self, out: View, compute: Callable[[Index, View], None]) -> None:
+        """Emits the chunks' computation and their transfers into `out`."""
+        e, path, transport = self.emitter, self.row.scatter, self.row.transport
+        assert path is not None
+        parts = self._alloc("parts", "symmetric" if transport == "get" else "local")
+        slots = self._alloc("slots", "symmetric") if transport == "put" else parts
+        signal = "" if transport == "messages" else e.names.new(f"{slots.buffer}_ready")
+        for to, source in ((step.to, step.source) for step in e.steps(path)):
+            rows, into = parts.chunk(to, e.size), out.chunk(source, e.size)
+            compute(to, rows)
+            if transport == "messages":
+                e.exchange(rows, to, into, source)
+            elif transport == "put":
+                e.put(rows, slots.chunk(e.rank, e.size), to, signal)
+            else:
+                e.notify(signal, to)
+                e.get(parts.chunk(e.rank, e.size), source, into, signal)
+        compute(e.rank, out.chunk(e.rank, e.size))
+        for step in e.steps(path) if transport == "put" else ():
+            e.expect(signal, step.source)
+            e.copy(slots.chunk(step.source, e.size), out.chunk(step.source, e.size))
+        if transport != "messages":
+            e.free(slots)
+
+    def _alloc(self, name: str, kind: str) -> View:
+        return self.emitter.alloc(f"{self.name}_{name}", self.dtype, self.shape, kind)
 
 
 # slab by slab: Note [Slabs]
@@ -248,10 +269,9 @@ class Slabs:
             self._scatter(number, slots, arrived, path, compute)
             mine = self._part(number, e.rank)
             into = mine if number == copied else self._piece(sums, number)
-            for k in e.others:
-                e.expect(arrived, e.at(path.source.at(k)), number + 1)
-            rows = self._piece(slots, number, dim=1)
-            e.sum_slots(rows, into)
+            for step in e.steps(path):
+                e.expect(arrived, step.source, number + 1)
+            e.sum_slots(self._piece(slots, number, dim=1), into)
             if number < copied:
                 self._gather(number, sums, ready)
             else:
@@ -272,24 +292,20 @@ class Slabs:
             place = slots.chunk(index, e.size).view(self.rows // e.size, self.width)
             return self._piece(place, number)
 
-        for k in e.others:
-            chunk, to = e.at(path.chunk.at(k)), e.at(path.to.at(k))
-            part = Chunk(chunk, e.size)
+        for step in e.steps(path):
+            part = Chunk(step.chunk, e.size)
             src = self.stage.then(slab).then(part)
             compute(slab, part, src)
-            e.emit(Put(src=src, dst=slot(e.rank), peer=to, team=e.team.name))
-            e.notify(arrived, to, number + 1)
+            e.put(src, slot(e.rank), step.to, arrived, number + 1)
         compute(slab, Chunk(e.rank, e.size), slot(e.rank))
 
     def _gather(self, number: int, sums: View, ready: str) -> None:
         """The sums of a slab, each fetched from its owner."""
         e = self.emitter
         e.notify(ready, e.team.others, number + 1)
-        for k in e.others:
-            source = e.at(NEAR_FIRST.source.at(k))
-            e.expect(ready, source, number + 1)
-            dst = self._part(number, source)
-            e.emit(Get(src=self._piece(sums, number), peer=source, team=e.team.name, dst=dst))
+        for step in e.steps(NEAR_FIRST):
+            dst = self._part(number, step.source)
+            e.get(self._piece(sums, number), step.source, dst, ready, number + 1)
 
     @property
     def _part_rows(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from interlace.ir import Call, DType, View
+from interlace.ir import DType, View
 from interlace.passes.sites.rows import RowLayout
 from interlace.passes.strategies.chunks import ChunkPlace, Pick
 from interlace.passes.strategies.emitter import Emitter
@@ -98,8 +98,7 @@ class Slices:
                 continue
             parts = e.alloc(f"{self.name}_{i}", self.dtype, (sum(counts), self.width))
             if self.layout.padded:
-                sizes = (sum(counts), self.width)
-                e.emit(Call(fn="aten.zeros.out", args=(sizes,), outs=(parts,)))
+                e.call("aten.zeros.out", ((sum(counts), self.width),), parts)
             for pick, place in self.pieces(i, parts):
                 compute(pick, place)
             mine = self._own(out, bounds)

@@ -21,8 +21,7 @@ from interlace.passes.strategies.chunks import (
     zero_padding,
 )
 from interlace.passes.strategies.emitter import Emitter, Names
-from interlace.passes.strategies.exchanges import Combine, Dispatch
-from interlace.passes.strategies.gathers import Gather, Take
+from interlace.passes.strategies.gathers import Dispatch, Gather, Take
 from interlace.passes.strategies.pieces import (
     by_kernel,
     collective_of,
@@ -33,9 +32,9 @@ from interlace.passes.strategies.pieces import (
     sums_beside,
     unfusable,
 )
-from interlace.passes.strategies.scatters import Scatter, Slabs
+from interlace.passes.strategies.scatters import Combine, Scatter, Slabs
 from interlace.passes.strategies.slices import Slices
-from interlace.passes.strategies.table import Strategy
+from interlace.strategies import Strategy
 
 EXCHANGED = (
     *(DType.f64, DType.f32, DType.bf16, DType.f16),
@@ -167,7 +166,7 @@ class _Writer:
         """An all-to-all and the matmuls of what it brings."""
         assert op.src is not None and op.dst is not None  # noqa: PT018
         self.declare_results(site)
-        whole, name = View(op.dst.buffer), op.dst.buffer
+        name = op.dst.buffer
         if site.whole:
             self.declare(name, self.values.buffers[name].kind)
         elif self.row.transport != "put":
@@ -178,9 +177,9 @@ class _Writer:
             for i in site.matmuls:
                 self.matmul(i, pick, self.part(rows, op, site.layout, index, site.width))
 
-        box = self.values.box(op.dst)
-        exchange = Dispatch(self.emitter, self.row, name, box.sizes, box.dtype)
-        exchange.run(op.src, whole, take, keep=site.whole)
+        box, sizes = self.values.box(op.dst), site.layout.shard
+        ends = self.emitter, self.row, op.src, View(name)
+        Dispatch(*ends, sizes, site.width, box.dtype, site.whole, shape=box.sizes).run(take)
 
     def combine(self, site: ScatterSite, op: Collective) -> None:
         """Matmuls and the all-to-all of what they make."""

@@ -218,7 +218,7 @@ class Binder:
     def takes(self, op: Op) -> list[Thunk]:
         """What stands before an op for the slots it writes: Note [When slots are taken]."""
         lane, found = self.lanes[op.stream], list[Thunk]()
-        items = op.members if isinstance(op, Fused) else (op,)
+        items = op.steps
         graph = self.context.options.graph
         wanted: list[tuple[str, Any]] = []
         if graph:

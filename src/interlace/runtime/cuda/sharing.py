@@ -13,7 +13,7 @@ import torch
 from interlace.comm import Registered
 from interlace.comm.cuda.memory import CudaSlot, slot_keys
 from interlace.comm.cuda.words import CudaSpace
-from interlace.ir import Expect, Fused, Get, Notify, Op, Program, Put
+from interlace.ir import Expect, Get, Notify, Program, Put
 from interlace.runtime.cuda.launches.transfers import ensure_area
 from interlace.runtime.engine import ShareRequest, TeamResources
 from interlace.runtime.prepare.plan import Plan
@@ -106,8 +106,7 @@ def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
     found: dict[str, dict[str, None]] = {}
     span = 1
     for op in program.ops:
-        members: tuple[Op, ...] = op.members if isinstance(op, Fused) else (op,)
-        for member in members:
+        for member in op.steps:
             if isinstance(member, Notify | Expect):
                 span = max(span, member.value + 1)
                 names = found.setdefault(member.team, {})
@@ -123,7 +122,7 @@ def reaches(plan: Plan, kind: type[Notify | Expect]) -> dict[str, dict[str, list
     is awaited of it (`Expect`)."""
     found: dict[str, dict[str, list[int]]] = {}
     for op in plan.program.ops:
-        for item in op.members if isinstance(op, Fused) else (op,):
+        for item in op.steps:
             if isinstance(item, kind):
                 none = [0] * len(plan.where.member(item.team).ranks)
                 values = found.setdefault(item.team, {}).setdefault(item.signal, none)

@@ -29,7 +29,7 @@ from interlace.comm import Registered, Slot, TeamComm, Workspace, share_on_host
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
-from interlace.ir import VALUE_BITS, Call, Collective, Fused, Group, Op, Recv, Send, in_order
+from interlace.ir import VALUE_BITS, Call, Collective, Group, Op, Recv, Send, in_order
 from interlace.runtime.calling.calls import Thunk, bind_call
 from interlace.runtime.engine import EngineContext, ShareRequest, TeamResources
 from interlace.runtime.host.binder import HostBinder
@@ -417,7 +417,7 @@ def _listed(ops: Sequence[Op], one_by_one: bool) -> Iterator[Listed]:
         in_order(ops) if one_by_one else [(index, -1) for index in range(len(ops))]
     ):
         op = ops[index]
-        members = list(enumerate(op.members if isinstance(op, Fused) else (op,)))
+        members = list(enumerate(op.steps))
         last = number in (-1, len(members) - 1)
         yield index, op, members if number < 0 else [members[number]], last
 

@@ -27,7 +27,6 @@ from interlace.ir import (
     Collective,
     DType,
     Free,
-    Fused,
     Group,
     Index,
     Op,
@@ -228,7 +227,7 @@ class _Planner:
     def add(self, index: int, op: Op) -> None:
         order = op.ordering()
         self.sync(index, op.stream, order.holds_host)
-        for member in op.members if isinstance(op, Fused) else (op,):
+        for member in op.steps:
             expects = member.ordering().expects
             if expects is not None:
                 self._signals.setdefault(expects.team, {})[expects.signal] = None

@@ -77,7 +77,7 @@ class Edges:
         """Events that stand behind one op already, and that a Wait before the other would see."""
         last: dict[str, str] = {}
         for op in self.sources[one.program].program.ops[max(one.at, 0) : two.at]:
-            for member in op.members if isinstance(op, Fused) else (op,):
+            for member in op.steps:
                 if (event := member.ordering().records) is not None:
                     last[event] = op.stream
         return [name for name, stream in last.items() if stream == one.stream][:1]

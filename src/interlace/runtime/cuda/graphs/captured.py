@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.comm.cuda.driver import Driver
 from interlace.comm.cuda.memory import tensor_at
-from interlace.ir import Call, Fused, Program
+from interlace.ir import Call, Program
 from interlace.runtime.calling.operators import resolve
 from interlace.runtime.values import copier, once
 
@@ -36,7 +36,7 @@ Launch = Callable[[int], None]
 def may_draw(program: Program) -> bool:
     """Whether a run may draw random numbers, as far as is known."""
     regions = {region.name for region in program.regions}
-    items = [m for op in program.ops for m in (op.members if isinstance(op, Fused) else (op,))]
+    items = [step for op in program.ops for step in op.steps]
     return any(
         op.rng
         or op.fn in regions

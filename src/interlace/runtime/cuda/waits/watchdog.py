@@ -32,7 +32,7 @@ from interlace.comm.cuda.words import DriverHeldUpError, reached
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.patience import LONGER, Patience
 from interlace.errors import BackendError, CommTimeoutError, InterlaceError, TeamError
-from interlace.ir import Collective, Expect, Fused, Group, Op, Recv, Send
+from interlace.ir import Collective, Expect, Group, Op, Recv, Send
 from interlace.runtime.engine import EngineContext
 
 if TYPE_CHECKING:
@@ -422,8 +422,7 @@ def _first_wait(context: EngineContext, behind: int) -> str:
 def _single_ops(context: EngineContext) -> Iterator[tuple[int, Op]]:
     """The ops, and the parts of those that have some, with their place in the Program."""
     for index, op in enumerate(context.plan.program.ops):
-        parts = op.members if isinstance(op, Fused) else op.ops if isinstance(op, Group) else (op,)
-        for part in parts:
+        for part in op.ops if isinstance(op, Group) else op.steps:
             yield index, part
 
 

@@ -53,7 +53,7 @@ class Strategy:
 
     `fused` is `peer` with puts, of which the pass `fuse` then puts a matmul's chunks in one kernel;
     `exchange` is serial, but its collective is the backend `peer`. To add a strategy that moves
-    bytes as another does, add a row (and its name to `interlace.options.STRATEGIES`).
+    bytes as another does, add a row.
     """
 
     name: str
