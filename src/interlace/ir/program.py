@@ -152,15 +152,16 @@ class Program:
     def boxes(self, rank: int) -> Callable[[View], Box]:
         """A function that gives the box of a view on one rank, cached."""
         where, buffers = self.where(rank), self.buffers()
-        cache: dict[View, Box] = {}
+        cache: dict[object, Box] = {}
 
         def box(view: View) -> Box:
-            found = cache.get(view)
+            buffer = buffers.get(view.buffer)
+            if buffer is None:
+                raise ProgramError(f"no buffer named {view.buffer!r}")
+            key = buffer.shape, buffer.strides, buffer.dtype, view.steps  # layers have them alike
+            found = cache.get(key)
             if found is None:
-                buffer = buffers.get(view.buffer)
-                if buffer is None:
-                    raise ProgramError(f"no buffer named {view.buffer!r}")
-                found = cache[view] = view.box(buffer, where)
+                found = cache[key] = view.box(buffer, where)
             return found
 
         return box

@@ -61,8 +61,8 @@ class Decompose:
             raise PassError(f"decompose: no sites {missing}; known are {sorted(known)}")
         serial = {op.site for op in program.ops if isinstance(op, Collective)}
         done = [s.id for s in program.sites if s.strategy != "serial" or s.id not in serial]
-        before = dependencies(program)
         values = Dataflow(program, representatives(program)[0])
+        before = dependencies(program, touched=values.touched)
         taken = values.names.copy()
         choose = Chooser(self.machine, self.protocol, self.chunks)
         changed: dict[int, Site] = {}

@@ -38,6 +38,7 @@ Note [Signals publish]
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -58,23 +59,21 @@ from interlace.ir import (
     SignalLevel,
     View,
 )
-from interlace.passes.overlaps import Meets, Overlaps
+from interlace.passes.overlaps import Meets, Overlaps, Touched, touched_by
 
 Before = tuple[tuple[int, ...], ...]
 Edges = list[set[int]]
-Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
-"""What each op reads and writes."""
 
 
-def dependencies(program: Program, listed: bool = True) -> Before:
+def dependencies(program: Program, listed: bool = True, touched: Touched | None = None) -> Before:
     """For each op, by list index, the earlier ops that it must follow.
 
     With `listed`, also those that need only stand before it in the list: they keep the ranks in
-    step (an Expect after the Notify of its value), but no stream need wait for them.
+    step (an Expect after the Notify of its value), but no stream need wait for them. `touched` are
+    the accesses of the ops, where the caller has them.
     """
     edges: Edges = [set() for _ in program.ops]
-    overlaps = Overlaps(program)
-    touched = [(op.reads(), op.writes()) for op in program.ops]
+    overlaps, touched = Overlaps(program), touched or touched_by(program)
     _data_edges(program, overlaps, touched, edges)
     _storage_edges(overlaps, touched, edges)
     places: Edges = [set() for _ in program.ops]
@@ -144,27 +143,24 @@ class _Live:
 
 def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
     place = _Places(program, touched)
-    live: dict[object, _Live] = {}
+    live: defaultdict[object, _Live] = defaultdict(_Live)
     last_sync, since_sync = -1, list[int]()
     for index, op in enumerate(program.ops):
         mine = edges[index]
         reads, writes = (
-            [(place(access), overlaps.number(access.view)) for access in accesses]
+            [(live[place(access)], overlaps.number(access.view)) for access in accesses]
             for accesses in touched[index]
         )
-        for key, number in reads:
-            state = live.setdefault(key, _Live())
-            mine.update(i for n, i in state.writes if overlaps.between(number, n))
-        for key, number in writes:
-            state = live.setdefault(key, _Live())
-            mine.update(i for n, i in state.writes if overlaps.between(number, n))
-            mine.update(i for n, i in state.reads if overlaps.between(number, n))
-            state.writes = [item for item in state.writes if not overlaps.covers(number, item[0])]
-            state.reads = [item for item in state.reads if not overlaps.covers(number, item[0])]
-        for key, number in reads:
-            live[key].reads.append((number, index))
-        for key, number in writes:
-            live[key].writes.append((number, index))
+        for state, number in reads:
+            mine.update([i for n, i in state.writes if overlaps.between(number, n)])
+        for state, number in writes:
+            for known in (state.writes, state.reads):
+                mine.update([i for n, i in known if overlaps.between(number, n)])
+                known[:] = [item for item in known if not overlaps.covers(number, item[0])]
+        for state, number in reads:
+            state.reads.append((number, index))
+        for state, number in writes:
+            state.writes.append((number, index))
         if op.ordering().holds_host:
             mine.update(since_sync)
             last_sync, since_sync = index, []

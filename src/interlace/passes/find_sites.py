@@ -60,7 +60,8 @@ class FindSites:
         sites = list(done.values())
         number = max(done, default=0)
         values = Dataflow(program, representatives(program)[0])
-        for found in analyse(values, dependencies(program), done):
+        before = dependencies(program, touched=values.touched)
+        for found in analyse(values, before, done):
             number += 1
             sites.append(_site(program, found, number))
             for i in members(program, found):

@@ -11,10 +11,10 @@ numbered once and compared by their hulls first, which keeps thousands of ops ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from interlace.ir import AsStrided, Box, Buffer, Chunk, DType, Program, Slice, Step, View
+from interlace.ir import Access, AsStrided, Box, Buffer, Chunk, DType, Program, Slice, Step, View
 from interlace.ir.types import TableEntry, Where
 
 RNG_BUFFER = Buffer("rng", DType.u8, (1,))
@@ -31,6 +31,15 @@ def representatives(program: Program) -> tuple[int, ...]:
         key = tuple(places[t.name].index if t.name in places else -1 for t in program.teams)
         seen.setdefault(key, rank)
     return tuple(seen.values())
+
+
+Touched = Sequence[tuple[tuple[Access, ...], tuple[Access, ...]]]
+"""What each op reads and writes."""
+
+
+def touched_by(program: Program) -> Touched:
+    """What each op of a Program reads and writes."""
+    return [(op.reads(), op.writes()) for op in program.ops]
 
 
 @dataclass(frozen=True, slots=True)

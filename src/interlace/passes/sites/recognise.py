@@ -9,7 +9,6 @@ By meaning, not by spelling: `Dataflow` follows the rows through views and data 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.ir import Call, Collective, Op, View
@@ -156,14 +155,14 @@ def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Gather
     return GatherSite(i, layout, width, tuple(accepted), moves, kept, whole, declared)
 
 
-def parts_of(values: Dataflow, op: Collective, whole: View) -> list[int]:
+def parts_of(values: Dataflow, op: Collective, whole: View) -> tuple[int, ...]:
     """Bytes of each rank's part of the whole tensor of a gather or scatter."""
     team, box = values.program.team(op.team), values.box(whole)
     if op.splits is None:
-        return [box.nbytes // team.size] * team.size
+        return (box.nbytes // team.size,) * team.size
     table = next(t for t in values.program.tables if t.name == op.splits)
     row = box.nbytes // max(sum(table.values), 1)
-    return [rows * row for rows in table.values]
+    return tuple([rows * row for rows in table.values])
 
 
 def uses_of(values: Dataflow, name: str) -> tuple[list[int], set[str]]:
@@ -196,7 +195,7 @@ def _rows_of(
     name: str,
     related: set[str],
     origin: tuple[ByteRun, ...],
-    shards: Sequence[int],
+    shards: tuple[int, ...],
     kind: str,
 ) -> tuple[RowLayout, int]:
     what = "received" if kind == EXCHANGE else "gathered"

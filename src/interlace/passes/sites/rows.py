@@ -24,6 +24,7 @@ refused, with the reason.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -132,6 +133,7 @@ def _num_stretches(box: Box) -> int:
     return box.numel // length
 
 
+@functools.lru_cache(256)
 def seen(buffer: Contents, box: Box, row: int = 0) -> Contents:
     """The contents of a view, from those of its buffer (in storage order).
 
@@ -255,8 +257,9 @@ def balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total // parts + (i < total % parts) for i in range(parts))
 
 
+@functools.lru_cache(256)
 def gather_layout(
-    contents: Contents, row_bytes: int, shard_bytes: Sequence[int], what: str = "gathered"
+    contents: Contents, row_bytes: int, shard_bytes: tuple[int, ...], what: str = "gathered"
 ) -> RowLayout:
     """The layout of a matrix made of the shards of a gather, or Refused."""
     runs = in_rows(contents, row_bytes)
@@ -275,8 +278,9 @@ def gather_layout(
     return _fit(runs, used, shards, pieces, what)
 
 
+@functools.lru_cache(256)
 def scatter_layout(
-    contents: Contents, row_bytes: int, part_bytes: Sequence[int], total: int
+    contents: Contents, row_bytes: int, part_bytes: tuple[int, ...], total: int
 ) -> RowLayout:
     """The layout of a matrix of `total` rows that is put in order for a scatter, or Refused."""
     runs = in_rows(contents, row_bytes)

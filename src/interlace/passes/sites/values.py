@@ -16,7 +16,7 @@ from functools import cached_property
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
 from interlace.ir.operators import is_kind
 from interlace.ir.types import TableEntry
-from interlace.passes.overlaps import rank_dependent
+from interlace.passes.overlaps import rank_dependent, touched_by
 from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
 from interlace.passes.strategies.emitter import Names
 
@@ -38,13 +38,15 @@ class Dataflow:
         self.makers: dict[str, list[int]] = {}
         self.users: dict[str, list[int]] = {}
         self.allocs: dict[str, int] = {}
+        self.touched = touched_by(program)
         for i, op in enumerate(program.ops):
             if isinstance(op, Alloc):
                 self.allocs[op.buffer.name] = i
-            for name in dict.fromkeys(access.view.buffer for access in op.writes()):
-                self.makers.setdefault(name, []).append(i)
-            for name in dict.fromkeys(access.view.buffer for access in op.reads()):
-                self.users.setdefault(name, []).append(i)
+            for known, accesses in zip((self.users, self.makers), self.touched[i], strict=True):
+                for access in accesses:
+                    listed = known.setdefault(access.view.buffer, [])
+                    if not listed or listed[-1] != i:
+                        listed.append(i)
         self.returned = {v.buffer for arg in program.returned() for v in views_in(arg)}
 
     @cached_property
@@ -63,8 +65,10 @@ class Dataflow:
         made = self.makers.get(name, [])
         if len(made) != 1 or self.buffers[name].kind == "input":
             return None
-        op = self.program.ops[made[0]]
-        return (made[0], op) if View(name) in (access.view for access in op.writes()) else None
+        for access in self.touched[made[0]][1]:
+            if access.view.buffer == name and access.view.covers_buffer:
+                return made[0], self.program.ops[made[0]]
+        return None
 
     def whole(self, view: View) -> bool:
         """Whether a view is its whole buffer in row-major order, whatever its sizes."""
