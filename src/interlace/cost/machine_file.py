@@ -25,22 +25,26 @@ import stat
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, get_args, get_type_hints
 
-from interlace.cost.machine import Curve, GemmTime, Link, Machine
+from interlace.cost.machine import Curve, Machine
 from interlace.cost.site_times import SiteKey, SiteTime
 from interlace.errors import CalibrationError
 
 SCHEMA = 2
 """Raised with the fields, and with a model whose predictions the measured sites hold."""
 
-_FILED = tuple(f.name for f in dataclasses.fields(Machine) if f.name not in ("captured", "kernels"))
-_SITE = tuple(f.name for f in dataclasses.fields(SiteKey))
+_TABLES = ("gemm_flops", "issue", "links", "curves")
+"""Fields of pairs, which are objects in the file."""
+_POSITIVE = frozenset(
+    ("memory_bandwidth", "bandwidth", "units", "lanes", "fused", "seconds", "m", "k", "n", "world")
+) | {"gemm_flops", "gemm_tile", "gemm_tiles"}
+_UNFILED = ("captured", "kernels")
 
 
 def save(machine: Machine, path: str | os.PathLike[str]) -> None:
     """Writes a calibration file for this host, whole or not at all."""
-    fields = _fields(machine.replace(host=machine.host or fingerprint()))
+    fields = _filed(machine.replace(host=machine.host or fingerprint()))
     text = json.dumps({"schema": SCHEMA, "machine": fields}, indent=1) + "\n"
     target = Path(path)
     try:
@@ -64,14 +68,20 @@ def load(
         raise CalibrationError(f"cannot read calibration file {path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise CalibrationError(f"calibration file {path} is not JSON: {error}") from error
-    reader = _MachineReader(str(path))
-    top = reader.table(data, f"calibration file {path}")
-    if top.get("schema") != SCHEMA:
-        raise CalibrationError(
-            f"calibration file {path} has schema {top.get('schema')!r}; this version reads "
-            f"schema {SCHEMA}: calibrate again"
-        )
-    machine = reader.machine(reader.table(top.get("machine"), f"'machine' in {path}"))
+    try:
+        top = _typed(dict, data, "its text")
+        if top.get("schema") != SCHEMA:
+            raise CalibrationError(
+                f"schema {top.get('schema')!r}; this version reads schema {SCHEMA}: calibrate again"
+            )
+        machine: Machine = _record(Machine, top.get("machine"), "machine")
+        if "other" not in dict(machine.gemm_flops) or machine.backend not in dict(machine.links):
+            raise CalibrationError(
+                "gemm_flops needs an entry 'other', and links one for the backend "
+                f"{machine.backend!r}"
+            )
+    except CalibrationError as error:
+        raise CalibrationError(f"calibration file {path}: {error}") from None
     here = fingerprint(gpus or "")
     trusted = any_host or (machine.device != "cpu" and gpus is None)
     if not trusted and machine.host not in ("", here):
@@ -99,135 +109,83 @@ def default_path(gpus: str = "") -> Path:
     return folder / "interlace" / f"{name}.json"
 
 
-def _fields(machine: Machine) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: getattr(machine, name) for name in _FILED}
-    fields["gemm_flops"] = dict(machine.gemm_flops)
-    fields["issue"] = dict(machine.issue)
-    fields["gemms"] = [dataclasses.asdict(time) for time in machine.gemms]
-    fields["links"] = {}
-    for name, link in machine.links:
-        curves = {kind: curve.points for kind, curve in link.curves}
-        fields["links"][name] = {**dataclasses.asdict(link), "curves": curves}
-    sites = [dataclasses.asdict(time) for time in machine.sites]
-    fields["sites"] = [site.pop("site") | site for site in sites]
-    return fields
+def _filed(value: Any) -> Any:
+    """A value as the file has it."""
+    if isinstance(value, Curve):
+        return value.points
+    if not dataclasses.is_dataclass(value):
+        return [*map(_filed, value)] if isinstance(value, tuple) else value  # pyright: ignore
+    names = [field.name for field in dataclasses.fields(value) if field.name not in _UNFILED]
+    found = {name: getattr(value, name) for name in names}
+    if isinstance(value, SiteTime):
+        return _filed(found.pop("site")) | found
+    return {
+        name: {key: _filed(each) for key, each in item} if name in _TABLES else _filed(item)
+        for name, item in found.items()
+    }
 
 
-class _MachineReader:
-    """Turns the JSON of one file into a Machine, or says what is wrong with it."""
+def _record(kind: Any, value: object, place: str) -> Any:
+    """The dataclass that an object of the file stands for."""
+    given = _typed(dict, value, place)
+    if kind is SiteTime:
+        names = {field.name for field in dataclasses.fields(SiteKey)} & set(given)
+        given = {**given, "site": {name: given[name] for name in names}}
+        given = {name: item for name, item in given.items() if name not in names}
+    hints = get_type_hints(kind)
+    required = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    unknown, missing = (
+        sorted({*given} - {*hints} | {*given} & {*_UNFILED}),
+        sorted(required - {*given}),
+    )
+    if unknown or missing:
+        raise CalibrationError(f"{place}: missing fields {missing}, unknown fields {unknown}")
+    return kind(**{n: _read(hints[n], item, f"{place}.{n}", n) for n, item in given.items()})
 
-    def __init__(self, path: str) -> None:
-        self.path = path
 
-    def error(self, text: str) -> CalibrationError:
-        return CalibrationError(f"calibration file {self.path}: {text}")
+def _read(hint: Any, value: Any, place: str, field: str) -> Any:
+    """The value of a field of this type."""
+    inner = get_args(hint)
+    if hint is Curve:
+        return _curve(value, place)
+    if dataclasses.is_dataclass(hint):
+        return _record(hint, value, place)
+    if not inner:
+        return _number(value, place, field) if hint in (int, float) else _typed(hint, value, place)
+    if field in _TABLES:
+        kind = get_args(inner[0])[1]
+        items = _typed(dict, value, place).items()
+        return tuple((key, _read(kind, item, f"{place}.{key}", field)) for key, item in items)
+    listed = _typed(list, value, place)
+    kinds = (inner[0],) * len(listed) if inner[-1] is ... else inner
+    if len(listed) != len(kinds):
+        raise CalibrationError(f"{place} is {len(kinds)} numbers, not {value!r}")
+    pairs = zip(kinds, listed, strict=True)
+    return tuple(
+        [_read(kind, item, f"{place}[{i}]", field) for i, (kind, item) in enumerate(pairs)]
+    )
 
-    def machine(self, fields: dict[str, Any]) -> Machine:
-        known = {f.name: f for f in dataclasses.fields(Machine) if f.name in _FILED}
-        required = {n for n, f in known.items() if f.default is dataclasses.MISSING}
-        unknown, missing = sorted(set(fields) - set(known)), sorted(required - set(fields))
-        if unknown or missing:
-            raise self.error(f"missing fields {missing}, unknown fields {unknown}")
-        for name in ("name", "device", "host", "backend"):
-            if not isinstance(fields.get(name, ""), str):
-                raise self.error(f"{name} is {fields[name]!r}, no text")
-        for name in {"memory_bandwidth", "units", "lanes", "fused"} & set(fields):
-            self.positive(fields[name], name)
-        for name in {"launch_s", "issue_s", "event_s", "doubt_s"} & set(fields):
-            self.number(fields[name], name)
-        links = self.table(fields["links"], f"'links' in {self.path}")
-        speeds = self.table(fields["gemm_flops"], f"'gemm_flops' in {self.path}")
-        issue = self.table(fields.get("issue", {}), f"'issue' in {self.path}")
-        rows, columns = self.numbers(fields.get("gemm_tile", (1, 1)), 2, "gemm_tile")
-        tiles = [self.numbers(t, 3, "a gemm_tile") for t in self.items(fields, "gemm_tiles")]
-        read: dict[str, Any] = {
-            "gemm_flops": tuple((kind, self.positive(v, kind)) for kind, v in speeds.items()),
-            "issue": tuple((what, self.number(v, what)) for what, v in issue.items()),
-            "links": tuple((name, self.link(name, value)) for name, value in links.items()),
-            "gemm_tile": (int(rows), int(columns)),
-            "gemm_tiles": tuple((int(rows), int(columns), rate) for rows, columns, rate in tiles),
-            "gemms": tuple(map(self.gemm, self.items(fields, "gemms"))),
-            "sites": tuple(map(self.site, self.items(fields, "sites"))),
-        }
-        machine = Machine(**{**fields, **read})
-        if "other" not in speeds or machine.backend not in links:
-            raise self.error(
-                "gemm_flops needs an entry 'other', and links one for the backend "
-                f"{machine.backend!r}"
-            )
-        return machine
 
-    def link(self, name: str, value: object) -> Link:
-        figures = dict(self.table(value, f"link {name!r} in {self.path}"))
-        what = f"'curves' of link {name!r} in {self.path}"
-        curves = self.table(figures.pop("curves", {}), what)
-        try:
-            link = Link(**figures, curves=tuple((k, self.curve(k, v)) for k, v in curves.items()))
-        except TypeError as error:
-            raise CalibrationError(f"link {name!r} in {self.path}: {error}") from error
-        self.positive(link.bandwidth, f"bandwidth of {name}")
-        for field in ("latency_s", "lane", "steals"):
-            self.number(getattr(link, field), f"{field} of {name}")
-        return link
+def _curve(value: object, place: str) -> Curve:
+    points = _read(tuple[tuple[float, float], ...], value, place, "seconds")
+    rising = all(low < high and quick <= slow for (low, quick), (high, slow) in pairwise(points))
+    if not points or not rising:
+        raise CalibrationError(
+            f"{place} is {value!r}: its points go from few bytes to many, and the time never falls"
+        )
+    return Curve(points)
 
-    def curve(self, kind: str, value: object) -> Curve:
-        what = f"curve {kind}"
-        if not isinstance(value, list) or not value:
-            raise self.error(f"{what} is {value!r}, no list of points")
-        points = [
-            self.numbers(point, 2, f"a point of {what}") for point in cast("list[Any]", value)
-        ]
-        for (low, quick), (high, slow) in pairwise(points):
-            if low >= high or quick > slow:
-                raise self.error(
-                    f"the points of {what} go from few bytes to many, and the time never falls"
-                )
-        return Curve(tuple((nbytes, seconds) for nbytes, seconds in points))
 
-    def gemm(self, value: object) -> GemmTime:
-        row = self.table(value, f"a matmul in {self.path}")
-        for name in ("m", "k", "n", "seconds"):
-            self.positive(row.get(name), f"{name} of a matmul")
-        try:
-            return GemmTime(**row)
-        except TypeError as error:
-            raise CalibrationError(f"a matmul in {self.path}: {error}") from error
+def _typed(kind: Any, value: object, place: str) -> Any:
+    if isinstance(value, kind):
+        return value
+    words = {dict: "a JSON object", list: "a list", str: "text", bool: "true or false"}
+    raise CalibrationError(f"{place} is {value!r}; it should be {words[kind]}")
 
-    def site(self, value: object) -> SiteTime:
-        row = dict(self.table(value, f"a site in {self.path}"))
-        for name in ("m", "k", "n", "world", "seconds"):
-            self.positive(row.get(name), f"{name} of a site")
-        self.number(row.get("predicted_s", 0.0), "predicted_s of a site")
-        try:
-            key = SiteKey(**{name: row.pop(name) for name in _SITE if name in row})
-            return SiteTime(site=key, **row)
-        except TypeError as error:
-            raise CalibrationError(f"a site in {self.path}: {error}") from error
 
-    def table(self, value: object, what: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise CalibrationError(f"{what} should be a JSON object, not {type(value).__name__}")
-        return cast("dict[str, Any]", value)
-
-    def items(self, fields: dict[str, Any], name: str) -> list[Any]:
-        value = fields.get(name, [])
-        if not isinstance(value, list):
-            raise self.error(f"{name} is {value!r}, no list")
-        return cast("list[Any]", value)
-
-    def numbers(self, value: object, count: int, name: str) -> list[float]:
-        if not isinstance(value, list | tuple) or len(cast("list[Any]", value)) != count:
-            words = "two" if count == 2 else count
-            raise self.error(f"{name} is {words} numbers, not {value!r}")
-        return [self.positive(number, name) for number in cast("list[Any]", value)]
-
-    def number(self, value: object, name: str) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
-            return float(value)
-        raise self.error(f"{name} is {value!r}, not a number >= 0")
-
-    def positive(self, value: object, name: str) -> float:
-        number = self.number(value, name)
-        if number == 0:
-            raise self.error(f"{name} is 0; give a number > 0")
-        return number
+def _number(value: Any, place: str, field: str) -> float:
+    positive = field in _POSITIVE
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if 0 < value < math.inf or (value == 0 and not positive):
+            return value
+    raise CalibrationError(f"{place} is {value!r}; give a number {'>' if positive else '>='} 0")

@@ -13,6 +13,7 @@ needs nothing from them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 from interlace.ir.fields import COMMON, NAME, TEAM, written
@@ -100,6 +101,8 @@ class Ordering:
         return bool(self.meets or self.messages or self.raises or self.expects)
 
 
+ordered = lru_cache(4096)(Ordering)
+"""An Ordering, made once for all ops that are alike."""
 UNORDERED = Ordering()
 """Of most ops: they follow their stream, and nothing else."""
 
@@ -209,7 +212,7 @@ class Alloc(Op):
         return (self.buffer,)
 
     def ordering(self) -> Ordering:
-        return Ordering(takes=self.buffer)
+        return ordered(takes=self.buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +222,7 @@ class Free(Op):
     buffer: str = field(metadata=NAME)
 
     def ordering(self) -> Ordering:
-        return Ordering(frees=self.buffer)
+        return ordered(frees=self.buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +232,7 @@ class Record(Op):
     event: str = field(metadata=NAME)
 
     def ordering(self) -> Ordering:
-        return Ordering(records=self.event)
+        return ordered(records=self.event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +242,7 @@ class Wait(Op):
     event: str = field(metadata=NAME)
 
     def ordering(self) -> Ordering:
-        return Ordering(waits=self.event)
+        return ordered(waits=self.event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +250,7 @@ class HostSync(Op):
     """The host waits for the stream before it issues anything more."""
 
     def ordering(self) -> Ordering:
-        return Ordering(holds_host=True)
+        return ordered(holds_host=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +309,7 @@ class Collective(Op):
         return (Access(self.dst),) if self.dst is not None else ()
 
     def ordering(self) -> Ordering:
-        return Ordering(meets=(self.team, self.backend))
+        return ordered(meets=(self.team, self.backend))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +328,7 @@ class Send(Op):
         return (Access(self.src),)
 
     def ordering(self) -> Ordering:
-        return Ordering(messages=(MessageEnd(self.team, self.peer, True),))
+        return ordered(messages=(MessageEnd(self.team, self.peer, True),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +344,7 @@ class Recv(Op):
         return (Access(self.dst),)
 
     def ordering(self) -> Ordering:
-        return Ordering(messages=(MessageEnd(self.team, self.peer, False),))
+        return ordered(messages=(MessageEnd(self.team, self.peer, False),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +362,7 @@ class Group(Op):
         return tuple(access for op in self.ops for access in op.writes())
 
     def ordering(self) -> Ordering:
-        return Ordering(messages=tuple(end for op in self.ops for end in op.ordering().messages))
+        return ordered(messages=tuple(end for op in self.ops for end in op.ordering().messages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +419,7 @@ class Notify(Op):
     value: int = 1
 
     def ordering(self) -> Ordering:
-        return Ordering(raises=SignalLevel(self.signal, self.team, self.peer, self.value))
+        return ordered(raises=SignalLevel(self.signal, self.team, self.peer, self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,7 +432,7 @@ class Expect(Op):
     value: int = 1
 
     def ordering(self) -> Ordering:
-        return Ordering(expects=SignalLevel(self.signal, self.team, self.peer, self.value))
+        return ordered(expects=SignalLevel(self.signal, self.team, self.peer, self.value))
 
 
 FusedMember = Call | Wait | Expect | Record | Notify
