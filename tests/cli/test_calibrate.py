@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tests.cli.test_texts import run
 
-from interlace.cost import Machine, Sample, default_path, fingerprint, write_samples
+from interlace.cost import Machine, Sample, default_path, fingerprint
+from interlace.cost.fit import write_samples
 from interlace.cost.gemm import gemm_seconds
 from interlace.ir import DType
 

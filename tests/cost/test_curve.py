@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from interlace.cost import Curve, Link
+from interlace.cost.machine import Curve, Link
 
 
 def line(nbytes: float) -> float:

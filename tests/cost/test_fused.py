@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.cost.test_simulate import HEAD, ROUND
 
-from interlace.cost import default_machine, issue_seconds, op_kind, run_issue_seconds, simulate
+from interlace.cost import default_machine, op_kind, run_issue_seconds, simulate
+from interlace.cost.op_times import issue_seconds
 from interlace.ir import parse
 
 FAST = ROUND.replace(memory_bandwidth=1e9)

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from interlace.cost import GemmTime, default_machine
+from interlace.cost import default_machine
 from interlace.cost.gemm import gemm_seconds
+from interlace.cost.machine import GemmTime
 from interlace.cost.op_times import op_cost
 from interlace.ir import DType, parse
 

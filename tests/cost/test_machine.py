@@ -9,17 +9,9 @@ from typing import Any
 
 import pytest
 
-from interlace.cost import (
-    GemmTime,
-    Link,
-    Machine,
-    SiteKey,
-    SiteTime,
-    default_machine,
-    default_path,
-    fingerprint,
-    op_cost,
-)
+from interlace.cost import Machine, SiteKey, SiteTime, default_machine, default_path, fingerprint
+from interlace.cost.machine import GemmTime, Link
+from interlace.cost.op_times import op_cost
 from interlace.errors import CalibrationError
 from interlace.ir import DType, parse
 

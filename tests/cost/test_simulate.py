@@ -8,15 +8,8 @@ import pytest
 from benchmarks.passes import two_streams
 from tests.support.line_count import per_op
 
-from interlace.cost import (
-    Link,
-    Machine,
-    Timeline,
-    default_machine,
-    op_kind,
-    simulate,
-    site_seconds,
-)
+from interlace.cost import Machine, Timeline, default_machine, op_kind, simulate
+from interlace.cost.machine import Link
 from interlace.errors import ProgramError, SoundnessError
 from interlace.ir import parse
 
@@ -202,16 +195,6 @@ def test_a_slot_has_two_copies() -> None:
     frees = ["main: copy(x, y)", "main: copy(x, y)", "main: free(full0)", "main: free(full1)"]
     timeline = played(*lines[:4], *frees, *lines[4:], "side: free(full2)")
     assert times(timeline)[-1] == ("copy", 2, 3), "the third take waits for the first free"
-
-
-def test_site_seconds() -> None:
-    program = parse(
-        HEAD + '    site(1, "all_gather")\n    site(2, "all_reduce")\n'
-        "    main: all_gather(x, z, team=tp, site=1)\n    main: copy(x, y)\n"
-        "    main: all_gather(x, z, team=tp, site=1)\n"
-        '    main: all_reduce(z, z, reduce="sum", team=tp, site=2)\n'
-    )
-    assert site_seconds(program, ROUND) == {1: 3.0, 2: 2.0}
 
 
 STUCK = {

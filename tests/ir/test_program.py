@@ -22,9 +22,8 @@ from interlace.ir import (
     map_views,
     parse,
     parse_set,
-    print_op,
-    print_view,
 )
+from interlace.ir.text.printer import print_op, print_view
 
 MESH = parse(
     """

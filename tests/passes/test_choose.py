@@ -9,7 +9,8 @@ import pytest
 from tests.passes.samples import KINDS
 from tests.passes.test_decompose import AFTER, assert_equal, assert_overlaps
 
-from interlace.cost import Link, Machine, SiteKey, SiteTime, default_machine
+from interlace.cost import Machine, SiteKey, SiteTime, default_machine
+from interlace.cost.machine import Link
 from interlace.ir import Collective, Program, parse
 from interlace.passes import parse_pipeline, run_pipeline
 from interlace.passes.dependencies import dependencies

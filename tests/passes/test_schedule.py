@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.cost import Link, Machine, default_machine, simulate
+from interlace.cost import Machine, default_machine, simulate
+from interlace.cost.machine import Link
 from interlace.errors import PassError
 from interlace.ir import Alloc, Call, Collective, Expect, Notify, Op, Program, parse, validate
 from interlace.ir.operators import is_heavy

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tests.support.pool import Pool
 
 import interlace
-from interlace.cost import Link, Machine, default_machine, default_path
+from interlace.cost import Machine, default_machine, default_path
+from interlace.cost.machine import Link
 from interlace.errors import CalibrationError
 from interlace.options import Options
 from interlace.runtime import machine as machine_file

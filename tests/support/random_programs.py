@@ -16,7 +16,6 @@ from tests.support.random_views import COLS, DTYPES, WORDS, Drawer, NoSuchViewEr
 
 from interlace.ir import (
     KINDS,
-    REDUCTIONS,
     Arg,
     Buffer,
     Call,
@@ -48,6 +47,7 @@ from interlace.ir import (
     Wait,
     validate,
 )
+from interlace.ir.ops import REDUCTIONS
 
 
 def random_program(

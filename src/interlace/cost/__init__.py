@@ -12,19 +12,15 @@ fit.py           what a benchmark measured, and the figures of a machine from th
 """
 
 from interlace.cost.builtin import default_machine
-from interlace.cost.fit import Sample, fit, read_samples, write_samples
-from interlace.cost.machine import Curve, GemmTime, Link, Machine
+from interlace.cost.fit import Sample, fit
+from interlace.cost.machine import Machine
 from interlace.cost.machine_file import default_path, fingerprint
-from interlace.cost.op_times import issue_seconds, op_cost, op_kind, op_name, run_issue_seconds
-from interlace.cost.simulate import simulate, site_seconds
+from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
+from interlace.cost.simulate import simulate
 from interlace.cost.site_times import SiteKey, SiteTime
-from interlace.cost.timeline import Figures, Span, Timeline
+from interlace.cost.timeline import Span, Timeline
 
 __all__ = [
-    "Curve",
-    "Figures",
-    "GemmTime",
-    "Link",
     "Machine",
     "Sample",
     "SiteKey",
@@ -35,13 +31,8 @@ __all__ = [
     "default_path",
     "fingerprint",
     "fit",
-    "issue_seconds",
-    "op_cost",
     "op_kind",
     "op_name",
-    "read_samples",
     "run_issue_seconds",
     "simulate",
-    "site_seconds",
-    "write_samples",
 ]

@@ -19,12 +19,13 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from interlace.cost.gemm import gemm_seconds
-from interlace.cost.machine import Curve, GemmTime, Link, Machine
+from interlace.cost.machine import Curve, GemmTime, Link, Machine, link_bytes
 from interlace.errors import CalibrationError
 from interlace.ir import DType
 
@@ -75,16 +76,7 @@ class Sample:
     @property
     def link_bytes(self) -> float:
         """The bytes that pass through the busiest rank's link, one way."""
-        part = self.nbytes * (self.ranks - 1) / self.ranks if self.ranks > 1 else 0.0
-        match self.kind:
-            case "get" | "put" | "send" | "copy":
-                return self.nbytes
-            case "all_reduce":
-                return 2 * part
-            case "broadcast":
-                return self.nbytes if self.ranks > 1 else 0.0
-            case _:
-                return part
+        return link_bytes(self.kind, self.nbytes, self.ranks)
 
 
 HEADINGS = tuple(field.name for field in fields(Sample))
@@ -113,25 +105,28 @@ def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
 
 def sample_of(row: Mapping[str, str], where: str) -> Sample:
     """The sample of a row of text."""
-    given = {key: value for key, value in row.items() if key in HEADINGS and value}
+    given = {name: row[name] for name in HEADINGS if row.get(name)}
     try:
-        sizes = tuple(map(int, given.get("shape", "0x0x0").split("x")))
-        if len(sizes) != 3:
-            raise ValueError(f"shape {given['shape']!r} is not MxKxN")
-        return Sample(
-            kind=given["kind"],
-            seconds=float(given["seconds"]),
-            backend=given.get("backend", ""),
-            protocol=given.get("protocol", ""),
-            dtype=given.get("dtype", ""),
-            nbytes=int(float(given.get("nbytes", "0"))),
-            shape=sizes,
-            ranks=int(given.get("ranks", "0")),
-            concurrent=given.get("concurrent", "").lower() in ("1", "true"),
-            under=given.get("under", ""),
-        )
-    except (KeyError, ValueError) as error:
+        return Sample(**{name: _READ.get(name, str)(text) for name, text in given.items()})
+    except (TypeError, ValueError) as error:
         raise CalibrationError(f"{where} is no sample: {error}") from error
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = tuple(map(int, text.split("x")))
+    if len(sizes) != 3:
+        raise ValueError(f"shape {text!r} is not MxKxN")
+    return sizes
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "seconds": float,
+    "nbytes": lambda text: int(float(text)),
+    "shape": _shape,
+    "ranks": int,
+    "concurrent": lambda text: text.lower() in ("1", "true"),
+}
+"""How columns that are no text are read."""
 
 
 def fit(
@@ -270,7 +265,7 @@ def _gemms(machine: Machine, samples: Sequence[Sample]) -> Machine:
     """The machine with a table of the matmuls, and speeds that fit the larger half of them."""
     found: defaultdict[tuple[str, tuple[int, int, int]], list[float]] = defaultdict(list)
     for sample in samples:
-        if not sample.under and min(sample.shape) > 0 and _known(sample.dtype):
+        if not sample.under and min(sample.shape) > 0 and sample.dtype in set(DType):
             found[sample.dtype, sample.shape].append(sample.seconds)
     if not found:
         return machine
@@ -291,10 +286,6 @@ def _gemms(machine: Machine, samples: Sequence[Sample]) -> Machine:
     seen = {(time.dtype, time.m, time.k, time.n) for time in table}
     kept = tuple(t for t in machine.gemms if (t.dtype, t.m, t.k, t.n) not in seen)
     return machine.replace(gemm_flops=tuple(speeds.items()), gemms=(*kept, *table))
-
-
-def _known(dtype: str) -> bool:
-    return dtype in {str(member) for member in DType}
 
 
 def _steals(machine: Machine, samples: Sequence[Sample]) -> Machine:

@@ -91,6 +91,23 @@ class Curve:
         return cls(points) if points else None
 
 
+def link_bytes(kind: str, nbytes: float, ranks: int) -> float:
+    """The bytes that pass through the busiest rank's link, one way; `nbytes` are those of a point-
+    to-point transfer, or of the larger of a rank's two tensors in a collective."""
+    part = nbytes * (ranks - 1) / ranks if ranks > 1 else 0.0
+    match kind:
+        case "get" | "put" | "send" | "copy":
+            return nbytes
+        case "barrier":
+            return 0.0
+        case "all_reduce":
+            return 2 * part
+        case "broadcast":
+            return nbytes if ranks > 1 else 0.0
+        case _:
+            return part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """What moves bytes between ranks: a message of n bytes takes `latency_s + n / bandwidth`."""

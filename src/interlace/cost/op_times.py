@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from interlace.cost.gemm import arithmetic_seconds, gemm_seconds, wave_seconds
-from interlace.cost.machine import Machine
+from interlace.cost.machine import Machine, link_bytes
 from interlace.errors import UnsupportedError
 from interlace.ir import (
     Alloc,
@@ -50,6 +50,7 @@ from interlace.ir import (
     View,
     Wait,
 )
+from interlace.ir.fields import form_of
 from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention
 from interlace.ir.ops import UNORDERED
 
@@ -86,24 +87,16 @@ def op_kind(op: Op) -> str:
 def op_name(op: Op) -> str:
     """What an op is called in a timeline."""
     match op:
-        case Call(fn=fn):
-            return fn
-        case Collective(kind=kind):
-            return kind
+        case Call(fn=name) | Collective(kind=name):
+            return name
         case Alloc(buffer=buffer):
-            return f"alloc {buffer.name}"
-        case Free(buffer=buffer):
-            return f"free {buffer}"
-        case Record(event=event) | Wait(event=event):
-            return f"{type(op).__name__.lower()} {event}"
-        case Notify(signal=signal) | Expect(signal=signal):
-            return f"{type(op).__name__.lower()} {signal}"
+            detail = buffer.name
         case Fused():
-            return f"fused {next((m.fn for m in op.members if isinstance(m, Call)), '')}".strip()
-        case HostSync():
-            return "host_sync"
+            detail = next((member.fn for member in op.members if isinstance(member, Call)), "")
         case _:
-            return type(op).__name__.lower()
+            fields = form_of(type(op)).fields
+            detail = next((getattr(op, field.name) for field in fields if field.role == "name"), "")
+    return f"{form_of(type(op)).word} {detail}".strip()
 
 
 def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> Cost:
@@ -118,7 +111,9 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
             nbytes = box(src).nbytes + box(dst).nbytes
             return Cost(machine.launch_s, nbytes / machine.memory_bandwidth)
         case Collective():
-            nbytes, ranks = collective_bytes(op, box, sizes[op.team]), sizes[op.team]
+            views = [view for view in (op.src, op.dst) if view is not None]
+            whole, ranks = max((box(view).nbytes for view in views), default=0), sizes[op.team]
+            nbytes = link_bytes(op.kind, whole, ranks)
             return _transfer(nbytes, op.backend or machine.backend, machine, op.kind, ranks)
         case Send(src=view) | Recv(dst=view):
             return _transfer(box(view).nbytes, op.backend or machine.backend, machine, "send")
@@ -134,35 +129,12 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
         case Alloc() | Free() | Group():
             return Cost()
         case _:
-            raise unknown(op)
-
-
-def unknown(op: Op) -> UnsupportedError:
-    """The error for an op that the cost model has no case for."""
-    return UnsupportedError(
-        f"the cost model knows no op {type(op).__name__}: add it to op_cost and issue_seconds"
-    )
+            raise UnsupportedError(f"the cost model knows no op {type(op).__name__}: add a case")
 
 
 def _transfer(nbytes: float, transport: str, machine: Machine, kind: str, ranks: int = 0) -> Cost:
     fixed, work = machine.link(transport).times(kind, nbytes, ranks)
     return Cost(fixed, work, transport)
-
-
-def collective_bytes(op: Collective, box: Boxes, size: int) -> float:
-    """The bytes that pass through the busiest rank's link, one way."""
-    views = [view for view in (op.src, op.dst) if view is not None]
-    whole = max((box(view).nbytes for view in views), default=0)
-    part = whole * (size - 1) / size
-    match op.kind:
-        case "barrier":
-            return 0
-        case "all_reduce":
-            return 2 * part
-        case "broadcast":
-            return whole if size > 1 else 0
-        case _:
-            return part
 
 
 def _call_cost(op: Call, box: Boxes, machine: Machine) -> Cost:
@@ -277,12 +249,8 @@ def _calls(op: Op, sizes: Mapping[str, int]) -> tuple[str, int]:
     match op:
         case Call(fn=fn):
             return ("call" if fn.startswith("aten.") else "kernel"), 1
-        case Fused():
-            return "kernel", 1
         case Copy():
             return "copy", 1
-        case Put() | Get():
-            return "peer", 1
         case Collective(backend=backend):
             return ("kernel" if backend == "peer" else "collective"), 1
         case Send() | Recv():
@@ -299,7 +267,7 @@ def _calls(op: Op, sizes: Mapping[str, int]) -> tuple[str, int]:
         case Group() | HostSync():
             return "", 1
         case _:
-            raise unknown(op)
+            return ("peer" if op.one_sided else "kernel"), 1
 
 
 def run_issue_seconds(program: Program, machine: Machine) -> float:

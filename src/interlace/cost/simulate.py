@@ -44,20 +44,6 @@ def simulate(programs: Program | Sequence[Program], machine: Machine) -> Timelin
     return Timeline(tuple(spans), listed[0].name if listed else "", "predicted")
 
 
-def site_seconds(program: Program, machine: Machine) -> dict[int, float]:
-    """How long each site takes in the predicted timeline: from its first op to its last."""
-    found: dict[int, float] = {}
-    bounds: dict[tuple[int, int], tuple[float, float]] = {}
-    for span in simulate(program, machine).spans:
-        if span.site is not None and span.kind in ("compute", "comm"):
-            start, end = bounds.get((span.site, span.rank), (span.start_s, span.end_s))
-            key = (span.site, span.rank)
-            bounds[key] = min(start, span.start_s), max(end, span.end_s)
-    for (site, _), (start, end) in bounds.items():
-        found[site] = max(found.get(site, 0.0), end - start)
-    return found
-
-
 class _Play:
     """Runs the tasks of a graph. Time passes from event to event; speeds change only there."""
 

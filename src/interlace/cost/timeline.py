@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from interlace.errors import ParseError
 
@@ -134,33 +134,23 @@ class Timeline:
     def from_json(cls, text: str) -> Timeline:
         """A timeline from what `to_json` wrote. Raises ParseError for anything else."""
         try:
-            data: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ParseError(f"this is no timeline: {error}") from error
-        if not isinstance(data, dict):
-            raise ParseError("this is no timeline: the JSON text holds no object")
-        fields = cast("dict[str, Any]", data)
-        if fields.get("schema") != SCHEMA:
-            raise ParseError(
-                f"timeline schema {fields.get('schema')!r}: this version of interlace reads schema "
-                f"{SCHEMA}; write the timeline again with it"
-            )
-        try:
-            rows = cast("list[list[Any]]", fields["spans"])
-            spans = tuple(_span(row) for row in rows)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ParseError(f"a span of this timeline is malformed: {error}") from error
-        return cls(spans, str(fields.get("name", "")), str(fields.get("source", "predicted")))
+            fields: Any = json.loads(text)
+            if fields["schema"] != SCHEMA:
+                raise ParseError(
+                    f"timeline schema {fields['schema']!r}: this version of interlace reads schema "
+                    f"{SCHEMA}; write the timeline again with it"
+                )
+            spans = tuple(map(_span, fields["spans"]))
+            return cls(spans, fields["name"], fields["source"])
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ParseError(f"this is no timeline: {type(error).__name__}: {error}") from error
 
 
 def _span(row: Sequence[Any]) -> Span:
     rank, stream, op_index, name, start, end, site, kind = row
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is none of {', '.join(KINDS)}")
-    place = None if site is None else int(site)
-    return Span(
-        int(rank), str(stream), int(op_index), str(name), float(start), float(end), place, kind
-    )
+    return Span(rank, stream, op_index, name, float(start), float(end), site, kind)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -178,17 +168,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """What two unions have in common."""
-    found: list[Interval] = []
-    i = j = 0
-    while i < len(one) and j < len(other):
-        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if start < end:
-            found.append((start, end))
-        if one[i][1] <= other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
+    pairs = ((max(a, c), min(b, d)) for a, b in one for c, d in other if a < d and c < b)
+    return union(pairs)
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -21,7 +21,6 @@ from interlace.ir.builder import Builder
 from interlace.ir.handle import Handle
 from interlace.ir.ops import (
     KINDS,
-    REDUCTIONS,
     Access,
     Alloc,
     Arg,
@@ -44,7 +43,6 @@ from interlace.ir.ops import (
     Record,
     Recv,
     Send,
-    SignalLevel,
     Wait,
     views_in,
 )
@@ -60,7 +58,7 @@ from interlace.ir.program import (
     spots,
 )
 from interlace.ir.text.parser import parse, parse_set
-from interlace.ir.text.printer import print_op, print_program, print_set, print_view
+from interlace.ir.text.printer import print_program, print_set
 from interlace.ir.types import (
     VALUE_BITS,
     Buffer,
@@ -91,7 +89,6 @@ from interlace.ir.view import (
 
 __all__ = [
     "KINDS",
-    "REDUCTIONS",
     "VALUE_BITS",
     "Access",
     "Alloc",
@@ -136,7 +133,6 @@ __all__ = [
     "Reshape",
     "Select",
     "Send",
-    "SignalLevel",
     "Site",
     "Slice",
     "Spot",
@@ -153,10 +149,8 @@ __all__ = [
     "map_views",
     "parse",
     "parse_set",
-    "print_op",
     "print_program",
     "print_set",
-    "print_view",
     "spots",
     "validate",
     "views_in",

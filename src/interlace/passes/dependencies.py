@@ -56,9 +56,9 @@ from interlace.ir import (
     Others,
     Program,
     RankIndex,
-    SignalLevel,
     View,
 )
+from interlace.ir.ops import SignalLevel
 from interlace.passes.overlaps import Meets, Overlaps, Touched, touched_by
 
 Before = tuple[tuple[int, ...], ...]
