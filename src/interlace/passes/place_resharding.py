@@ -78,6 +78,7 @@ class PlaceResharding:
         return program, declined, False
 
     def _moved(self, values: Dataflow, i: int, op: Collective) -> tuple[Program, str] | None:
+        """The Program with a computation moved across a gather, and what moved."""
         if op.src is None or op.dst is None or not op.dst.covers_buffer:
             return None
         if op.kind != "all_gather":
@@ -86,17 +87,24 @@ class PlaceResharding:
         name = op.dst.buffer
         if values.maker(name) is None or values.buffers[name].kind != "fresh":
             return None
-        if self.position != "before":
-            found = self._to_shard(values, i, op, op.src, name)
-            if found is not None:
-                return found
-        return self._to_whole(values, i, op, op.src, name) if self.position != "after" else None
+        gather = _Gather(values, i, op, op.src, name)
+        found = gather.to_shard(self.position) if self.position != "before" else None
+        return found or (gather.to_whole(self.position) if self.position != "after" else None)
 
-    # the computation moves in front of the gather
 
-    def _to_shard(
-        self, values: Dataflow, i: int, op: Collective, src: View, name: str
-    ) -> tuple[Program, str] | None:
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """An all-gather of `src` into the buffer `name`."""
+
+    values: Dataflow
+    index: int
+    op: Collective
+    src: View
+    name: str
+
+    def to_shard(self, position: str) -> tuple[Program, str] | None:
+        """The computation on the gathered tensor moves in front of the gather."""
+        values, name = self.values, self.name
         uses, related = uses_of(values, name)
         for j in uses:
             call = values.program.ops[j]
@@ -107,52 +115,43 @@ class PlaceResharding:
             if rowwise and not (operand == View(name) and _over_last(values, call, operand)):
                 continue
             before, after = values.buffers[name].dtype, values.buffers[result.buffer].dtype
-            if self.position == "auto" and after.itemsize > before.itemsize:
+            if position == "auto" and after.itemsize > before.itemsize:
                 continue
             what = f"{call.fn} ({before} to {after})"
-            why = self._kept_whole(values, uses, related, name, call, result, operand)
-            if why:
-                fewer = rowwise or after.itemsize < before.itemsize or self.position == "after"
-                if fewer:
-                    raise Refused(f"the gather stays before {what}: {why}")
-                continue
-            program = _before_gather(values, i, j, op, src, name, related, operand, call)
-            return program, f"gathers after {what}: each rank computes on its shard"
+            why = self._kept_whole(uses, related, call, result, operand)
+            if not why:
+                program = self._before(j, related, operand, call)
+                return program, f"gathers after {what}: each rank computes on its shard"
+            if rowwise or after.itemsize < before.itemsize or position == "after":
+                raise Refused(f"the gather stays before {what}: {why}")
         return None
 
     def _kept_whole(
-        self,
-        values: Dataflow,
-        uses: list[int],
-        related: set[str],
-        name: str,
-        call: Call,
-        result: View,
-        operand: View,
+        self, uses: list[int], related: set[str], call: Call, result: View, operand: View
     ) -> str:
+        """Why a computation must see the whole gathered tensor."""
+        values = self.values
         if len(uses) > 1 or related & values.returned:
             return "the gathered tensor is used otherwise too"
         if values.buffers[result.buffer].kind != "fresh" or call.outs:
             return "its result has a place of its own"
         if not values.whole(operand):
             return "it takes a part of the gathered tensor"
-        moves = [values.program.ops[m] for n in related - {name} for m in values.makers[n]]
-        if any(not isinstance(op, Call) for op in moves):
+        moves = [values.program.ops[m] for n in related - {self.name} for m in values.makers[n]]
+        calls = [op for op in moves if isinstance(op, Call)]
+        if len(calls) < len(moves):
             return "copies stand between"
-        if not is_kind(call.fn, "cast") and any(
-            isinstance(op, Call) and op.fn == "aten.constant_pad_nd.default" for op in moves
-        ):
+        pads = any(op.fn == "aten.constant_pad_nd.default" for op in calls)
+        if pads and not is_kind(call.fn, "cast"):
             return "padding stands between"
-        views = [v for op in (call, *moves) if isinstance(op, Call) for v in op.views()]
-        if any(isinstance(step, Cast | AsStrided) for view in views for step in view.steps):
+        steps = [step for op in (call, *calls) for view in op.views() for step in view.steps]
+        if any(isinstance(step, Cast | AsStrided) for step in steps):
             return "its bytes are taken for another type between"
         return ""
 
-    # the gather moves in front of the computation
-
-    def _to_whole(
-        self, values: Dataflow, i: int, op: Collective, src: View, name: str
-    ) -> tuple[Program, str] | None:
+    def to_whole(self, position: str) -> tuple[Program, str] | None:
+        """The gather moves in front of the computation that makes its shard."""
+        values, src = self.values, self.src
         made = values.maker(src.buffer)
         if made is None or not values.whole(src):
             return None
@@ -160,17 +159,71 @@ class PlaceResharding:
         operand = _operand(call)
         if operand is None or not isinstance(call, Call) or is_kind(call.fn, "reduction"):
             return None
-        if not call.fresh:
-            return None
         before, after = values.box(operand).dtype, values.box(src).dtype
-        if self.position == "auto" and before.itemsize >= after.itemsize:
+        if not call.fresh or (position == "auto" and before.itemsize >= after.itemsize):
             return None
         what = f"{call.fn} ({before} to {after})"
-        rewritten = any(j < k < i for k in values.makers.get(operand.buffer, ()))
+        rewritten = any(j < k < self.index for k in values.makers.get(operand.buffer, ()))
         if not values.box(operand).contiguous or rewritten:
             raise Refused(f"the gather stays after {what}: its operand is strided or written again")
-        program = _behind_gather(values, i, j, op, src, name, operand, call)
+        program = self._behind(j, operand, call)
         return program, f"gathers before {what}: each rank computes on the gathered tensor"
+
+    def _before(self, j: int, related: set[str], operand: View, call: Call) -> Program:
+        """Call j on the shard, then the gather; its uses see the gathered result."""
+        values, name, src = self.values, self.name, self.src
+        (result,) = call.fresh
+        full = values.buffers[name]
+        if not src.covers_buffer and self.op.splits is not None:
+            raise Refused("the shards are uneven parts of a buffer")
+        sizes = values.box(src).sizes
+        shape = values.buffers[src.buffer].shape if src.covers_buffer else sizes
+        if is_kind(call.fn, "reduction"):
+            keeps = len(result.shape) == len(full.shape)
+            shape = (*shape[:-1], 1) if keeps else shape[:-1]
+            full = dataclasses.replace(full, shape=result.shape)
+        shard_name = values.names.copy().new(f"{name}_shard")
+        shard = Buffer(shard_name, result.dtype, shape, "fresh")
+        ops: list[Op] = []
+        for k, other in enumerate(values.program.ops):
+            if isinstance(other, Alloc) and other.buffer.name == name:
+                buffer = dataclasses.replace(full, dtype=result.dtype)
+                ops.append(dataclasses.replace(other, buffer=buffer))
+            elif k == self.index:
+                ops.append(_computed(call, operand, src, shard))
+                ops.append(dataclasses.replace(self.op, src=View(shard.name)))
+            elif k != j:
+                if isinstance(other, Call) and any(b.name in related for b in other.fresh):
+                    typed = [dataclasses.replace(b, dtype=result.dtype) for b in other.fresh]
+                    other = dataclasses.replace(other, fresh=tuple(typed))
+                ops.append(other)
+        return _renamed(values.program.replace(ops=tuple(ops)), result.name, operand)
+
+    def _behind(self, j: int, operand: View, call: Call) -> Program:
+        """The gather of the operand, then call j on all of it."""
+        values, name, src = self.values, self.name, self.src
+        full, dtype = values.buffers[name], values.box(operand).dtype
+        narrow = Buffer(values.names.copy().new(f"{name}_{dtype}"), dtype, full.shape, "fresh")
+        others = set(values.users.get(src.buffer, ())) - {self.index}
+        ops: list[Op] = []
+        for k, other in enumerate(values.program.ops):
+            if isinstance(other, Alloc) and other.buffer.name == name:
+                ops.append(dataclasses.replace(other, buffer=narrow))
+            elif k == self.index:
+                # Of uneven shards these steps give each rank sizes of its own.
+                shard = View(operand.buffer, (*operand.steps, *src.steps))
+                ops.append(dataclasses.replace(self.op, src=shard, dst=View(narrow.name)))
+                ops.append(_computed(call, operand, View(narrow.name), full))
+            elif k != j or others or src.buffer in values.returned:
+                ops.append(other)
+        return values.program.replace(ops=tuple(ops))
+
+
+def _computed(call: Call, operand: View, other: View, result: Buffer) -> Call:
+    """The same computation of another operand, into another buffer."""
+    made = map_views(call, lambda view: other if view == operand else view)
+    assert isinstance(made, Call)
+    return dataclasses.replace(made, fresh=(result,))
 
 
 def _operand(op: Op) -> View | None:
@@ -187,88 +240,6 @@ def _over_last(values: Dataflow, call: Call, operand: View) -> bool:
     dims: Arg = call.args[1] if len(call.args) > 1 else None
     listed = dims if isinstance(dims, tuple) else (dims,)
     return last > 0 and listed in ((-1,), (last,))
-
-
-def _before_gather(
-    values: Dataflow,
-    i: int,
-    j: int,
-    op: Collective,
-    src: View,
-    name: str,
-    related: set[str],
-    operand: View,
-    call: Call,
-) -> Program:
-    """The computation on the shard, then the gather; its uses see the gathered result."""
-    program, names = values.program, values.names.copy()
-    (result,) = call.fresh
-    full = values.buffers[name]
-    rank_sizes = values.box(src).sizes
-    if src.covers_buffer:
-        shape = values.buffers[src.buffer].shape
-    elif op.splits is None:
-        shape = rank_sizes
-    else:
-        raise Refused("the shards are uneven parts of a buffer")
-    keeps = len(result.shape) == len(full.shape)
-    if is_kind(call.fn, "reduction"):
-        shape = (*shape[:-1], 1) if keeps else shape[:-1]
-        full = dataclasses.replace(full, shape=result.shape)
-    shard = Buffer(names.new(f"{name}_shard"), result.dtype, shape, "fresh")
-    ops: list[Op] = []
-    for k, other in enumerate(program.ops):
-        if isinstance(other, Alloc) and other.buffer.name == name:
-            buffer = dataclasses.replace(full, dtype=result.dtype)
-            ops.append(dataclasses.replace(other, buffer=buffer))
-        elif k == i:
-            computed = map_views(call, lambda view: src if view == operand else view)
-            assert isinstance(computed, Call)
-            ops.append(dataclasses.replace(computed, fresh=(shard,)))
-            ops.append(dataclasses.replace(op, src=View(shard.name)))
-        elif k != j:
-            if isinstance(other, Call) and any(b.name in related for b in other.fresh):
-                typed = (dataclasses.replace(b, dtype=result.dtype) for b in other.fresh)
-                other = dataclasses.replace(other, fresh=tuple(typed))
-            ops.append(other)
-    return _renamed(program.replace(ops=tuple(ops)), result.name, operand)
-
-
-def _behind_gather(
-    values: Dataflow,
-    i: int,
-    j: int,
-    op: Collective,
-    src: View,
-    name: str,
-    operand: View,
-    call: Call,
-) -> Program:
-    """The gather of the operand, then the computation on all of it."""
-    program, names = values.program, values.names.copy()
-    full = values.buffers[name]
-    narrow = Buffer(
-        names.new(f"{name}_{values.box(operand).dtype}"),
-        values.box(operand).dtype,
-        full.shape,
-        "fresh",
-    )
-    fresh = dataclasses.replace(full, kind="fresh")
-    shared = set(values.users.get(src.buffer, ())) - {i} or src.buffer in values.returned
-    ops: list[Op] = []
-    for k, other in enumerate(program.ops):
-        if isinstance(other, Alloc) and other.buffer.name == name:
-            ops.append(dataclasses.replace(other, buffer=narrow))
-        elif k == i:
-            # Of uneven shards these steps give each rank sizes of its own.
-            shard = View(operand.buffer, (*operand.steps, *src.steps))
-            ops.append(dataclasses.replace(op, src=shard, dst=View(narrow.name)))
-            computed = map_views(call, lambda view: View(narrow.name) if view == operand else view)
-            assert isinstance(computed, Call)
-            ops.append(dataclasses.replace(computed, fresh=(fresh,)))
-        elif k != j or shared:
-            ops.append(other)
-    return program.replace(ops=tuple(ops))
 
 
 def _renamed(program: Program, name: str, view: View) -> Program:
