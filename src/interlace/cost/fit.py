@@ -4,11 +4,8 @@
     >>> fit(samples, default_machine("cuda")).name
     'calibrated'
 
-    write_samples("interconnect.csv", samples)
-    machine = fit(read_samples("interconnect.csv"), default_machine("cuda"))
-
-What no sample tells keeps its figure. Sizes that were measured go into tables, which answer for
-themselves; what is between and beyond them follows the model, moved to fit them.
+What no sample tells keeps its figure. Sizes that were measured go into tables; what is between and
+beyond them follows the model, moved to fit them.
 """
 
 from __future__ import annotations

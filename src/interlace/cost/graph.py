@@ -1,16 +1,10 @@
 """The tasks of a set of ranks, and what each waits for: the simulator's static picture.
 
-All that orders ops is known from the lists alone (which Record a Wait means, which collectives
-meet, which Send meets which Recv, which Notify satisfies an Expect): a graph, built once.
+    >>> build([program], machine).tasks[0].after
 
-    >>> graph = build([program], machine)
-    >>> graph.tasks[0].after
-
-One op is one task, except that ops which meet share theirs: the members of a collective, or a Send
-and its Recv. So they begin when the last of them has come and end together, which is what takes
-longest of all that docs/semantics.md allows: a prediction, and nothing that an order may lean on. A
-Group is two tasks, before and after its messages; a Fused is its launch and then a task for each of
-its members, in the order in which a kernel works through them.
+One op is one task, but the members of a collective, or a Send and its Recv, share one: they begin
+when the last has come and end together. A Group is two tasks, before and after its messages; a
+Fused is its launch and a task for each member, in the order in which a kernel works through them.
 """
 
 from __future__ import annotations

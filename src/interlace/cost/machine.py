@@ -1,22 +1,11 @@
 """Machine: the figures from which op times follow, built in or read from a calibration file.
 
-    >>> machine = default_machine("cpu")
-    >>> machine.replace(lanes=1).save("mine.json")
+    >>> default_machine("cpu").replace(lanes=1).save("mine.json")
     >>> Machine.load("mine.json").lanes
     1
 
-Every figure is of one rank. Ranks must choose alike, so all of them load the same file, or take the
-same built-in model (which is why that does not look at the machine it runs on).
-
-A Curve says how long a message of n bytes takes, from a few measured sizes. Between its points it
-is straight in log space, which suits what starts as a latency and ends as a bandwidth; below them
-it is the latency, above them the bandwidth of the last two goes on.
-
-    >>> curve = Curve(((1e3, 10e-6), (1e6, 14e-6), (1e9, 2.8e-3)))
-    >>> curve.seconds(1e3), curve.latency_s
-    (1e-05, 1e-05)
-    >>> round(curve.seconds(2e9) * 1e3, 2)
-    5.59
+Every figure is of one rank. Ranks must choose alike, so all load the same file, or take the same
+built-in model, which does not look at the machine it runs on.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """Calibration files: a Machine as JSON, written whole or not at all, and read with care.
 
-    save(machine, default_path("4 x NVIDIA H200"))
-    machine = load("mine.json", gpus="4 x NVIDIA H200")
-
-One for each kind of host lies in the user's cache folder (`$XDG_CACHE_HOME/interlace`, or
-`~/.cache/interlace`). What is malformed, of another schema or measured elsewhere is a
-CalibrationError that says which.
-
-    >>> fingerprint("4 x NVIDIA H200")
-    '4 x NVIDIA H200, Linux x86_64'
-    >>> default_path("4 x NVIDIA H200").name
-    '4-x-nvidia-h200-linux-x86_64.json'
+>>> save(machine, default_path("4 x NVIDIA H200"))
+>>> default_path("4 x NVIDIA H200").name
+'4-x-nvidia-h200-linux-x86_64.json'
+>>> machine = load("mine.json", gpus="4 x NVIDIA H200")
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Op times: what one op costs on a machine, from its boxes alone, and what it costs the host.
+"""Op times: what one op costs the device, from its boxes alone, and what it costs the host.
 
     >>> op_cost(op, program.boxes(0), machine, {"tp": 4}).seconds
     0.0024
-    >>> issue_seconds(op, machine, {"tp": 4})
-    8e-06
-
-A matmul takes whole waves of tiles, or as long as its bytes do; other compute takes its bytes; a
-collective takes the bytes that each rank must receive, over its link.
 
 Note [Parts of a fused kernel]
-    Matmuls of one weight are cut from the same waves, which is what fusing is for: together they
-    take as long as a whole matmul of all their rows, and each takes its share of that. A tile is
-    one unit's: from when a part's rows are there it takes at least a tile's time, however many
-    units are idle, so that what fits into one wave hides nothing.
+    Matmuls of one weight are cut from the same waves: together they take as long as one matmul of
+    all their rows, and each takes its share. From when a part's rows are there it takes at least
+    one tile's time, so what fits into one wave hides nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The simulator: a discrete-event play of a set of ranks, which predicts their timeline.
+"""The simulator: a discrete-event play of the ranks' tasks, which predicts their timeline.
 
     >>> timeline = simulate(program, default_machine("cuda"))
     >>> timeline.makespan_s, timeline.figures(rank=0).hidden
     (0.0026, 0.94)
 
-`cost/graph.py` turns the set into tasks and what they wait for, with the order that every part of
-Interlace shares: streams, events, collectives, messages, signals, slots. Here the tasks are played.
 Compute of one rank shares its lanes, transfers of one rank share its link, and a transfer that
 takes a lane or steals from compute slows it down. A set that gets stuck raises SoundnessError.
 """

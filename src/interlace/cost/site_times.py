@@ -1,21 +1,14 @@
 """SiteTime: what a whole site was measured to take with a strategy; and what that says of others.
 
-A site is told by its kind, its element type, the M, K and N of its rank's matmul and the size of
-its team; a strategy by its label (`serial`, `peer/put`, `pipeline x4`). Where the site itself was
-measured, that counts. Where only others were, the prediction is corrected as theirs would have had
-to be, the nearer ones the more:
-
     >>> site = SiteKey(kind="all_gather_matmul", dtype="bf16", m=64, k=64, n=64, world=4)
     >>> times = [SiteTime(site=site, strategy="fused", seconds=3e-5, predicted_s=2e-5)]
     >>> measured(times, site, "fused"), round(correction(times, site, "fused", 2e-5), 2)
     (3e-05, 1.5)
 
 Note [In proportion, or by as much]
-    What a prediction leaves out is the same for every size (gaps between kernels, the hand-over of
-    a run) or grows with it (how fast a matmul is), and a few measurements do not tell which. So
-    half of a correction is in proportion, and half is so many seconds: their geometric mean. The
-    seconds of large sites say nothing of small ones, so these make no more of a prediction than the
-    largest ratio that was measured does. tests/passes/test_neighbours.py says what comes of it.
+    What a prediction leaves out is the same for every size or grows with it, and a few measurements
+    do not tell which. So a correction is the geometric mean of a ratio and of a difference in
+    seconds; the difference changes a prediction by no more than the largest measured ratio.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The builder: a Program written by hand, in Python.
+"""The builder: a Program written by hand, in Python. Leaving the `with` block validates it.
 
-    with interlace.program("gather", team=4) as p:
-        x = p.input("x", "f32", (2, 4))
-        y = p.output("y", "f32", (8, 4))
-        full = p.alloc("full", "f32", (8, 4), symmetric=p.tp)
-        p.copy(x, full[p.tp.rank])
-        p.notify("ready", to=p.tp.others)
-        for k in range(1, 4):
-            p.expect("ready", p.tp.rank + k)
-            p.get(full[p.tp.rank + k], peer=p.tp.rank + k)
-        p.copy(full, y)
-        p.free(full)
-    print(p.program)
-
-Leaving the `with` block validates the Program. Each op remembers the line of Python that wrote it.
+with interlace.program("gather", team=2) as p:
+    x, y = p.input("x", "f32", (2, 4)), p.output("y", "f32", (4, 4))
+    full = p.alloc("full", "f32", (4, 4), symmetric=p.tp)
+    p.copy(x, full[p.tp.rank])
+    p.notify("ready", to=p.tp.others)
+    p.expect("ready", p.tp.rank + 1)
+    p.get(full[p.tp.rank + 1], peer=p.tp.rank + 1)
+    p.copy(full, y)
+    p.free(full)
+print(p.program)
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
 """What a Call may name: an operator of PyTorch's dispatcher, or a function of a short table.
 
-A name is data from a file, so it is looked up, never walked: `namespace.operator.overload`, where
-no part is an attribute of Python's. Whether the operator exists is for the binder to say.
+A name is data from a file, so it is looked up, never walked. Operators outside PyTorch's own
+namespaces are refused unless the caller names them: a schedule from a file is a stranger's, and
+what a library registered may read files or foreign memory.
 
-    >>> refusal("aten.mm.out") is None
-    True
     >>> refusal("operator.call")
     "'operator.call' is no operator: Python's own functions are not reached from a schedule"
-
-Operators of others are refused, except where they are named:
-
-    refuse_others(program)                       # ProgramError where it calls mylib.scale.default
-    refuse_others(program, allowed={"mylib"})    # a namespace, or the operator's full name
-
-A schedule from a file is a stranger's, and what this process or a library of it registered does
-whatever it does: reads files, sends, looks at memory that is not its own. Who made a Program from a
-graph of this process knows the operators of it, and names them.
+    >>> refuse_others(program, allowed={"mylib"})    # a namespace, or the operator's full name
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """How a dataclass is written as a call, from its fields: one table for text, builder and checks.
 
-    class Notify(Op):
+    class Notify(Op):                                           notify(ready, to=tp.rank + 1)
         signal: str = field(metadata=NAME)
         peer: Index | Others = field(metadata=written(named=True, keyword="to"))
-        team: str = field(metadata=TEAM)
-        value: int = 1
 
-    notify(ready, to=tp.rank + 1, value=2)
-
-A field's *role* says what its value is: a view, a peer, a name, an integer. Its type gives the
-role, or its metadata where the type does not say enough. The printer, the parser, the builder and
-the checks have a row for each role, so that a new op or step of a view needs its dataclass alone.
+A field's *role* says what its value is (a view, a peer, a name); its type or its metadata gives it.
+The printer, the parser, the builder and the checks have a row for each role, so that a new op or
+step of a view needs its dataclass alone.
 """
 
 from __future__ import annotations

@@ -6,11 +6,7 @@ With W ranks and `rows` rows a rank, the matmul is [W * rows, inner] @ [inner, c
     scatter_matmul   the rows of rank + 1, + 2, ..., in `pieces` ranges each, into a stage from
                      which they leave; and the rank's own rows into its slot
 
-`turns` is the order of the parts. `kernel_matmul` is asked by the pass that makes the op, by
-`validate` and by the binder that launches the kernel, so that none of them knows more than another.
-
-    >>> turns(FusedKernel(kind="scatter_matmul", pieces=2, lead=1), size=2)
-    [(1, 0), (0, 0), (1, 1), (0, 1)]
+The pass that makes the op, `validate` and the binder that launches the kernel all ask here.
 """
 
 from __future__ import annotations

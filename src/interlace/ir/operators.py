@@ -2,8 +2,6 @@
 
     >>> operator_of("aten.addmm.default").lhs, operator_of("aten.gelu.default").into
     (1, 'aten.gelu.out')
-    >>> is_pointwise("aten.add_.Tensor"), is_heavy("aten._scaled_mm.default")
-    (True, True)
 
 To teach Interlace an operator, add a row. A call of any other name is opaque: it is run as it is,
 costs the bytes that it touches, and is never cut.

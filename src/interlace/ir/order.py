@@ -1,19 +1,13 @@
 """What orders ops: all edges between the ops of a list, and between those of several ranks.
 
-An op declares what it waits for, raises, meets and takes (`Op.ordering`). Within one list that
-binds events (`bindings`) and gives the order of the serial twin (`in_order`). Between ranks,
-`Meetings` collects the ops of all of them and says which belong together, by the rules of
-docs/semantics.md and no others:
+An op declares what it waits for, raises, meets and takes (`Op.ordering`). `Meetings` collects the
+ops of all ranks and says which belong together, by the rules of docs/semantics.md. What stands for
+an op (a node, a task) is the caller's. The exhaustive oracle shares nothing with this file.
 
     >>> meetings = Meetings[str]()
-    >>> for rank in program.world:
-    ...     for index, op in enumerate(program.ops):
-    ...         meetings.add(program.where(rank), op.ordering(), f"op {index} of rank {rank}")
+    >>> meetings.add(program.where(rank), op.ordering(), f"op {index} of rank {rank}")
     >>> [(level.expect, level.notify) for level in meetings.levels()]
     [('op 2 of rank 0', 'op 1 of rank 1'), ('op 2 of rank 1', 'op 1 of rank 0')]
-
-What stands for an op is the caller's: a node of a graph, a task, a place. The exhaustive oracle
-(verify/oracle/machine.py) reads the same page by itself and shares nothing with this file.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Element types, rank-dependent integers, teams, tables and buffers: the nouns of a Program.
 
 A Program is one text for all ranks. What differs between ranks is an `Index` (`tp.rank + 1`,
-counted modulo the team) or a `TableEntry` (`rows[tp.rank]`, an entry of a per-rank table). `Where`
-says which rank asks, and resolves both to integers:
+counted modulo the team) or a `TableEntry` (`rows[tp.rank]`); `Where` resolves both for one rank:
 
-    >>> team = Team("tp", 4)
-    >>> where = Where.of(rank=3, teams=(team,), tables=(Table("rows", "tp", (3, 3, 2, 2)),))
-    >>> where.index(RankIndex("tp", 1)), where.dim(TableEntry("rows", RankIndex("tp", 1)))
-    (0, 3)
+    >>> where = Where.of(rank=3, teams=(Team("tp", 4),))
+    >>> where.index(RankIndex("tp", 1))
+    0
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """find_sites: every collective of a serial Program gets a Site, and its ops the site's number.
 
-Sites are found by meaning (`sites/`): an all-gather whose rows one or several matmuls take,
-or matmuls whose rows, pointwise operators between, a reduce-scatter or an all-reduce sums; and an
-all-to-all on either side of the matmuls of a rank's experts. A collective that is neither is a site
-of its own kind, with the reason, and runs as it is.
+Sites are found by meaning (`sites/`). A collective without matmuls is a site of its own kind, with
+the reason. Run again, the pass numbers afresh, but for sites that are overlapped already.
 
     site(1, "all_gather_matmul", "layers.0.mlp.up")
-    site(2, "all_gather", "layers.0.mlp.up", reason="aten.mm.default takes the gathered tensor as
-        its right-hand side or its bias: it travels as a whole, under other computation")
-
-Run again, it numbers afresh; sites that are overlapped already keep their numbers.
 
 A site's ops become one block, which `decompose` replaces as a whole. A block that would have to run
-both before and after some op outside it (or another block) cannot be; `in_blocks` then gives None.
+both before and after some op outside it cannot be; `in_blocks` then gives None.
 
     >>> in_blocks(before, [{0, 3}, {5, 6}])         # before: dependencies(program)
     [(0, 3), (1,), (2,), (4,), (5, 6)]

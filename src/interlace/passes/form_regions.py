@@ -1,19 +1,12 @@
-"""form_regions: small calls that follow one another become one.
+"""form_regions: small calls that follow one another, and feed one another, become one region.
 
-A chain of pointwise operators costs a launch and a trip through memory each. Where such calls stand
-together in the list, and feed one another, this pass makes them one `Call` of a region, whose body
-the Program holds: at bind time it runs eager, or through a compiler.
+A chain of pointwise operators costs a launch and a trip through memory each; a region runs as one:
 
-    h = aten.mul.Tensor(x, 2.0)                  @region
-    y = aten.add.Tensor(h, b)           ->       def region_0(i0, i1):
-                                                     t0 = aten.mul.Tensor(i0, 2.0)
-                                                     t1 = aten.add.Tensor(t0, i1)
-                                                     return t1
+    t0 = aten.mul.Tensor(i0, 2.0); t1 = aten.add.Tensor(t0, i1); return t1
 
-Left alone are matmuls and attention (`schedule` wants to place them), calls of a site, calls that
-draw random numbers or write in place, and calls of several results. A region begins where
-communication arrives, so that none waits for more than its calls did. Values are numbered, not
-named: the same chain in two layers is one region, compiled once.
+Left alone are matmuls, attention, calls of a site, and calls that draw random numbers, write in
+place or have several results. A region begins where communication arrives, so that none waits for
+more than its calls did. The same chain in two layers is one region.
 """
 
 from __future__ import annotations

@@ -1,30 +1,17 @@
-"""fuse: what one kernel is to do of a site becomes one op.
+"""fuse: the matmuls that one kernel is to do become one op. The last pass.
 
-The last pass. A site with the strategy `fused` was decomposed into chunks and puts like any other;
-here the chunks of each matmul, with the signals that they await and the events that they record,
-become the parts of one `Fused`:
+A site with the strategy `fused` was decomposed into chunks and puts like any other. Here the chunks
+of each matmul become the parts of one `Fused`, with the signals that they await and the events that
+they record for their puts and for sums beside the kernel:
 
     main: fused(
         part(call("aten.mm.out", x, w, out=y[tp.rank])),
         part(expect(arrived, tp.rank + 1), call("aten.mm.out", slots[tp.rank + 1], w, out=...)),
-        ...,
         kernel=gather_matmul())
 
-Before a reduction each part records the event that its put waits for, or the sum beside the kernel.
-
-What else stands between the chunks on their stream goes before the op, or after it. The op takes
-the place in the list of the last chunk, or of the first thing that waits for one of them. Parts are
-not ordered, so the result is proved once more; if that fails, or the chunks cannot be brought
-together, they stay as they are: peer copies, with a remark. Parts that are not what a kernel does
-get none, and a remark: they run one after another.
-
-A group is a matmul of a site whose strategy is `fused`, chunk by chunk; `schedule` and
-`plan_memory` keep its calls together. The sum of a reduction is no part of it; what it adds is
-awaited on a stream of its own, as waiting keeps a stream. If the own rows are made piece by piece,
-all of them but the last are summed there, beside the kernel.
-
-    >>> groups(program)
-    [(4, 6, 8, 10)]
+What else stands between the chunks on their stream goes before or after the op, which takes the
+place of the last chunk, or of the first op that waits for one. The result is proved once more:
+where that fails, the chunks stay as peer copies, with a remark.
 """
 
 from __future__ import annotations

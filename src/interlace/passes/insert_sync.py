@@ -1,18 +1,13 @@
 """insert_sync: the events that order the streams, and no more than suffice.
 
-The only pass that adds events, after all that move ops. Every dependency between two streams needs
-a path of stream order and events; `clocks` follows those paths, so that a dependency which others
-imply gets no event of its own. What remains is the transitive reduction of the order, which is
-unique: with fewer events something would be unordered.
+Every dependency between two streams needs a path of stream order and events. `clocks` follows those
+paths: a dependency that others imply gets no event, so what remains is the transitive reduction of
+the order. Events that the Program already has are dropped first.
 
-    >>> print(InsertSync().run(program))
-    ...
-        comm: all_gather(x, full, team=tp)
-        comm: record(e1)
-        main: wait(e1)
-        main: call("aten.mm.out", full, w, out=y)
-
-Events that the Program already has are dropped first, so running the pass twice changes nothing.
+    comm: all_gather(x, full, team=tp)
+    comm: record(e1)
+    main: wait(e1)
+    main: call("aten.mm.out", full, w, out=y)
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Which accesses of a Program touch the same bytes: views as numbered boxes, on every rank at once.
 
-A pass decides for all ranks, so two views overlap here where they do on some rank. Views are
-numbered once and compared by their hulls first, which keeps thousands of ops cheap:
-
     >>> overlaps = Overlaps(program)
     >>> a, b = overlaps.number(View("x").chunk(0, 2)), overlaps.number(View("x").chunk(1, 2))
     >>> overlaps.between(a, b)
     False
+
+A pass decides for all ranks, so two views overlap here where they do on some rank.
 """
 
 from __future__ import annotations

@@ -5,16 +5,8 @@
     ('peer', 4)
     >>> overlapped = run_pipeline(program, passes)
 
-A pass is a frozen dataclass with a name, whose `run` maps a Program to a Program. Its fields are
-the options; it never changes its argument, and says what it declined to do as a `Remark` on the
-Program. A pass that asks the cost model has a field `machine`.
-
-    @dataclass(frozen=True)
-    class Reverse:
-        name: ClassVar[str] = "reverse"
-
-        def run(self, program: Program) -> Program:
-            return program.replace(ops=program.ops[::-1])
+A pass is a frozen dataclass with a name and options, whose `run` maps a Program to a Program, and
+remarks on what it declines. One that asks the cost model has a field `machine`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """place_resharding: a gather stands on the side of a computation where fewer bytes move.
 
-A computation of each element for itself (a cast, a pointwise operator), or of each row (a sum over
-the last dimension), gives the same before a gather as after it. `auto` gathers the narrower of its
-input and output and, where they are alike, the output, since a shard is less to compute on.
-
     gather(x: f32) -> cast to bf16 -> matmul      becomes      cast to bf16 -> gather -> matmul
 
-`position=before` always gathers before the computation, `after` after it. Reductions stay: rounding
-before a sum is not rounding after it. What is moved, and what could not be, stands in a remark.
+This holds for computations of each element (a cast, a pointwise operator) and of each row (a sum
+over the last dimension). Reductions stay: rounding before a sum is not rounding after it.
 """
 
 from __future__ import annotations

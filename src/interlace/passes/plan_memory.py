@@ -1,20 +1,11 @@
 """plan_memory: where every buffer lives, and for how long.
 
-- Buffers that stay inside the Program share one `arena` by lifetime. A fresh buffer that nobody
-  outside sees becomes one of them, and so does the result of a matmul (`aten.mm.default` turns into
-  `aten.mm.out`), so that a run allocates little. What leaves the Program stays fresh.
-- Symmetric buffers take slots of their team's pool; one slot serves many that live one after
-  another.
-- `Alloc` stands right before the first use; `Free`, for fresh and symmetric buffers, after the
-  last one.
+Buffers that stay inside the Program share one `arena` by lifetime, symmetric ones the slots of
+their team's pool; what leaves the Program is allocated by torch. `Alloc` stands right before the
+first use, `Free` of fresh and symmetric buffers after the last. Bytes are reused only where the
+Program's data already orders all their uses, so nothing waits longer and no event is added.
 
-    >>> print(PlanMemory().run(program))
-    ...
-        h = alloc(f32[64, 256], storage="arena", offset=4096)
-
-Bytes are reused, and buffers freed, only where the Program's data already orders all their uses,
-so `insert_sync`, which runs later, adds no event for memory's sake and nothing waits longer. A
-remark tells the bytes.
+    h = alloc(f32[64, 256], storage="arena", offset=4096)
 """
 
 from __future__ import annotations

@@ -1,25 +1,16 @@
 """schedule: order and streams in one pass, so that communication runs under compute.
 
-Compute goes to the stream `main`, communication to one stream `comm`, in the order in which its
-results are needed; what a sum of puts awaits goes to `arrivals`, and so do sums that run beside a
-kernel and what peers fetch of them. The pass plays the Program on these lanes: communication starts
-as soon as its data is there; compute whose input still travels gives way to compute that is ready,
-above all to what feeds more communication (the gradient of the input before the gradient of the
-weight). So a gather for a weight's gradient runs under the matmul for the input's, the scatter of
-the input's gradient under the weight's, and reductions that nobody awaits under the rest of the
-backward.
+Compute goes to the stream `main`, communication to `comm`, what a sum of puts awaits to `arrivals`.
+The pass plays the Program on these lanes: communication starts as soon as its data is there;
+compute whose input still travels gives way to compute that is ready, above all to what feeds more
+communication (the gradient of the input before the gradient of the weight).
 
     >>> overlapped = InsertSync().run(Schedule().run(program))
 
-All ranks must decide alike, also where their local sizes differ, so the pass looks at what ops
-there are, what depends on what and at sites, never at sizes: Note [Weights]. Every move keeps the
-dependencies of `passes/dependencies.py`, so the list runs in order without a deadlock.
-
 Note [Weights]
-    Between two lanes only the ratio matters: a matmul or an attention weighs as much as a whole
-    communication, the chunks of a site share that, and what is left weighs little. The machine's
-    real speeds decide between strategies, in `decompose`; here they would gain little and cost the
-    agreement of the ranks.
+    All ranks must decide alike, also where their sizes differ. So a matmul or an attention weighs
+    as much as a whole communication, the chunks of a site share that, and the rest weighs little.
+    The machine's real speeds decide between strategies, in `decompose`.
 """
 
 from __future__ import annotations

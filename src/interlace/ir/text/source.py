@@ -1,11 +1,4 @@
-"""The text being parsed: errors that show where they are, and the arguments of a call.
-
-coppy(x, y)   ->  ParseError: schedule.ilc:7:11: no op is named 'coppy'
-                    6 |     full = alloc(f32[8, 4])
-                  > 7 |     main: coppy(x, y)
-                      |           ^^^^^
-                  did you mean 'copy'?
-"""
+"""The text being parsed: errors that show where they are, and the arguments of a call."""
 
 from __future__ import annotations
 

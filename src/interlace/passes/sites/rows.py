@@ -2,23 +2,14 @@
 
 The contents of a value are `ByteRun`s: `length` bytes from `start` on, in row-major order of the
 value, come from byte `offset` on of `source` (a rank's shard, or one matrix); `PAD` is zeros.
-Views, cat, clone, slice and pad change only the list of runs, so that a gather is understood
-however its result is put in order:
 
     >>> gathered = (ByteRun(0, 24, 0, 0), ByteRun(24, 24, 1, 0))    # two ranks, (2, 3) floats each
     >>> seen(gathered, Box(6, (2, 3), (3, 1), DType.f32))       # the second rank's rows
     (ByteRun(start=0, length=24, source=1, offset=0),)
 
-A `RowLayout` says how the rows of a matrix are dealt to the ranks of a team, the one shape that
-strategies chunk.
-
-`RowLayout(batch=2, rows=(3, 3, 2), pitch=(3, 3, 3))`: the matrix is two stacks of 3 + 3 + 2 rows;
-of each stack the first three rows are rank 0's, and so on; a rank's shard holds its rows of every
-stack, the stacks 3 rows apart (rank 2's last row is padding). Contents of any other shape are
-refused, with the reason.
-
-    >>> RowLayout(2, (3, 3, 2), (3, 3, 3)).total
-    16
+A `RowLayout` says how the rows of a matrix are dealt to the ranks, the one shape that strategies
+chunk: with `RowLayout(batch=2, rows=(3, 3, 2), pitch=(3, 3, 3))` the matrix is two stacks of
+3 + 3 + 2 rows, and a rank's shard holds its rows of both, 3 rows apart. Other contents are refused.
 """
 
 from __future__ import annotations

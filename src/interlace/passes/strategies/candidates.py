@@ -1,19 +1,11 @@
-"""What every strategy is expected to take for the sites of a serial Program; for `explain`.
+"""What every strategy is expected to take for a Program's sites, and measured sites.
 
-    found = candidates(program, Options(), machine)
-    [(e.label, e.predicted_ms, e.measured_ms) for e in found[1]]
+    >>> found = candidates(program, Options(), machine)
+    >>> [(e.label, e.predicted_ms, e.measured_ms) for e in found[1]]
     [('serial', 2.94, 2.95), ('peer/get', 2.61, None), ...]
 
-Sites are numbered as lowering numbers them, since the same passes find them.
-
-`site_times` reads measured sites from the rows of `interlace bench overlap`, for the table that
-`auto` asks first.
-
-    times = site_times(csv.DictReader(file))
-    machine = with_sites(machine, times)
-
-Rows of other libraries, of `auto` and with an error tell nothing here. Where rows come from several
-GPUs, those of the last row's count.
+`site_times` reads measured sites from the rows of `interlace bench overlap`. Rows of other
+libraries, of `auto`, with an error, or of another GPU than the last row's are left out.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """What a site is expected to take with a strategy: measured, or predicted and corrected.
 
-    found = estimate(machine, values, site, row, chunks)
-    found.label, found.predicted_ms, found.measured_ms, found.expected_ms
-    ('peer/put', 0.41, None, 0.44)
+    >>> estimate(machine, values, site, row, chunks).expected_ms
+    0.44
 
-A prediction plays the site alone: its ops become a Program of their own, scheduled and simulated as
-the whole will be. Where this very site was measured (the machine's table of sites), that counts; a
-site that only has more to it, or other sizes, takes its prediction times what was measured over
-predicted nearby.
+A prediction schedules and simulates the site alone, as a Program of its own. Where the machine's
+table has this very site, the measurement counts; else what was measured nearby corrects it.
 
 Note [A busy host]
-    A host is half as fast in some minutes as in others, and a strategy that takes as long as its
-    host does is then as slow, where one with less to issue is not. So of two strategies that gain
-    about as much the one that leaves the host more time is taken: they are compared as if issuing
-    them took `BUSY` times as long (and it takes no more than this run does, or that of a smaller
-    site). Much more than 1.25 would give up what overlap gains where the host is not busy.
+    A host is half as fast in some minutes as in others. So of two strategies that gain about as
+    much the one with less to issue is taken: they are compared as if issuing took `BUSY` times as
+    long. Much more than 1.25 would give up what overlap gains where the host is not busy.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """How the partial results of a scatter travel and are summed, chunk by chunk.
 
-`compute(rank, matrix, within)` emits the rows of that rank (or some of them) into a matrix; each
-transport has it compute the others' rows first, its own last (`beside`: and in between), and leaves
-the sum of all ranks' parts of its rows in `out`. The order in which they are summed is the
-strategy's (`interlace/strategies.py`).
+`compute(rank, matrix, within)` emits the rows of a rank (or some of them) into a matrix; the others'
+rows first, the own last (`beside`: and in between). The strategy gives the order of the sum.
 
     Scatter(emitter, strategy, stage, out, sizes, width, dtype).run(compute)
 
 Note [Slabs]
     A large all-reduce behind a kernel is cut in slabs of rows, and each slab in a part for each
-    rank, which sums it. Of every slab the others' parts are computed first and put into their
-    owners' slots, then the own part. Each slab but the last is summed while the next is computed,
-    into a slot that the peers fetch it from at once; so all that follows the computation is the sum
-    of the last slab and its way back.
+    rank, which sums it. The others' parts are computed first and put into their owners' slots.
+    Each slab but the last is summed while the next is computed, into a slot that the peers fetch it
+    from; after the computation only the sum of the last slab and its way back remain.
 """
 
 from __future__ import annotations
