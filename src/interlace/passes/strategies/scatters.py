@@ -1,7 +1,7 @@
 """How the partial results of a scatter travel and are summed, chunk by chunk.
 
-`compute(rank, matrix, within)` emits the rows of a rank (or some of them) into a matrix; the others'
-rows first, the own last (`beside`: and in between). The strategy gives the order of the sum.
+`compute(rank, matrix, within)` emits the rows of a rank (or some of them) into a matrix: those of
+others first, the own last (`beside`: and in between). The strategy gives the order of the sum.
 
     Scatter(emitter, strategy, stage, out, sizes, width, dtype).run(compute)
 
