@@ -17,8 +17,7 @@ from interlace.passes.dependencies import dependencies
 from interlace.passes.find_sites import analyse
 from interlace.passes.overlaps import representatives
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.choose import Chooser, pick
-from interlace.passes.strategies.estimate import Estimate, site_key
+from interlace.passes.strategies.choose import Chooser, Estimate, pick, site_key
 from interlace.strategies import STRATEGIES
 
 SIZES = {

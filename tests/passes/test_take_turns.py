@@ -9,7 +9,7 @@ from interlace.ir import Expect, Notify, Program, Put, RankIndex, parse
 from interlace.options import Options
 from interlace.passes import lower, run_pipeline, take_turns
 from interlace.passes.strategies import pieces
-from interlace.passes.strategies.estimate import seconds_alone
+from interlace.passes.strategies.choose import seconds_alone
 from interlace.passes.take_turns import TakeTurns
 from interlace.verify import check
 

@@ -18,7 +18,7 @@ from interlace.commands.output import UNSOUND, command, print_json, say, table
 if TYPE_CHECKING:
     from interlace.cost import Machine
     from interlace.ir import Program, Site
-    from interlace.passes.strategies.estimate import Estimate
+    from interlace.passes.strategies.choose import Estimate
 
 HEADINGS = ("site", "module", "kind", "strategy", "serial", "predicted", "gain", "reason")
 CANDIDATES = ("site", "strategy", "predicted", "measured", "expected")

@@ -1,7 +1,7 @@
 """What a Program costs: a machine model, op times, the simulator and the timelines it predicts.
 
 timeline.py      spans and overlap figures, predicted or measured
-machine.py       the figures of a machine; builtin.py: those known without measuring
+machine.py       the figures of a machine, and those known without measuring
 machine_file.py  calibration files, and where they live
 gemm.py          how long matmuls take
 op_times.py      what one op costs the device, and what it costs the host
@@ -11,9 +11,8 @@ simulate.py      the tasks played: a predicted timeline
 fit.py           what a benchmark measured, and the figures of a machine from that
 """
 
-from interlace.cost.builtin import default_machine
 from interlace.cost.fit import Sample, fit
-from interlace.cost.machine import Machine
+from interlace.cost.machine import Machine, default_machine
 from interlace.cost.machine_file import default_path, fingerprint
 from interlace.cost.op_times import op_kind, op_name, run_issue_seconds
 from interlace.cost.simulate import simulate

@@ -25,7 +25,7 @@ from interlace.frontend.binding import Bound
 from interlace.frontend.compiled_graph import CompiledGraph
 from interlace.ir import Program, Site
 from interlace.passes.strategies.candidates import candidates
-from interlace.passes.strategies.estimate import Estimate
+from interlace.passes.strategies.choose import Estimate
 
 
 def explain(bound: Iterable[Bound]) -> str:

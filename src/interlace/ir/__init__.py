@@ -11,14 +11,14 @@
     operators.py what an aten operator is: one table for all rooms
     order.py     what orders ops, in a list and between ranks; the order of one op after another
     call_names.py  what a Program calls, and whether it may
-    builder.py   Programs written by hand in Python (builder_ops.py; handle.py: their views)
+    builder.py   Programs written by hand in Python (builder_ops.py: its ops and views)
 
 Nothing here imports torch.
 """
 
 from interlace.ir.box import Box
 from interlace.ir.builder import Builder
-from interlace.ir.handle import Handle
+from interlace.ir.builder_ops import Handle
 from interlace.ir.ops import (
     KINDS,
     Access,

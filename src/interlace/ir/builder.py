@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
 from interlace.errors import ProgramError
-from interlace.ir.builder_ops import BuilderOps, TeamOrName
-from interlace.ir.handle import Handle, Scope, element_type
+from interlace.ir.builder_ops import BuilderOps, Handle, Scope, TeamOrName, element_type
 from interlace.ir.ops import (
     Alloc,
     Arg,

@@ -1,9 +1,9 @@
 """How a site is written with a strategy (a row of `interlace/strategies.py`), and which it gets.
 
 write.py       a site with a strategy: what is declared, and which rows are computed when
-gathers.py, scatters.py, slices.py: how chunks travel
-chunks.py      the computation on chunks;  pieces.py: how finely a site is cut
+gathers.py, scatters.py: how chunks travel
+chunks.py      chunks, slices and the computation on them;  pieces.py: how finely a site is cut
 emitter.py     names, tables and views of what is written
-choose.py      which strategy a site gets;  estimate.py: measured, or predicted by playing it alone
+choose.py      which strategy a site gets: measured, or predicted by playing it alone
 candidates.py  all estimates of a Program's sites, for `explain`, and measured sites
 """

@@ -25,8 +25,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.pipeline import run_pipeline
 from interlace.passes.sites.recognise import SITE_KINDS
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.choose import Chooser
-from interlace.passes.strategies.estimate import Estimate
+from interlace.passes.strategies.choose import Chooser, Estimate
 from interlace.passes.strategies.pieces import DEFAULT_SLICES
 
 

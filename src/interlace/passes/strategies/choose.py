@@ -1,8 +1,16 @@
 """Which strategy a site gets: the one asked for, or the one that is expected to be fastest.
 
-What was measured on the machine goes before what is predicted (`estimate.py`), and serial stays
-where the gain is not certain. All this reads sizes of the site's buffers and the machine's figures,
-nothing of one rank, so that all ranks choose alike; of equals the first row of the table counts.
+Measurements go before predictions, and serial stays where the gain is not certain. A prediction
+schedules and simulates the site alone; what was measured nearby corrects it. All this reads sizes
+and the machine's figures, nothing of one rank, so that all ranks choose alike.
+
+    >>> estimate(machine, values, site, row, chunks).expected_ms
+    0.44
+
+Note [A busy host]
+    A host is half as fast in some minutes as in others. So of two strategies that gain about as
+    much the one with less to issue is taken: they are compared as if issuing took `BUSY` times as
+    long. Much more than 1.25 would give up what overlap gains where the host is not busy.
 """
 
 from __future__ import annotations
@@ -11,14 +19,232 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from interlace.cost import Machine, default_machine
-from interlace.ir import Arg, Call, Collective, Op, Site, View
-from interlace.passes.sites.recognise import GatherSite, MatmulSite
+from interlace.cost import Machine, SiteKey, default_machine, run_issue_seconds, simulate
+from interlace.cost.op_times import matmul_shape
+from interlace.cost.site_times import correction, doubt, host_at_most, measured
+from interlace.ir import (
+    Alloc,
+    Arg,
+    Buffer,
+    Call,
+    Collective,
+    Dim,
+    Op,
+    Program,
+    RankIndex,
+    Site,
+    Team,
+    View,
+    map_views,
+)
+from interlace.ir.types import TableEntry
+from interlace.passes.dependencies import dependencies
+from interlace.passes.fuse import Fuse
+from interlace.passes.insert_sync import with_events
+from interlace.passes.schedule import Schedule
+from interlace.passes.sites.cone import result_of
+from interlace.passes.sites.recognise import GatherSite, MatmulSite, site_kind
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.estimate import Estimate, estimate
+from interlace.passes.strategies.emitter import Names
 from interlace.passes.strategies.pieces import DEFAULT_SLICES, collective_of, slices
-from interlace.passes.strategies.write import refusal
+from interlace.passes.strategies.write import refusal, write
+from interlace.passes.take_turns import TakeTurns
 from interlace.strategies import STRATEGIES, Strategy
+
+SERIAL = "serial"
+BUSY = 1.25
+"""Note [A busy host]."""
+ALONE = 1
+"""The number of a site in the Program that holds it alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A strategy for a site, and what it is expected to take."""
+
+    label: str
+    row: Strategy | None
+    chunks: int
+    predicted_ms: float
+    """By the model alone."""
+    measured_ms: float | None
+    """This very site, where the calibration has it."""
+    expected_ms: float
+    """What to go by,"""
+    busy_ms: float
+    """and what strategies are compared by: Note [A busy host]."""
+
+
+def estimate(
+    machine: Machine,
+    values: Dataflow,
+    site: MatmulSite,
+    row: Strategy | None,
+    chunks: int = 0,
+) -> Estimate:
+    """The estimate of a strategy on a machine; None: serial."""
+    label = label_of(row, chunks)
+    predicted, host = _seconds(machine, values, site, row, chunks)
+    key, table = site_key(values, site, machine.captured), machine.sites
+    known = measured(table, key, label) if _plain(values, site) else None
+    # One of which nothing was measured is taken to be as far off as the worst of the others.
+    told = correction(table, key, label, predicted)
+    ratio = told or doubt(table, key, predicted) or 1.0
+    expected = predicted * ratio if known is None else known
+    busy = max(expected, BUSY * min(host_at_most(table, key, label, host), expected))
+    known_ms = None if known is None else known * 1e3
+    return Estimate(label, row, chunks, predicted * 1e3, known_ms, expected * 1e3, busy * 1e3)
+
+
+def _seconds(
+    machine: Machine,
+    values: Dataflow,
+    site: MatmulSite,
+    row: Strategy | None,
+    chunks: int,
+) -> tuple[float, float]:
+    """How long a site alone takes, and its host."""
+    names, op = values.names.copy(), collective_of(values, site)
+    if row is None:
+        return seconds_alone(
+            isolated(values, op, [values.program.ops[i] for i in site.ops]), machine
+        )
+    alone = isolated(values, op, write(values, names, site, row, chunks, ALONE), names)
+    marked = Site(id=ALONE, kind=site_kind(op.kind, site), strategy=row.name)
+    return seconds_alone(alone.replace(sites=(marked,)), machine)
+
+
+def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
+    """How long a Program takes, run after run, which is as long as its ranks do, or as its host;
+    and how long the host takes, as far as is known.
+
+    A machine that does not tell what issuing costs is taken from idle. Turns cost what issuing
+    them does, and gain nothing: the ranks of the simulation are in step, and never meet.
+    """
+    played, before = Schedule().played(program)
+    ordered = with_events(played, before or dependencies(played, listed=False))
+    timed = Fuse().run(TakeTurns().run(ordered))
+    if not machine.issue:
+        return simulate(timed, machine).makespan_s, 0.0
+    device = simulate(timed, machine.replayed).makespan_s
+    host = run_issue_seconds(timed, machine)
+    return max(device, host), host
+
+
+def label_of(row: Strategy | None, chunks: int) -> str:
+    """A strategy as measured sites and `explain` call it: `peer/put`, `pipeline x4`."""
+    if row is None:
+        return SERIAL
+    name = f"{row.name}/{row.transport}" if row.name == "peer" else row.name
+    return f"{name} x{chunks}" if row.cut == "slices" else name
+
+
+def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey:
+    """The site as measurements know it: M, K and N are those of a rank's matmuls together."""
+    op = collective_of(values, site)
+    assert op.dst is not None
+    world = values.program.team(op.team).size
+    if isinstance(site, GatherSite):
+        outs = (result_of(values.program.ops[i]) for i in site.matmuls)
+        columns = sum(values.box(out).sizes[-1] for out in outs if out is not None)
+        sizes = site.layout.total, site.width, columns
+    else:
+        calls = [values.program.ops[i] for i in site.cone.ops]
+        shapes = [matmul_shape(c, values.box) for c in calls if isinstance(c, Call)]
+        inner = sum(shape.inner for shape in shapes if shape is not None)
+        sizes = site.cone.rows, inner, site.cone.width
+    m, k, n = (max(1, size) for size in sizes)
+    dtype = str(values.box(op.dst).dtype)
+    kind = site_kind(op.kind, site)
+    return SiteKey(kind=kind, dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
+
+
+def _plain(values: Dataflow, site: MatmulSite) -> bool:
+    """Whether it is one matmul, of one matrix, and its communication, as sites are measured."""
+    if isinstance(site, GatherSite):
+        if len(site.matmuls) != 1 or site.whole:
+            return False
+        (matmul,) = site.matmuls
+    elif len(site.cone.ops) != 1:
+        return False
+    else:
+        (matmul,) = site.cone.ops
+    call = values.program.ops[matmul]
+    shape = matmul_shape(call, values.box) if isinstance(call, Call) else None
+    return shape is not None and shape.batch == 1
+
+
+# a site alone: its ops as a Program of their own
+
+
+def isolated(
+    values: Dataflow, collective: Collective, ops: Sequence[Op], names: Names | None = None
+) -> Program:
+    """The ops of a site as a Program of all its ranks: what they only read are its inputs."""
+    program, team = values.program, values.program.team(collective.team)
+    ops = [_for_all(op, collective, team, program.rank) for op in ops]
+    declared = Program(teams=program.teams, ops=tuple(ops)).buffers()
+    used = dict.fromkeys(a.view.buffer for op in ops for a in (*op.reads(), *op.writes()))
+    params: list[Buffer] = []
+    for buffer in (values.buffers[name] for name in used if name not in declared):
+        kind = "output" if buffer.kind == "output" else "input"
+        shape = _shape(buffer, collective, team, program.rank)
+        params.append(dataclasses.replace(buffer, kind=kind, shape=shape))
+    tables = tuple(names.tables) if names is not None else program.tables
+    alone = Program(
+        name=program.name,
+        teams=program.teams,
+        tables=tables,
+        params=tuple(params),
+        ops=tuple(ops),
+        results=(),
+        regions=program.regions,
+        ranks=program.ranks,
+    )
+    if _teams_in(alone) <= {team.name}:
+        mine = tuple(table for table in tables if table.team == team.name)
+        alone = alone.replace(teams=(Team(team.name, team.size),), tables=mine, ranks=None)
+    return alone
+
+
+def _for_all(op: Op, collective: Collective, team: Team, rank: int | None) -> Op:
+    if isinstance(op, Alloc):
+        shape = _shape(op.buffer, collective, team, rank)
+        return dataclasses.replace(op, buffer=dataclasses.replace(op.buffer, shape=shape))
+    return op
+
+
+def _shape(buffer: Buffer, collective: Collective, team: Team, rank: int | None) -> tuple[Dim, ...]:
+    """A shape for all ranks: in one rank's own Program an uneven shard has that rank's size."""
+    shard = collective.src if collective.kind == "all_gather" else collective.dst
+    if rank is None or collective.splits is None or shard != View(buffer.name):
+        return buffer.shape
+    return (TableEntry(collective.splits, team.rank), *buffer.shape[1:])
+
+
+def _teams_in(program: Program) -> set[str]:
+    """The teams that sizes, views and collectives name."""
+    teams = {op.team for op in program.ops if isinstance(op, Collective)}
+    owners = {table.name: table.team for table in program.tables}
+    for buffer in program.buffers().values():
+        teams.update(owners[dim.table] for dim in buffer.shape if isinstance(dim, TableEntry))
+
+    def look(view: View) -> View:
+        for step in view.steps:
+            for name in ("index", "start", "stop", "parts"):
+                value = getattr(step, name, None)
+                if isinstance(value, RankIndex):
+                    teams.add(value.team)
+                elif isinstance(value, TableEntry):
+                    teams.add(owners[value.table])
+                elif isinstance(value, str):
+                    teams.add(owners[value])
+        return view
+
+    for op in program.ops:
+        map_views(op, look)
+    return teams
+
 
 MARGIN = 0.97
 """A strategy must be predicted to take less than this part of the serial time,"""

@@ -17,6 +17,7 @@ from interlace.passes.strategies.chunks import (
     ChunkPlace,
     Compute,
     Pick,
+    Slices,
     in_shard,
     matrix,
     zero_padding,
@@ -34,7 +35,6 @@ from interlace.passes.strategies.pieces import (
     unfusable,
 )
 from interlace.passes.strategies.scatters import Combine, Scatter, Slabs
-from interlace.passes.strategies.slices import Slices
 from interlace.strategies import Strategy
 
 EXCHANGED = (
