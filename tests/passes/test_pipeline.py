@@ -43,8 +43,8 @@ def test_the_machine_goes_to_the_passes_that_ask_for_one() -> None:
     [
         ("decompos", "no pass named 'decompos'"),
         ("", "no pass in ''"),
-        ("decompose{strategy=ring", "never closes"),
-        ("decompose}", "closes that never opened"),
+        ("decompose{strategy=ring", "is no pipeline"),
+        ("decompose}", "is no pipeline"),
         ("decompose{ring}", "no option 'ring'; known are: strategy, protocol, chunks, sites"),
         ("decompose{machine=x}", "no option 'machine=x'"),
         ("schedule{a=1}", "no option 'a=1'"),

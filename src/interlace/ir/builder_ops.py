@@ -187,9 +187,7 @@ class BuilderOps:
         """
         for each in form_of(kind).fields:
             if each.role == "team":
-                given[each.name] = self.team_name(
-                    given.get(each.name), given.get(each.implied_by)
-                )
+                given[each.name] = self.team_name(given.get(each.name), given.get(each.implied_by))
         fields = {name: _plain(value) for name, value in given.items()}
         self.emit(kind(**fields, **self.common()))
 

@@ -224,20 +224,14 @@ def _as_node(step: Step) -> tuple[str, tuple[Arg, ...]] | None:
 
 def _connected(calls: Sequence[Call]) -> list[list[Call]]:
     """The calls in groups that pass no value to one another, each in order."""
-    group = {call.fresh[0].name: i for i, call in enumerate(calls)}
-    root = list(range(len(calls)))
-
-    def find(i: int) -> int:
-        while root[i] != i:
-            i = root[i]
-        return i
-
+    group: dict[str, int] = {}  # of each result: the first call of its group
     for i, call in enumerate(calls):
-        for view in call.views():
-            if view.buffer in group and group[view.buffer] < i:
-                one, other = sorted((find(i), find(group[view.buffer])))
-                root[other] = one
+        joined = {group[view.buffer] for view in call.views() if view.buffer in group}
+        first = min(joined, default=i)
+        if len(joined) > 1:
+            group |= {name: first for name, other in group.items() if other in joined}
+        group[call.fresh[0].name] = first
     groups: dict[int, list[Call]] = {}
-    for i, call in enumerate(calls):
-        groups.setdefault(find(i), []).append(call)
-    return list(groups.values())
+    for call in calls:
+        groups.setdefault(group[call.fresh[0].name], []).append(call)
+    return [groups[first] for first in sorted(groups)]

@@ -11,8 +11,9 @@ remarks on what it declines. One that asks the cost model has a field `machine`.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from interlace.cost import Machine
@@ -65,16 +66,21 @@ def parse_pipeline(text: str, machine: Machine | None = None) -> tuple[Pass, ...
 
     `machine` goes to every pass that asks the cost model.
     """
-    found: list[Pass] = []
-    for item in _split(text):
-        name, brace, rest = item.partition("{")
-        if brace and not rest.endswith("}"):
-            raise PassError(f"{item!r}: the options of a pass stand in braces, as in a{{b=1,c=2}}")
-        found.append(_make(name.strip(), rest[:-1] if brace else "", machine))
-    if not found:
-        known = ", ".join(PASSES)
-        raise PassError(f"no pass in {text!r}: name some of {known}")
-    return tuple(found)
+    if not text.strip():
+        raise PassError(f"no pass in {text!r}: name some of {', '.join(PASSES)}")
+    try:
+        tree = ast.parse(f"[{text.translate(_BRACES)}]", mode="eval").body
+    except SyntaxError:
+        raise PassError(
+            f"{text!r} is no pipeline: passes are separated by commas, and the options of a pass "
+            "stand in braces, as in a{b=1,c=[2,3]}"
+        ) from None
+    assert isinstance(tree, ast.List)
+    return tuple([_make(node, machine) for node in tree.elts])
+
+
+_BRACES = str.maketrans("{}", "()")
+"""With these a pipeline is Python: a list of names and calls."""
 
 
 def run_pipeline(
@@ -155,51 +161,31 @@ def spell_value(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _split(text: str) -> Iterator[str]:
-    """The items between the commas that stand in no bracket."""
-    depth, item = 0, ""
-    for char in text:
-        depth += (char in "{[") - (char in "}]")
-        if depth < 0:
-            raise PassError(f"{text!r}: a bracket closes that never opened")
-        if char == "," and depth == 0:
-            if item.strip():
-                yield item.strip()
-            item = ""
-        else:
-            item += char
-    if depth:
-        raise PassError(f"{text!r}: a bracket never closes")
-    if item.strip():
-        yield item.strip()
-
-
-def _make(name: str, options: str, machine: Machine | None) -> Pass:
+def _make(node: ast.expr, machine: Machine | None) -> Pass:
+    call = node if isinstance(node, ast.Call) else None
+    name = ast.unparse(call.func if call else node)
     if name not in PASSES:
         raise PassError(f"no pass named {name!r}: choose from {', '.join(PASSES)}")
     cls = PASSES[name]
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    known = [name for name, field in fields.items() if field.metadata.get("text", True)]
     given: dict[str, Any] = {}
-    for option in _split(options):
-        key, equals, value = (part.strip() for part in option.partition("="))
-        if not equals or key not in fields or not fields[key].metadata.get("text", True):
-            known = ", ".join(key for key in fields if fields[key].metadata.get("text", True))
-            raise PassError(f"pass {name} has no option {option!r}; known are: {known or 'none'}")
-        given[key] = _value(value)
+    for option in (*call.args, *call.keywords) if call else ():
+        if not isinstance(option, ast.keyword) or option.arg not in known:
+            listed = ", ".join(known) or "none"
+            what = ast.unparse(option)
+            raise PassError(f"pass {name} has no option {what!r}; known are: {listed}")
+        given[option.arg] = _value(option.value)
     if machine is not None and "machine" in fields:
         given["machine"] = machine
     return cls(**given)
 
 
-def _value(text: str) -> object:
-    if text.startswith("[") and text.endswith("]"):
-        return tuple(map(_value, _split(text[1:-1])))
+def _value(node: ast.expr) -> object:
+    if isinstance(node, ast.List):
+        return tuple(map(_value, node.elts))
+    text = ast.unparse(node)
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text.strip("\"'")
+    return text if isinstance(node, ast.Name) else ast.literal_eval(node)

@@ -25,8 +25,9 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.pipeline import run_pipeline
 from interlace.passes.sites.recognise import SITE_KINDS
 from interlace.passes.sites.values import Dataflow
-from interlace.passes.strategies.choose import Chooser, Estimate
+from interlace.passes.strategies.choose import SERIAL, Chooser, Estimate, label_of
 from interlace.passes.strategies.pieces import DEFAULT_SLICES
+from interlace.strategies import STRATEGIES
 
 
 def candidates(
@@ -122,27 +123,28 @@ KINDS = {
     "gemm_rs": SITE_KINDS["reduce_scatter"],
     "gemm_ar": SITE_KINDS["all_reduce"],
 }
-LABELS = {
-    **{name: name for name in ("serial", "fused", "exchange", "shift", "ring", "broadcast")},
-    **{"get": "peer/get", "put": "peer/put", "peer/get": "peer/get", "peer/put": "peer/put"},
-}
-"""A strategy's name in rows, and as `auto` knows it."""
+_FIXED = [label_of(row) for row in STRATEGIES.values() if row.cut != "slices"]
+LABELS = {label.removeprefix("peer/"): label for label in _FIXED}
+LABELS |= {label: label for label in (SERIAL, *LABELS.values())}
+"""By its name in rows, the label of a strategy."""
 
 
 def site_times(rows: Iterable[Mapping[str, Any]]) -> list[SiteTime]:
     """What the rows tell of our fixed strategies."""
-    listed = list(rows)
-    gpu = _text(listed[-1], "gpu") if listed else ""
-    found = [_site_time(row) for row in listed if _text(row, "gpu") == gpu]
-    return [time for time in found if time is not None]
+    _, listed = _of_last_gpu(rows)
+    return [time for time in map(_site_time, listed) if time is not None]
 
 
 def gpu_of(rows: Iterable[Mapping[str, Any]]) -> tuple[str, int]:
     """The GPU of the last row (on CPUs, their name), and the largest team there."""
+    gpu, listed = _of_last_gpu(rows)
+    return gpu, max([int(row["world"]) for row in listed if row.get("world")], default=0)
+
+
+def _of_last_gpu(rows: Iterable[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
     listed = list(rows)
     gpu = _text(listed[-1], "gpu") if listed else ""
-    worlds = [int(row["world"]) for row in listed if _text(row, "gpu") == gpu and row.get("world")]
-    return gpu, max(worlds, default=0)
+    return gpu, [row for row in listed if _text(row, "gpu") == gpu]
 
 
 def _site_time(row: Mapping[str, Any]) -> SiteTime | None:
@@ -152,22 +154,15 @@ def _site_time(row: Mapping[str, Any]) -> SiteTime | None:
     try:
         # Of few rounds the median may be that of a busy host; the least is not.
         seconds = float(row.get("least_us") or row["median_us"] or "nan") * 1e-6
-        m, k, n, world = (int(row[name]) for name in ("m", "k", "n", "world"))
+        m, k, n, world = sizes = [int(row[name]) for name in ("m", "k", "n", "world")]
     except (KeyError, TypeError, ValueError) as error:
         raise CalibrationError(
             f"a row of sites needs op, m, k, n, dtype, world, strategy, mode and median_us: {error}"
         ) from error
-    if not 0 < seconds < math.inf or min(m, k, n, world) < 1:
+    if not 0 < seconds < math.inf or min(sizes) < 1:
         return None
-    site = SiteKey(
-        kind=KINDS[op],
-        dtype=_text(row, "dtype"),
-        m=m,
-        k=k,
-        n=n,
-        world=world,
-        graph=_text(row, "mode") == "graph",
-    )
+    dtype, graph = _text(row, "dtype"), _text(row, "mode") == "graph"
+    site = SiteKey(kind=KINDS[op], dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
     return SiteTime(site=site, strategy=label, seconds=seconds)
 
 

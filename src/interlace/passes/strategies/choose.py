@@ -131,7 +131,7 @@ def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
     return max(device, host), host
 
 
-def label_of(row: Strategy | None, chunks: int) -> str:
+def label_of(row: Strategy | None, chunks: int = 0) -> str:
     """A strategy as measured sites and `explain` call it: `peer/put`, `pipeline x4`."""
     if row is None:
         return SERIAL
