@@ -1,47 +1,35 @@
 """What must stay before what: the dependencies that a Program's list order gives.
 
-An op depends on an earlier one where both touch the same bytes and one writes (read after write,
-write after read, write after write), on any rank that runs the Program. Beyond data:
+An op depends on an earlier one where both touch the same bytes and one writes, on any rank that
+runs the Program. `Alloc` stays before, and `Free` after, every access of the buffer; `HostSync`
+stays where it is. So does all communication with ranks of other Programs, and that of one rank's
+own Program: those lists are not ours to permute. Edges that a chain of others implies may be
+missing; `Record` and `Wait` count for nothing.
 
-- `Alloc` stays before, and `Free` after, every access of the buffer, a peer's copy included; only
-  a symmetric buffer's Alloc is something that a stream waits for. (The takes of one slot need no
-  edge: an Alloc waits by itself until a copy of the slot is free.)
-- One-sided accesses are ordered with the peers by signals: Note [Signals publish].
-- `HostSync` stays where it is. So does the order of all communication that ranks of another Program
-  take part in, or where the Program is one rank's own: those lists are not ours to permute.
-
-    >>> before = dependencies(program)
-    >>> before[7]        # the ops that op 7 must follow, as list indices
+    >>> dependencies(program)[7]        # the ops that op 7 must follow, as list indices
     (3, 5)
-
-Edges that a chain of others implies may be missing; `Record` and `Wait` count for nothing. That a
-collective or a message has ended on one rank says nothing of the others (docs/semantics.md).
 
 Note [Signals publish]
     All ranks run one list, so a pass that moves an op moves it on every rank. Take an access X and
     a later access Y of one symmetric buffer, one of them a write, such that what rank p touches in
-    X rank p + d touches in Y, for a distance d other than 0. Streams and events of one rank do not
-    order them; a Notify N after X to distance d does, with an Expect E of it before Y. Such a pair
-    is proof enough, and exact: the edges X -> N and E -> Y keep it. Of several E the nearest
-    to Y is taken, one of the same site first. Where no single signal orders X and Y, all that
-    meets peers between them stays where it is: on all teams, since what one team signals may order
-    accesses to another's memory; but on the buffer's own team alone where a collective of that
-    stands between them whose end comes after the begin of all its members (none with a root).
-    What callers register has no copies, and a rank's begin and end count as accesses too. There no
-    pair is looked for: what publishes, on any team, stays after all earlier accesses, what admits
-    before all later ones; and with three ranks or more, which may pass on what they were told, what
-    publishes stays after all that admitted before.
-    An Expect stays after its Notify, which keeps the list free of deadlocks in order: whatever a
-    rank waits for stands earlier in the list that its peer runs.
+    X rank p + d touches in Y, for a distance d other than 0. A Notify N after X to distance d, with
+    an Expect E of it before Y, orders them; the edges X -> N and E -> Y keep that. Of several E the
+    nearest to Y is taken, one of the same site first. Where no single signal orders X and Y, all
+    that meets peers between them stays where it is, on all teams; but on the buffer's own team
+    alone where a collective of it stands between them that begins on all members before it ends.
+    What callers register has no copies. There, what publishes, on any team, stays after all earlier
+    accesses, what admits before all later ones; and with three ranks or more, which may pass on
+    what they were told, what publishes stays after all that admitted before.
+    An Expect stays after its Notify, which keeps the list free of deadlocks in order.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 
 from interlace.ir import (
     KINDS,
@@ -82,7 +70,9 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     signal_edges(program, touched, edges, places, frozen)
     if frozen:
         held = symmetric_buffers(program)
-        _chain((i for i, op in enumerate(program.ops) if meets_peers(op, held)), places)
+        met = [i for i, op in enumerate(program.ops) if meets_peers(op, held)]
+        for one, other in pairwise(met):
+            places[other].add(one)
     if listed:
         edges = [one | other for one, other in zip(edges, places, strict=True)]
     return tuple(tuple(sorted(earlier)) for earlier in edges)
@@ -110,14 +100,6 @@ def meets_peers(op: Op, symmetric: Mapping[str, Buffer]) -> bool:
     return ordering.frees in symmetric or ordering.meets_peers
 
 
-def _chain(indices: Iterable[int], edges: Edges) -> None:
-    last = -1
-    for index in indices:
-        if last >= 0:
-            edges[index].add(last)
-        last = index
-
-
 def _is_frozen(program: Program) -> bool:
     if program.rank is not None:
         return True
@@ -133,17 +115,13 @@ def _is_frozen(program: Program) -> bool:
 # data
 
 
-@dataclass(slots=True)
-class _Live:
-    """The accesses of one buffer that a later op may still conflict with: (view number, op)."""
-
-    writes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    reads: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+_Live = tuple[list[tuple[int, int]], list[tuple[int, int]]]
+"""The writes and reads of one buffer that a later op may conflict with: (view number, op)."""
 
 
 def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
     place = _Places(program, touched)
-    live: defaultdict[object, _Live] = defaultdict(_Live)
+    live: defaultdict[object, _Live] = defaultdict(lambda: ([], []))
     last_sync, since_sync = -1, list[int]()
     for index, op in enumerate(program.ops):
         mine = edges[index]
@@ -151,16 +129,16 @@ def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: E
             [(live[place(access)], overlaps.number(access.view)) for access in accesses]
             for accesses in touched[index]
         )
-        for state, number in reads:
-            mine.update([i for n, i in state.writes if overlaps.between(number, n)])
+        for (written, _), number in reads:
+            mine.update([i for n, i in written if overlaps.between(number, n)])
         for state, number in writes:
-            for known in (state.writes, state.reads):
+            for known in state:
                 mine.update([i for n, i in known if overlaps.between(number, n)])
                 known[:] = [item for item in known if not overlaps.covers(number, item[0])]
-        for state, number in reads:
-            state.reads.append((number, index))
-        for state, number in writes:
-            state.writes.append((number, index))
+        for (_, read), number in reads:
+            read.append((number, index))
+        for (written, _), number in writes:
+            written.append((number, index))
         if op.ordering().holds_host:
             mine.update(since_sync)
             last_sync, since_sync = index, []
@@ -300,22 +278,20 @@ class _Use:
     view: View
 
 
-@dataclass(slots=True)
 class _Team:
     """What happens in one team, in list order."""
 
-    size: int
-    notifies: dict[str, list[Raise]] = field(default_factory=dict[str, list["Raise"]])
-    expects: dict[str, list[Raise]] = field(default_factory=dict[str, list["Raise"]])
-    meetings: list[int] = field(default_factory=list[int])
-    """All that meets peers: signals, collectives, messages."""
-    uses: dict[str, list[_Use]] = field(default_factory=dict[str, list[_Use]])
-    registered: list[int] = field(default_factory=list[int])
-    """The ops that touch what callers registered."""
-    proofs: dict[int, list[tuple[int, int]]] = field(
-        default_factory=dict[int, list[tuple[int, int]]]
-    )
-    """By distance: the Expects, each with the Notify that satisfies it."""
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.notifies: defaultdict[str, list[Raise]] = defaultdict(list)
+        self.expects: defaultdict[str, list[Raise]] = defaultdict(list)
+        self.meetings: list[int] = []
+        """All that meets peers: signals, collectives, messages."""
+        self.uses: defaultdict[str, list[_Use]] = defaultdict(list)
+        self.registered: list[int] = []
+        """The ops that touch what callers registered."""
+        self.proofs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        """By distance: the Expects, each with the Notify that satisfies it."""
 
 
 def signal_edges(
@@ -352,8 +328,7 @@ def _teams(program: Program, touched: Touched) -> dict[str, _Team]:
         for level, raises in ((ordering.raises, True), (ordering.expects, False)):
             if level is not None:
                 team = teams[level.team]
-                ends = team.notifies if raises else team.expects
-                ends.setdefault(level.signal, []).append((index, level))
+                (team.notifies if raises else team.expects)[level.signal].append((index, level))
                 met.add(level.team)
         for name in met:
             teams[name].meetings.append(index)
@@ -366,8 +341,7 @@ def _teams(program: Program, touched: Touched) -> dict[str, _Team]:
                         team.registered.append(index)
                         continue
                     offset = 0 if access.peer is None else _offset(access.peer, team.size)
-                    use = _Use(index, write, offset, access.view)
-                    team.uses.setdefault(buffer.name, []).append(use)
+                    team.uses[buffer.name].append(_Use(index, write, offset, access.view))
     return teams
 
 
@@ -384,20 +358,19 @@ def _distances(level: SignalLevel, team: str, size: int) -> frozenset[int]:
 
 def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> None:
     """Every Expect after the Notify of its value, and both in the order of their values."""
-    raised: dict[int, list[tuple[int, int, bool]]] = {}  # by distance: (value, op, by all alike)
-    for index, level in team.notifies.get(signal, ()):
+    raised: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
+    """By distance: (value, op, by all alike)."""
+    for index, level in team.notifies[signal]:
         for distance in _distances(level, name, team.size):
-            before = raised.setdefault(distance, [])
-            if before:
-                edges[index].add(before[-1][1])
-            before.append((level.value, index, not isinstance(level.peer, int)))
-    awaited: dict[int, list[tuple[int, int]]] = {}  # by distance: (value, op)
-    for index, level in team.expects.get(signal, ()):
+            edges[index].update(op for _, op, _ in raised[distance][-1:])
+            raised[distance].append((level.value, index, not isinstance(level.peer, int)))
+    awaited: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # the same: (value, op)
+    for index, level in team.expects[signal]:
         for distance in _distances(level, name, team.size):
-            before = awaited.setdefault(distance, [])
+            before = awaited[distance]
             listed[index].update(other for value, other in before if value != level.value)
             before.append((level.value, index))
-            early = [item for item in raised.get(-distance % team.size, ()) if item[1] < index]
+            early = [item for item in raised[-distance % team.size] if item[1] < index]
             enough = next((item for item in early if item[0] >= level.value), None)
             if isinstance(level.peer, int):  # some rank's own, at any distance: the last of all
                 listed[index].update(other for _, other, _ in early[-1:])
@@ -405,7 +378,7 @@ def _match(name: str, team: _Team, signal: str, edges: Edges, listed: Edges) -> 
                 _, notify, alike = enough
                 listed[index].add(notify)
                 if alike:
-                    team.proofs.setdefault(-distance % team.size, []).append((index, notify))
+                    team.proofs[-distance % team.size].append((index, notify))
 
 
 def _keep_all(teams: Collection[_Team], edges: Edges) -> None:
@@ -453,7 +426,7 @@ def _order(
         site = program.ops[y.op].site
         proofs = [
             (site is not None and program.ops[expect].site == site, expect, notify)
-            for expect, notify in team.proofs.get(distance, ())
+            for expect, notify in team.proofs[distance]
             if x.op < notify and expect < y.op
         ]
         if proofs:
@@ -464,12 +437,8 @@ def _order(
     between = _between(team.meetings, x.op, y.op)
     if not any(_orders_all(program, program.ops[index]) for index in between):
         between = _between(meetings, x.op, y.op)
-    last = x.op
-    for index in between:
-        edges[index].add(last)
-        last = index
-    if last != x.op:
-        edges[y.op].add(last)
+    for one, other in pairwise((x.op, *between, y.op) if between else ()):
+        edges[other].add(one)
 
 
 def _orders_all(program: Program, op: Op) -> bool:

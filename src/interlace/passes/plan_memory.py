@@ -11,6 +11,7 @@ Program's data already orders all their uses, so nothing waits longer and no eve
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -314,16 +315,15 @@ def _remarks(
     for name, slot in slots.items():
         key = (lives.buffers[name].team, slot)
         pool[key] = max(pool.get(key, 0), sizes.get(name, 0))
+    fresh = {name: sizes[name] for name in lives.uses if lives.buffers[name].kind == "fresh"}
+    begins = Counter[int]()
+    for name, size in fresh.items():
+        begins[lives.uses[name][0]] += size
     live = peak = 0
-    begins: dict[int, list[str]] = {}
-    for name, uses in lives.uses.items():
-        begins.setdefault(uses[0], []).append(name)
     for index in range(len(lives.ops)):
-        fresh = [n for n in begins.get(index, ()) if lives.buffers[n].kind == "fresh"]
-        live += sum(sizes[name] for name in fresh)
+        live += begins[index]
         peak = max(peak, live)
-        gone = [free.buffer for free in frees.get(index, ())]
-        live -= sum(sizes[name] for name in gone if lives.buffers[name].kind == "fresh")
+        live -= sum(fresh.get(free.buffer, 0) for free in frees.get(index, ()))
     text = (
         f"peak {arena + 2 * sum(pool.values()) + peak} bytes: arena {arena} for {len(offsets)} "
         f"buffers ({alone} without reuse), {2 * sum(pool.values())} for {len(pool)} symmetric "
