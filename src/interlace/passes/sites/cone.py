@@ -84,9 +84,7 @@ def cone_of(
     used = frozenset(
         name
         for name in results
-        if name in values.returned
-        or values.buffers[name].kind == "output"
-        or not known.issuperset(values.users.get(name, ()))
+        if values.leaves(name) or not known.issuperset(values.users.get(name, ()))
     )
     lhs = [values.box(lhs_of(op)) for op in found.values() if matmul_of(op.fn)]
     transposed = all(box.strides[-2] == 1 and box.strides[-1] > 1 for box in lhs)

@@ -9,6 +9,7 @@ By meaning, not by spelling: `Dataflow` follows the rows through views and data 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from interlace.ir import Call, Collective, Op, View
@@ -97,8 +98,7 @@ def recognise(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Matm
         raise Refused(f"{op.dst.buffer} is written by others too")
     if op.kind == EXCHANGE:
         return _exchange(values, i, op, taken)
-    made = _gather if op.kind == "all_gather" else _scatter
-    return made(values, i, op, taken)
+    return (_gather if op.kind == "all_gather" else _scatter)(values, i, op, taken)
 
 
 def _exchange(values: Dataflow, i: int, op: Collective, taken: set[int]) -> MatmulSite:
@@ -112,6 +112,13 @@ def _exchange(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Matm
             return _scatter(values, i, op, taken)
         except Refused as after:
             raise Refused(f"after it: {before}; before it: {after}") from None
+
+
+def _declared(values: Dataflow, name: str, calls: Sequence[int]) -> tuple[int, ...]:
+    """The Allocs of a buffer and of what calls make."""
+    outs = [result_of(values.program.ops[j]) for j in calls]
+    names = [name, *[out.buffer for out in outs if out is not None]]
+    return tuple([values.allocs[n] for n in names if n in values.allocs])
 
 
 # gathers
@@ -141,17 +148,16 @@ def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Gather
             continue
         shape = layout, width
         accepted.append(j)
-        moved |= values.between(_lhs(call).buffer, name)
+        assert isinstance(call, Call)
+        moved |= values.between(lhs_of(call).buffer, name)
     if shape is None:
         raise Refused(reasons[0] if reasons else _unused(values, name, op.kind))
     moves = _dead(values, moved, set(accepted))
     others = set(values.users.get(name, ())) - set(accepted) - set(moves)
-    whole = bool(others) or name in values.returned or values.buffers[name].kind == "output"
+    whole = bool(others) or values.leaves(name)
     layout, width = shape
-    outs = [result_of(values.program.ops[j]) for j in accepted]
-    names = [name, *(out.buffer for out in outs if out is not None)]
-    declared = tuple(values.allocs[n] for n in names if n in values.allocs)
     kept = tuple(sorted(set(moved.values()) - set(moves)))
+    declared = _declared(values, name, accepted)
     return GatherSite(i, layout, width, tuple(accepted), moves, kept, whole, declared)
 
 
@@ -182,11 +188,6 @@ def uses_of(values: Dataflow, name: str) -> tuple[list[int], set[str]]:
             else:
                 found.add(j)
     return sorted(found), related
-
-
-def _lhs(op: Op) -> View:
-    assert isinstance(op, Call)
-    return lhs_of(op)
 
 
 def _rows_of(
@@ -234,23 +235,19 @@ def _check_stacks(layout: RowLayout, stacks: int) -> None:
 
 def _dead(values: Dataflow, moved: dict[str, int], users: set[int]) -> tuple[int, ...]:
     """The moves of which all users are these ops or other such moves."""
+    free = {name: i for name, i in moved.items() if not values.leaves(name)}
     dead: set[int] = set()
-    changed = True
-    while changed:
-        changed = False
-        for name, i in moved.items():
-            held = name in values.returned or values.buffers[name].kind == "output"
-            if i not in dead and not held and set(values.users.get(name, ())) <= users | dead:
-                dead.add(i)
-                changed = True
+    count = -1
+    while count < len(dead):
+        count = len(dead)
+        dead |= {i for name, i in free.items() if users | dead >= set(values.users.get(name, ()))}
     return tuple(sorted(dead))
 
 
 def _unused(values: Dataflow, name: str, kind: str) -> str:
-    held = uses_of(values, name)[1]
-    leaves = any(n in values.returned or values.buffers[n].kind == "output" for n in held)
-    what = "received" if kind == EXCHANGE else "gathered"
-    return "its result leaves the program" if leaves else f"nothing takes the {what} tensor"
+    if any(map(values.leaves, uses_of(values, name)[1])):
+        return "its result leaves the program"
+    return f"nothing takes the {'received' if kind == EXCHANGE else 'gathered'} tensor"
 
 
 # scatters
@@ -288,7 +285,5 @@ def _scatter(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Scatt
     else:
         layout = scatter_layout(contents, row, parts_of(values, op, op.src), total)
         _check_stacks(layout, cone.stacks)
-    outs = (result_of(values.program.ops[j]) for j in cone.ops)
-    names = [op.dst.buffer, *(out.buffer for out in outs if out is not None)]
-    declared = tuple(values.allocs[n] for n in names if n in values.allocs)
+    declared = _declared(values, op.dst.buffer, cone.ops)
     return ScatterSite(i, layout, cone, moves, kept, declared)

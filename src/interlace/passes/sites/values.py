@@ -70,6 +70,10 @@ class Dataflow:
                 return made[0], self.program.ops[made[0]]
         return None
 
+    def leaves(self, name: str) -> bool:
+        """Whether a value is returned, or an output."""
+        return name in self.returned or self.buffers[name].kind == "output"
+
     def whole(self, view: View) -> bool:
         """Whether a view is its whole buffer in row-major order, whatever its sizes."""
         box, full = self.box(view), self.box(View(view.buffer))
