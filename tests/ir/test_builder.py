@@ -257,8 +257,11 @@ def test_handles_carry_views() -> None:
 
 MISTAKES: dict[str, tuple[Callable[[Builder, Handle, Handle], object], str]] = {
     "dtype": (lambda p, x, part: p.input("z", "fp32", (4,)), "no element type is named 'fp32'"),
-    "name": (lambda p, x, part: p.input("x", "f32", (4,)), "buffer 'x' is there twice"),
-    "table": (lambda p, x, part: p.table("rows", (1,), team="tp"), "table 'rows' is there twice"),
+    "name": (lambda p, x, part: p.input("x", "f32", (4,)), "buffer 'x' is declared twice"),
+    "table": (
+        lambda p, x, part: p.table("rows", (1,), team="tp"),
+        "table 'rows' is declared twice",
+    ),
     "team": (lambda p, x, part: p.barrier(), "unclear which team this is for: give team="),
     "index": (lambda p, x, part: x[0], "unclear which team: write .chunk"),
     "index team": (lambda p, x, part: x[RankIndex("tpp")], "'tpp': did you mean 'tp'"),

@@ -97,14 +97,14 @@ OPS = {
     ),
     "splits": ("all_gather(x[0:2], t, splits=rows, team=tp)", "part 2: 3 of 4", "splits=rows"),
     "scatter": ('reduce_scatter(x, t, reduce="sum", team=tp)', "this rank's part 4: 4 of 8", ""),
-    "equal": ('all_reduce(x, t[0:2], reduce="sum", team=tp)', "the sizes differ", "mend the views"),
-    "dtype": ('all_reduce(x, n, reduce="sum", team=tp)', "the element types differ", "mend"),
-    "to all": ("all_to_all(x[0:3], t[0:3], team=tp)", "does not divide into 2 parts", "mend"),
-    "to all splits": ("all_to_all(x, t[0:3], splits=rows, team=tp)", "one has 4 rows", "mend"),
+    "equal": ('all_reduce(x, t[0:2], reduce="sum", team=tp)', "the sizes differ", "fix the views"),
+    "dtype": ('all_reduce(x, n, reduce="sum", team=tp)', "the element types differ", "fix the"),
+    "to all": ("all_to_all(x[0:3], t[0:3], team=tp)", "does not divide into 2 parts", "fix the"),
+    "to all splits": ("all_to_all(x, t[0:3], splits=rows, team=tp)", "one has 4 rows", "fix the"),
     "no splits": (
         'all_reduce(x, t, reduce="sum", splits=rows, team=tp)',
         "takes no splits",
-        "mend",
+        "fix the",
     ),
     "after 0": ("all_gather(x[0:2], t.view(8, 2)[0:4], team=tp)", "after dimension 0 differ", ""),
     "empty group": ("group()", "an empty group", "put sends and receives in it"),
@@ -180,7 +180,7 @@ DECLARATIONS = {
 }
 
 CHANGES = {
-    "team twice": ("dp: Team[2]", "tp: Team[2]", "team 'tp' is there twice", "another name"),
+    "team twice": ("dp: Team[2]", "tp: Team[2]", "team 'tp' is declared twice", "another name"),
     "team size": ("tp: Team[2]", "tp: Team[0]", "team 'tp' has 0 ranks", "1 or more"),
     "no groups": ("tp: Team[2]", "tp: Team[2].over()", "groups of another size", "as many"),
     "groups": ("dp: Team[2]", "dp: Team[2].over([0])", "groups of another size", "as many ranks"),
@@ -192,14 +192,19 @@ CHANGES = {
     "tables": (
         "rows = table(tp, 3, 1)",
         "rows = table(tp, 3, 1)\n    rows = table(tp, 3, 1)",
-        "table 'rows' is there twice",
+        "table 'rows' is declared twice",
         "another name",
     ),
     "ranks": ("site(1,", "ranks(0, 0)\n    site(1,", "ranks(0, 0) are no set of ranks", "once"),
     "no ranks": ("site(1,", "ranks()\n    site(1,", "are no set of ranks", "once"),
     "world": ("site(1,", "ranks(0, 1)\n    site(1,", "span 4 ranks, but the Program runs on 2", ""),
-    "rank": ("site(1,", "rank(7)\n    site(1,", "rank 7 is not among", "mend ranks"),
-    "site twice": ("site(1,", 'site(1, "a")\n    site(1,', "site 1 is there twice", "differently"),
+    "rank": ("site(1,", "rank(7)\n    site(1,", "rank 7 is not among", "fix ranks"),
+    "site twice": (
+        "site(1,",
+        'site(1, "a")\n    site(1,',
+        "site 1 is declared twice",
+        "differently",
+    ),
     "remark": ("site=1)", "site=3)", "no site 3", "sites are [1]"),
     "param kind": ("x: f32[4, 4]", 'x: f32[4, 4].kind("local")', "declared as local", "input or"),
     "param twice": ("x: f32[4, 4]", "y: f32[4, 4]", "'y' is declared already", "of its own"),
@@ -222,7 +227,7 @@ CHANGES = {
     "regions": (
         "    @region\n",
         "    @region\n    def scale(a):\n        return a\n    @region\n",
-        "region 'scale' is there twice",
+        "region 'scale' is declared twice",
         "another name",
     ),
     "local result": (

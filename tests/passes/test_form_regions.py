@@ -9,15 +9,14 @@ import torch
 from tests.support.interpreter import run_ranks
 from tests.support.serial_programs import serial_program
 
-from interlace.errors import PassError
 from interlace.ir import Call, Collective, Program, parse, validate
 from interlace.passes.form_regions import FormRegions
 
 
-def formed(body: str, **options: int) -> Program:
+def formed(body: str) -> Program:
     """The Program of these statements after the pass."""
     program = parse(f"def p(tp: Team[2], x: f32[4, 4], y: f32[4, 4]):\n{body}")
-    result = FormRegions(**options).run(program)
+    result = FormRegions().run(program)
     validate(result)
     assert parse(str(result)) == result
     return result
@@ -172,12 +171,8 @@ def test_the_same_chain_is_one_region() -> None:
     assert calls(program) == ["region_0", "aten.mm.default"] * 5
 
 
-def test_min_calls() -> None:
-    body = neg("x", "a") + neg("a", "b") + "    return b"
-    assert calls(formed(body, min_calls=3)) == ["aten.neg.default"] * 2
-    assert calls(formed(neg("x", "a") + "    return a", min_calls=1)) == ["region_0"]
-    with pytest.raises(PassError, match="min_calls"):
-        formed(body, min_calls=0)
+def test_a_call_alone_stays() -> None:
+    assert calls(formed(neg("x", "a") + "    return a")) == ["aten.neg.default"]
 
 
 def test_running_twice_changes_nothing() -> None:

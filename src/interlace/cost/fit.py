@@ -27,7 +27,7 @@ from interlace.errors import CalibrationError
 from interlace.ir import DType
 
 HOST_BOUND = 1.3
-"""A sample that is shorter than so many times what the host takes may be the host's."""
+"""A sample below this multiple of the host's time may measure the host."""
 LEAST_DOUBT_S = 1e-6
 """What a gain must come to where both sides are predicted from measurements."""
 TRANSFERS = ("get", "put", "send")
@@ -211,15 +211,15 @@ def _at_most(sample: Sample, known: Link | None, issuing: _Host) -> Sample:
     what = "peer" if sample.kind in ("get", "put") else what
     if known is None or not issuing.bounds(sample.seconds, what):
         return sample
-    told = sum(known.times(sample.kind, sample.link_bytes, sample.ranks))
-    return dataclasses.replace(sample, seconds=min(sample.seconds, told))
+    predicted = sum(known.times(sample.kind, sample.link_bytes, sample.ranks))
+    return dataclasses.replace(sample, seconds=min(sample.seconds, predicted))
 
 
 def _curves(kind: str, rows: Sequence[Sample]) -> dict[str, Curve]:
     """The curves of one kind: for each size of team, and the largest team's for others."""
     curves: dict[str, Curve] = {}
     if kind in TRANSFERS:
-        # Sites copy by engine, all ranks at once; whoever measured that has measured the right one.
+        # Sites copy by engine, all ranks at once: samples of that go first.
         for wanted in (
             [s for s in rows if s.protocol != "sm" and s.concurrent],
             [s for s in rows if s.protocol != "sm"],

@@ -88,7 +88,7 @@ def load(
 def fingerprint(gpus: str = "") -> str:
     """This host as calibration files know it: its GPUs, or its cores, and its system.
 
-    Whoever has looked for GPUs says so, as in `4 x NVIDIA H200`: nothing here asks a driver.
+    The caller names the GPUs, such as `4 x NVIDIA H200`: nothing here asks a driver.
     """
     system = f"{platform.system()} {platform.machine()}"
     return f"{gpus}, {system}" if gpus else f"{system}, {os.cpu_count() or 1} cores"

@@ -131,7 +131,7 @@ class Builder(BuilderOps):
         """One integer for each rank of a team; `rows[p.tp.rank]` is this rank's."""
         table = Table(name, self.team_name(team), tuple(values))
         if name in self.scope.tables:
-            raise ProgramError(f"table {name!r} is there twice: give the second another name")
+            raise ProgramError(f"table {name!r} is declared twice: give the second another name")
         self.scope.tables[name] = table
         return table
 
@@ -257,7 +257,7 @@ class Builder(BuilderOps):
         **placed: Any,
     ) -> Buffer:
         if name in self.scope.buffers:
-            raise ProgramError(f"buffer {name!r} is there twice: give the second another name")
+            raise ProgramError(f"buffer {name!r} is declared twice: give the second another name")
         team_name = None if team is None else self.team_name(team)
         steps = None if strides is None else tuple(strides)
         return Buffer(name, element_type(dtype), tuple(shape), kind, team_name, steps, **placed)

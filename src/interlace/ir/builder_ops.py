@@ -440,4 +440,4 @@ def _plain(value: Any) -> Any:
 
 
 _INSIDE = frozenset({__name__, "interlace.ir.builder", "contextlib"})
-"""Modules whose frames are passed over when an op is told which line wrote it."""
+"""Modules whose frames are skipped to find the line that wrote an op."""

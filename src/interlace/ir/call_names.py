@@ -1,8 +1,8 @@
 """What a Call may name: an operator of PyTorch's dispatcher, or a function of a short table.
 
 A name is data from a file, so it is looked up, never walked. Operators outside PyTorch's own
-namespaces are refused unless the caller names them: a schedule from a file is a stranger's, and
-what a library registered may read files or foreign memory.
+namespaces are refused unless the caller names them: a schedule from a file is not
+trusted, and an operator of another library may read files or foreign memory.
 
     >>> refusal("operator.call")
     "'operator.call' is no operator: Python's own functions are not reached from a schedule"

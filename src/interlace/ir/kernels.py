@@ -25,7 +25,7 @@ DTYPES = (DType.bf16, DType.f16)
 MULTIPLE = 8
 """Elements: rows of the operands begin at multiples of 16 bytes."""
 TILE_ROWS = 128
-"""Ranges of a rank's rows are multiples of so many."""
+"""Ranges of a rank's rows are multiples of this."""
 LIMIT = 2**31
 """Row and column indices are 32-bit in the kernels."""
 
@@ -253,8 +253,8 @@ class _Reader:
         if self.gathers:
             fits = len(part) == 1 if own else len(part) == 2 and isinstance(part[0], Expect)
         else:
-            told = not own or self.own_parts == self.kernel.pieces
-            fits = all(isinstance(member, Record) and told for member in part[1:])
+            records = not own or self.own_parts == self.kernel.pieces
+            fits = all(isinstance(member, Record) and records for member in part[1:])
         if not fits:
             raise ProgramError(f"part {number + 1} waits or tells where the kernel does not")
 

@@ -40,13 +40,10 @@ def bindings(ops: Sequence[Op]) -> dict[Spot, Spot]:
 def in_order(ops: Sequence[Op]) -> list[Spot]:
     """Every op (the members of a Fused instead of the Fused) in an order that streams allow.
 
-    So runs the twin of an overlapped Program, one op after another. It is the list's own order, but
-    for one thing. A part of a Fused may await what peers send only once they are told of an earlier
-    part's Record; the ops that see to this stand behind the Fused in every rank's list. So before
-    such a wait the order goes on, on the other streams, with all that waits for nobody.
-
-        >>> in_order(program.ops)[:4]
-        [(0, 0), (1, 0), (1, 1), (2, 0)]
+    So runs the twin of an overlapped Program, one op after another: in the list's own order, but a
+    part of a Fused may await what peers send only once they saw an earlier part's Record, by ops
+    that stand behind the Fused. So before such a wait come all ops of other streams that wait for
+    nobody.
     """
     if not any(isinstance(op, Fused) for op in ops):
         return [(index, 0) for index in range(len(ops))]
@@ -65,13 +62,13 @@ class _OneByOne:
             if not isinstance(op, Fused):
                 self.add((index, 0))
                 continue
-            told = False  # whether others may have heard of what was done here
+            recorded = False  # whether others may have seen a Record of this op
             for number, member in enumerate(op.members):
                 ordering = member.ordering()
-                if told and (ordering.expects or ordering.waits is not None):
+                if recorded and (ordering.expects or ordering.waits is not None):
                     self.go_on(index, op.stream)
-                    told = False
-                told = told or ordering.records is not None
+                    recorded = False
+                recorded = recorded or ordering.records is not None
                 self.add((index, number))
         return self.listed
 
@@ -258,7 +255,7 @@ class Meetings(Generic[T]):
     # What belongs together, once all ops are there.
 
     def collectives(self) -> Iterator[tuple[Queue, int, dict[int, T]]]:
-        """The k-th collective of each queue: what each rank issued that issued so many."""
+        """The k-th collective of each queue: the k-th op of each rank that has one."""
         for queue, members in self.queues.items():
             for k in range(max(map(len, members.values()))):
                 yield queue, k, {rank: mine[k] for rank, mine in members.items() if len(mine) > k}

@@ -142,7 +142,7 @@ def _check_sites(context: CheckContext) -> None:
     for place, site in enumerate(context.program.sites):
         if site.id in ids:
             context.tag = ("site", place)
-            raise context.fault(f"site {site.id} is there twice", "number each site differently")
+            raise context.fault(f"site {site.id} is declared twice", "number each site differently")
         ids.add(site.id)
     for place, remark in enumerate(context.program.remarks):
         if remark.site is not None and remark.site not in ids:
@@ -194,5 +194,7 @@ def _unique(context: CheckContext, names: Iterable[str], family: str) -> None:
         if name in seen:
             if family != "team":
                 context.tag = (family, place)
-            raise context.fault(f"{family} {name!r} is there twice", "give the second another name")
+            raise context.fault(
+                f"{family} {name!r} is declared twice", "give the second another name"
+            )
         seen.add(name)

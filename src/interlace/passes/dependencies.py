@@ -19,7 +19,7 @@ Note [Signals publish]
     alone where a collective of it stands between them that begins on all members before it ends.
     What callers register has no copies. There, what publishes, on any team, stays after all earlier
     accesses, what admits before all later ones; and with three ranks or more, which may pass on
-    what they were told, what publishes stays after all that admitted before.
+    what they learned, what publishes stays after all that admitted before.
     An Expect stays after its Notify, which keeps the list free of deadlocks in order.
 """
 
@@ -197,7 +197,7 @@ class _Tenant:
 
 
 def _storage_edges(overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
-    """Whoever takes bytes over does so after all uses by who held them before."""
+    """A buffer takes bytes over after all uses of those that held them before."""
     shared = {
         name for name, b in overlaps.buffers.items() if b.kind == "local" and b.storage is not None
     }

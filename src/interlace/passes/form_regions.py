@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from interlace.errors import PassError
 from interlace.ir import (
     Alloc,
     Arg,
@@ -46,14 +45,10 @@ class FormRegions:
     """Merges runs of small calls into regions."""
 
     name: ClassVar[str] = "form_regions"
-    min_calls: int = 2
-    """How many calls it takes to be worth a region."""
 
     def run(self, program: Program) -> Program:
         """The same Program, with chains of small calls as calls of regions."""
-        if self.min_calls < 1:
-            raise PassError(f"form_regions: min_calls={self.min_calls}; give 1 or more")
-        former = _Former(program, self.min_calls)
+        former = _Former(program)
         ops = [op for run in _runs(program) for op in former.form(run)]
         return program.replace(ops=tuple(ops), regions=tuple(former.regions.values()))
 
@@ -101,8 +96,7 @@ def _runs(program: Program) -> Iterator[list[Op]]:
 class _Former:
     """Makes regions of runs, each body once."""
 
-    def __init__(self, program: Program, min_calls: int) -> None:
-        self.min_calls = min_calls
+    def __init__(self, program: Program) -> None:
         self.regions = {region.name: region for region in program.regions}
         self.known = {repr((r.inputs, r.body, r.outputs)): r.name for r in program.regions}
         """Regions by their text: 2 and 2.0 are equal, and mean other things to an operator."""
@@ -121,7 +115,7 @@ class _Former:
             return run
         formed: list[Op] = []
         for group in _connected(calls):
-            call = self.region(group) if len(group) >= self.min_calls else None
+            call = self.region(group) if len(group) > 1 else None
             formed += [call] if call is not None else group
         return formed
 

@@ -26,7 +26,7 @@ from interlace.passes.overlaps import representatives
 from interlace.passes.strategies.emitter import Names
 
 TURN_BYTES = 4 << 20
-"""Copies into each peer for which turns pay: three of so many bytes take 75 us with turns and 80
+"""Copies into each peer for which turns pay: three of this size take 75 us with turns and 80
 without, three of half of that 56 and 48 (four H200)."""
 Visit = list[tuple[int, Put]]
 """The puts of a site into one peer, with their places in the list."""
@@ -101,7 +101,7 @@ def _visits(puts: Visit, ops: Sequence[Op]) -> list[Visit]:
 
 
 def _told(ops: Sequence[Op], last: int) -> int:
-    """Where the peer has been told of its last put."""
+    """The notify after the last put into a peer."""
     told = last
     for index in range(last + 1, len(ops)):
         if ops[index].stream == ops[last].stream:

@@ -34,7 +34,7 @@ from interlace.ir.view import AsStrided, Chunk, View, varying
 
 
 class BrokenRule(Exception):
-    """A broken rule: what, how to mend it, and which line it is about."""
+    """A broken rule: what, how to fix it, and which line it is about."""
 
     def __init__(self, tag: Tag, what: str, fix: str) -> None:
         super().__init__(what)
@@ -74,7 +74,7 @@ class CheckContext:
                 key = tuple(places[name].index if name in places else -1 for name in self.teams)
                 seen.setdefault(key, where)
         except InterlaceError as error:
-            raise self.fault(str(error), "mend ranks(...), rank(...) or the teams") from None
+            raise self.fault(str(error), "fix ranks(...), rank(...) or the teams") from None
         self.wheres = tuple(seen.values())
         self.ranks = tuple(where.rank for where in self.wheres)
 

@@ -29,7 +29,7 @@ RESERVED = frozenset(
 
 
 NEAR = 8
-"""Names whose lengths differ by more are no slips of the pen."""
+"""Names whose lengths differ by more are not suggested."""
 MANY, LONG = 5_000, 60
 """Names that a hint compares, and characters of one: comparing takes its time."""
 WIDEST = 400
@@ -75,7 +75,7 @@ def scalar(value: Scalar) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with what a terminal would obey or hide written as escapes, all but line ends."""
+    """The text with control and invisible characters escaped, all but line ends."""
     if text.isprintable():
         return text
     return "".join(
@@ -102,7 +102,7 @@ def did_you_mean(name: str, known: Iterable[str], what: str = "known") -> str:
 
 
 def _shown(text: str) -> str:
-    """A line of a text, character by character, with a mark for what a terminal would obey."""
+    """A line of a text with a mark for each control character."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c == "\t" else "\ufffd" for c in text)

@@ -76,7 +76,7 @@ def join(pieces: Iterable[ByteRun]) -> Contents:
 
 
 def whole_rows(runs: Iterable[ByteRun], row: int) -> Iterator[ByteRun]:
-    """The runs, or Refused at the first that cuts a row of so many bytes."""
+    """The runs, or Refused at the first that cuts a row of `row` bytes."""
     for run in runs:
         if run.length % row or run.offset % row:
             raise Refused(COLUMNS)
@@ -100,10 +100,7 @@ def box_runs(box: Box) -> Iterator[tuple[int, int]]:
     """The (first byte, bytes) of a box's stretches, in row-major order of the view."""
     if not box.numel:
         return
-    dims = list(zip(box.sizes, box.strides, strict=True))
-    length = 1
-    while dims and (dims[-1][0] == 1 or dims[-1][1] == length):
-        length *= dims.pop()[0]
+    length, dims = _stretches(box)
     item = box.dtype.itemsize
     offsets = [range(0, n * step, step) if step else (0,) * n for n, step in dims]
     inner = offsets.pop() if offsets else (0,)
@@ -113,15 +110,13 @@ def box_runs(box: Box) -> Iterator[tuple[int, int]]:
             yield (start + at) * item, length * item
 
 
-def _num_stretches(box: Box) -> int:
-    """How many stretches `box_runs` gives."""
-    if not box.numel:
-        return 0
+def _stretches(box: Box) -> tuple[int, list[tuple[int, int]]]:
+    """The elements of each contiguous stretch, and (size, stride) of the dimensions outside it."""
     dims = list(zip(box.sizes, box.strides, strict=True))
     length = 1
     while dims and (dims[-1][0] == 1 or dims[-1][1] == length):
         length *= dims.pop()[0]
-    return box.numel // length
+    return length, dims
 
 
 @functools.lru_cache(256)
@@ -132,7 +127,7 @@ def seen(buffer: Contents, box: Box, row: int = 0) -> Contents:
     one, so that a transposed matrix need not be walked element by element.
     """
     # Else stretches of a view hardly join but where a run of the buffer ends (or in zeros).
-    if not row and _num_stretches(box) - len(buffer) > MAX_RUNS:
+    if not row and box.numel and box.numel // _stretches(box)[0] - len(buffer) > MAX_RUNS:
         if all(run.source != PAD for run in buffer):
             raise Refused(TOO_FINE)
     starts = [run.start for run in buffer]

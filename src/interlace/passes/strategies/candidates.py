@@ -10,6 +10,7 @@ libraries, of `auto`, with an error, or of another GPU than the last row's are l
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -59,10 +60,8 @@ def with_sites(machine: Machine, times: Iterable[SiteTime]) -> Machine:
     for time in found.values():
         if time.site not in known:
             known[time.site] = predictions(bare, time.site)
-        told = known[time.site].get(time.strategy, 0.0)
-        made.append(
-            SiteTime(site=time.site, strategy=time.strategy, seconds=time.seconds, predicted_s=told)
-        )
+        predicted = known[time.site].get(time.strategy, 0.0)
+        made.append(dataclasses.replace(time, predicted_s=predicted))
     return machine.replace(sites=tuple(made))
 
 
@@ -80,12 +79,12 @@ def predictions(machine: Machine, site: SiteKey) -> dict[str, float]:
     """What the machine predicts for a site in its plain form, by strategy, in seconds."""
     model = machine.replayed if site.graph else machine
     program = plain_program(site)
-    told: dict[str, float] = {}
+    found_s: dict[str, float] = {}
     for protocol in ("get", "put") if machine.device == "cpu" else ("get",):
         found = candidates(program, Options(resharding="after", protocol=protocol), model)
         for estimate in (e for estimates in found.values() for e in estimates):
-            told.setdefault(estimate.label, estimate.predicted_ms / 1e3)
-    return told
+            found_s.setdefault(estimate.label, estimate.predicted_ms / 1e3)
+    return found_s
 
 
 def plain_program(site: SiteKey) -> Program:

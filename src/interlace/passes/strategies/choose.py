@@ -88,8 +88,7 @@ def estimate(
     key, table = site_key(values, site, machine.captured), machine.sites
     known = measured(table, key, label) if _plain(values, site) else None
     # One of which nothing was measured is taken to be as far off as the worst of the others.
-    told = correction(table, key, label, predicted)
-    ratio = told or doubt(table, key, predicted) or 1.0
+    ratio = correction(table, key, label, predicted) or doubt(table, key, predicted) or 1.0
     expected = predicted * ratio if known is None else known
     busy = max(expected, BUSY * min(host_at_most(table, key, label, host), expected))
     known_ms = None if known is None else known * 1e3
@@ -323,26 +322,25 @@ class Chooser:
         best, sure = pick(found, self._machine.doubt_s * 1e3)
         if best.row is None:
             fastest = min(found[1:], key=lambda e: e.expected_ms)
-            told = sure and fastest.measured_ms is not None
             gain = f"was measured to gain less than {1 - SURE:.0%}"
-            if not told:
+            if not sure or fastest.measured_ms is None:
                 least = 1 - (MARGIN if serial.measured_ms is None else GUESS)
                 gain = f"is predicted to gain less than {least:.0%}"
             took = serial.expected_ms
             reason = f"{fastest.label}, the fastest, {gain} ({name})"
             return Choice(None, 0, reason, "", took, took)
         count = self._count(values, site, best.row, best.chunks)
-        told = "measured" if sure else "predicted"
+        source = "measured" if sure else "predicted"
         idle, _ = pick(found, self._machine.doubt_s * 1e3, by=lambda e: e.expected_ms)
-        reason = f"{told} fastest ({name})"
+        reason = f"{source} fastest ({name})"
         if idle is not best:
-            reason = f"{told} about as fast as {idle.label}, with less work of the host ({name})"
+            reason = f"{source} about as fast as {idle.label}, with less work of the host ({name})"
         return Choice(best.row, count, reason, "", serial.expected_ms, best.expected_ms)
 
     def _candidates(self, values: Dataflow, site: MatmulSite) -> Iterator[tuple[Strategy, int]]:
         gpu = self._machine.device != "cpu"
         for row in STRATEGIES.values():
-            # On GPUs `put`, which must be asked for, leaves `get` out; `get` goes without saying.
+            # On GPUs the default `get` leaves `put` in; a requested `put` leaves `get` out.
             other = row.name == "peer" and row.transport != self.protocol
             if not _serves(row, self._machine) or (other and (not gpu or self.protocol == "put")):
                 continue

@@ -99,12 +99,12 @@ def kernel_parts(values: Dataflow, site: MatmulSite, chunks: int) -> int:
 
 
 def sums_beside(values: Dataflow, site: ScatterSite, count: int) -> bool:
-    """Whether the own rows, in so many pieces, are summed while others are computed."""
+    """Whether the own rows, in `count` pieces, are summed while others are computed."""
     return count > 1 and part_bytes(values, site) >= count * BESIDE_BYTES
 
 
 def by_kernel(nbytes: int) -> bool:
-    """Whether sums of so many bytes a rank go back to the peers by one kernel, or by copies."""
+    """Whether sums of `nbytes` a rank go back to the peers by one kernel, or by copies."""
     return nbytes <= SMALL_BYTES
 
 
