@@ -123,8 +123,10 @@ KINDS = {
     "gemm_ar": SITE_KINDS["all_reduce"],
 }
 _FIXED = [label_of(row) for row in STRATEGIES.values() if row.cut != "slices"]
-LABELS = {label.removeprefix("peer/"): label for label in _FIXED}
-LABELS |= {label: label for label in (SERIAL, *LABELS.values())}
+LABELS = {
+    **{label: label for label in (SERIAL, *_FIXED)},
+    **{label.removeprefix("peer/"): label for label in _FIXED},
+}
 """By its name in rows, the label of a strategy."""
 
 
