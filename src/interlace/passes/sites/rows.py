@@ -119,7 +119,7 @@ def _stretches(box: Box) -> tuple[int, list[tuple[int, int]]]:
     return length, dims
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(32)
 def seen(buffer: Contents, box: Box, row: int = 0) -> Contents:
     """The contents of a view, from those of its buffer (in storage order).
 
@@ -243,7 +243,7 @@ def balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total // parts + (i < total % parts) for i in range(parts))
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(32)
 def gather_layout(
     contents: Contents, row_bytes: int, shard_bytes: tuple[int, ...], what: str = "gathered"
 ) -> RowLayout:
@@ -264,7 +264,7 @@ def gather_layout(
     return _fit(runs, used, shards, pieces, what)
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(32)
 def scatter_layout(
     contents: Contents, row_bytes: int, part_bytes: tuple[int, ...], total: int
 ) -> RowLayout:
