@@ -52,6 +52,13 @@ def result_of(op: Op) -> View | None:
     return None
 
 
+def made_by(op: Op) -> View:
+    """The buffer that a call of a site makes."""
+    found = result_of(op)
+    assert found is not None, op
+    return found
+
+
 def cone_of(
     values: Dataflow, value: str, taken: set[int], inside: Iterable[int], batched: bool = False
 ) -> Cone:
@@ -175,9 +182,7 @@ def _viewable(values: Dataflow, view: View, sizes: tuple[int, ...]) -> bool:
 
 def _inner(values: Dataflow, op: Call) -> Iterable[View]:
     """The operands of a pointwise call that may themselves belong to the cone."""
-    out = result_of(op)
-    assert out is not None
-    sizes = values.box(out).sizes
+    sizes = values.box(made_by(op)).sizes
     for arg in operands(op):
         if isinstance(arg, View) and values.box(arg).sizes == sizes and values.whole(arg):
             yield arg

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
-from interlace.passes.sites.cone import Cone, lhs_of, operand_kind, result_of
+from interlace.passes.sites.cone import Cone, lhs_of, made_by, operand_kind
 from interlace.passes.sites.rows import RowLayout
 from interlace.passes.sites.values import Dataflow
 from interlace.passes.strategies.emitter import Emitter
@@ -133,12 +133,11 @@ class Compute:
         """The rows that `pick` names of a matmul's result, from `lhs` into `out`."""
         if pick.empty:
             return
-        spec, result = matmul_of(op.fn), result_of(op)
-        assert spec is not None and result is not None  # noqa: PT018
+        spec = matmul_of(op.fn)
+        assert spec is not None
         if spec.batched:
             self._batched(op, spec, lhs.rows, out.rows, pick)
             return
-        width = self.values.box(result).sizes[1]
         rows = self.values.box(lhs_of(op)).sizes[0]
         cut = {i: self._rows_of(arg, pick, rows) for i, arg in enumerate(op.args) if i in spec.rows}
         cut_args = {i: place for i, place in cut.items() if place is not None}
@@ -159,7 +158,7 @@ class Compute:
                 stack = _select(i)
                 call(stack(lhs.rows), stack(out.rows), stack)
         else:
-            self._packed(op, lhs, out, pick, width, call)
+            self._packed(op, lhs, out, pick, call)
 
     def _batched(self, op: Call, spec: Operator, left: View, right: View, pick: Pick) -> None:
         """The same of several stacks, each times a matrix of its own: all of them in one call."""
@@ -174,9 +173,7 @@ class Compute:
             sizes = self.values.box(arg).sizes if isinstance(arg, View) else ()
             if isinstance(arg, View) and len(sizes) > 1 and sizes[-2] == pick.height > 1:
                 args[i] = arg.then(dataclasses.replace(pick.step, dim=len(sizes) - 2))
-        result = result_of(op)
-        assert result is not None
-        out = stacked(right, self.values.box(result).sizes[-1])
+        out = stacked(right, self.values.box(made_by(op)).sizes[-1])
         self.emitter.like(op, fn=spec.into, args=tuple(args), outs=(out,), fresh=())
 
     def _packed(
@@ -185,25 +182,21 @@ class Compute:
         lhs: ChunkPlace,
         out: ChunkPlace,
         pick: Pick,
-        width: int,
         call: Callable[[View, View, Callable[[View], View]], None],
     ) -> None:
-        left, right = lhs.flat, out.flat
-        if left is None:
-            box = self.values.box(lhs_of(op))
-            packed = self._scratch(f"{lhs_of(op).buffer}_rows", box.dtype, pick, box.sizes[1])
-            self.emitter.copy(lhs.rows, packed.rows, op.loc)
-            left = packed.flat
-        result = result_of(op)
-        assert result is not None and left is not None  # noqa: PT018
-        if right is None:
-            dtype = self.values.buffers[result.buffer].dtype
-            packed = self._scratch(f"{result.buffer}_rows", dtype, pick, width)
-            assert packed.flat is not None
-            call(left, packed.flat, lambda view: view)
-            self.emitter.copy(packed.rows, out.rows, op.loc)
-        else:
-            call(left, right, lambda view: view)
+        """The same with the rows packed into one matrix, where they are none."""
+
+        def packed(view: View, place: ChunkPlace) -> ChunkPlace:
+            box = self.values.box(view)
+            name, width = f"{view.buffer}_rows", box.sizes[1]
+            return place if place.flat else self._scratch(name, box.dtype, pick, width)
+
+        left = packed(lhs_of(op), lhs)
+        self.emitter.copy(lhs.rows, left.rows, op.loc)
+        right = packed(made_by(op), out)
+        assert left.flat is not None and right.flat is not None  # noqa: PT018
+        call(left.flat, right.flat, lambda view: view)
+        self.emitter.copy(right.rows, out.rows, op.loc)
 
     def _rows_of(self, arg: Arg, pick: Pick, rows: int) -> ChunkPlace | None:
         """An argument with one row for each row of the result, cut; None if it is passed whole."""
@@ -223,10 +216,8 @@ class Compute:
         places: dict[str, ChunkPlace] = {}
         for i in cone.ops:
             op = self.values.program.ops[i]
-            result = result_of(op)
-            assert isinstance(op, Call) and result is not None  # noqa: PT018
-            name = result.buffer
-            box = self.values.box(result)
+            assert isinstance(op, Call)
+            name, box = made_by(op).buffer, self.values.box(made_by(op))
             width = box.numel // cone.rows
             if name in cone.used:
                 place = pick.cut(View(name), box, width)

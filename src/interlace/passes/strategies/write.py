@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
-from interlace.passes.sites.cone import result_of
+from interlace.passes.sites.cone import made_by
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
 from interlace.passes.sites.rows import RowLayout
 from interlace.passes.sites.values import Dataflow
@@ -132,9 +132,7 @@ class _Writer:
         e, layout, width = self.emitter, site.layout, site.width
         assert op.src is not None and op.dst is not None  # noqa: PT018
         for i in site.matmuls:
-            result = result_of(self.values.program.ops[i])
-            assert result is not None
-            self.declare(result.buffer, "fresh")
+            self.declare(made_by(self.values.program.ops[i]).buffer, "fresh")
         name, box = op.dst.buffer, self.values.box(op.dst)
         sliced, exchange = self.row.cut == "slices", op.kind == EXCHANGE
         if site.whole:
@@ -169,9 +167,8 @@ class _Writer:
     def matmul(self, i: int, pick: Pick, rows: ChunkPlace) -> None:
         """What a matmul makes of some rows."""
         op = self.values.program.ops[i]
-        result = result_of(op)
-        assert isinstance(op, Call) and result is not None  # noqa: PT018
-        box = self.values.box(result)
+        assert isinstance(op, Call)
+        result, box = made_by(op), self.values.box(made_by(op))
         self.compute.matmul(op, rows, pick.cut(result, box, box.sizes[-1]), pick)
 
     # after matmuls
@@ -181,12 +178,11 @@ class _Writer:
         cone = site.cone
         in_place = in_place and not (self.row.accumulates and cone.value in cone.used)
         for i in cone.ops:
-            result = result_of(self.values.program.ops[i])
-            assert result is not None
-            if result.buffer in cone.used:
-                self.declare(result.buffer, "fresh")
-            elif result.buffer == cone.value and in_place:
-                self.declare(result.buffer, "local")
+            name = made_by(self.values.program.ops[i]).buffer
+            if name in cone.used:
+                self.declare(name, "fresh")
+            elif name == cone.value and in_place:
+                self.declare(name, "local")
         return self.full(cone.value, cone.rows, cone.width) if in_place else None
 
     def scatter(self, site: ScatterSite, op: Collective) -> None:
