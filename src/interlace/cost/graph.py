@@ -14,14 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from interlace.cost.machine import Machine
-from interlace.cost.op_times import (
-    Cost,
-    FusedPart,
-    fused_costs,
-    issue_seconds,
-    op_cost,
-    op_name,
-)
+from interlace.cost.op_times import Cost, FusedPart, fused_costs, issue_seconds, op_cost, op_name
 from interlace.errors import ProgramError, SoundnessError
 from interlace.ir import (
     Expect,

@@ -47,16 +47,7 @@ from interlace.ir.ops import (
     views_in,
 )
 from interlace.ir.order import Meetings, bindings, in_order
-from interlace.ir.program import (
-    Node,
-    Program,
-    Region,
-    Remark,
-    Site,
-    Spot,
-    map_views,
-    spots,
-)
+from interlace.ir.program import Node, Program, Region, Remark, Site, Spot, map_views, spots
 from interlace.ir.text.parser import parse, parse_set
 from interlace.ir.text.printer import print_program, print_set
 from interlace.ir.types import (

@@ -114,9 +114,7 @@ class Handle(Steps):
     def shape(self) -> tuple[int, ...]:
         """The sizes, where every rank has the same."""
         frame = Program(
-            teams=self.scope.teams,
-            tables=tuple(self.scope.tables.values()),
-            ranks=self.scope.ranks,
+            teams=self.scope.teams, tables=tuple(self.scope.tables.values()), ranks=self.scope.ranks
         )
         found = {self.ir.box(self.buffer, frame.where(rank)).sizes for rank in frame.world}
         if len(found) != 1:

@@ -26,12 +26,4 @@ from interlace.passes.pipeline import (
     spell,
 )
 
-__all__ = [
-    "PASSES",
-    "Pass",
-    "lower",
-    "lowering",
-    "parse_pipeline",
-    "run_pipeline",
-    "spell",
-]
+__all__ = ["PASSES", "Pass", "lower", "lowering", "parse_pipeline", "run_pipeline", "spell"]

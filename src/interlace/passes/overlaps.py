@@ -129,11 +129,7 @@ class Overlaps:
         )
         starts, stops = [start for start, _ in hulls], [stop for _, stop in hulls]
         return Extent(
-            boxes,
-            min(starts),
-            max(stops),
-            max(starts) if full else 0,
-            min(stops) if full else 0,
+            boxes, min(starts), max(stops), max(starts) if full else 0, min(stops) if full else 0
         )
 
 

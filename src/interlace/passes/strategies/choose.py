@@ -76,11 +76,7 @@ class Estimate:
 
 
 def estimate(
-    machine: Machine,
-    values: Dataflow,
-    site: MatmulSite,
-    row: Strategy | None,
-    chunks: int = 0,
+    machine: Machine, values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int = 0
 ) -> Estimate:
     """The estimate of a strategy on a machine; None: serial."""
     label = label_of(row, chunks)
@@ -96,11 +92,7 @@ def estimate(
 
 
 def _seconds(
-    machine: Machine,
-    values: Dataflow,
-    site: MatmulSite,
-    row: Strategy | None,
-    chunks: int,
+    machine: Machine, values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int
 ) -> tuple[float, float]:
     """How long a site alone takes, and its host."""
     names, op = values.names.copy(), collective_of(values, site)

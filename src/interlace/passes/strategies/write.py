@@ -62,12 +62,7 @@ def refusal(values: Dataflow, site: MatmulSite, row: Strategy) -> str:
 
 
 def write(
-    values: Dataflow,
-    names: Names,
-    site: MatmulSite,
-    row: Strategy,
-    chunks: int,
-    number: int | None,
+    values: Dataflow, names: Names, site: MatmulSite, row: Strategy, chunks: int, number: int | None
 ) -> list[Op]:
     """The ops of a site, overlapped by the strategy of this row."""
     op = collective_of(values, site)
