@@ -34,8 +34,6 @@ from interlace.ir.order import Channel, MessageEnd, Queue
 Ports = tuple[str, ...]
 Spanned = tuple[Op, int, int]
 """An op, its first task and its last."""
-Arrival = tuple[tuple[int, ...], float]
-"""The tasks that hold an op's stream up, and when the host has issued it."""
 
 
 @dataclass(slots=True)
@@ -138,18 +136,17 @@ class _Builder:
         for index, op in enumerate(program.ops):
             issued += issue_seconds(op, self.machine, sizes)
             after = tuple(t for t in (streams.get(op.stream), host) if t is not None and t >= 0)
-            arrival = after, issued
             cost, ordering = op_cost(op, box, self.machine, sizes), op.ordering()
             first = last = -1
             if ordering.meets is not None:
                 queue, _ = key = self.meetings.collective(where, ordering.meets, 0)
-                last = self.meet(key, queue[0].ranks, cost, -1, arrival, -1)
+                last = self.meet(key, queue[0].ranks, cost, after, issued)
                 if queue in queued and queued[queue] != last:
                     self.edge(queued[queue], last)
                 queued[queue] = last
             elif ordering.messages and not isinstance(op, Group):
                 (end,) = ordering.messages
-                last = self.message(where, end, cost, -1, arrival, -1)
+                last = self.message(where, end, cost, after, issued)
             else:
                 ports = ("out",) if isinstance(op, Put) else ("in",)
                 first = last = self.task((rank,), cost, issued, ports)
@@ -159,7 +156,7 @@ class _Builder:
                 last = self.task((rank,), Cost())
                 for end, item in zip(ordering.messages, op.ops, strict=True):
                     spent = op_cost(item, box, self.machine, sizes)
-                    self.message(where, end, spent, first, arrival, last)
+                    self.edge(self.message(where, end, spent, (first,)), last)
             parts: list[Spanned] = [(op, first, last)]
             if isinstance(op, Fused):
                 last = self.fused(rank, op, fused_costs(op, box, self.machine), last, parts)
@@ -182,12 +179,12 @@ class _Builder:
             streams[op.stream] = last
 
     def message(
-        self, where: Where, end: MessageEnd, cost: Cost, first: int, arrival: Arrival, last: int
+        self, where: Where, end: MessageEnd, cost: Cost, before: Sequence[int], issued: float = 0.0
     ) -> int:
         """The task of a message, which its two ends share."""
         key = self.meetings.message(where, end, 0)
         (_, sender, receiver), _ = key
-        return self.meet(key, (sender, receiver), cost, first, arrival, last)
+        return self.meet(key, (sender, receiver), cost, before, issued)
 
     def fused(
         self, rank: int, op: Fused, costs: Sequence[FusedPart], start: int, parts: list[Spanned]
@@ -235,11 +232,10 @@ class _Builder:
         key: tuple[Queue | Channel, int],
         ranks: tuple[int, ...],
         cost: Cost,
-        first: int,
-        arrival: Arrival,
-        last: int,
+        before: Sequence[int],
+        issued: float,
     ) -> int:
-        """The task that ops on several ranks share; this rank comes to it as `arrival` says."""
+        """The task that ops on several ranks share; on this rank it follows `before`."""
         task = self.shared.get(key)
         if task is None:
             ports = ("out", "in") if len(key[0]) == 3 else ()
@@ -247,14 +243,9 @@ class _Builder:
             self.shared[key] = task
         elif cost.work_s > self.tasks[task].cost.work_s:
             self.tasks[task].cost = cost
-        if first >= 0:
-            self.edge(first, task)
-            self.edge(task, last)
-        else:
-            after, issued = arrival
-            self.tasks[task].earliest = max(self.tasks[task].earliest, issued)
-            for other in after:
-                self.edge(other, task)
+        self.tasks[task].earliest = max(self.tasks[task].earliest, issued)
+        for other in before:
+            self.edge(other, task)
         return task
 
     def finish(self) -> TaskGraph:

@@ -80,7 +80,7 @@ def estimate(
 ) -> Estimate:
     """The estimate of a strategy on a machine; None: serial."""
     label = label_of(row, chunks)
-    predicted, host = _seconds(machine, values, site, row, chunks)
+    predicted, host = seconds_alone(_alone(values, site, row, chunks), machine)
     key, table = site_key(values, site, machine.captured), machine.sites
     known = measured(table, key, label) if _plain(values, site) else None
     # One of which nothing was measured is taken to be as far off as the worst of the others.
@@ -91,18 +91,14 @@ def estimate(
     return Estimate(label, row, chunks, predicted * 1e3, known_ms, expected * 1e3, busy * 1e3)
 
 
-def _seconds(
-    machine: Machine, values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int
-) -> tuple[float, float]:
-    """How long a site alone takes, and its host."""
+def _alone(values: Dataflow, site: MatmulSite, row: Strategy | None, chunks: int) -> Program:
+    """A site with a strategy as a Program of its own."""
     names, op = values.names.copy(), collective_of(values, site)
     if row is None:
-        return seconds_alone(
-            isolated(values, op, [values.program.ops[i] for i in site.ops]), machine
-        )
+        return isolated(values, op, [values.program.ops[i] for i in site.ops])
     alone = isolated(values, op, write(values, names, site, row, chunks, ALONE), names)
     marked = Site(id=ALONE, kind=site_kind(op.kind, site), strategy=row.name)
-    return seconds_alone(alone.replace(sites=(marked,)), machine)
+    return alone.replace(sites=(marked,))
 
 
 def seconds_alone(program: Program, machine: Machine) -> tuple[float, float]:
