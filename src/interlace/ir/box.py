@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
+from math import gcd, prod
 
 from interlace.ir.types import DType
 
@@ -29,10 +29,7 @@ class Box:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
+        return prod(self.sizes)
 
     @property
     def nbytes(self) -> int:
@@ -161,10 +158,7 @@ def byte_runs(box: Box) -> tuple[tuple[int, int], ...] | None:
     if box.numel == 0:
         return ()
     length, dims = runs(box)
-    count = 1
-    for _, size in dims:
-        count *= size
-    if count > MAX_RUNS:
+    if prod([size for _, size in dims]) > MAX_RUNS:
         return None
     starts = [box.hull[0]]
     for stride, size in reversed(dims):

@@ -11,6 +11,7 @@ written, so that text reads well, and resolved to a `Box` for one rank:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self, assert_never
@@ -250,18 +251,13 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
 
 
 def _fill_in(shape: tuple[int, ...], numel: int) -> list[int]:
-    known = 1
-    for size in shape:
-        known *= size if size != -1 else 1
+    known = math.prod([size for size in shape if size != -1])
     if -1 in shape and known == 0:
         raise ValueError("-1 is ambiguous for an empty view")
     if shape.count(-1) > 1 or min(shape, default=0) < -1:
         raise ValueError("sizes are >= 0, and one of them may be -1")
     wanted = [size if size != -1 else numel // known for size in shape]
-    count = 1
-    for size in wanted:
-        count *= size
-    if count != numel:
+    if math.prod(wanted) != numel:
         raise ValueError(f"{numel} elements cannot have sizes {tuple(shape)}")
     return wanted
 

@@ -7,6 +7,7 @@ every team see the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from interlace.errors import InterlaceError
@@ -284,9 +285,7 @@ def _check_alike(context: CheckContext, buffer: Buffer, team: str) -> None:
     context.team(team)
     sizes: dict[tuple[int, ...], set[int]] = {}
     for i, where in enumerate(context.wheres):
-        numel = 1
-        for dim in buffer.shape:
-            numel *= context.dims(dim)[i]
+        numel = math.prod([context.dims(dim)[i] for dim in buffer.shape])
         sizes.setdefault(where.members[team].ranks, set()).add(numel)
     if any(len(found) > 1 for found in sizes.values()):
         found = sorted({numel for each in sizes.values() for numel in each})

@@ -8,6 +8,7 @@ needs row i of its operands belongs to the cone; the rest are operands, there be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -153,9 +154,7 @@ def operand_kind(
     """
     box = values.box(view)
     last = sizes[-1] if sizes else 1
-    numel = 1
-    for size in sizes:
-        numel *= size
+    numel = math.prod(sizes)
     if box.sizes == sizes:
         width = numel // rows if rows else last
         return "rows" if _viewable(values, view, (rows, width)) else None

@@ -163,8 +163,8 @@ def concatenated(parts: Sequence[tuple[Contents, tuple[int, ...], int]], dim: in
     """`cat` of (contents, sizes, bytes of an element) along `dim`."""
     sizes = parts[0][1]
     dim %= max(len(sizes), 1)
-    outer = _product(sizes[:dim])
-    blocks = [_product(shape[dim:]) * item for _, shape, item in parts]
+    outer = math.prod(sizes[:dim])
+    blocks = [math.prod(shape[dim:]) * item for _, shape, item in parts]
 
     def pieces() -> Iterator[ByteRun]:
         for i in range(outer):
@@ -178,12 +178,12 @@ def padded(contents: Contents, sizes: tuple[int, ...], item: int, pads: Sequence
     """`constant_pad_nd` with zeros: `pads` lists (before, after) from the last dimension on."""
     for i, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         dim = len(sizes) - 1 - i
-        inner = _product(sizes[dim + 1 :]) * item
+        inner = math.prod(sizes[dim + 1 :]) * item
         block = sizes[dim] * inner
 
         def pieces(
             old: Contents = contents,
-            outer: int = _product(sizes[:dim]),
+            outer: int = math.prod(sizes[:dim]),
             block: int = block,
             low: int = before * inner,
             high: int = after * inner,
@@ -196,13 +196,6 @@ def padded(contents: Contents, sizes: tuple[int, ...], item: int, pads: Sequence
         contents = join(piece for piece in pieces() if piece.length > 0)
         sizes = (*sizes[:dim], sizes[dim] + before + after, *sizes[dim + 1 :])
     return contents
-
-
-def _product(sizes: Iterable[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
 
 
 # layouts

@@ -176,15 +176,13 @@ def _int(arg: Arg) -> int:
     return arg
 
 
+_NONE = (None,) * 4
+
+
 def _sliced(src: View, box: Box, rest: Sequence[Arg]) -> View:
-    given = [*rest, *(None,) * 4]
-    dim = _int(given[0]) if given[0] is not None else 0
-    dim %= len(box.sizes)
-    size = box.sizes[dim]
-    start, stop = (
-        _int(v) if v is not None else d for v, d in zip(given[1:3], (0, size), strict=True)
-    )
-    if given[3] not in (None, 1):
+    dim, first, last, step = (None if arg is None else _int(arg) for arg in (*rest, *_NONE)[:4])
+    if step not in (None, 1):
         raise Refused("a slice takes every n-th row")
-    start, stop = (max(0, min(size, v + size if v < 0 else v)) for v in (start, stop))
+    dim = (dim or 0) % len(box.sizes)
+    start, stop, _ = slice(first, last).indices(box.sizes[dim])
     return src.slice(dim, start, max(start, stop))
