@@ -21,7 +21,6 @@ LONGEST_S = 30 * 86_400.0
 """The longest time-out, in seconds: every wait is bounded."""
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "strategy": names(),
     "protocol": ("get", "put"),
     "resharding": ("auto", "before", "after"),
     "regions": ("auto", "eager", "inductor"),
@@ -88,7 +87,7 @@ class Options:
             if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
                 raise OptionError(f"option {name}={value!r}: give {what}")
             object.__setattr__(self, name, plain(value))
-        for name, choices in _CHOICES.items():
+        for name, choices in {"strategy": names(), **_CHOICES}.items():
             value = getattr(self, name)
             if not any(isinstance(value, type(c)) and value == c for c in choices):
                 listed = ", ".join(repr(choice) for choice in choices)
