@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from interlace.ir import (
@@ -57,6 +58,19 @@ class PathStep(NamedTuple):
     sent: RankIndex
 
 
+def rank_at(team: Team, offset: int) -> RankIndex:
+    """The rank at an offset from this one, the long way round taken out."""
+    return team.rank + (offset % team.size if offset >= 0 else -(-offset % team.size))
+
+
+@functools.lru_cache(64)
+def steps_of(team: Team, path: Path) -> tuple[PathStep, ...]:
+    """The steps 1 .. W-1 of a path in a team."""
+    offsets = path.chunk, path.to, path.source, path.sent
+    steps = range(1, team.size)
+    return tuple([PathStep(*[rank_at(team, offset.at(k)) for offset in offsets]) for k in steps])
+
+
 class Names:
     """The names and tables of a Program, to which sites add."""
 
@@ -95,29 +109,13 @@ class Emitter:
 
     def __init__(self, names: Names, team: Team, collective: Collective, site: int | None) -> None:
         self.names, self.team, self.serial, self.site = names, team, collective, site
-        self.size = team.size
+        self.size, self.rank = team.size, team.rank
         self.ops: list[Op] = []
         self._scratch: dict[tuple[str, tuple[int, ...]], View] = {}
 
-    @property
-    def rank(self) -> RankIndex:
-        """This process's rank in the team."""
-        return self.team.rank
-
-    def at(self, offset: int) -> RankIndex:
-        """The rank at an offset from this one, the long way round taken out."""
-        return self.rank + (offset % self.size if offset >= 0 else -(-offset % self.size))
-
-    @property
-    def others(self) -> range:
-        """The steps 1 .. W-1, which concern other ranks."""
-        return range(1, self.size)
-
-    def steps(self, path: Path) -> Iterator[PathStep]:
+    def steps(self, path: Path) -> tuple[PathStep, ...]:
         """The steps 1 .. W-1 of a path."""
-        for k in self.others:
-            offsets = (path.chunk, path.to, path.source, path.sent)
-            yield PathStep(*[self.at(offset.at(k)) for offset in offsets])
+        return steps_of(self.team, path)
 
     # rank-dependent sizes and views
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from interlace.ir import Chunk, DType, FusedKernel, Index, Slice, View
 from interlace.ir.kernels import turns
-from interlace.passes.strategies.emitter import Emitter
+from interlace.passes.strategies.emitter import Emitter, rank_at
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
 
@@ -132,7 +132,8 @@ class Scatter:
             compute(step.chunk, rows)
             if received is not None:
                 add(rows, rows)
-            received = e.head(buffers[k % count], self.sizes, e.at(path.chunk.at(k + 1)), largest)
+            following = rank_at(e.team, path.chunk.at(k + 1))
+            received = e.head(buffers[k % count], self.sizes, following, largest)
             e.exchange(rows, step.to, received, step.source)
         compute(e.rank, staged(e.rank))
         add(staged(e.rank), self.out)
