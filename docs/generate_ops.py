@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import interlace.ir as ir
+from interlace.ir.ops import REDUCTIONS
 from interlace.ir.text.printer import print_op
 from interlace.verify.in_place import BACKENDS, COLLECTIVES
 
@@ -105,7 +106,7 @@ def page() -> str:
     parts.append("## Kinds of collective\n")
     parts.append(
         "One row of data each (`interlace.ir.KINDS`), for a team of `n` ranks. Reductions: "
-        + ", ".join(f"`{name}`" for name in ir.REDUCTIONS)
+        + ", ".join(f"`{name}`" for name in REDUCTIONS)
         + ".\n"
     )
     parts.append(kinds())
