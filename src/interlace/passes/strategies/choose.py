@@ -27,6 +27,7 @@ from interlace.ir import (
     Arg,
     Buffer,
     Call,
+    Chunk,
     Collective,
     Dim,
     Op,
@@ -35,9 +36,9 @@ from interlace.ir import (
     Site,
     Team,
     View,
-    map_views,
 )
 from interlace.ir.types import TableEntry
+from interlace.ir.view import varying
 from interlace.passes.dependencies import dependencies
 from interlace.passes.fuse import Fuse
 from interlace.passes.insert_sync import with_events
@@ -178,16 +179,8 @@ def isolated(
         shape = _shape(buffer, collective, team, program.rank)
         params.append(dataclasses.replace(buffer, kind=kind, shape=shape))
     tables = tuple(names.tables) if names is not None else program.tables
-    alone = Program(
-        name=program.name,
-        teams=program.teams,
-        tables=tables,
-        params=tuple(params),
-        ops=tuple(ops),
-        results=(),
-        regions=program.regions,
-        ranks=program.ranks,
-    )
+    alone = program.replace(tables=tables, params=tuple(params), ops=tuple(ops), results=())
+    alone = alone.replace(sites=(), remarks=(), rank=None)
     if _teams_in(alone) <= {team.name}:
         mine = tuple(table for table in tables if table.team == team.name)
         alone = alone.replace(teams=(Team(team.name, team.size),), tables=mine, ranks=None)
@@ -211,26 +204,16 @@ def _shape(buffer: Buffer, collective: Collective, team: Team, rank: int | None)
 
 def _teams_in(program: Program) -> set[str]:
     """The teams that sizes, views and collectives name."""
-    teams = {op.team for op in program.ops if isinstance(op, Collective)}
-    owners = {table.name: table.team for table in program.tables}
-    for buffer in program.buffers().values():
-        teams.update(owners[dim.table] for dim in buffer.shape if isinstance(dim, TableEntry))
-
-    def look(view: View) -> View:
-        for step in view.steps:
-            for name in ("index", "start", "stop", "parts"):
-                value = getattr(step, name, None)
-                if isinstance(value, RankIndex):
-                    teams.add(value.team)
-                elif isinstance(value, TableEntry):
-                    teams.add(owners[value.table])
-                elif isinstance(value, str):
-                    teams.add(owners[value])
-        return view
-
-    for op in program.ops:
-        map_views(op, look)
-    return teams
+    buffers, owners = program.buffers(), {table.name: table.team for table in program.tables}
+    touched = [access.view for op in program.ops for access in (*op.reads(), *op.writes())]
+    views = [*map(View, buffers), *[view for view in touched if view.buffer in buffers]]
+    values = [value for view in views for value in varying(view, buffers[view.buffer])]
+    tables = {value.table for value in values if isinstance(value, TableEntry)}
+    chunks = [step for view in views for step in view.steps if isinstance(step, Chunk)]
+    tables |= {step.parts for step in chunks if isinstance(step.parts, str)}
+    teams = {value.team for value in values if isinstance(value, RankIndex)}
+    teams |= {op.team for op in program.ops if isinstance(op, Collective)}
+    return teams | {owners[table] for table in tables}
 
 
 MARGIN = 0.97
