@@ -70,8 +70,8 @@ def launch(
 ) -> Report:
     """Rank 0's result of `work(settings, tell)`, which all ranks do; `hear` gets what it tells.
 
-    `what` the ranks do is named in errors. Ranks are spawned: a fork server would be the whole
-    process's, with the environment and the preloaded modules of whoever started it first.
+    `what` the ranks do is named in errors. Ranks are spawned: a fork server would have the
+    environment and the preloaded modules of whoever started it first.
     """
     deadline = time.monotonic() + time_out_s
     with contextlib.ExitStack() as stack:
@@ -151,14 +151,12 @@ def _first_error(found: Sequence[dict[str, Any]], what: str) -> InterlaceError:
 
 
 def _tail(logs: Path, rank: int) -> str:
-    """The end of a rank's log."""
     log = logs / str(rank)
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "".join(f"\n  {line}" for line in lines[-NUM_LOG_LINES:])
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
-    """Kills and reaps every rank that still runs."""
     for rank in ranks:
         rank.kill()
     for rank in ranks:
@@ -172,10 +170,8 @@ def _threads(world: int) -> int:
 
 @contextlib.contextmanager
 def _environment(world: int) -> Iterator[None]:
-    """What processes started here find: the same package, and bit-equal chunks where they can be.
-
-    Set before they start, for libraries read it when they are loaded.
-    """
+    """What ranks find: the same package, and bit-equal chunks where they can be; libraries read it
+    when they are loaded."""
     before = dict(os.environ)
     source = str(Path(interlace.__file__).resolve().parents[1])
     path = before.get("PYTHONPATH")
@@ -300,7 +296,6 @@ def joined(
 
 
 def _gpu(local: int, exact: bool) -> torch.device:
-    """The GPU of this rank, which is the `local`-th of its host."""
     import torch
 
     if not torch.cuda.is_available():

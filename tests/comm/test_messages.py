@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.comm.host.messages import Incoming, Outgoing
+from interlace.comm.host.messages import Transfer
 from interlace.comm.host.workspace import MessageBox
 
 
@@ -47,11 +47,27 @@ class Gates:
             chosen.set()
 
 
+class Cells(list[int]):
+    """The cells of both sides; each access waits for its turn."""
+
+    def __init__(self, gates: Gates) -> None:
+        super().__init__([0, 0])
+        self._gates = gates
+
+    def __getitem__(self, at: Any) -> Any:
+        self._gates.step()
+        return super().__getitem__(at)
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self._gates.step()
+        super().__setitem__(at, value)
+
+
 def started_by(rng: random.Random) -> set[str]:
     """Which sides of a message start the transfer, if one leaves after a few tries, and the other
     some tries after it could have heard of that."""
     gates = Gates(rng, ["send", "recv"])
-    cells = memoryview(bytearray(16)).cast("q")
+    cells: Any = Cells(gates)
     box = MessageBox((cells, 0), (cells, 1))
     started: list[str] = []
 
@@ -61,20 +77,9 @@ def started_by(rng: random.Random) -> set[str]:
     team: Any = SimpleNamespace(control=SimpleNamespace(run=3))
     heard = threading.Event()
 
-    def side(kind: Any, name: str, tries: int, after: int) -> None:
+    def side(name: str, tries: int, after: int) -> None:
         """Leaves after so many tries, or so many after the other has left."""
-        part = kind(team, 0, box, backend(name), 0)
-        say, hear = part._say, part._hear
-
-        def slow_say(what: int) -> None:
-            gates.step()
-            say(what)
-
-        def slow_hear() -> int:
-            gates.step()
-            return hear()
-
-        part._say, part._hear = slow_say, slow_hear
+        part = Transfer(team, 0, box, name == "send", backend(name))
         tensor = torch.zeros(4)
         part.begin(tensor)
         while not part.try_move(tensor):
@@ -90,10 +95,10 @@ def started_by(rng: random.Random) -> set[str]:
     threads = [
         threading.Thread(
             target=side,
-            args=(kind, name, rng.randint(1, 3) if name == first else 1000, rng.randint(1, 3)),
+            args=(name, rng.randint(1, 3) if name == first else 1000, rng.randint(1, 3)),
             name=name,
         )
-        for kind, name in ((Outgoing, "send"), (Incoming, "recv"))
+        for name in ("send", "recv")
     ]
     for thread in threads:
         thread.start()

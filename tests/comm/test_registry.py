@@ -172,9 +172,9 @@ def test_two_tensors_of_one_allocation_are_mapped_once() -> None:
     again = team.register([{"w": t[1]} for t in whole])
     assert [driver.num_opened for driver in team.drivers] == [1, 1], "nor for another Program"
     team.let_go(held)
-    assert [registry.num_mapped for registry in team.registries] == [1, 1]
+    assert [len(registry.mapped) for registry in team.registries] == [1, 1]
     team.let_go(again)
-    assert [registry.num_mapped for registry in team.registries] == [1, 1], "kept for the next"
+    assert [len(registry.mapped) for registry in team.registries] == [1, 1], "kept for the next"
     team.register([{"w": t[0]} for t in whole])
     assert [driver.num_opened for driver in team.drivers] == [1, 1]
 
@@ -224,7 +224,7 @@ def test_few_that_nobody_uses_stay_and_the_least_lately_used_goes_first() -> Non
     tensors = [tensors_of(team) for _ in range(KEPT + 3)]
     for one in tensors:
         team.let_go(team.register([{"w": t} for t in one]))
-    assert [registry.num_mapped for registry in team.registries] == [KEPT, KEPT]
+    assert [len(registry.mapped) for registry in team.registries] == [KEPT, KEPT]
     opened = team.drivers[0].num_opened
     team.let_go(team.register([{"w": t} for t in tensors[-KEPT]]))
     assert team.drivers[0].num_opened == opened
@@ -242,7 +242,7 @@ def test_so_many_stay_of_each_peer_and_not_of_all_together() -> None:
     team = Team(4)
     for one in [tensors_of(team) for _ in range(KEPT + 1)]:
         team.let_go(team.register([{"w": t} for t in one]))
-    assert [registry.num_mapped for registry in team.registries] == [3 * KEPT] * 4
+    assert [len(registry.mapped) for registry in team.registries] == [3 * KEPT] * 4
 
 
 def test_what_is_in_use_at_the_end_of_a_team_stays_mapped_until_it_is_let_go() -> None:
@@ -325,7 +325,7 @@ def test_what_ends_in_the_midst_of_another_thing_keeps_the_books_right() -> None
         registry.let_go(mine["w"])
         registry.trim(0)
         assert driver.open_now == []
-        assert registry.num_mapped == 0
+        assert len(registry.mapped) == 0
 
 
 def test_threads_let_go_while_another_registers() -> None:
@@ -345,7 +345,7 @@ def test_threads_let_go_while_another_registers() -> None:
                 held = team.register(one)
                 copies = [list(mine["w"].mappings) for mine in held]
                 for registry, keys in zip(team.registries, copies, strict=True):
-                    assert all(registry._mapped[key].users == 1 for key in keys)
+                    assert all(registry.mapped[key].users == 1 for key in keys)
                 team.let_go(held)
         finally:
             ended.set()

@@ -66,14 +66,14 @@ def job(port: int, dying: int | None, asks: int, compiles: bool) -> list[float]:
 
 
 def die_after(asks: int) -> None:
-    ask, left = Board._ask, iter(range(asks))
+    ask, left = Board.ask, iter(range(asks))
 
     def counted(self: Board, question: Any) -> Any:
         if next(left, None) is None:
             os._exit(1)
         return ask(self, question)
 
-    Board._ask = counted
+    Board.ask = counted
     if not asks:
         os._exit(1)
 

@@ -66,7 +66,7 @@ def fail_and_recover() -> tuple[str, bool, bool]:
         if broken.pop("once", False):
             raise RuntimeError("planted")
 
-    bound.executor._before_op = fault
+    bound.executor.before_op = fault
     interlace.reset(20.0)  # the next run binds it
     dist.barrier()  # or a slow rank hears of it in the run that must still go well
     first = heard() or heard()  # the others may hear of it one run later

@@ -273,7 +273,7 @@ def poison(executor: Executor) -> None:
     assert executor._engine is not None
     context: Any = executor._engine.context
     whole: list[torch.Tensor] = []
-    arena = context.values._arena
+    arena = context.values.arena
     if arena.nbytes():
         whole.append(torch.empty(0, dtype=torch.uint8, device="cuda").set_(arena))
     for slot in executor._shared.slots.values():

@@ -182,9 +182,9 @@ def test_layers_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from interlace.runtime.calling import regions
 
     compiled: list[Any] = []
-    original = regions._compile
+    original = regions.compile_graph
     monkeypatch.setattr(
-        regions, "_compile", lambda *given: compiled.append(given[1]) or original(*given)
+        regions, "compile_graph", lambda *given: compiled.append(given[1]) or original(*given)
     )
 
     regions.forget()

@@ -134,10 +134,10 @@ def share_allocations(seed: int) -> list[str]:
 
     first = prepared("gather_matmul", one)
     side = team_of(world_group(), "tp").cuda(one.device, 60.0)
-    count = side.registry.num_mapped
+    count = len(side.registry.mapped)
     second = prepared("gather_matmul", other)
-    if side.registry.num_mapped != count:
-        wrong.append(f"one allocation is mapped twice: {count} to {side.registry.num_mapped}")
+    if len(side.registry.mapped) != count:
+        wrong.append(f"one allocation is mapped twice: {count} to {len(side.registry.mapped)}")
     for number, (executor, x) in enumerate([(first, one), (second, other), (first, one)]):
         right(executor, x, number)
     first.close()
@@ -156,8 +156,8 @@ def share_allocations(seed: int) -> list[str]:
 
     for number in range(4, 8):
         again(number)
-    if side.registry.num_mapped > count + 2 * (world - 1):
-        wrong.append(f"{side.registry.num_mapped} mappings stay, of memory that is gone")
+    if len(side.registry.mapped) > count + 2 * (world - 1):
+        wrong.append(f"{len(side.registry.mapped)} mappings stay, of memory that is gone")
     return wrong
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import threading
 import time
@@ -23,6 +22,7 @@ from interlace.comm import Spec, TeamComm, release_teams, team_of
 from interlace.comm import backends as connections_file
 from interlace.comm.backends import end
 from interlace.comm.cuda import nccl
+from interlace.comm.cuda import side as side_file
 from interlace.comm.cuda.nccl import abort, all_ended, bind_messages, bind_on_stream
 from interlace.errors import (
     BackendError,
@@ -44,7 +44,7 @@ class Nccl:
     """A backend whose abort may stand still until it is let go."""
 
     def __init__(self, stands_still: bool = False) -> None:
-        self.begun, self._go = threading.Event(), threading.Event()
+        self.begun, self._go, self.aborts = threading.Event(), threading.Event(), 0
         self.joined = threading.Event()
         if not stands_still:
             self._go.set()
@@ -53,11 +53,15 @@ class Nccl:
         return "nccl"
 
     def abort(self) -> None:
+        self.aborts += 1
         self.begun.set()
         assert self._go.wait(10)
 
     def let_go(self) -> None:
         self._go.set()
+
+    def stand_still(self) -> None:
+        self._go.clear()
 
 
 @contextlib.contextmanager
@@ -68,7 +72,7 @@ def under_way(*fakes: Fake) -> Iterator[Nccl]:
     with mock.patch.object(watchdog_file, "watchdog", return_value=known):
         for fake in fakes:
             fake.driver.done = lambda event: False
-            fake.engine.watched._backends = [backend]
+            fake.engine.context.resources.backends["tp", "nccl"] = backend
             logs_of(fake, "gather", 1)
         yield backend
 
@@ -76,7 +80,7 @@ def under_way(*fakes: Fake) -> Iterator[Nccl]:
 def aborted(fake: Fake, backend: Nccl) -> bool:
     """Whether a look of the watchdog begins the abort."""
     fake.engine.watched.look()
-    return backend.begun.wait(5) if fake.engine.watched._aborts else backend.begun.is_set()
+    return backend.begun.wait(0.3)
 
 
 def test_an_abort_waits_until_the_run_is_issued() -> None:
@@ -87,9 +91,9 @@ def test_an_abort_waits_until_the_run_is_issued() -> None:
         assert not aborted(fake, backend)
         watched.issuing = False
         assert aborted(fake, backend)
-        begun = watched._aborts
         watched.look()
-        assert watched._aborts is begun, "once"
+        time.sleep(0.05)
+        assert backend.aborts == 1
 
 
 def test_an_abort_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,12 +133,12 @@ def test_no_run_begins_once_there_is_a_failure() -> None:
     """Though the Executor saw none yet when it last looked."""
     with bound("gather", "put") as fake:
         logs_of(fake, "gather", 1)
-        assert fake.runner.ready
-        fake.engine.watched.fail(PROBLEM)
         inputs, out = tensors("gather")
+        assert fake.engine.admit(inputs, out)
+        fake.engine.watched.fail(PROBLEM)
         assert fake.run(inputs, out) is None  # so the Executor looks
         with pytest.raises(PeerError, match="a peer stopped"):
-            fake.runner.issue(inputs, out)
+            fake.engine.issue(inputs, out)
         assert fake.log == []
         assert not fake.engine.watched.issuing
         assert fake.engine.entered == fake.engine.issued == 1
@@ -176,26 +180,14 @@ def test_a_thread_that_is_held_up_in_a_capture_is_let_go(monkeypatch: pytest.Mon
         assert aborted(fake, backend)
 
 
-def test_what_is_aborted_are_the_backends_of_the_programs_ops() -> None:
-    with bound("gather", "put") as fake:
-        context, nccl = fake.engine.context, Nccl()
-        resources = dataclasses.replace(context.resources, backends={("tp", "nccl"): nccl})
-        watched = Watched(fake.engine, dataclasses.replace(context, resources=resources))
-        assert watched._backends == [nccl]
-        assert fake.engine.watched._backends == []
-
-
 def test_the_garbage_collector_may_come_by_at_any_moment() -> None:
     """An Executor that goes in the midst of a look is dropped without a lock."""
     with bound("gather", "put") as fake:
         dog, watched = watchdog_file.Watchdog(), fake.engine.watched
-        dog._thread = threading.current_thread()  # begins none
         dog.add(watched)
         assert dog.all() == [watched]
-        with dog._lock:
-            assert dog.all() == [watched]
-            dog.drop(watched)
-            dog.drop(watched)
+        dog.drop(watched)
+        dog.drop(watched)
         assert dog.all() == []
         dog.add(watched)
         other = Watched(fake.engine, fake.engine.context)
@@ -220,7 +212,7 @@ def test_a_thread_is_issuing_from_before_the_first_op_to_after_the_last() -> Non
 @pytest.mark.parametrize("bind", [messages, collective])
 def test_no_op_of_nccl_is_issued_once_there_is_a_failure(bind: Any) -> None:
     binder, backend = mock.MagicMock(), mock.Mock()
-    binder.plan.letters.__getitem__.return_value.backend = "nccl"
+    binder.plan.messages.__getitem__.return_value.backend = "nccl"
     binder.plan.turns.__getitem__.return_value.backend = "nccl"
     binder.resources.backends.__getitem__.return_value = backend
     binder.check.side_effect = PROBLEM
@@ -294,8 +286,8 @@ def test_errors_of_nccl_have_a_type(what: str) -> None:
 
 def test_a_group_has_messages_of_one_team() -> None:
     """NCCL would start a second team's after the first's have met, and those may wait for them."""
-    letters = {(0, number): SimpleNamespace(backend="nccl") for number in range(2)}
-    binder: Any = SimpleNamespace(plan=SimpleNamespace(letters=letters))
+    messages_of = {(0, number): SimpleNamespace(backend="nccl") for number in range(2)}
+    binder: Any = SimpleNamespace(plan=SimpleNamespace(messages=messages_of))
     ops = [Send(src=View("x"), peer=1, team=team) for team in ("a", "b")]
     with pytest.raises(UnsupportedError, match=r"messages of teams \['a', 'b'\]"):
         messages(binder, mock.Mock(), 0, ops)
@@ -352,24 +344,24 @@ def test_graphs_of_all_engines_go_before_an_abort_is_waited_for() -> None:
     ):
         still = Nccl(stands_still=True)
         for fake in (one, other):
-            fake.engine.watched._backends = [backend, still]
+            fake.engine.context.resources.backends["tp", "ucc"] = still
         graphs = mock.Mock()
         graphs.drop.side_effect = still.let_go
         other.engine.graphs = graphs
         one.engine.watched.fail(PROBLEM)
         assert aborted(one, backend)
-        assert not one.engine.watched._aborted()
-        graphs.drop.assert_not_called()  # its run is still under way
-        one.driver.done = lambda event: True
-        other.engine.watched.issuing = True
-        assert not one.engine.watched._aborted()
-        graphs.drop.assert_not_called()  # a thread is about to replay them
+        with mock.patch.object(watchdog_file, "GRACE_S", 0.05):
+            one.engine.watched.settle()
+            graphs.drop.assert_not_called()  # its run is still under way
+            one.driver.done = lambda event: True
+            other.engine.watched.issuing = True
+            one.engine.watched.settle()
+            graphs.drop.assert_not_called()  # a thread is about to replay them
         other.engine.watched.issuing = False
         start = time.monotonic()
         one.engine.watched.settle()
         assert time.monotonic() - start < 3
         graphs.drop.assert_called()
-        assert one.engine.watched._aborted()
 
 
 def test_a_reset_of_the_team_mends_all_its_engines() -> None:
@@ -387,7 +379,6 @@ def test_a_reset_of_the_team_mends_all_its_engines() -> None:
         with pytest.raises(PeerError, match="a peer stopped"):
             fake.engine.synchronize()
         dog = watchdog_file.Watchdog()
-        dog._thread = threading.current_thread()  # begins none
         dog.add(fake.engine.watched)
         with mock.patch.object(watchdog_file, "watchdog", return_value=dog):
             with pytest.raises(PeerError, match="a peer stopped"):
@@ -440,6 +431,8 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TeamComm]:
     monkeypatch.setattr(connections_file, "connect", lambda *_: Nccl())
     monkeypatch.setattr(nccl, "join", lambda backend, *_: backend.joined.set())
     monkeypatch.setattr(connections_file, "require_backend", lambda name: None)
+    side = mock.Mock(device=torch.device("cuda"))
+    monkeypatch.setattr(side_file, "CudaSide", lambda *_: side)
     try:
         found = team_of(dist.group.WORLD, "tp")  # pyright: ignore
         found.setup(5)
@@ -467,7 +460,7 @@ def test_ranks_meet_before_runs_do_what_waits_for_all(
     asked: list[Any] = []
     monkeypatch.setattr(nccl, "join", lambda *given: asked.append(given))
     users = Nccl()
-    monkeypatch.setattr(team._connections, "users", lambda device: users)
+    monkeypatch.setattr(connections_file.Connections, "users", lambda *_: users)
     for _ in range(2):
         assert team.backend("nccl", "cuda", 5) is users
     known = "team tp on rank 0", team.board.ended
@@ -500,7 +493,7 @@ def test_a_connection_that_failed_is_not_kept(
 
 def test_a_reset_that_cannot_end_a_connection_mends_nothing(team: TeamComm) -> None:
     old = team.backend("nccl", "cuda", 5)
-    old._go.clear()
+    old.stand_still()
     assert team.control.failure() is None
     for _ in range(2):
         with pytest.raises(TeamError, match="did not end the connections of team tp on rank 0"):
@@ -532,16 +525,15 @@ def test_a_team_that_goes_ends_what_it_made(team: TeamComm) -> None:
 
 
 def test_a_team_that_goes_closes_its_registry(team: TeamComm) -> None:
-    side = mock.Mock()
-    team._cuda = side
+    side: Any = team.cuda(torch.device("cuda"), 5)
     release_teams()
-    assert side.registry.close.called
+    side.registry.close.assert_called_once()
     assert not team.is_set_up
 
 
 def test_a_reset_that_cannot_be_sure_of_the_words_leaves_a_failure(team: TeamComm) -> None:
     """Peers hear of it, and do not wait."""
-    team._cuda = side = mock.Mock()
+    side: Any = team.cuda(torch.device("cuda"), 5)
     side.reset.side_effect = CommTimeoutError("a call of the CUDA driver has not returned")
     with pytest.raises(CommTimeoutError, match="has not returned"):
         team.reset(5)

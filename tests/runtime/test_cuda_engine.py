@@ -25,6 +25,8 @@ from interlace.errors import BackendError, ExecutorError, ProgramError, TeamErro
 from interlace.ir import Get, parse
 from interlace.options import Options
 from interlace.runtime import Executor
+from interlace.runtime import executor as executor_file
+from interlace.runtime.host.engine import CpuEngine
 
 sites = pytest.mark.parametrize("site", ["gather", "scatter"])
 served = pytest.mark.parametrize(("site", "strategy"), SERVED)
@@ -339,7 +341,7 @@ def test_what_a_run_writes_of_the_callers_is_seen_by_autograd(inference: bool) -
     with fake_engine(parse(OWN_ROWS), 1) as fake, torch.inference_mode(inference):
         given, out = [torch.ones(4, 8)], [torch.zeros(4, 8)]
         fake.run(given, out)
-        assert fake.runner.run(given, None) is not None
+        assert fake.attempt(given, None) is not None
         if not inference:
             assert (given[0]._version, out[0]._version) == (0, 1)
     changed = OWN_ROWS.replace("    main: free", "    main: copy(slot, x)\n    main: free")
@@ -386,39 +388,36 @@ def test_a_slot_that_another_executors_peers_get_is_taken_before_it_is_written()
         assert waits[0] < min(copies)
 
 
-class NotNow:
-    """An engine whose caller is in a capture."""
+class NotNow(CpuEngine):
+    """An engine whose caller may be in a capture."""
 
-    issued = 0
-    failure = None
+    captured, issued = True, 0
 
-    def __init__(self, engine: Any) -> None:
-        self.context = engine.context
-
-    def run(self, *_: Any) -> None:
+    def admit(self, *_: Any) -> None:
         """The Executor has to look."""
 
     def look(self) -> None:
-        raise ExecutorError("inside a CUDA graph capture")
+        if self.captured:
+            raise ExecutorError("inside a CUDA graph capture")
 
-    def issue(self, *_: Any) -> tuple[()]:
-        self.issued += 1
-        return ()
+    def issue(self, *given: Any) -> tuple[Any, ...]:
+        NotNow.issued += 1
+        return super().issue(*given)
 
 
-def test_an_executor_asks_before_it_issues_and_is_as_it_was() -> None:
-    text = "def f(x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
+def test_an_executor_asks_before_it_issues_and_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(executor_file, "engine_for", lambda *_: (NotNow, torch.device("cpu")))
+    monkeypatch.setattr(NotNow, "issued", 0)
+    text = "def f(x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n    return y"
     with Executor(parse(text)).prepare() as executor:
-        engine: Any = NotNow(executor._engine)
-        executor._engine, executor._teams = engine, {"tp": mock.Mock(resets=0)}
         with pytest.raises(ExecutorError, match="inside a CUDA graph capture"):
             executor.run([torch.ones(4)])
-        assert not engine.issued
-        assert executor._poison is None
-        executor._teams = {}
-        engine.look = lambda: None
-        executor.run([torch.ones(4)])
-        assert engine.issued == 1
+        assert not NotNow.issued
+        monkeypatch.setattr(NotNow, "captured", False)
+        assert executor.run([torch.ones(4)])[0].eq(1).all()
+        assert NotNow.issued == 1
 
 
 @served
@@ -432,16 +431,16 @@ def test_a_call_in_a_capture_does_nothing(
         (team,) = fake.engine.context.resources.teams.values()
         entered = mock.Mock(wraps=team.control.enter)
         monkeypatch.setattr(team.control, "enter", entered)
-        monkeypatch.setattr(fake.engine, "_capturing", lambda: True)
+        fake.capturing.return_value = True
         fake.on(900)
         fake.log.clear()
-        assert fake.runner.run(inputs, out) is None
+        assert fake.attempt(inputs, out) is None
         with pytest.raises(ExecutorError, match="inside a CUDA graph capture"):
             fake.engine.look()
         assert fake.log == []
         assert not entered.called
         assert fake.engine.issued == fake.engine.entered == 1
-        monkeypatch.setattr(fake.engine, "_capturing", lambda: False)
+        fake.capturing.return_value = False
         fake.engine.look()
         assert logs_of(fake, site, 1)
 
@@ -452,7 +451,8 @@ def test_an_op_that_fails_on_a_dead_device_is_what_is_told(monkeypatch: pytest.M
         logs_of(fake, "gather", 1)
         steps = fake.engine.binding.steps
         steps[-1] = failing = mock.Mock(side_effect=ValueError("as planned"))
-        monkeypatch.setattr(fake.engine, "watched", mock.Mock(failure=None))
+        watched: Any = mock.Mock(failure=None)
+        monkeypatch.setattr(fake.engine, "watched", watched)
         broken = mock.Mock(side_effect=BackendError("past asking"))
         monkeypatch.setattr(fake.engine.binding, "join", broken)
         real = fake.driver.record
@@ -465,10 +465,10 @@ def test_an_op_that_fails_on_a_dead_device_is_what_is_told(monkeypatch: pytest.M
         monkeypatch.setattr(fake.driver, "record", record)
         inputs, out = tensors("gather")
         with pytest.raises(ValueError, match="as planned"):
-            fake.runner.run(inputs, out)
+            fake.attempt(inputs, out)
         assert broken.called
         assert fake.engine.issued == fake.engine.entered == 1
-        (told,) = fake.engine.watched.fail.call_args.args
+        (told,) = watched.fail.call_args.args
         assert str(told) == "as planned"
 
 

@@ -7,10 +7,8 @@ import dataclasses
 import gc
 import os
 import random
-import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,9 +25,10 @@ from interlace.comm.cuda import driver as driver_file
 from interlace.comm.cuda.memory import tensor_at
 from interlace.errors import BackendError, ExecutorError, PeerError
 from interlace.ir import parse
+from interlace.options import Options
 from interlace.runtime.cuda.graphs import graphs as graphs_file
 from interlace.runtime.cuda.graphs.captured import launcher
-from interlace.runtime.cuda.runner import Runner
+from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.prepare.plan import Turn
 
 CAPTURE = 4711
@@ -76,17 +75,16 @@ class Graphed:
         self.pools: list[Any] = []
         """The graph, by number, whose memory each capture shares."""
         object.__setattr__(fake.engine.context, "results", self._results)
-        self.runner = fake.engine.runner = Runner(fake.engine)
         fake.engine.context.outputs.new = self.new
-        self.runner.warm = True
+        fake.engine.warm = True
 
     def run(self, inputs: list[Any], out: list[Any] | None) -> list[tuple[Any, ...]]:
         """What one run asked of the driver and of torch."""
         log.clear()
         if self.held is not None:
             self.held.append((inputs, out))
-        found = self.runner.run(inputs, out)
-        self.results = self.runner.issue(inputs, out) if found is None else found
+        found = self.fake.attempt(inputs, out)
+        self.results = self.fake.engine.issue(inputs, out) if found is None else found
         return [entry for entry in log if entry[0] != "call"]
 
     def kinds(self, inputs: list[Any], out: list[Any] | None) -> list[str]:
@@ -110,7 +108,7 @@ class Graphed:
 
     def place(self, number: int) -> int:
         """Where the graphs have a tensor that is copied."""
-        return self.graphs._through[3]._places[number].data_ptr()
+        return self.graphs.through[3].places[number].data_ptr()
 
 
 class FakeGraph:
@@ -145,7 +143,7 @@ def graphed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     stream = mock.Mock(cuda_stream=CAPTURE)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    with fake_engine(of, 0) as fake:
+    with fake_engine(of, 0, Options(graph=True)) as fake:
         fake.driver.log = log
         fake.driver.done = lambda event: True  # pyright: ignore
         object.__setattr__(fake.engine.context.resources, "graph_spaces", ({}, {}))
@@ -230,7 +228,7 @@ def test_what_lies_elsewhere_is_copied_until_it_comes_again_and_others_do_not(
     assert kinds(4) == copied  # it has not been here before
     assert kinds(2) == ["reset", "reset", *plain]  # in the place of the first
     assert graphed.captures == 8
-    assert [at[0] for at in graphed.graphs._seen] == [xs[3].data_ptr(), xs[4].data_ptr()]
+    assert [at[0] for at in graphed.graphs.seen] == [xs[3].data_ptr(), xs[4].data_ptr()]
     assert kinds(2) == kinds(1) == plain
     assert kinds(0) == kinds(0) == copied  # all are in use
     assert graphed.captures == 8
@@ -243,7 +241,7 @@ def test_few_of_the_other_addresses_are_remembered(
     w, y, xs = tensor(), tensor(), [tensor() for _ in range(6)]
     for x in xs:
         graphed.run([x, w], [y])
-    assert [key[0] for key in graphed.graphs._seen] == [x.data_ptr() for x in xs[3:]]
+    assert [key[0] for key in graphed.graphs.seen] == [x.data_ptr() for x in xs[3:]]
 
 
 def test_copies_are_a_part_of_the_run(graphed: Graphed, one_pair: None) -> None:
@@ -266,7 +264,7 @@ def test_copies_are_a_part_of_the_run(graphed: Graphed, one_pair: None) -> None:
         assert {graphed.place(0), graphed.place(2)}.isdisjoint(
             tensor.data_ptr() for tensor in (x, y, other, result)
         )
-        assert list(graphed.graphs._through[3]._places) == [0, 2]
+        assert list(graphed.graphs.through[3].places) == [0, 2]
 
 
 def test_a_tensor_that_is_not_in_one_piece_is_copied_by_torch(
@@ -309,7 +307,7 @@ def test_whatever_its_strides_an_input_is_copied_as_it_lies(
         if nbytes:
             assert found.pop(0) == ("copy", MAIN, graphed.place(0), other.data_ptr(), nbytes)
         else:
-            assert torch.equal(graphed.graphs._through[3]._places[0], other)
+            assert torch.equal(graphed.graphs.through[3].places[0], other)
         assert [entry[0] for entry in found] == ["replay", "record"]
 
 
@@ -331,7 +329,7 @@ def test_graphs_go_once_their_runs_have_ended(graphed: Graphed, one_pair: None) 
 def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Graphed) -> None:
     """NCCL may have mapped the old one into the peers, where an op of its own uses it."""
     first_name = graphed.fake.engine.context.plan.program.params[0].name
-    graphed.graphs._single, graphed.graphs._bound, graphed.held = True, {first_name}, None
+    graphed.graphs.single, graphed.graphs.bound, graphed.held = True, {first_name}, None
     block, w, y = torch.zeros(2 * WIDTH, WIDTH), tensor(), tensor()
 
     def at(rows: torch.Tensor) -> OnGpu:
@@ -356,7 +354,7 @@ def test_graphs_with_a_backend_copy_what_moves_or_is_another_storage(graphed: Gr
     for _ in range(2):  # both have moved
         assert graphed.kinds([again, w], [y]) == ["copy", *copied]
     assert graphed.captures == 6
-    assert not graphed.graphs._seen
+    assert not graphed.graphs.seen
     with pytest.raises(ExecutorError, match="a CUDA graph cannot read a tensor of the CPU"):
         graphed.run([torch.zeros(WIDTH, WIDTH), w], [y])
 
@@ -375,14 +373,14 @@ def step(tp: Team[2], x: f32[{WIDTH}], w: f32[{WIDTH}], y: out[f32[{2 * WIDTH}]]
         mock.patch.object(torch.cuda, "Stream"),
         fake_engine(program(2), 0) as fake,
     ):
-        assert not graphs_file.Graphs(fake.engine)._single
+        assert not graphs_file.Graphs(fake.engine).single
         assert os.environ.get("NCCL_GRAPH_REGISTER") == wish
         object.__setattr__(fake.engine.context.plan, "program", of)
         object.__setattr__(fake.engine.context.plan, "turns", {1: Turn("tp", "nccl", 0)})
         made = graphs_file.Graphs(fake.engine)
-        assert made._single
-        assert made._bound == {"x", "y"}
-        assert made._changed == {"y"}
+        assert made.single
+        assert made.bound == {"x", "y"}
+        assert made.changed == {"y"}
         assert os.environ["NCCL_GRAPH_REGISTER"] == (wish or "0")
 
 
@@ -392,7 +390,7 @@ def test_with_and_without_outputs_in_turn(graphed: Graphed, one_pair: None) -> N
     for number in range(6):
         graphed.kinds([x, w], [y] if number % 2 else None)
     assert graphed.captures == 4
-    assert [list(pair.moved) for pair in graphed.graphs._through.values()] == [[]]
+    assert [list(pair.moved) for pair in graphed.graphs.through.values()] == [[]]
     calls = [entry for entry in graphed.captured if entry[0] == "call"]
     assert y.data_ptr() in calls[-1][4]
 
@@ -442,7 +440,7 @@ def test_memory_of_the_graphs_is_nobodys_inference(graphed: Graphed, one_pair: N
     with torch.inference_mode():
         for _ in range(3):
             graphed.run([tensor(), w], None)
-    made = [*graphed.graphs._made[0].values(), *graphed.graphs._through[2]._places.values()]
+    made = [*graphed.graphs.made[0].values(), *graphed.graphs.through[2].places.values()]
     assert len(made) == 2
     assert not any(t.is_inference() for t in made)
     graphed.run([tensor(), w], [y])
@@ -455,17 +453,17 @@ def test_graphs_that_go_are_reset_and_their_memory_too(graphed: Graphed, one_pai
     log.clear()
     graphed.graphs.drop()
     assert log == [("reset", number) for number in (1, 2, 3, 4)]
-    assert not any((graphed.graphs._made, graphed.graphs.at, graphed.graphs._through))
+    assert not any((graphed.graphs.made, graphed.graphs.at, graphed.graphs.through))
     assert [e[0] for e in graphed.run([tensor(), w], None)] == ["replay", "clone", "record"][::2]
 
 
 def test_a_failure_between_two_captures_lets_go_of_the_first(graphed: Graphed) -> None:
     """NCCL would wait for it for as long as somebody keeps the error."""
-    watched, binding = graphed.fake.engine.watched, graphed.graphs._bindings[0]
+    watched, binding = graphed.fake.engine.watched, graphed.graphs.bindings[0]
     issue = binding.issue
 
-    def fail(entry: int) -> None:
-        issue(entry)
+    def fail(stream: int, entry: int) -> None:
+        issue(stream, entry)
         watched.failure = PeerError("a peer stopped meanwhile")
 
     binding.issue = fail
@@ -540,11 +538,11 @@ def test_a_capture_that_fails_joins_its_streams(graphed: Graphed) -> None:
     def fail() -> None:
         raise PeerError("heard in the midst of a capture")
 
-    for binding in graphed.graphs._bindings:
+    for binding in graphed.graphs.bindings:
         binding.steps[-1] = fail
     with pytest.raises(PeerError, match="in the midst"):
         graphed.run([tensor(), tensor()], [tensor()])
-    side = graphed.graphs._bindings[0].sides[0].handle
+    side = graphed.graphs.bindings[0].sides[0].handle
     assert [entry[:2] for entry in graphed.captured[-2:]] == [
         ("record", side),
         ("wait_event", CAPTURE),
@@ -577,7 +575,7 @@ def test_nothing_is_collected_in_a_capture(graphed: Graphed, fails: bool) -> Non
     gone: list[str] = []
     inside: list[int] = []
 
-    def issue(entry: int) -> None:
+    def issue(stream: int, entry: int) -> None:
         before = len(gone)
         Held(gone)
         assert [[] for _ in range(1000)]  # more than the collector lets pass
@@ -588,13 +586,13 @@ def test_nothing_is_collected_in_a_capture(graphed: Graphed, fails: bool) -> Non
     def raised() -> Any:
         return pytest.raises(PeerError) if fails else contextlib.nullcontext()
 
-    for binding in graphed.graphs._bindings:
+    for binding in graphed.graphs.bindings:
         binding.issue = issue
     before = gc.get_threshold()
     gc.set_threshold(10)
     try:
         with raised():
-            issue(0)
+            issue(0, 0)
         assert inside.pop()
         with raised():
             graphed.run([tensor(), tensor()], [tensor()])
@@ -626,7 +624,7 @@ def test_the_run_before_a_capture_leaves_random_numbers_as_they_were(
         )
         expected = pytest.raises(PeerError) if fails else contextlib.nullcontext()
         with ended as ends, expected:
-            fake.runner.warm_up([])
+            warm_up(fake.engine, [])
         ends.assert_called_once()
         fake.run([x], [y])
         assert torch.equal(y, -wanted)
@@ -682,44 +680,32 @@ def test_a_launch_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_replay_of_what_lies_where_it_lay_is_a_launch_and_little_else(graphed: Graphed) -> None:
-    inputs, out, runner = [tensor(), tensor()], [tensor()], graphed.runner
+    inputs, out, fake = [tensor(), tensor()], [tensor()], graphed.fake
     graphed.run(inputs, out)
     watched = graphed.fake.engine.watched
-    with mock.patch.object(graphed.graphs, "run", side_effect=AssertionError("the long way")):
+    with mock.patch.object(graphed.graphs, "find", side_effect=AssertionError("the long way")):
         for number in (2, 1, 2):
             assert graphed.run(inputs, out)[0] == ("replay", number)
             assert not watched.issuing
         log.clear()
-        assert runner.run(inputs[:1], out) is None
-        assert runner.run(inputs, [torch.zeros(3)]) is None
-        assert runner.run([inputs[0], inputs[1].t()[:-1]], out) is None
-        with mock.patch.object(runner, "_current", return_value=1):
-            assert runner.run(inputs, out) is None
+        assert fake.attempt(inputs[:1], out) is None
+        assert fake.attempt(inputs, [torch.zeros(3)]) is None
+        assert fake.attempt([inputs[0], inputs[1].t()[:-1]], out) is None
+        fake.on_device(1)
+        assert fake.attempt(inputs, out) is None
+        fake.on_device(0)
         watched.failure = PeerError("as planned")
-        assert runner.run(inputs, out) is None
+        assert fake.attempt(inputs, out) is None
         watched.failure = None
         assert log == []
         with pytest.raises(AssertionError, match="the long way"):
-            runner.run(inputs, None)  # other tensors than the graphs know
-        taken, go_on = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with runner._lock:
-                taken.set()
-                assert go_on.wait(10)
-
-        with ThreadPoolExecutor(1) as threads:
-            held = threads.submit(hold)
-            assert taken.wait(10)
-            assert runner.run(inputs, out) is None, "the Executor waits for the lock"
-            go_on.set()
-            held.result()
+            fake.attempt(inputs, None)  # other tensors than the graphs know
     assert graphed.run(inputs, out)[0][0] == "replay"
 
 
 def test_what_a_replay_writes_of_registered_memory_is_seen_by_autograd(graphed: Graphed) -> None:
     inputs, out = [tensor(), tensor()], [tensor()]
-    graphed.runner.changes.registered[:] = inputs[1:]
+    graphed.fake.engine.changes.registered[:] = inputs[1:]
     for number in range(1, 4):
         graphed.run(inputs, out)
         assert inputs[1]._version == number
@@ -738,17 +724,11 @@ def test_what_a_replay_writes_of_the_callers_is_seen_by_autograd(graphed: Graphe
 
 
 def test_graphs_that_another_thread_lets_go_of_are_not_launched(graphed: Graphed) -> None:
-    """Until the lock is taken, they may be."""
-    inputs, out, lock = [tensor(), tensor()], [tensor()], graphed.runner._lock
+    """Between two runs it may: they are captured anew."""
+    inputs, out = [tensor(), tensor()], [tensor()]
     graphed.run(inputs, out)
-
-    def acquire(*how: Any) -> bool:
-        graphed.runner._lock = lock
-        graphed.graphs.drop()
-        return lock.acquire(*how)
-
-    graphed.runner._lock = mock.Mock(acquire=acquire)
-    assert graphed.kinds(inputs, out) == ["reset", "reset", "replay", "record"]
+    graphed.graphs.drop()
+    assert graphed.kinds(inputs, out) == ["replay", "record"]
     assert graphed.captures == 4
 
 
@@ -762,7 +742,7 @@ def test_a_launch_that_fails_ends_its_run(graphed: Graphed, known: bool) -> None
         failure = PeerError("a peer stopped")
         watched = graphed.fake.engine.watched
 
-        def fail(_: BaseException) -> None:
+        def fail(error: BaseException) -> None:
             watched.failure = failure
 
         watched.fail = fail

@@ -150,4 +150,4 @@ def test_schedules_of_passes_end_and_wait_for_no_more(site: str, strategy: str, 
             assert not simulate(replays.logs, random.Random(seed + number))
         for fake in replays.fakes:
             assert fake.engine.graphs is not None
-            assert [list(binding._late()) for binding in fake.engine.graphs._bindings] == [[], []]
+            assert [list(binding.late()) for binding in fake.engine.graphs.bindings] == [[], []]

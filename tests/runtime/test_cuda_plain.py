@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,11 +16,12 @@ from tests.support.fake_cuda import MAIN, Fake, fake_engine
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from interlace.bench.kernels.host import WIDTH, program
+from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime.cuda.engine import keeps_memory
-from interlace.runtime.engine import TeamLocks
+from interlace.runtime.executor import TeamLocks
 
 TWO_STREAMS = f"""
 def two(x: f32[{WIDTH}, {WIDTH}], w: f32[{WIDTH}, {WIDTH}], y: out[f32[{WIDTH}, {WIDTH}]]):
@@ -101,8 +103,8 @@ def test_synchronize_waits_for_runs_that_left_no_event(single: Fake, plain: Fake
 def test_the_watchdog_finds_nothing_wrong(plain: Fake) -> None:
     plain.run(given())
     plain.driver.done = lambda event: False
-    plain.engine.watched._patience.waited_s += 1e6
-    plain.engine.watched.look()
+    with mock.patch.object(Patience, "is_over", return_value=True):
+        plain.engine.watched.look()
     assert plain.engine.failure is None
 
 
@@ -119,7 +121,7 @@ def test_a_step_that_fails_ends_the_run_and_no_other(plain: Fake) -> None:
     assert torch.is_grad_enabled()
     assert shape_of(plain) == [("call", MAIN), ("record", MAIN)], "what was issued ends there"
     plain.engine.binding.steps[:] = [first, second]
-    assert plain.runner.ready
+    assert plain.engine.admit(given(), None)
     plain.engine.synchronize()
     plain.run(given())
     assert shape_of(plain) == [("call", MAIN), ("call", MAIN), ("record", MAIN)]
@@ -133,28 +135,24 @@ def test_a_step_that_fails_between_streams_is_not_kept_either() -> None:
             fake.run(given())
         assert shape_of(fake)[-1] == ("record", MAIN), "what was issued ends there"
         steps[-1] = kept
-        assert fake.runner.ready
+        assert fake.engine.admit(given(), None)
         fake.engine.synchronize()
         fake.engine.settle()  # a reset finds nothing to mend
         fake.engine.synchronize()
         fake.run(given())
 
 
-def test_a_call_in_a_capture_is_refused(plain: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain.engine, "_capturing", lambda: True)
+def test_a_call_in_a_capture_is_refused(plain: Fake) -> None:
+    plain.capturing.return_value = True
+    assert plain.run(given()) is None  # so the Executor looks
     with pytest.raises(ExecutorError, match="chain was called inside a CUDA graph capture"):
-        plain.run(given())
+        plain.engine.look()
     assert plain.log == []
 
 
-def test_of_the_default_stream_each_thread_asks_once(
-    plain: Fake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_the_default_stream_each_thread_asks_once(plain: Fake) -> None:
     """CUDA refuses to capture it; but it is by this question that a new thread gets a context."""
-    asked: list[int] = []
-    stream = 0
-    monkeypatch.setattr(plain.engine, "_raw_stream", lambda index: stream)
-    monkeypatch.setattr(plain.engine, "_capturing", lambda: asked.append(threading.get_ident()))
+    plain.on(0)
 
     def call() -> None:
         for _ in range(3):
@@ -164,10 +162,10 @@ def test_of_the_default_stream_each_thread_asks_once(
         thread = threading.Thread(target=call)
         thread.start()
         thread.join(10)
-        assert len(asked) == number
-    stream = MAIN
+        assert plain.capturing.call_count == number
+    plain.on(MAIN)
     call()
-    assert len(asked) == 5
+    assert plain.capturing.call_count == 5
 
 
 @pytest.mark.parametrize(
@@ -179,26 +177,6 @@ def test_what_is_more_than_its_ops_is_not_plain(text: str, options: dict[str, An
     with fake_engine(parse(text), 0, Options(**options)) as fake:
         assert not fake.engine.plain
         assert fake.engine.watches == bool(options)
-
-
-def test_threads_take_turns_with_what_is_outside_of_teams_and_not_plain() -> None:
-    with fake_engine(parse(TWO_STREAMS), 0) as fake:
-        entered, go_on = threading.Event(), threading.Event()
-        steps = fake.engine.binding.steps
-
-        def stay() -> None:
-            entered.set()
-            assert go_on.wait(10)
-
-        first, steps[0] = steps[0], stay
-        with ThreadPoolExecutor(1) as threads:
-            other = threads.submit(fake.runner.run, given(), None)
-            assert entered.wait(10)
-            steps[0] = first
-            assert fake.runner.run(given(), None) is None, "the Executor waits for the lock"
-            go_on.set()
-            other.result()
-        fake.runner.run(given(), None)
 
 
 def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:
@@ -213,8 +191,9 @@ def test_what_may_keep_memory_of_its_own_leaves_an_event() -> None:
 
 
 def test_locks_of_several_teams_are_taken_all_or_none() -> None:
-    locks = [threading.RLock() for _ in range(3)]
-    both = TeamLocks(locks)
+    locks: list[Any] = [threading.RLock() for _ in range(3)]
+    teams: Any = [SimpleNamespace(lock=lock) for lock in locks]
+    both = TeamLocks(teams)
     assert both.acquire(False)
     with ThreadPoolExecutor(1) as threads:
         assert not threads.submit(both.acquire, False).result()
@@ -223,7 +202,7 @@ def test_locks_of_several_teams_are_taken_all_or_none() -> None:
         assert not threads.submit(both.acquire, True, 0.05).result()
         locks[2].release()
         assert threads.submit(lambda: (both.acquire(True, 5), both.release())[0]).result()
-        locks[1] = mock.Mock(acquire=mock.Mock(side_effect=KeyboardInterrupt))
+        teams[1].lock = mock.Mock(acquire=mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             both.acquire(True)
         assert threads.submit(locks[0].acquire, False).result()  # nobody has it
@@ -233,20 +212,19 @@ def test_a_caller_on_another_device_is_looked_at_first() -> None:
     """As a new thread of another rank than the first: the driver takes streams for its device's."""
     for text in (TWO_STREAMS, str(program(1))):
         with fake_engine(parse(text), 0) as fake:
-            assert fake.runner.ready
-            with mock.patch.object(torch._C, "_cuda_getDevice", create=True, return_value=1):
-                fake.runner._current = torch._C._cuda_getDevice  # pyright: ignore
-                assert not fake.runner.ready
+            assert fake.engine.admit(given(), None)
+            fake.on_device(1)
+            assert fake.engine.admit(given(), None) is None
             inside = mock.MagicMock()
             with mock.patch.object(torch.cuda, "device", inside):
-                fake.runner.issue(given(), None)
+                fake.engine.issue(given(), None)
             assert inside.mock_calls[:2] == [mock.call(fake.engine.device), mock.call().__enter__()]
 
 
 def test_memory_goes_when_the_engine_is_closed(plain: Fake) -> None:
     """At once: what is in cycles, as engines are, may wait long for the garbage collector."""
     plain.run(given())
-    arena = StorageWeakRef(plain.engine.context.values._arena)
+    arena = StorageWeakRef(plain.engine.context.values.arena)
     gc.disable()
     try:
         plain.engine.close()
@@ -261,7 +239,7 @@ def test_memory_of_a_run_that_does_not_end_stays(
     monkeypatch.setattr("interlace.runtime.cuda.waits.watchdog.GRACE_S", 0.05)
     plain.run(given())
     plain.driver.done = lambda event: False  # type: ignore[method-assign]
-    arena = StorageWeakRef(plain.engine.context.values._arena)
+    arena = StorageWeakRef(plain.engine.context.values.arena)
     plain.engine.close()
     assert not arena.expired()
 
@@ -272,7 +250,7 @@ def test_a_run_that_is_being_issued_is_under_way(
     """Its memory does not go when another thread closes the Executor meanwhile."""
     monkeypatch.setattr("interlace.runtime.cuda.waits.watchdog.GRACE_S", 0.05)
     engine, seen = plain.engine, list[bool]()
-    arena = StorageWeakRef(engine.context.values._arena)
+    arena = StorageWeakRef(engine.context.values.arena)
     first, second = engine.binding.steps
 
     def meanwhile() -> None:

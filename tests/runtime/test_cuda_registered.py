@@ -18,6 +18,7 @@ from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime.cuda.binding import Binding
+from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.verify import check
 
 WORLD = 3
@@ -140,14 +141,14 @@ def test_the_run_before_a_capture_leaves_what_is_registered_as_it_was() -> None:
 
         settled = mock.patch.object(fakes[0].engine, "synchronize", side_effect=note)
         with settled, mock.patch.object(torch.cuda, "current_stream"):
-            fakes[0].runner.warm_up([])
+            warm_up(fakes[0].engine, [])
         assert len(copies(fakes[0])) == WORLD - 1, "it ran"
         (mine,) = ran
         assert mine[:ROWS].eq(5.0).all(), "what is added is zero"
         assert tensors[0].eq(5.0).all()
 
 
-@pytest.mark.parametrize("where", ["issue_ops", "synchronize"])
+@pytest.mark.parametrize("where", ["uses", "synchronize"])
 def test_a_run_before_a_capture_that_fails_leaves_it_as_it_was_too(where: str) -> None:
     with engines("update") as (fakes, tensors):
         tensors[0].fill_(5.0).requires_grad_()  # as a Parameter is
@@ -162,11 +163,11 @@ def test_a_run_before_a_capture_that_fails_leaves_it_as_it_was_too(where: str) -
         settled = mock.patch.object(engine.watched, "settle")
         with stopped, settled as settle, mock.patch.object(torch.cuda, "current_stream") as stream:
             with pytest.raises(ExecutorError, match="as planned"):
-                fakes[0].runner.warm_up([])
+                warm_up(fakes[0].engine, [])
             settle.assert_called_once()
             stream.return_value.synchronize.assert_called_once()
         assert tensors[0].eq(5.0).all()
-        assert not fakes[0].runner.warm
+        assert not fakes[0].engine.warm
 
 
 def test_nobody_waits_for_a_run_before_a_capture_that_never_ends() -> None:
@@ -178,7 +179,7 @@ def test_nobody_waits_for_a_run_before_a_capture_that_never_ends() -> None:
         stream = mock.patch.object(torch.cuda, "current_stream")
         with stopped, settled, ended, stream as current:
             with pytest.raises(ExecutorError, match="as planned"):
-                fakes[0].runner.warm_up([])
+                warm_up(fakes[0].engine, [])
             current.return_value.synchronize.assert_not_called()
 
 
@@ -208,7 +209,7 @@ def test_what_is_registered_may_be_a_tensor_of_inference() -> None:
     with engines("update", tensors=tensors) as (fakes, _):
         fakes[0].run(*given_to("update", tensors[0]))
         with mock.patch.object(torch.cuda, "current_stream"):
-            fakes[0].runner.warm_up([])
+            warm_up(fakes[0].engine, [])
         assert tensors[0][:ROWS].eq(1).all()
 
 
@@ -231,11 +232,10 @@ def test_in_a_graph_the_hand_over_stands_before_what_touches_peers(graph: bool) 
         engine = fake.engine
         context = dataclasses.replace(engine.context, options=Options(graph=graph))
         binding = Binding(context, engine.driver, engine.context.resources.spaces, engine)
-        binding.main.handle = MAIN
         context.values.begin(dict(zip("xzyn", (tensors[0], *tensors[2:]), strict=True)), {})
         fake.side.run = 7
         fake.log.clear()
-        binding.issue(entry=1)
+        binding.issue(MAIN, entry=1)
         log = fake.log
         awaited = [i for i, e in enumerate(log) if e[0] == "wait" and e[2] in fake.side.heard]
         (got,) = (i for i, e in enumerate(log) if e[:2] == ("copy", MAIN))

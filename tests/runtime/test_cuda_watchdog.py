@@ -21,7 +21,7 @@ from tests.runtime.cuda_sites import bound, program, tensors
 from tests.support.fake_cuda import Fake, fake_engine
 from torch.distributed import HashStore
 
-from interlace.comm.control import EXITED, Control
+from interlace.comm.control import EXITED
 from interlace.comm.cuda.driver import uncollected
 from interlace.comm.cuda.words import DriverHeldUpError
 from interlace.comm.rendezvous import patience as patience_file
@@ -29,9 +29,10 @@ from interlace.comm.rendezvous.board import Board
 from interlace.errors import AgreementError, BackendError, CommTimeoutError, PeerError
 from interlace.ir import parse
 from interlace.runtime.cuda import engine as engine_file
+from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.cuda.waits import watchdog as watchdog_file
 from interlace.runtime.cuda.waits.marks import APART, Marks
-from interlace.runtime.cuda.waits.watchdog import Watched, stalled
+from interlace.runtime.cuda.waits.watchdog import Watched
 from interlace.runtime.engine import RunLabel
 from interlace.runtime.executor import Teardown
 
@@ -77,19 +78,18 @@ def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
     with bound("gather", "put") as one:
         team: Any = SimpleNamespace(topic="tp", ranks=(0, 1), rank=0, resets=0, board=board)
         for tag in (7, 9):
-            one.runner._label = RunLabel(tag, "f")
+            object.__setattr__(one.engine.context, "label", RunLabel(tag, "f"))
             peer = threading.Thread(target=meet, args=(theirs, f"tp/{tag:x}/0/warm-up", errors))
             peer.start()
             if fails:
-                with mock.patch.object(
-                    one.runner._inputs, "zeros", side_effect=MemoryError("full")
-                ):
+                inputs, full = one.engine.context.inputs, MemoryError("full")
+                with mock.patch.object(inputs, "zeros", side_effect=full):
                     with pytest.raises(MemoryError, match="full"):
-                        one.runner.warm_up([team])
+                        warm_up(one.engine, [team])
                 found = one.engine.context.resources.teams["tp"].control.failure()
                 assert "rank 1 of team tp stopped: MemoryError: full" in str(found)
             else:
-                one.runner.warm_up([team])
+                warm_up(one.engine, [team])
             peer.join(2)
             assert not peer.is_alive()
     assert [str(error) for error in errors] == ["rank 0 gave up: full"] * 2 * fails
@@ -121,9 +121,9 @@ def test_progress_is_seen_however_far_the_host_is_ahead(
     ends, watched = runs(found, device, num), found.engine.watched
     for run, over in enumerate(ends, 1):
         device.done_to = over
-        known = watched._progress(found.engine)
+        known = watched.progress(found.engine)
         assert run - APART <= known <= run
-    assert watched._progress(found.engine) == num
+    assert watched.progress(found.engine) == num
     assert watched.idle
 
 
@@ -212,7 +212,7 @@ def test_two_threads_that_count_do_not_count_twice(fake: tuple[Fake, Device]) ->
 
     def count() -> None:
         while not over.is_set():
-            known, ended = watched._progress(engine), ends_now[0]
+            known, ended = watched.progress(engine), ends_now[0]
             if known > ended:
                 wrong.append((known, ended))
 
@@ -234,17 +234,11 @@ def test_two_threads_that_count_do_not_count_twice(fake: tuple[Fake, Device]) ->
     assert not wrong
 
 
-def peer_of(control: Control) -> Control:
-    """The control block as rank 0 sees it."""
-    return Control("tp", control.ranks, 0, control._segments, control._lives)
-
-
 def test_what_a_peer_told_before_it_let_go_is_heard(fake: tuple[Fake, Device]) -> None:
     """The watchdog has not looked yet, and the run has ended: with what nobody may use."""
     found, device = fake
-    (team,) = found.engine.context.resources.teams.values()
     runs(found, device, 1)
-    peer_of(team.control).fail(CommTimeoutError("no progress in 60 s"))
+    found.team.peers[0].fail(CommTimeoutError("no progress in 60 s"))
     device.done_to = device.issued
     with pytest.raises(PeerError, match="rank 0 of team tp stopped: no progress"):
         found.engine.synchronize()
@@ -262,8 +256,7 @@ def f(tp: Team[2], x: f32[4], y: out[f32[4]]):
 
 def test_the_host_does_not_go_on_with_what_a_stopped_peer_left() -> None:
     with fake_engine(parse(SYNCED), 1) as found:
-        (team,) = found.engine.context.resources.teams.values()
-        peer = peer_of(team.control)
+        peer = found.team.peers[0]
 
         def done(event: int) -> bool:
             peer.fail(CommTimeoutError("no progress in 60 s"))
@@ -282,7 +275,7 @@ def told_amid_a_run(found: Fake, value: Callable[[str, int], int]) -> str:
         if not texts:
             texts.append("")
             found.space.value = value
-            texts[0] = stalled(found.engine, found.engine.context, found.engine.watched._ended)
+            texts[0] = found.engine.watched.stalled()
         return True
 
     found.driver.done = done  # type: ignore[method-assign]
@@ -302,11 +295,9 @@ def test_a_rank_has_left_its_runs_when_all_its_executors_have(fake: tuple[Fake, 
     """Peers go by that when its process ends: has it died in a run, or after it?"""
     found, device = fake
     with fake_engine(program("scatter", "put"), 1, beside=found) as other:
-        (team,) = found.engine.context.resources.teams.values()
-        other.engine.watched._teams = [team]
-        other.runner._controls = [team.control]
-        dog = watchdog_file.Watchdog()
-        dog._watched.update({0: found.engine.watched, 1: other.engine.watched})
+        team, dog = found.team, watchdog_file.Watchdog()
+        dog.add(found.engine.watched)
+        dog.add(other.engine.watched)
         runs(found, device, 1)
         device.done_to = device.issued
         other.run(*tensors("scatter"))
@@ -327,11 +318,11 @@ def test_a_rank_has_left_its_runs_when_all_its_executors_have(fake: tuple[Fake, 
 @pytest.mark.parametrize("how", ["synchronize", "close"])
 def test_a_rank_that_ends_well_says_so_at_once(fake: tuple[Fake, Device], how: str) -> None:
     found, device = fake
-    (team,) = found.engine.context.resources.teams.values()
+    team = found.team
     runs(found, device, 1)
     device.done_to = device.issued
     dog = watchdog_file.Watchdog()
-    dog._watched[0] = found.engine.watched
+    dog.add(found.engine.watched)
     with mock.patch.object(engine_file, "watchdog", return_value=dog):
         getattr(found.engine, how)()
     assert team.control.cells[EXITED] == team.control.run == 1
@@ -366,8 +357,9 @@ def test_what_runs_use_is_given_back_behind_them(
         dog.once()
         await_ends()
         assert destroyed
-        assert close.called
-        assert not dog._later
+        dog.once()
+        await_ends()
+        close.assert_called_once()
 
 
 def test_what_is_given_back_does_not_hold_up_the_watchdog(
@@ -375,18 +367,19 @@ def test_what_is_given_back_does_not_hold_up_the_watchdog(
 ) -> None:
     """It may wait in the driver behind a run that stalls, which only the watchdog ends."""
     found, _ = fake
-    dog, goes_on = watchdog_file.Watchdog(), threading.Event()
-    dog.later(found.engine.watched, lambda: assert_set(goes_on))
+    dog, begins, goes_on = watchdog_file.Watchdog(), threading.Event(), threading.Event()
+
+    def end() -> None:
+        begins.set()
+        assert goes_on.wait(30)
+
+    dog.later(found.engine.watched, end)
     begun = time.monotonic()
     dog.once()
     assert time.monotonic() - begun < 5
-    assert not dog._later
+    assert begins.wait(10)
     goes_on.set()
     await_ends()
-
-
-def assert_set(event: threading.Event) -> None:
-    assert event.wait(30)
 
 
 def test_what_stalls_is_told_though_words_cannot_be_read() -> None:
@@ -410,14 +403,13 @@ def test_a_process_whose_driver_is_held_up_ends_itself_with_a_report(
     monkeypatch.setattr(found.space, "value", held_up)
     monkeypatch.setattr(found.side, "release", held_up)
     monkeypatch.setattr(watchdog_file, "end_process", reports.append)
-    (team,) = found.engine.context.resources.teams.values()
     watched.look()
     device.done_to = runs(found, device, 1)[0] - 1  # it has begun
     while watched.failure is None:
         let_pass(0.5, clock, watched)
     assert "its signals cannot be read (the CUDA driver is held up)" in str(watched.failure)
-    assert "rank 1 of team tp stopped: no progress" in str(peer_of(team.control).failure())
-    clock[0] = watched._failed_at + watchdog_file.HELD_UP_S
+    assert "rank 1 of team tp stopped: no progress" in str(found.team.peers[0].failure())
+    clock[0] += watchdog_file.HELD_UP_S
     for number in range(2):
         assert len(reports) == 0, "the driver gets some seconds"
         clock[0] += 0.1 * number
@@ -468,14 +460,13 @@ def f(tp: Team[3], x: f32[4], y: out[f32[4]]):
 """
     with fake_engine(parse(text), 0) as found:
         found.space.value = mock.Mock(side_effect=BackendError("held up"))
-        control = found.engine.context.resources.teams["tp"].control
-        peers = [Control("tp", control.ranks, m, control._segments, control._lives) for m in (1, 2)]
         found.run([torch.zeros(4)], [torch.zeros(4)])
-        found.engine.entered += 1  # as if it were under way
+        assert found.engine.watched.idle
+        found.engine.entered += 1  # as if another were under way
         told = []
-        for peer in peers:
+        for peer in found.team.peers[1:]:
             peer.enter(7, "f")
-            told.append(stalled(found.engine, found.engine.context, found.engine.issued))
+            told.append(found.engine.watched.stalled())
         found.engine.entered -= 1
     assert "(op 2 of f" in told[0]
     assert "rank 2 has not entered run 1" in told[0]
@@ -518,14 +509,14 @@ def test_the_watchdog_outlives_a_device_that_is_past_asking(
     monkeypatch.setattr(watchdog_file, "PERIOD_S", 0.001)
     monkeypatch.setattr(watchdog_file, "relax_captures", lambda: None)
     dog.add(found.engine.watched)
+    dog.start()
     for _ in range(200):
         if isinstance(found.engine.failure, BackendError):
             break
         time.sleep(0.01)
     time.sleep(0.05)
     assert isinstance(found.engine.failure, BackendError)
-    assert dog._thread is not None
-    assert dog._thread.is_alive()
+    assert "interlace watchdog" in [thread.name for thread in threading.enumerate()]
     dog.drop(found.engine.watched)
 
 
@@ -541,6 +532,8 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
 ) -> None:
     found, device = fake
     monkeypatch.setattr(watchdog_file, "GRACE_S", 0.01)
+    destroyed: list[int] = []
+    monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
     runs(found, device, 1)
     kept, passed, watched = Teardown(), found.engine.marks.passed, found.engine.watched
     kept.engine = found.engine
@@ -557,8 +550,8 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
         thread.start()
         thread.join(20)
         assert not thread.is_alive()
-        assert [left for left, _ in dog._later] == [watched]
+        assert not destroyed
         device.done_to = device.issued
         dog.once()
         await_ends()
-        assert not dog._later
+        assert destroyed

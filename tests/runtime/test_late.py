@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -24,7 +24,9 @@ from interlace.comm.teams import reset_teams
 from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
-from interlace.runtime.engine import Engine, EngineContext
+from interlace.runtime import executor as executor_file
+from interlace.runtime.engine import EngineContext
+from interlace.runtime.host.engine import CpuEngine
 from interlace.runtime.prepare.agreement import _collect
 
 LIMIT_S = 0.6
@@ -139,20 +141,20 @@ def bind_what_cannot_be() -> tuple[list[Outcome], list[int], Outcome]:
     """Prepares a Program with an operator that there is not, twice; then one that goes well."""
     groups, options = {"tp": world_group()}, Options(time_out_s=10)
     slots = team_of(world_group(), "tp").slots
-    before, held = sum(slots._holders.values()), list[int]()
+    before, held = sum(slots.holders.values()), list[int]()
     bad = Executor(parse(BAD_OP.format("aten.nonsense.out")), groups=groups, options=options)
     found = list[Outcome]()
     for _ in range(2):
         found.append(attempt(bad.prepare))
-        held.append(sum(slots._holders.values()) - before)
+        held.append(sum(slots.holders.values()) - before)
     found.append(attempt(lambda: bad.run([torch.ones(4)])))
     bad.close()
     good = Executor(parse(BAD_OP.format("aten.neg.out")), groups=groups, options=options)
     after = attempt(lambda: good.prepare().run([torch.ones(4)])[0].tolist())
-    held.append(sum(slots._holders.values()) - before)
+    held.append(sum(slots.holders.values()) - before)
     good.close()
     good.close()
-    return found, [*held, sum(slots._holders.values()) - before], after
+    return found, [*held, sum(slots.holders.values()) - before], after
 
 
 def test_a_prepare_that_cannot_bind_keeps_nothing(pool: Pool) -> None:
@@ -166,46 +168,44 @@ def test_a_prepare_that_cannot_bind_keeps_nothing(pool: Pool) -> None:
         assert after[:2] == ("result", "[-1.0, -1.0, -1.0, -1.0]")
 
 
+class Counted(CpuEngine):
+    """Notes how often each is closed; the second one cannot be made."""
+
+    closes: ClassVar[list[int]] = []
+
+    def __init__(self, context: EngineContext) -> None:
+        self.number = len(self.closes)
+        self.closes.append(0)
+        if self.number == 1:
+            raise MemoryError("no memory for events")
+        super().__init__(context)
+
+    def close(self) -> None:
+        self.closes[self.number] += 1
+        super().close()
+
+
 def rebind_that_fails() -> tuple[list[Outcome], list[int]]:
     """After a reset the engine cannot be bound anew at first; each is ended once."""
-    executor = prepared("pipeline", time_out_s=10)
+    Counted.closes.clear()
+    counted = Counted, torch.device("cpu")
+    with mock.patch.object(executor_file, "engine_for", return_value=counted):
+        executor = prepared("pipeline", time_out_s=10)
     inputs = inputs_of(executor.program, dist.get_rank(), 1)
-    make, ends = executor._engine_class, list[int]()
-
-    def counted(context: EngineContext) -> Engine:
-        if not ends:
-            ends.append(0)
-            raise MemoryError("no memory for events")
-        engine, number = make(context), len(ends)
-        ends.append(0)
-        close = engine.close
-
-        def end() -> None:
-            ends[number] += 1
-            close()
-
-        engine.close = end
-        return engine
-
     executor.run(inputs)
-    first = executor._engine
-    assert first is not None
-    closed = mock.Mock(side_effect=first.close)
-    first.close = closed
-    executor._engine_class = counted  # pyright: ignore[reportAttributeAccessIssue]
     executor.reset()
     with pytest.raises(MemoryError):
         executor.run(inputs)
-    assert closed.call_count == 1
+    assert Counted.closes == [1, 0]
     found = [attempt(lambda: len(executor.run(inputs))) for _ in range(2)]
     executor.close()
-    return found, [closed.call_count, *ends[1:]]
+    return found, Counted.closes
 
 
 def test_a_binding_anew_that_fails_is_tried_again(pool: Pool) -> None:
     for found, ends in pool(2).run(rebind_that_fails):
         assert [outcome[:2] for outcome in found] == [("result", "1")] * 2
-        assert ends == [1, 1]
+        assert ends == [1, 0, 1]
 
 
 def test_a_rank_that_one_team_has_seen_come_is_not_given_up_in_another() -> None:

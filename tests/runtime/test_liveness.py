@@ -317,10 +317,6 @@ def step_for(seconds: float, limit: float, within: bool) -> Outcome:
     return attempt(go)
 
 
-def pids(pool: Pool) -> list[int]:
-    return [process.pid for process, _ in pool._workers]
-
-
 def wake(pid: int, seconds: float) -> None:
     """Lets a process go on that is stopped for so long."""
     for _ in range(600):
@@ -343,7 +339,7 @@ def test_a_pause_of_the_whole_job_is_no_time_out(pool: Pool, within: bool) -> No
 
     def pause() -> None:
         for sign in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in pids(pool):
+            for pid in pool.pids:
                 os.kill(pid, sign)
             time.sleep(held_s if sign == signal.SIGSTOP else 0)
 
@@ -398,7 +394,9 @@ def stop_within(kind: str, victim: int, limit: float) -> Outcome:
         nonlocal armed
         if armed and dist.get_rank() == victim:
             armed = False
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: sent to the process, another thread may take it, and meanwhile this
+            # one goes on for milliseconds, in which it can end its part of the run.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     def stopped(tensor: torch.Tensor) -> torch.Tensor:
         stop()
@@ -418,7 +416,7 @@ def test_a_rank_that_is_stopped_in_a_transfer_of_gloo_is_named(
 ) -> None:
     victim, limit = seed % 3, 1.5
     pool(3).run(step_for, 0.0, LIMIT_S, False)
-    thread = in_a_while(0.0, lambda: wake(pids(pool)[victim], limit + 3))
+    thread = in_a_while(0.0, lambda: wake(pool.pids[victim], limit + 3))
     results = pool(3).run(stop_within, kind, victim, limit, replace=True)
     thread.join()
     others = [results[rank] for rank in range(3) if rank != victim]

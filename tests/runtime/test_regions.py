@@ -37,13 +37,13 @@ def layers(x: f32[4, 8], y: f32[4, 8]):
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The layouts of each compilation."""
     found: list[Any] = []
-    original = regions._compile
+    original = regions.compile_graph
 
     def counting(module: Any, layouts: Any, device: torch.device) -> Any:
         found.append(layouts)
         return original(module, layouts, device)
 
-    monkeypatch.setattr(regions, "_compile", counting)
+    monkeypatch.setattr(regions, "compile_graph", counting)
     regions.forget()
     yield found
     regions.forget()

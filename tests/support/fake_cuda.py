@@ -37,9 +37,8 @@ from interlace.runtime.cuda import engine as engine_file
 from interlace.runtime.cuda.engine import CudaEngine
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.launches import transfers as transfers_file
-from interlace.runtime.cuda.runner import Runner
 from interlace.runtime.cuda.sharing import mark_gotten, signals_of
-from interlace.runtime.engine import EngineContext, RunLabel, TeamResources, lock_of
+from interlace.runtime.engine import EngineContext, RunLabel, TeamResources
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan, make_plan
@@ -209,11 +208,16 @@ class FakeKernel:
 class Fake:
     """A bound engine, and what it asked of the driver."""
 
-    def __init__(self, engine: CudaEngine, driver: FakeDriver, caller: Any) -> None:
-        self.engine, self.driver, self._caller = engine, driver, caller
-        self.runner: Runner = engine.runner
+    def __init__(
+        self, engine: CudaEngine, driver: FakeDriver, caller: Any, device: Any, capturing: Any
+    ) -> None:
+        self.engine, self.driver = engine, driver
+        self._caller, self._device, self.capturing = caller, device, capturing
+        """`capturing` is what torch is asked for to know whether the stream is captured."""
         self.side: Any = next(iter(engine.sides), None)
         self.space: Any = next(iter(engine.context.resources.spaces.values()), None)
+        self.team: Any = next(iter(engine.context.resources.teams.values()), None)
+        """Its one team; `team.peers` has the control block as each rank sees it."""
 
     @property
     def log(self) -> list[tuple[Any, ...]]:
@@ -224,7 +228,7 @@ class Fake:
         """One run. Its end is noted as such; what only the watchdog looks at is not noted."""
         log = self.driver.log
         log.clear()
-        result = self.runner.run(inputs, out)
+        result = self.attempt(inputs, out)
         marks = self.engine.marks
         ends = {over for _, over in marks.events}
         log[:] = [
@@ -234,9 +238,20 @@ class Fake:
         ]
         return result
 
+    def attempt(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
+    ) -> Any:
+        """A run as the Executor begins it; None where it would check something first."""
+        at = self.engine.admit(inputs, out)
+        return None if at is None else self.engine.issue(inputs, out, at)
+
     def on(self, stream: int) -> None:
         """The stream that the caller is on from now on."""
         self._caller.return_value = stream
+
+    def on_device(self, index: int) -> None:
+        """The current device of the calling thread from now on."""
+        self._device.return_value = index
 
     def place(self, address: int) -> tuple[int, int] | None:
         """Of an address in a slot: whose, and which of its copies."""
@@ -303,10 +318,12 @@ def alone_or_teamed(
     side = FakeSide(driver, size, me) if beside is None else beside.side
     segments = [Segment.create(NBYTES) for _ in range(size)]
     lives = [PeerProcess.of(*identity()) for _ in range(size)]
-    control = Control(name, range(size), me, segments, lives)
+    peers = [Control(name, range(size), member, segments, lives) for member in range(size)]
     team: Any = mock.Mock(
-        control=control, resets=0, topic=name, lock=threading.RLock(), size=size, me=me
+        control=peers[me], peers=peers, resets=0, topic=name, lock=threading.RLock(), size=size
     )
+    if beside is not None:
+        team = beside.team
     slots: Any = {}
     keys = slot_keys(plan.takes, plan.buffers)
     shared: Any = {} if beside is None else beside.engine.context.resources.slots
@@ -327,6 +344,21 @@ def alone_or_teamed(
 
 
 @contextlib.contextmanager
+def replaced_module(name: str, module: Any) -> Iterator[None]:
+    """Another module under this name. `patch.dict(sys.modules)` would also forget all modules that
+    are imported meanwhile, so that a later import makes second copies of their classes."""
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+
+@contextlib.contextmanager
 def fake_engine(
     program: Program,
     rank: int,
@@ -343,7 +375,7 @@ def fake_engine(
     driver = FakeDriver() if beside is None else beside.driver
     device = torch.device("cpu")
     plan = make_plan(program, rank, lambda team, asked: asked or "nccl")
-    crew, segments = alone_or_teamed(plan, driver, beside)
+    resources, segments = alone_or_teamed(plan, driver, beside)
     held = {
         buffer: Registered(
             theirs[rank],
@@ -353,7 +385,7 @@ def fake_engine(
         )
         for buffer, theirs in (registered or {}).items()
     }
-    values = ValueTable(plan.program, plan.box, crew.slots, device, registered=held)
+    values = ValueTable(plan.program, plan.box, resources.slots, device, registered=held)
     options = options or Options()
     flight, limit = Flight(plan.program, rank), options.time_out_s or 60.0
     inputs, outputs = (
@@ -367,17 +399,16 @@ def fake_engine(
         for kind in ("input", "output")
     )
     context = EngineContext(
-        *(plan, values, crew, options, device, flight, limit, None),
+        *(plan, values, resources, options, device, flight, limit, None),
         *(inputs, outputs, tuple),
         RunLabel(7, program.name, flight.text),
-        lock_of([*crew.teams.values()]),
     )
     engines: list[CudaEngine] = []
     matmuls = {
         f"{kind.title()}Matmul": lambda kind=kind, **facts: FakeKernel(kind, driver, facts)
         for kind in ("gather", "scatter")
     }
-    kernels = {"interlace.kernels.gemm.matmul": types.SimpleNamespace(**matmuls)}
+    name, kernels = "interlace.kernels.gemm.matmul", types.SimpleNamespace(**matmuls)
     with contextlib.ExitStack() as stack:
         for segment in segments:
             stack.callback(segment.unlink)
@@ -389,19 +420,21 @@ def fake_engine(
         caller = stack.enter_context(raw)
         caller.return_value = MAIN
         device_of = mock.patch.object(torch._C, "_cuda_getDevice", create=True)
-        stack.enter_context(device_of).return_value = 0
-        stack.enter_context(mock.patch.dict(sys.modules, kernels))
+        device_now = stack.enter_context(device_of)
+        device_now.return_value = 0
+        stack.enter_context(replaced_module(name, kernels))
         patch(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch(support, "refuse_device", lambda device: refuses)
         patch(kernels_file, "TILE_ROWS", 1)
-        capturing = mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", create=True)
-        stack.enter_context(capturing).return_value = False
+        asked = mock.patch.object(torch._C, "_cuda_isCurrentStreamCapturing", create=True)
+        capturing = stack.enter_context(asked)
+        capturing.return_value = False
         patch(Lane, "own", lambda lane, device: Lane(lane, next(driver.streams)))
         patch(binder_file, "bind_call", noting(driver, engines))
         patch(transfers_file, "bind_exchange", exchanging)
         patch(engine_file, "watchdog", lambda: mock.MagicMock())
-        if not crew.spaces:
+        if not resources.spaces:
             patch(engine_file, "Driver", lambda: driver)
         engine = CudaEngine(context)
         engines.append(engine)
-        yield Fake(engine, driver, caller)
+        yield Fake(engine, driver, caller, device_now, capturing)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from interlace.comm.collectives import Run, Spec
-from interlace.comm.host.messages import Incoming, MessagePart, PeerIncoming
+from interlace.comm.host.messages import Transfer
 from interlace.comm.host.signals import Wait
 from interlace.ir import KINDS
 from interlace.runtime.host import binder as host_ops
@@ -47,8 +47,8 @@ def held_back(seed: int) -> Iterator[None]:
 
         return bound
 
-    def exchange(parts: Sequence[MessagePart], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
-        incoming = [isinstance(part, Incoming | PeerIncoming) for part in parts]
+    def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+        incoming = [not part.sends for part in parts]
         places = [
             torch.empty(tensor.shape, dtype=tensor.dtype) if comes else tensor
             for tensor, comes in zip(tensors, incoming, strict=True)

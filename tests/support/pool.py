@@ -197,6 +197,11 @@ class Pool:
             time.sleep(0.5)
         return dump.read_text()
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the ranks."""
+        return [process.pid for process, _ in self._workers]
+
     def close(self) -> None:
         """Ends every worker; a later task starts new ones."""
         workers, self._workers, self._world = self._workers, [], 0

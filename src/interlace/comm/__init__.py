@@ -13,7 +13,7 @@ cuda/            the same on GPUs
 from interlace.comm.backends import BACKENDS, limit_s
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
-from interlace.comm.host.messages import Incoming, Outgoing, PeerIncoming, PeerOutgoing, exchange
+from interlace.comm.host.messages import PeerTransfer, Transfer, exchange
 from interlace.comm.host.peer_collectives import bind_peer_collective, staged_nbytes
 from interlace.comm.host.registered import Registered, share_on_host
 from interlace.comm.host.shared_memory import Segment
@@ -35,17 +35,15 @@ __all__ = [
     "Board",
     "Control",
     "Demand",
-    "Incoming",
     "Message",
-    "Outgoing",
-    "PeerIncoming",
-    "PeerOutgoing",
+    "PeerTransfer",
     "Registered",
     "Segment",
     "Slot",
     "SlotPool",
     "Spec",
     "TeamComm",
+    "Transfer",
     "Use",
     "Wait",
     "Workspace",

@@ -103,11 +103,8 @@ def connect(
     look: Callable[[], object] = lambda: None,
     ended: Callable[[], Collection[int]] = tuple,
 ) -> Any:
-    """A new backend, which all its members make together; `whose` is for messages.
-
-    It waits for the others in the store: `look` raises where one of them has given up, and `ended`
-    tells whose processes are gone.
-    """
+    """A new backend, which all its members make together. `look` raises where one of them has given
+    up, `ended` tells whose processes are gone, `whose` is for messages."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
     limit, own = timedelta(seconds=time_out_s + MARGIN_S), _within(store, time_out_s)
     call, patience = Errand(lambda: cls(own, me, size, timeout=limit)), Patience(time_out_s)
@@ -146,12 +143,9 @@ def _within(store: dist.Store, time_out_s: float) -> dist.Store:
 
 
 def apart(store: Any) -> Any:
-    """The same store by a connection of its own, where it has such: whoever waits in another, as
-    the first op of a user's NCCL backend may, keeps it from all other threads.
-
-    Of a server that is gone it is the store itself, which says so when it is asked: to connect
-    would take as long as the store's own time-out.
-    """
+    """The same store by a connection of its own, where it can be cloned: a thread that waits in
+    another keeps it from all others. Of a server that is gone it is the store itself, which says
+    so."""
     call = Errand(lambda: store.clone())
     with contextlib.suppress(AttributeError, RuntimeError):  # what cannot be cloned, too
         return call.result() if call.is_back(CLONE_S) else store
@@ -159,10 +153,8 @@ def apart(store: Any) -> Any:
 
 
 def end(made: list[Any], time_out_s: float, whose: str) -> None:
-    """Ends what was made, and forgets it: Note [Aborts] in nccl.py.
-
-    Raises `TeamError` where one does not end in time; then it is not forgotten.
-    """
+    """Ends what was made, and forgets it (Note [Aborts] in nccl.py); what does not end in time
+    raises `TeamError` and is kept."""
     left = [backend for backend in made if backend.name() == "nccl"]
     if left:
         from interlace.comm.cuda.nccl import abort, all_ended
@@ -188,7 +180,6 @@ class Connections:
 
     @property
     def whose(self) -> str:
-        """This rank's part of the team, for messages."""
         return f"team {self._team.name} on rank {self._team.rank}"
 
     def users(self, device: str) -> Any:
@@ -225,13 +216,11 @@ class Connections:
         return self._kept[key]
 
     def renew(self, on: torch.device | None, where: str, time_out_s: float) -> None:
-        """Connects all that are kept anew, and forgets those of before."""
         for key in sorted(self._kept):
             self._spend(key)
             self._kept[key] = self._connect(key, on, where, time_out_s)
 
     def end(self, time_out_s: float) -> None:
-        """Ends what the team connected."""
         end(self.made, time_out_s, self.whose)
 
     def close(self, time_out_s: float, failed: bool) -> None:

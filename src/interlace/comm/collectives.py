@@ -67,12 +67,10 @@ class Spec:
 
     @property
     def even(self) -> bool:
-        """Whether all parts are equal."""
         return len(set(self.parts)) <= 1
 
 
 def split(flat: torch.Tensor, parts: tuple[int, ...]) -> list[torch.Tensor]:
-    """The ranks' parts of a flat tensor."""
     return list(flat.split(list(parts)))
 
 
@@ -81,13 +79,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _given(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None, "a collective lacks its source or its destination"
-    return tensor
-
-
 def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
-    """The function that runs this collective on the backend."""
     if spec.reduce is not None:
         check_reduction(spec.reduce, spec.dtype)
         if backend.name() == "gloo" and spec.dtype not in _TYPES:
@@ -96,7 +88,7 @@ def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
                 "transport='peer', or backend='peer' in a Program's text), or convert first"
             )
     if spec.kind != "barrier" and sum(spec.parts) == 0:
-        return _nothing
+        return lambda src, dst, wait: None  # the rendezvous before it was all
     margin = MARGIN_S if backend.name() == "gloo" else 0.0  # Note [Whose time-out] in backends.py
     run = _Binder(backend, spec, timedelta(seconds=time_out_s + margin)).bind()
     return _apart(run) if backend.name() == "ucc" else run
@@ -115,33 +107,16 @@ def _apart(run: Run) -> Run:
     return copied
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)
-
-
-def _nothing(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-    """A collective of no elements: the rendezvous before it was all."""
-
-
 class _Binder:
-    """Makes the function of one collective."""
-
     def __init__(self, backend: Any, spec: Spec, limit: timedelta) -> None:
-        self.backend = backend
-        self.spec = spec
-        self.limit = limit
+        self.backend, self.spec, self.limit = backend, spec, limit
         plain = backend.name() == "nccl" and spec.dtype in _TYPES
-        self.moved: Callable[[torch.Tensor], torch.Tensor] = _itself if plain else as_bytes
+        self.moved: Callable[[Any], Any] = (lambda x: x) if plain else as_bytes
         """A contiguous tensor as the backend moves it,"""
-        self.flat: Callable[[torch.Tensor], torch.Tensor] = _itself if plain else _flat
+        self.flat: Callable[[Any], Any] = (lambda x: x) if plain else (lambda x: x.reshape(-1))
         """and as it reduces it: NCCL minds no shapes, and a view costs a microsecond."""
 
     def options(self, cls: Any, **fields: Any) -> Any:
-        """The options object that the backend takes."""
         options = cls()
         options.timeout = self.limit
         if hasattr(options, "asyncOp"):
@@ -152,29 +127,37 @@ class _Binder:
 
     def reduction(self, cls: Any, **fields: Any) -> Any:
         """Options with the reduction; an average is a sum, divided afterwards."""
-        assert self.spec.reduce is not None
-        op = getattr(c10d.ReduceOp, _OPS[self.spec.reduce])
+        op = getattr(c10d.ReduceOp, _OPS[self.spec.reduce or "sum"])
         return self.options(cls, reduceOp=op, **fields)
 
     def bind(self) -> Run:
-        match self.spec.kind:
+        spec, gloo = self.spec, self.backend.name() == "gloo"
+        match spec.kind:
             case "all_gather":
-                return self.all_gather() if self.spec.even else self.uneven_all_gather()
+                return self.all_gather() if spec.even else self.uneven_all_gather()
             case "reduce_scatter":
-                whole = self.backend.name() == "gloo" or not self.spec.even
-                return self.reduce_and_split() if whole else self.reduce_scatter()
+                run = self.reduce_and_split() if gloo or not spec.even else self.reduce_scatter()
             case "all_reduce":
-                return self.all_reduce()
+                run = self.all_reduce()
+            case "reduce":
+                run = self.reduce()
             case "broadcast":
                 return self.broadcast()
-            case "reduce":
-                return self.reduce()
             case "gather" | "scatter" | "all_to_all":
                 return self.exchange()
             case "barrier":
                 return self.barrier()
             case kind:
                 raise UnsupportedError(f"no collective named {kind!r}")
+        rooted = spec.kind == "reduce" and spec.me != spec.root
+        return run if spec.reduce != "avg" or rooted else self.averaged(run)
+
+    def averaged(self, run: Run) -> Run:
+        def averaged(src: Any, dst: Any, wait: Wait) -> None:
+            run(src, dst, wait)
+            dst.div_(self.spec.size)
+
+        return averaged
 
     def barrier(self) -> Run:
         """NCCL has none. torch's is a sum on a GPU that it guesses, for which the host waits."""
@@ -188,13 +171,10 @@ class _Binder:
 
     def all_gather(self) -> Run:
         backend, options = self.backend, self.options(c10d.AllgatherOptions)
-
         moved = self.moved
-
-        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            wait.finish(backend._allgather_base(moved(_given(dst)), moved(_given(src)), options))
-
-        return run
+        return lambda src, dst, wait: wait.finish(
+            backend._allgather_base(moved(dst), moved(src), options)
+        )
 
     def uneven_all_gather(self) -> Run:
         """Every rank broadcasts its part, since gloo's own takes even parts only."""
@@ -202,9 +182,9 @@ class _Binder:
         sources = [rank for rank in range(spec.size) if spec.parts[rank]]
         options = [self.options(c10d.BroadcastOptions, rootRank=rank) for rank in sources]
 
-        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            parts = split(_given(dst).reshape(-1), spec.parts)
-            parts[spec.me].copy_(_given(src).reshape(-1))
+        def run(src: Any, dst: Any, wait: Wait) -> None:
+            parts = split(dst.reshape(-1), spec.parts)
+            parts[spec.me].copy_(src.reshape(-1))
             works = [
                 backend.broadcast([as_bytes(parts[rank])], option)
                 for rank, option in zip(sources, options, strict=True)
@@ -214,28 +194,12 @@ class _Binder:
 
         return run
 
-    def scaled(self, run: Run) -> Run:
-        """With an average's division after it."""
-        rooted = self.spec.kind == "reduce" and self.spec.me != self.spec.root
-        if self.spec.reduce != "avg" or rooted:
-            return run
-        size = self.spec.size
-
-        def averaged(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            run(src, dst, wait)
-            _given(dst).div_(size)
-
-        return averaged
-
     def reduce_scatter(self) -> Run:
         backend, options = self.backend, self.reduction(c10d.ReduceScatterOptions)
         flat = self.flat
-
-        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            into, whole = flat(_given(dst)), flat(_given(src))
-            wait.finish(backend._reduce_scatter_base(into, whole, options))
-
-        return self.scaled(run)
+        return lambda src, dst, wait: wait.finish(
+            backend._reduce_scatter_base(flat(dst), flat(src), options)
+        )
 
     def reduce_and_split(self) -> Run:
         """Reduces everything and keeps the own part: the even form's algorithms need even parts,
@@ -243,33 +207,33 @@ class _Binder:
         backend, spec = self.backend, self.spec
         options = self.reduction(c10d.AllreduceOptions)
 
-        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            whole = _given(src).reshape(-1).clone()
+        def run(src: Any, dst: Any, wait: Wait) -> None:
+            whole = src.reshape(-1).clone()
             wait.finish(backend.allreduce([whole], options))
-            _given(dst).reshape(-1).copy_(split(whole, spec.parts)[spec.me])
+            dst.reshape(-1).copy_(split(whole, spec.parts)[spec.me])
 
-        return self.scaled(run)
+        return run
 
     def all_reduce(self) -> Run:
         backend, options = self.backend, self.reduction(c10d.AllreduceOptions)
         flat = self.flat
 
-        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            into = flat(_given(dst))
+        def run(src: Any, dst: Any, wait: Wait) -> None:
+            into = flat(dst)
             if src is not None and src.data_ptr() != into.data_ptr():
                 into.copy_(flat(src))
             wait.finish(backend.allreduce([into], options))
 
-        return self.scaled(run)
+        return run
 
     def broadcast(self) -> Run:
         backend, spec = self.backend, self.spec
         options = self.options(c10d.BroadcastOptions, rootRank=spec.root)
 
-        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            place = dst if dst is not None else _given(src)
+        def run(src: Any, dst: Any, wait: Wait) -> None:
             if spec.me == spec.root and dst is not None and src is not None:
                 dst.reshape(-1).copy_(src.reshape(-1))
+            place = src if dst is None else dst
             wait.finish(backend.broadcast([as_bytes(place)], options))
 
         return run
@@ -279,48 +243,41 @@ class _Binder:
         backend, spec = self.backend, self.spec
         options = self.reduction(c10d.ReduceOptions, rootRank=spec.root)
 
-        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            scratch = _given(src).reshape(-1).clone()
+        def run(src: Any, dst: Any, wait: Wait) -> None:
+            scratch = src.reshape(-1).clone()
             wait.finish(backend.reduce([scratch], options))
             if spec.me == spec.root:
-                _given(dst).reshape(-1).copy_(scratch)
+                dst.reshape(-1).copy_(scratch)
 
-        return self.scaled(run)
+        return run
 
     def exchange(self) -> Run:
         """Gather, scatter and all-to-all, each as bytes that go from every rank to every rank."""
         backend, spec = self.backend, self.spec
-        item, nobody = spec.dtype.itemsize, [0] * spec.size
-        parts = [part * item for part in spec.parts]
+        parts = [part * spec.dtype.itemsize for part in spec.parts]
         own = [parts[spec.me] if rank == spec.root else 0 for rank in range(spec.size)]
-        is_root = spec.me == spec.root
+        at_root = parts if spec.me == spec.root else [0] * spec.size
         alike = [parts[spec.me]] * spec.size
         taken, given = {
-            "gather": (parts if is_root else nobody, own),
-            "scatter": (own, parts if is_root else nobody),
+            "gather": (at_root, own),
+            "scatter": (own, at_root),
             "all_to_all": (parts, alike) if spec.merges else (alike, parts),
         }[spec.kind]
         options = self.options(c10d.AllToAllOptions)
 
-        def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
-            into = as_bytes(_given(dst)) if sum(taken) else nothing(_device(src, dst))
-            out = as_bytes(_given(src)) if sum(given) else nothing(_device(src, dst))
+        def run(src: Any, dst: Any, wait: Wait) -> None:
+            device = (dst if src is None else src).device
+            into = as_bytes(dst) if sum(taken) else nothing(device)
+            out = as_bytes(src) if sum(given) else nothing(device)
             wait.finish(backend.alltoall_base(into, out, taken, given, options))
 
         return run
 
 
-def _device(src: torch.Tensor | None, dst: torch.Tensor | None) -> torch.device:
-    return (src if src is not None else _given(dst)).device
-
-
 @functools.lru_cache(maxsize=16)
 def nothing(device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """A tensor without elements, for a backend that wants one where a rank gives or gets nothing.
-
-    It is made once for each device and type, and no run makes another. It has no memory that anyone
-    else's could be.
-    """
+    It is made once for each device and type."""
     with torch.inference_mode(False):  # else runs out of that mode could not take it
         return torch.empty(0, dtype=dtype, device=device)
 

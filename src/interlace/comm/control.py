@@ -59,7 +59,6 @@ class Control:
         lives: Sequence[PeerProcess],
         word: Callable[[int], str] = lambda rank: "",
     ) -> None:
-        """`word` gives what a rank said elsewhere before its process ended."""
         self.team = team
         self.ranks = tuple(ranks)
         self.me = me
@@ -80,10 +79,8 @@ class Control:
     # -- entries ---------------------------------------------------------------------------------
 
     def enter(self, tag: int, name: str, op_text: Callable[[int], str] | None = None) -> int:
-        """This rank enters its next run, with this Program; the number of the run.
-
-        `op_text` tells the Program's ops by index, for messages about peers that run the same.
-        """
+        """Enters the next run, with this Program, and gives its number; `op_text` tells ops by
+        index."""
         mine, self._op_text = self._mine, op_text
         run = mine[ENTERED] + 1
         at = RING + run % RING_ENTRIES * RING_CELLS
@@ -158,10 +155,7 @@ class Control:
         raise AgreementError(text)
 
     def disagreement(self) -> InterlaceError | None:
-        """Whether a peer called another Program in a run that both have entered lately.
-
-        For ranks that do not wait for one another on the host.
-        """
+        """Whether a peer called another Program in a run that both have entered lately."""
         for peer, cells in enumerate(self._cells):
             if peer == self.me:
                 continue
@@ -261,20 +255,17 @@ class Control:
         return True
 
     def check(self) -> None:
-        """Raises what stopped a peer."""
         error = self.failure()
         if error is not None:
             raise error
 
     @property
     def failed(self) -> bool:
-        """Whether this rank itself has reported an error since the last reset."""
         return self._mine[ERROR] not in (0, RESETTING)
 
     # -- progress --------------------------------------------------------------------------------
 
     def progress(self, streams: int) -> list[tuple[int, float]]:
-        """`progress_of` the first streams of this rank."""
         return progress_of(self._mine, streams)
 
     def reach(self, backend: int, count: int, wait: Wait) -> None:
@@ -321,7 +312,6 @@ class Control:
         return f"is in run {entered}, {where}{stopped}"
 
     def absent(self, behind: int = 0) -> set[int]:
-        """The members that have not entered the run before the last `behind` of this rank."""
         run = self._mine[ENTERED] - behind
         return {member for member, _ in self._peers if self._cells[member][ENTERED] < run}
 
@@ -335,7 +325,6 @@ class Control:
     # -- reset -----------------------------------------------------------------------------------
 
     def begin_reset(self) -> None:
-        """Ends what peers wait for this rank in: runs, and meetings to compile or to prepare."""
         first = self._first_in_reset()
         first = self.ranks[self.me] if first is None else first
         self._mine[RESETS] = first + 1
@@ -348,11 +337,8 @@ class Control:
             self.fail(error)
 
     def reset(self, run: int) -> None:
-        """Forgets this rank's own words; a barrier stands before and after.
-
-        Runs are counted on from `run`, the highest of any rank, so that stamps of old runs,
-        wherever they stand, are lower than those to come.
-        """
+        """Forgets this rank's own words, between two barriers. Runs count on from `run`, the
+        highest of any rank, so that old stamps are lower than new ones."""
         mine = self._mine
         for at in range(ERROR_TEXT):
             mine[at] = 0

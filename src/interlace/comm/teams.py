@@ -44,7 +44,6 @@ END_S = 10.0
 
 
 def host() -> str:
-    """Names this host: equal on two ranks where they can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
@@ -92,7 +91,6 @@ class TeamComm:
 
     @property
     def size(self) -> int:
-        """How many ranks the team has."""
         return len(self.ranks)
 
     @property
@@ -108,7 +106,6 @@ class TeamComm:
 
     @property
     def is_set_up(self) -> bool:
-        """Whether `setup` has made the control block, and nobody released it."""
         return self._control is not None
 
     def is_as_of(self, resets: int, control: Control) -> bool:
@@ -148,10 +145,8 @@ class TeamComm:
         self.board.leave_word(error)
 
     def consult(self, what: str, note: Note, time_out_s: float) -> list[Note]:
-        """What every rank of the team notes, to agree on `what`; all come here together, or none.
-
-        Peers that wait for this rank in a run of any team of these ranks are to know.
-        """
+        """What every rank of the team notes, to agree on `what`; peers that wait for this rank in a
+        run of any team of these ranks are told."""
         meet([self], repr(what), time_out_s)
         self.board.announce()
         place, over = self.board.next_round(f"{self.topic}/{what}")
@@ -182,18 +177,14 @@ class TeamComm:
             control.attend("")
 
     def backend(self, name: str | None, device: str, time_out_s: float) -> Any:
-        """The torch backend of that name for tensors on `device`, the user's own where it has one.
-
-        Without a name it is the one that the group has for the device. The first time, all ranks
-        ask for it together.
-        """
+        """The torch backend of that name (or the group's own) for tensors on `device`; the user's
+        where it has one. The first time, all ranks ask for it together."""
         on = None if self._cuda is None else self._cuda.device
         meet([self], "set up its team", time_out_s)
         key, where = (self.backend_name(name, device), device), f"connect/{self.num_prepared}"
         return self._connections.get(*key, on, where, time_out_s)
 
     def backend_name(self, name: str | None, device: str) -> str:
-        """What `None` means for this group and device; checks that the backend exists."""
         return self._connections.name(name, device)
 
     def cuda(self, device: torch.device, time_out_s: float) -> CudaSide:
@@ -217,13 +208,9 @@ class TeamComm:
             self.control.begin_reset()
 
     def reset(self, time_out_s: float, renew: bool = True) -> None:
-        """Forgets a failure, on all ranks together: counts start anew, connections are renewed.
-
-        A failed op leaves a backend's connections unusable, so each one in use is replaced by one
-        that this team makes; without `renew` only where a rank tells of a failure. Memory stays
-        where it is: Executors need not be prepared again. A reset that fails leaves the team out
-        of order. Peers that wait for this rank, in a run or in a meeting, hear of it at once.
-        """
+        """Forgets a failure, on all ranks together: counts start anew, and connections that may be
+        unusable are replaced (without `renew` only where a rank tells of a failure). Memory stays;
+        a reset that fails leaves the team out of order."""
         with self.lock:
             self.begin_reset(time_out_s)
             renew = renew or self.control.failed
@@ -258,18 +245,14 @@ class TeamComm:
                 raise
 
     def used_by(self, user: User) -> None:
-        """From now on this is told when the team goes."""
         self._users.add(user)
 
     def left_by(self, user: User) -> None:
-        """From now on this is told nothing more: it has let go by itself."""
         self._users.discard(user)
 
     def close(self) -> None:
-        """Lets go of the team's memory and connections.
-
-        What the team connected itself is in use until all ranks come here: they wait, bounded.
-        """
+        """Lets go of the team's memory and connections; waits, bounded, for ranks that still use
+        them."""
         failed = self.is_set_up and self.control.failure() is not None
         try:
             for user in list(self._users):
@@ -307,7 +290,6 @@ class _Registry:
             return team
 
     def live(self) -> list[TeamComm]:
-        """The teams of groups that were not destroyed, in an order that all ranks share."""
         with self._lock:
             teams = [team for group, team in self._teams.items() if group in c10d._world.pg_map]
         return sorted(teams, key=lambda team: team.key)
@@ -351,8 +333,8 @@ def known_lives() -> dict[int, PeerProcess]:
 def reset_teams(time_out_s: float | None = None) -> None:
     """After a failure, or an error of a rank's own code: forgets it, so that runs may go on.
 
-    Collective: every rank calls it, and meets the others on each of its teams. Who waits in a run
-    for a rank that is here already hears of it at once. Where nothing failed, connections stay.
+    Collective: every rank calls it. Who waits in a run for a rank that is here hears of it at once.
+    Where nothing failed, connections stay.
     """
     teams = [team for team in _registry.live() if team.is_set_up]
     reset_in_turn(teams, limit_s(time_out_s), renew=False)

@@ -7,7 +7,6 @@ device's streams, and runs them. Another device adds a file with its engine and 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,56 +29,6 @@ BeforeOp = Callable[[int, int, Op], None]
 """Called as (rank, index, op) before each op, on its stream: delays and faults for tests."""
 
 
-class Lock(Protocol):
-    """What keeps other threads out of a run; the thread that has it may take it again."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
-
-    def release(self) -> None: ...
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, _t: Any, _v: Any, _tb: Any, /) -> None: ...
-
-
-class TeamLocks:
-    """The locks of several teams, taken in an order that all threads share, as one."""
-
-    def __init__(self, locks: Sequence[Lock]) -> None:
-        self._locks = locks
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Takes all of them, or none."""
-        taken = 0
-        try:
-            for lock in self._locks:
-                if not lock.acquire(blocking, timeout):
-                    break
-                taken += 1
-        finally:
-            if taken < len(self._locks):
-                for lock in self._locks[:taken]:
-                    lock.release()
-        return taken == len(self._locks)
-
-    def release(self) -> None:
-        """Lets go of all."""
-        for lock in self._locks:
-            lock.release()
-
-    def __enter__(self) -> object:
-        return self.acquire()
-
-    def __exit__(self, *_: Any) -> None:
-        self.release()
-
-
-def lock_of(teams: Sequence[TeamComm]) -> Lock:
-    """The lock of runs on these teams (in an order that all ranks share), or of one Executor's."""
-    locks = [team.lock for team in teams]
-    return locks[0] if len(locks) == 1 else TeamLocks(locks) if locks else threading.RLock()
-
-
 @dataclass(frozen=True, slots=True)
 class TeamResources:
     """What a rank's Program shares with other ranks."""
@@ -89,7 +38,7 @@ class TeamResources:
     """By the name of the buffer that takes it."""
     spaces: Mapping[str, Workspace]
     """By team."""
-    backends: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
+    backends: dict[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     """By team and name of the backend; after a reset new ones."""
     uses: dict[str, Use] = field(default_factory=dict[str, Use])
     """The takes of the run under way, by buffer."""
@@ -122,8 +71,6 @@ class ShareRequest:
 
 
 class RunLabel(NamedTuple):
-    """What peers know a run by."""
-
     tag: int
     """The Program's, the same on all ranks."""
     name: str
@@ -133,8 +80,6 @@ class RunLabel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """All that an engine binds from."""
-
     plan: Plan
     values: ValueTable
     resources: TeamResources
@@ -149,7 +94,6 @@ class EngineContext:
     results: Results
     """Reads the results of the run under way."""
     label: RunLabel
-    lock: Lock
 
     def let_go(self) -> None:
         """Lets go of the callers' tensors: a closed engine may wait long for the collector."""
@@ -193,21 +137,25 @@ class Engine(Protocol):
         """What must be done once before runs, by all ranks of the teams together."""
         ...
 
-    def run(
+    def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, ...] | None:
-        """A run, and its results; None, with nothing done, where the Executor has to look first:
-        at the tensors, at who has the lock, or at what happened to the teams."""
+    ) -> object | None:
+        """Whether a run may begin at once: what `issue` takes as `at`, such as the addresses of the
+        tensors; None where the Executor must check the tensors, the device or the teams first."""
         ...
 
     def look(self) -> None:
-        """Raises where the caller may not run anything, before anything is done for it."""
+        """Raises where the caller must not run anything now, such as inside of a graph capture."""
         ...
 
     def issue(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        at: object | None = None,
     ) -> tuple[Any, ...]:
-        """`run`, once the Executor has the lock and has looked at all that there is to look at."""
+        """One run, and its results. The Executor holds the lock, and everything was checked: by
+        `admit`, which gave `at`, or (None) by the Executor."""
         ...
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +38,6 @@ from interlace.runtime.engine import (
     ShareRequest,
     TeamResources,
     engine_for,
-    lock_of,
 )
 from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Parameters
@@ -55,7 +55,6 @@ class Teardown:
         self.engine: Engine | None = None
 
     def end_engine(self) -> None:
-        """Ends the engine, once, and lets go of the callers' tensors."""
         engine, self.engine = self.engine, None
         _end(engine)
 
@@ -80,6 +79,27 @@ def _end(engine: Engine | None) -> None:
             engine.close()
         finally:
             engine.context.let_go()
+
+
+class TeamLocks:
+    """The locks of several teams as one; all threads take them in the same order."""
+
+    def __init__(self, teams: Sequence[TeamComm]) -> None:
+        self._teams = teams
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Takes all of them, or none."""
+        with contextlib.ExitStack() as taken:
+            for team in self._teams:
+                if not team.lock.acquire(blocking, timeout):
+                    return False
+                taken.callback(team.lock.release)
+            taken.pop_all()
+        return True
+
+    def release(self) -> None:
+        for team in self._teams:
+            team.lock.release()
 
 
 class Executor:
@@ -113,14 +133,14 @@ class Executor:
         self._engine_class, self.device = engine_for(device, self.options.graph)
         self._groups = dict(groups or {})
         self.rank = program_rank(program, self._groups)
-        self._before_op = before_op
+        self.before_op = before_op
         self.host, self.static_inputs = frozenset(host), frozenset(static_inputs)
         self._given = dict(registered or {})
         self._operators = frozenset(operators)
         self.limit_s = limit_s(self.options.time_out_s, self._groups.values())
         """The bound of every wait."""
         self._teams: dict[str, TeamComm] = {}
-        self._lock = lock_of([])
+        self._lock: Any = threading.RLock()
         self.agreement: Agreement | None = None
         self._shared = TeamResources({}, {}, {})
         self._backends: tuple[tuple[str, str], ...] = ()
@@ -156,7 +176,8 @@ class Executor:
                     "group: give each team a group of its own (dist.new_group), or write the "
                     "Program with one team"
                 )
-        self._lock = lock_of(self._ordered())
+        if teams := self._ordered():
+            self._lock = teams[0].lock if len(teams) == 1 else TeamLocks(teams)
         # Made in inference mode, memory could not be written by runs out of it.
         with self._locked(), torch.inference_mode(False), torch.no_grad():
             names = self._backend_name, self._teams
@@ -218,12 +239,11 @@ class Executor:
             device=self.device,
             flight=Flight(program, self.rank),
             time_out_s=self.limit_s,
-            before_op=self._before_op,
+            before_op=self.before_op,
             inputs=inputs,
             outputs=outputs,
             results=reader_of(program.returned(), plan, values),
             label=RunLabel(agreement.tag, program.name, text),
-            lock=self._lock,
         )
         self._kept.end_engine()
         self._kept.engine = engine = self._engine_class(context)
@@ -237,20 +257,23 @@ class Executor:
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
-        engine = self._engine
-        if engine is None or self._poison is not None:
+        engine, lock = self._engine, self._lock
+        if engine is None or self._poison is not None or not lock.acquire(False):
             return self._check_and_run(inputs, out)
         try:
-            found = engine.run(inputs, out)
+            at = engine.admit(inputs, out)
+            if at is not None:
+                return engine.issue(inputs, out, at)
         except BaseException as error:  # what cannot be issued stops the peers too
             self._fail(error)
             raise
-        return self._check_and_run(inputs, out) if found is None else found
+        finally:
+            lock.release()
+        return self._check_and_run(inputs, out)
 
     def _check_and_run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
-        """A run, once it is known that there may be one."""
         engine = self._check_ready()
         engine.context.inputs.check(inputs)
         if out is not None:
@@ -333,7 +356,6 @@ class Executor:
         self._poison = None
 
     def synchronize(self) -> None:
-        """Returns when all runs have ended (on the CPU at once); raises what made one fail."""
         if self._engine is not None:
             self._engine.synchronize()
 

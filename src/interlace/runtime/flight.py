@@ -22,8 +22,6 @@ WIDTH = 400
 
 
 class Flight:
-    """What the streams of one Executor are doing."""
-
     def __init__(self, program: Program, rank: int) -> None:
         self._program = program
         self._rank = rank
@@ -41,7 +39,6 @@ class Flight:
 
     @property
     def stands(self) -> Mapping[str, tuple[int, float]]:
-        """The same, by stream."""
         return dict(zip(self._order, self._progress(), strict=True))
 
     def text(self, index: int, member: int | None = None) -> str:
@@ -59,11 +56,9 @@ class Flight:
         return f"`{shown}` (op {index} of {self._program.name}{place})"
 
     def describe(self, index: int, member: int | None = None) -> str:
-        """An op of this rank, for the head of a message."""
         return f"rank {self._rank}, {self.text(index, member)}"
 
     def tail(self) -> str:
-        """The last ops of every stream."""
         lines = [f"what the streams of rank {self._rank} did last:"]
         for stream, (stands, held) in self.stands.items():
             if stands < 0:

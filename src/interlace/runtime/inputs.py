@@ -15,11 +15,8 @@ from interlace.runtime.values import DTYPES, at, whole
 
 
 def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
-    """What makes a tensor of these sizes and strides there, with nothing in it.
-
-    By the functions that Inductor's code allocates with, which take half the time of the public
-    one: of the current device, if it is a GPU.
-    """
+    """What makes such a tensor, by the function that Inductor's code allocates with, which takes
+    half the time of the public one; it uses the current device, if that is a GPU."""
     sizes, strides, dtype = box.sizes, box.strides, DTYPES[box.dtype]
     slow = functools.partial(torch.empty_strided, sizes, strides, dtype=dtype, device=device)
     quick: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # pyright: ignore
@@ -62,13 +59,8 @@ def look(
     then: str, boxes: Sequence[Box], device: torch.device, may_be_on_cpu: Sequence[bool]
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
     """What gives `then`, of tensors `t0`, `t1` and so on, where they are on the device and like
-    that, and else False.
-
-    It is in the way of every run, so it is one expression, written out for these tensors: a loop
-    over them takes half as long again. What raises, as the shape of a nested tensor does, is no
-    such tensor. (TorchDynamo's guards, `TensorGuards`, would take half the time, and end the
-    process where such a tensor comes.)
-    """
+    that, and else False. It is in the way of every run: one expression, since a loop takes half as
+    long again. (TorchDynamo's `TensorGuards` would end the process where a nested tensor comes.)"""
     tests = [f"len(tensors) == {len(boxes)}"]
     known: dict[str, Any] = {"Tensor": torch.Tensor, "device": device, "cpu": torch.device("cpu")}
     there = "{0}.device == device"
@@ -134,7 +126,6 @@ class Parameters:
 
     @functools.cached_property
     def addresses(self) -> Callable[[Sequence[torch.Tensor]], Any]:
-        """Tells where such tensors lie, as a tuple; False where they are others."""
         at = [f"t{index}.data_ptr()," for index in range(len(self._boxes))]
         return self._looking(f"({' '.join(at)})")
 
@@ -146,8 +137,8 @@ class Parameters:
         return made
 
     def zeros(self, written: Collection[str]) -> list[torch.Tensor]:
-        """The same, and the new ones are zero. But for those that are `written` they lie in one
-        place, which is as large as the largest: a model's parameters may fill half the GPU."""
+        """The same, and the new ones are zero. All but the `written` share memory: a model's
+        parameters may fill half the GPU."""
         held = {index: tensor for index, tensor, _ in self._held}
         apart = {i for i, name in enumerate(self.names) if name in written}
         shared = set(range(len(self.names))) - apart - held.keys()
@@ -168,7 +159,6 @@ class Parameters:
         self._held, self._places, self._makers = [], [], []
 
     def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises `ExecutorError` unless the registered ones lie where peers reach them."""
         for index, address, name in self._places:
             if tensors[index].data_ptr() != address:
                 raise ExecutorError(
@@ -179,16 +169,12 @@ class Parameters:
                 )
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises `ExecutorError` unless the tensors are what the Program was made for.
-
-        What is looked at are the tensors as they are now, every time: a tensor's shape can change
-        in place.
-        """
+        """Raises `ExecutorError` unless the tensors are what the Program was made for. They are
+        looked at in every run: a tensor's shape can change in place."""
         if not self.fit(tensors):
             self._look(tensors)
 
     def _look(self, tensors: Sequence[torch.Tensor]) -> None:
-        """A closer look: raises what is wrong with the tensors, if anything is."""
         device = self._device
         if len(tensors) != len(self._boxes):
             names = ", ".join(self.names) or "none"
@@ -227,11 +213,8 @@ class Parameters:
             raise ExecutorError(f"{self.kind} {index} ({name!r}) of {self.program} {what}")
 
     def _elsewhere(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether an input may be where it is, which is not on the device.
-
-        torch takes a CPU scalar beside CUDA tensors, and keeps the seed of an attention with
-        dropout on the CPU, where tracing has it on the GPU.
-        """
+        """Whether an input may be on another device: torch takes a CPU scalar beside CUDA tensors,
+        and keeps the seed of an attention with dropout on the CPU."""
         device = self._device
         if tensor.device.type == "cpu":
             return device.type == "cpu" or name in self._host or tensor.ndim == 0

@@ -105,8 +105,6 @@ def _touched(program: Program) -> Iterator[str]:
 
 
 class ValueTable:
-    """The table of one bound Program."""
-
     def __init__(
         self,
         program: Program,
@@ -137,7 +135,7 @@ class ValueTable:
         """Which copy of its slot each symmetric buffer has in this run."""
         self._template: list[Any] = []
         self._constant: set[int] = set()
-        self._arena, self._starts = self._lay_out()
+        self.arena, self._starts = self._lay_out()
         self._allocated = tuple(
             (op.buffer.name, whole(op.buffer))
             for op in program.ops
@@ -146,11 +144,6 @@ class ValueTable:
         for kind in ("input", "output", "fresh"):  # in the order in which `starter` is given them
             for buffer in (b for b in self._buffers.values() if b.kind == kind):
                 self._families[buffer.name] = _Family(self._add(None, constant=False))
-
-    @property
-    def arena_nbytes(self) -> int:
-        """Bytes of local storage that this table keeps."""
-        return self._arena.nbytes()
 
     def _lay_out(self) -> tuple[torch.UntypedStorage, dict[str, int]]:
         """Gives every local buffer its first byte in one arena."""
@@ -178,15 +171,12 @@ class ValueTable:
         return place
 
     def is_constant(self, place: int) -> bool:
-        """Whether the content of a place is the same in every run."""
         return place in self._constant
 
     def constant(self, value: Any) -> int:
-        """A place for a value that never changes."""
         return self._add(value, constant=True)
 
     def own(self, view: View) -> int:
-        """The place of a view of this rank's memory."""
         return self.at(view.buffer, self.box(view))
 
     def remote(self, view: View, member: int) -> int:
@@ -217,7 +207,7 @@ class ValueTable:
         if held := self.registered.get(name):
             copy = held.copies[held.me if member is None else member]
             return [(copy.untyped_storage(), int(copy.storage_offset()))]
-        return [(self._arena, self._starts[name])] if buffer.kind == "local" else []
+        return [(self.arena, self._starts[name])] if buffer.kind == "local" else []
 
     def _of_the_run(self, buffer: Buffer, box: Box) -> int:
         family = self._families[buffer.name]
@@ -231,10 +221,8 @@ class ValueTable:
         return place
 
     def address(self, view: View, member: int | None = None) -> Callable[[], int]:
-        """What gives the address of a view in each run, without making a tensor of it.
-
-        With `member` the view is in that peer's copy of a symmetric or registered buffer.
-        """
+        """What gives the address of a view in each run, here or in the memory of a team's
+        `member`."""
         box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
         skip = box.offset * box.dtype.itemsize
         found = [storage.data_ptr() + start + skip for storage, start in self._memory(name, member)]
@@ -278,10 +266,8 @@ class ValueTable:
     def starter(
         self, names: Sequence[str]
     ) -> Callable[[Sequence[torch.Tensor], Mapping[str, Use]], None]:
-        """`begin` for tensors in the order of these names, without a look-up for each.
-
-        Asked for once every op is bound.
-        """
+        """`begin` for tensors in the order of these names, without look-ups; made once every op is
+        bound."""
         items, families = self.items, [self._families[name] for name in names]
         places = [family.place for family in families]
         views = [(*view, family.place) for family in families for view in family.views]
@@ -299,19 +285,17 @@ class ValueTable:
         return start
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
-        """A buffer of this run now is this tensor."""
         family, items = self._families[name], self.items
         items[family.place] = tensor
         for place, box in family.views:
             items[place] = derive(tensor, box)
 
     def end(self) -> None:
-        """Lets go of everything that belongs to the run."""
         self.items[:] = self._template
 
     def drop(self) -> None:
         """Lets go of all memory, for good: who holds this may be garbage of cycles for long."""
-        self.registered, self._slots, self._arena = {}, {}, torch.UntypedStorage(0)
+        self.registered, self._slots, self.arena = {}, {}, torch.UntypedStorage(0)
         for held in (self.items, self._template, self._symmetric):
             held.clear()
 
@@ -329,8 +313,8 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copier(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What copies a tensor with its strides, which other Programs are made for: those of a view
-    with gaps, such as one part of a product that is split, are not those of its clone."""
+    """What copies a tensor with its strides, which other Programs are made for: a clone of a view
+    with gaps has others."""
     if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         return tensor.clone
     facts = {"dtype": tensor.dtype, "device": tensor.device}

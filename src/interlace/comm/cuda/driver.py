@@ -36,7 +36,6 @@ Event = Any
 
 
 def bindings() -> Any:
-    """The module `cuda.bindings.driver`."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -47,7 +46,6 @@ def bindings() -> Any:
 
 
 def relax_captures() -> None:
-    """Lets this thread look at events while another captures a graph."""
     cu = bindings()
     cu.cuThreadExchangeStreamCaptureMode(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
@@ -64,19 +62,16 @@ class Driver:
         self._private: int | None = None
 
     def fail(self, what: str, error: Any) -> None:
-        """Raises what a call returned."""
         name = getattr(error, "name", str(error))
         raise BackendError(f"{what} of the CUDA driver failed: {name}")
 
     def check(self, what: str, result: Any) -> Any:
-        """The value of a call, or its error."""
         error, *values = result
         if error:
             self.fail(what, error)
         return values[0] if values else None
 
     def relax_captures(self) -> None:
-        """Lets this thread read and write words while another captures a graph."""
         relax_captures()
 
     # -- the hot path ----------------------------------------------------------------------------
@@ -94,19 +89,16 @@ class Driver:
             self.fail("cuStreamWaitValue32", error)
 
     def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None:
-        """Copies bytes between this device's memory and mapped memory of peers."""
         (error,) = self._copy(dst, src, nbytes, stream)
         if error:
             self.fail("cuMemcpyDtoDAsync", error)
 
     def record(self, stream: int, event: Event) -> None:
-        """The event stands for this point of the stream."""
         (error,) = self._record(event, stream)
         if error:
             self.fail("cuEventRecord", error)
 
     def wait_event(self, stream: int, event: Event) -> None:
-        """The stream waits for the event."""
         (error,) = self._wait_event(stream, event, 0)
         if error:
             self.fail("cuStreamWaitEvent", error)
@@ -130,11 +122,9 @@ class Driver:
     # -- events and streams ----------------------------------------------------------------------
 
     def event(self) -> Event:
-        """A new event that takes no time."""
         return self.check("cuEventCreate", self._cu.cuEventCreate(2))
 
     def destroy_event(self, event: Event) -> None:
-        """Gives an event back."""
         self._cu.cuEventDestroy(event)
 
     def done(self, event: Event) -> bool:
@@ -145,7 +135,6 @@ class Driver:
         return not error
 
     def private_stream(self) -> int:
-        """A stream of our own that waits for no other."""
         if self._private is None:
             made = self._cu.cuStreamCreate(1)
             self._private = int(self.check("cuStreamCreate", made))
@@ -165,7 +154,6 @@ class Driver:
             time.sleep(POLL_S)
 
     def finish_device(self) -> None:
-        """Waits until all that the current device was given is done."""
         self.check("cuCtxSynchronize", self._cu.cuCtxSynchronize())
 
     # -- memory ----------------------------------------------------------------------------------
@@ -191,11 +179,9 @@ class Driver:
         return base
 
     def free(self, base: int) -> None:
-        """Gives device memory back."""
         self._cu.cuMemFree(base)
 
     def fill(self, address: int, value: int, count: int, time_out_s: float = 10.0) -> None:
-        """Sets 32-bit words, and returns when they are set."""
         stream = self.private_stream()
         filled = self._cu.cuMemsetD32Async(address, value & 0xFFFFFFFF, count, stream)
         self.check("cuMemsetD32Async", filled)
@@ -234,14 +220,12 @@ class Driver:
         return bytes(handle.reserved).hex()
 
     def open(self, handle: str) -> int:
-        """Maps another process' memory."""
         taken = self._cu.CUipcMemHandle()
         taken.reserved = bytes.fromhex(handle)
         opened = self._cu.cuIpcOpenMemHandle(taken, ENABLE_PEER_ACCESS)
         return int(self.check("cuIpcOpenMemHandle (the GPUs need peer access)", opened))
 
     def close(self, base: int) -> None:
-        """Ends a mapping."""
         self._cu.cuIpcCloseMemHandle(base)
 
 
@@ -284,8 +268,6 @@ def _item(cu: Any, kind: str, address: int) -> tuple[Any, Any]:
 
 
 class _Users:
-    """How many want it off, and whether it was on before the first of them."""
-
     lock = threading.RLock()  # it may itself come by, amid the lines that turn it off
     count = 0
     was = False
@@ -293,14 +275,9 @@ class _Users:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's garbage collector. Of what it finds it asks and frees events and memory:
-
-    - a thread that captures may not, or what it captures is lost;
-    - the watchdog, which ends a stall, may wait in the driver, or for a lock of torch's, behind the
-      thread that the stall holds up: Note [Held up] in words.py.
-
-    Several threads may be in it, also at once.
-    """
+    """Without Python's garbage collector, which may ask about events and free memory: a thread that
+    captures must not, and the watchdog would wait for the thread that a stall holds up (Note [Held
+    up] in words.py). Threads may nest it."""
     with _Users.lock:
         if not _Users.count:
             _Users.was = gc.isenabled()

@@ -41,7 +41,6 @@ class PeerMemory:
     bases: tuple[int, ...]
 
     def unmap(self) -> None:
-        """Unmaps the others' blocks."""
         for member, base in enumerate(self.bases):
             if member != self.me:
                 self.driver.close(base)
@@ -55,10 +54,8 @@ class PeerMemory:
 def share_memory(
     driver: Driver, board: Board, topic: str, nbytes: int, time_out_s: float
 ) -> PeerMemory:
-    """Every rank of the board allocates a block and maps everyone's. All of them call this.
-
-    Where one fails, all raise its error, and give back what no peer can have mapped.
-    """
+    """All ranks of the board allocate a block and map everyone's. Where one fails, all raise its
+    error, and give back what no peer can have mapped."""
     size, me = align(max(nbytes, 1), GRAIN), board.me
     problem: InterlaceError | None = None
     base, told, bases = 0, dict[str, object](), list[int]()
@@ -110,8 +107,6 @@ def slot_keys(takes: Mapping[str, str], buffers: Mapping[str, Buffer]) -> dict[s
 
 
 class CudaSlot:
-    """Two copies of a block of device memory on every rank."""
-
     def __init__(
         self, name: str, nbytes: int, memory: PeerMemory, start: int, device: torch.device
     ) -> None:
@@ -153,7 +148,6 @@ class CudaSlotPool(SlotPool):
             self.slots[name, nbytes] = slot  # pyright: ignore
 
     def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
-        """Frees the blocks of which no slot is left, once no rank maps them."""
         super()._drop(topic, keys, time_out_s)
         gone: list[PeerMemory] = []
         for memory, held in self._memories:

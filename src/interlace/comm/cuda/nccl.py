@@ -69,12 +69,8 @@ def join(
     ended: Callable[[], Collection[int]],
     look: Callable[[], None],
 ) -> None:
-    """Has the ranks of a backend meet, each with its device (None: the current one).
-
-    `whose` is for messages, `ended` tells whose processes are gone, `look` raises where a peer has
-    given up. Raises `BackendError` where they do not meet within the time-out; then, as after
-    `look`, the backend is aborted.
-    """
+    """Has the ranks of a backend meet, each with its device (None: the current one). Where they do
+    not within the time-out, or a process has `ended`, or `look` raises, the backend is aborted."""
     used = device or torch.device("cuda", torch.cuda.current_device())
 
     def act() -> None:
@@ -118,12 +114,8 @@ def meet(backend: Any, device: torch.device, time_out_s: float) -> None:
 
 
 def leave_unregistered() -> None:
-    """Has NCCL map nothing of what graphs captured later use, unless the environment says so.
-
-    With multicast a capture that registers is a meeting of all ranks, and one alone, whose tensors
-    came to lie elsewhere, captures anew alone. NCCL reads this once: too late, as a rule, where it
-    was in a capture before.
-    """
+    """Has NCCL map nothing of what graphs captured later use, unless the environment says so: Note
+    [NCCL and addresses] in graphs.py. NCCL reads it once, as a rule before its first capture."""
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
@@ -134,13 +126,11 @@ class StreamWait(Wait):
         super().__init__(time_out_s, lambda: "a collective")
 
     def finish(self, work: Any, missing: Any = None) -> None:
-        """Orders the current stream after the work."""
         if work is not None:
             work.wait()
 
 
 def bind_on_stream(backend: Any, spec: Spec, time_out_s: float) -> Run:
-    """The function that issues this collective."""
     if backend.name() == "gloo":
         raise BackendError(
             "gloo cannot be ordered with CUDA streams: choose transport='nccl' or 'peer', or run "
@@ -160,8 +150,6 @@ def bind_on_stream(backend: Any, spec: Spec, time_out_s: float) -> Run:
 def bind_messages(
     backend: Any, parts: Sequence[tuple[str, int]], device: torch.device
 ) -> Callable[[Sequence[torch.Tensor]], None]:
-    """The function that issues these Sends and Recvs as one group."""
-
     def run(tensors: Sequence[torch.Tensor]) -> None:
         packed = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         try:
@@ -188,8 +176,8 @@ def bind_messages(
 
 
 def _typed(what: str, error: Exception) -> BackendError:
-    """NCCL's error as ours. The first use of a kind connects, and waits for peers: an abort that
-    a failure began ends that too, and then the failure is what the caller is told (`Runner`)."""
+    """NCCL's error as ours. An abort after a failure ends what connects too; the caller is told the
+    failure."""
     return BackendError(f"NCCL could not issue {what}: {error}")
 
 
@@ -207,7 +195,6 @@ def abort(backends: Sequence[Any]) -> list[threading.Thread]:
 
 
 def all_ended(aborts: Sequence[threading.Thread], time_out_s: float) -> bool:
-    """Whether they end within this time."""
     deadline = time.monotonic() + time_out_s
     for thread in aborts:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -70,15 +70,10 @@ class Registry:
         self._team, self._driver, self._device = team, driver, device
         self._kept = KEPT * (len(team.ranks) - 1)
         self._lock = threading.RLock()
-        self._mapped: OrderedDict[Key, Mapping] = OrderedDict()
-        """In the order of use: the last one used stands last."""
+        self.mapped: OrderedDict[Key, Mapping] = OrderedDict()
+        """Allocations of peers that are mapped here, the last one used last."""
         self._told: dict[int, int] = {}
         """This rank's allocations that peers were told of: number -> address."""
-
-    @property
-    def num_mapped(self) -> int:
-        """Allocations of peers that are mapped here now."""
-        return len(self._mapped)
 
     def register(
         self,
@@ -89,10 +84,7 @@ class Registry:
         time_out_s: float,
     ) -> dict[str, Registered]:
         """Makes these tensors reachable on every rank of the team; all ranks call it together.
-
-        Raises an error on every rank, `BackendError` as a rule, where a tensor lies in memory that
-        cannot be shared, or cannot be reached for another reason.
-        """
+        Raises on every rank, `BackendError` as a rule, where a tensor cannot be shared."""
         team = self._team
         gone: list[int] = []
         note: Note = {"gone": gone}
@@ -153,7 +145,6 @@ class Registry:
     def _map(
         self, name: str, tensor: torch.Tensor, nbytes: int, notes: list[Note]
     ) -> tuple[tuple[torch.Tensor, ...], tuple[Key, ...]]:
-        """Each member's tensor, as bytes mapped here, and the mappings that this takes."""
         copies: list[torch.Tensor] = []
         keys: list[Key] = []
         try:
@@ -172,15 +163,14 @@ class Registry:
         return tuple(copies), tuple(keys)
 
     def _use(self, key: Key, handle: str) -> Mapping:
-        """One more use of a mapping, which is opened if it is not there."""
         with self._lock:
-            mapping = self._mapped.get(key)
+            mapping = self.mapped.get(key)
             if mapping is not None:
                 mapping.users += 1
-                if self._mapped.get(key) is mapping:  # a finalizer may have ended it before
-                    self._mapped.move_to_end(key)
+                if self.mapped.get(key) is mapping:  # a finalizer may have ended it before
+                    self.mapped.move_to_end(key)
                     return mapping
-            mapping = self._mapped[key] = Mapping(self._driver.open(handle))
+            mapping = self.mapped[key] = Mapping(self._driver.open(handle))
             return mapping
 
     def let_go(self, held: Registered) -> None:
@@ -191,7 +181,7 @@ class Registry:
     def _release(self, keys: Iterable[Key]) -> None:
         with self._lock:
             for key in keys:
-                mapping = self._mapped.get(key)
+                mapping = self.mapped.get(key)
                 if mapping is not None:
                     mapping.users -= 1
                     if mapping.gone:
@@ -200,23 +190,23 @@ class Registry:
     def trim(self, kept: int) -> None:
         """Ends mappings that nobody uses, but for so many."""
         with self._lock:
-            idle = [key for key, mapping in list(self._mapped.items()) if not mapping.users]
+            idle = [key for key, mapping in list(self.mapped.items()) if not mapping.users]
             for key in idle[: max(len(idle) - kept, 0)]:
                 self._close_idle(key)
 
     def _forget(self, key: Key) -> None:
         """The allocation is gone: the mapping goes too, now or with its last user."""
         with self._lock:
-            mapping = self._mapped.get(key)
+            mapping = self.mapped.get(key)
             if mapping is not None:
                 mapping.gone = True
                 self._close_idle(key)
 
     def _close_idle(self, key: Key) -> None:
-        mapping = self._mapped.get(key)
+        mapping = self.mapped.get(key)
         if mapping is None or mapping.users:
             return
-        if self._mapped.pop(key, None) is mapping:  # else a finalizer was faster
+        if self.mapped.pop(key, None) is mapping:  # else a finalizer was faster
             on_gpu = self._device.type == "cuda"
             with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
                 self._driver.close(mapping.base)
@@ -234,7 +224,6 @@ class Registry:
 
 
 def _as_ours(error: Exception, what: str) -> InterlaceError:
-    """The error as peers can be told of it."""
     if isinstance(error, InterlaceError):
         return error
     ours = BackendError(

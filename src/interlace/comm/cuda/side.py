@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 
 class CudaSide:
-    """What a team's ranks share on their devices."""
-
     def __init__(self, team: TeamComm, device: torch.device, time_out_s: float) -> None:
         self.team = weakref.proxy(team)
         self.device = device
@@ -110,11 +108,9 @@ class CudaSide:
 
     @property
     def the_area(self) -> Area:
-        """The largest area; `ensure_area` makes it."""
         return self.areas[-1]
 
     def enter(self) -> int:
-        """This rank issues its next run; its number."""
         self.run += 1
         return self.run
 
@@ -130,10 +126,8 @@ class CudaSide:
         ]
 
     def release(self, generation: int) -> None:
-        """Lets go of every stream and kernel of this rank that waits for a peer.
-
-        `generation` is what it was when the failed runs were bound: a reset has ended those before.
-        """
+        """Lets go of every stream and kernel of this rank that waits for a peer, unless a reset has
+        ended those of this `generation` before."""
         with self._lock:
             if generation != self.generation:
                 return

@@ -92,7 +92,6 @@ class WordHeap:
         return first
 
     def give(self, first: int, count: int) -> None:
-        """Gives words back."""
         self._free.setdefault(-(-count // 8) * 8, []).append(first)
 
     def address(self, member: int, word: int) -> int:
@@ -165,7 +164,6 @@ class CudaSpace:
         return int(values[self.side.me]) if values else 0
 
     def value(self, signal: str, member: int) -> int:
-        """What the member's word here holds now."""
         side = self.side
         return side.access.read(self.own(signal, member), 1)[0]
 
@@ -183,14 +181,12 @@ class CudaSpace:
             side.access.fill(address, value, self.num_words)
 
     def reset(self) -> None:
-        """As if never run."""
         self.base = 0
         words = [(self._first, self.num_words)] if self.num_words else []
         for first, count in words + self._local:
             self.side.driver.fill(self.side.heap.address(self.side.me, first), 0, count)
 
     def close(self) -> None:
-        """Gives the words back."""
         self.side.spaces.discard(self)
         if self.num_words:
             self.side.heap.give(self._first, self.num_words)
@@ -208,8 +204,6 @@ class DriverHeldUpError(BackendError):
 
 
 class WordAccess:
-    """Access to this rank's words through one driver."""
-
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._abandoned: list[Errand] = []
@@ -275,17 +269,14 @@ class Area:
 
     @property
     def stages(self) -> list[int]:
-        """Every member's staging memory."""
         return list(self.memory.bases)
 
     @property
     def flags(self) -> list[int]:
-        """Every member's flags."""
         return [base + self.stage_nbytes for base in self.memory.bases]
 
     @property
     def words(self) -> int:
-        """This rank's words."""
         return self.memory.bases[self.memory.me] + self.stage_nbytes + self.flag_nbytes
 
     def stop(self, access: WordAccess) -> None:
@@ -293,7 +284,6 @@ class Area:
         access.fill(self.words + self.stop_at, 1, 1)
 
     def reset(self) -> None:
-        """As if never used; a barrier of all ranks stands around it."""
         count = (self.flag_nbytes + self.words_nbytes) // 4
         self.memory.driver.fill(self.words - self.flag_nbytes, 0, count)
 

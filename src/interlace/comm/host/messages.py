@@ -4,7 +4,7 @@ Both sides meet in shared memory first; the bytes then go by the team's backend 
 backend `peer`, through the sender's segment. So a message that nobody takes leaves no half-done
 operation in a backend, and a time-out can say who did not come.
 
-    exchange([Outgoing(...), Incoming(...)], [a, b], wait)      # a Group
+    exchange([Transfer(..., sends=True), Transfer(..., sends=False)], [a, b], wait)      # a Group
 
 Note [Both or neither]
     A transfer by a backend blocks until the other side starts it too, and only its time-out ends
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,52 +26,36 @@ import torch
 
 from interlace.comm.collectives import as_bytes
 from interlace.comm.host.signals import Wait, fence, stamp
-from interlace.comm.host.workspace import Cell, MessageBox
+from interlace.comm.host.workspace import MessageBox
 from interlace.comm.teams import TeamComm
 
 FIRST_TAG = 1 << 20
 """Tags from here on are ours; users of the same group have the lower ones."""
-
-
-class MessagePart:
-    """One member of a Group, bound; it goes begin, try_move until True, end."""
-
-    def __init__(self, team: TeamComm, peer: int, box: MessageBox) -> None:
-        self.team, self.peer, self._box = team, peer, box
-
-    def begin(self, tensor: torch.Tensor) -> None:
-        """Tells the other side that this rank is there."""
-
-    def try_move(self, tensor: torch.Tensor) -> bool:
-        """Moves the message, if the other side is there."""
-        raise NotImplementedError
-
-    def leave(self, tensor: torch.Tensor) -> None:
-        """Leaves because of a failure."""
-
-    def end(self, wait: Wait) -> None:
-        """Waits for the end of the transfer."""
-
-
 AWAY, THERE, ABOUT, GOING = range(4)
 """What a side's cell says of this run: Note [Both or neither]."""
 SETTLED_S = 1.0
 """How long a side that lives is about to go, at most."""
 
 
-class _Meeting(MessagePart):
-    """One side of a message by a torch.distributed backend."""
+class Transfer:
+    """One side of a message by a torch.distributed backend: begin, try_move until True, end."""
 
-    def __init__(self, team: TeamComm, peer: int, box: MessageBox, backend: Any, nth: int) -> None:
-        super().__init__(team, peer, box)
-        self._start, (self._own, self._own_at), (self._other, self._other_at) = self._side(backend)
-        self._tag = FIRST_TAG + nth
+    def __init__(
+        self,
+        team: TeamComm,
+        peer: int,
+        box: MessageBox,
+        sends: bool,
+        backend: Any = None,
+        nth: int = 0,
+    ) -> None:
+        self.team, self.peer, self.sends = team, peer, sends
+        self._box, self._backend, self._tag = box, backend, FIRST_TAG + nth
+        (self._own, self._own_at), (self._other, self._other_at) = (
+            (box.sent, box.ready) if sends else (box.ready, box.sent)
+        )
         self._run = 0
         self._work: Any = None
-
-    def _side(self, backend: Any) -> tuple[Callable[..., Any], Cell, Cell]:
-        """The backend's method for this side, its cell, and the other's."""
-        raise NotImplementedError
 
     def _say(self, what: int) -> None:
         self._own[self._own_at] = stamp(self._run, what)
@@ -112,10 +96,10 @@ class _Meeting(MessagePart):
         self._say(GOING)
         fence()
         if tensor.numel():
-            self._work = self._start([as_bytes(tensor)], self.peer, self._tag)
+            start = self._backend.send if self.sends else self._backend.recv
+            self._work = start([as_bytes(tensor)], self.peer, self._tag)
 
     def end(self, wait: Wait) -> None:
-        """Waits for the transfer."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -128,66 +112,45 @@ class _Meeting(MessagePart):
             raise wait.late(self.team.control.where([self.peer])) from error
 
 
-class Outgoing(_Meeting):
-    """A Send by a torch.distributed backend."""
-
-    def _side(self, backend: Any) -> tuple[Callable[..., Any], Cell, Cell]:
-        return backend.send, self._box.sent, self._box.ready
-
-
-class Incoming(_Meeting):
-    """A Recv by a torch.distributed backend."""
-
-    def _side(self, backend: Any) -> tuple[Callable[..., Any], Cell, Cell]:
-        return backend.recv, self._box.ready, self._box.sent
-
-
-class PeerOutgoing(MessagePart):
-    """A Send through the sender's shared memory, where it stays if the sender leaves."""
+class PeerTransfer(Transfer):
+    """One side of a message through the sender's shared memory, where it stays if the sender
+    leaves. A receiver says that it is there once it has taken it."""
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Puts the message where the receiver finds it, and tells so."""
-        if self._box.data is not None:
-            self._box.data[: tensor.nbytes].copy_(as_bytes(tensor))
-        self._mark = stamp(self.team.control.run, 1)
-        fence()
-        cells, at = self._box.sent
-        cells[at] = self._mark
+        """The sender puts the message where the receiver finds it, and tells so."""
+        self._run = self.team.control.run
+        if self.sends:
+            if self._box.data is not None:
+                self._box.data[: tensor.nbytes].copy_(as_bytes(tensor))
+            fence()
+            self._say(THERE)
 
     def try_move(self, tensor: torch.Tensor) -> bool:
-        """Whether the receiver has taken it."""
-        cells, at = self._box.ready
-        return cells[at] >= self._mark
-
-
-class PeerIncoming(MessagePart):
-    """A Recv from the sender's shared memory. The sender waits for an answer, and hears of failures
-    meanwhile."""
-
-    def try_move(self, tensor: torch.Tensor) -> bool:
-        """Takes the message if it is there."""
-        (sent, at), mark = self._box.sent, stamp(self.team.control.run, 1)
-        if sent[at] < mark:
+        """The receiver takes the message if it is there; the sender looks whether it was taken."""
+        if self._hear() < stamp(self._run, THERE):
             return False
-        fence()
-        if self._box.data is not None:
-            as_bytes(tensor).copy_(self._box.data[: tensor.nbytes])
-        fence()
-        ready, at = self._box.ready
-        ready[at] = mark
+        if not self.sends:
+            fence()
+            if self._box.data is not None:
+                as_bytes(tensor).copy_(self._box.data[: tensor.nbytes])
+            fence()
+            self._say(THERE)
         return True
 
+    def leave(self, tensor: torch.Tensor) -> None:
+        """Nothing: the other side hears of the failure."""
 
-def exchange(parts: Sequence[MessagePart], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+
+def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
     """Carries out Sends and Recvs together: each moves as soon as its peer is there."""
     packed = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
     _exchange(parts, packed, wait)
     for part, tensor, pack in zip(parts, tensors, packed, strict=True):
-        if pack is not tensor and isinstance(part, Incoming | PeerIncoming):
+        if pack is not tensor and not part.sends:
             tensor.copy_(pack)
 
 
-def _exchange(parts: Sequence[MessagePart], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+def _exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
     for part in parts:
         part.team.control.meet(part.peer, wait)
     for part, tensor in zip(parts, tensors, strict=True):

@@ -78,9 +78,8 @@ def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
                 parts = [staged(member, sum(spec.parts)) for member in everyone]
                 reduce_into(into, parts, spec.reduce or "sum")
 
-    wants = spec.kind != "barrier" and (
-        spec.kind not in ("gather", "reduce") or spec.me == spec.root
-    )
+    rooted = spec.kind in ("gather", "reduce") and spec.me != spec.root
+    wants = spec.kind != "barrier" and not rooted
 
     def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
         mark = stamp(team.control.run, number)

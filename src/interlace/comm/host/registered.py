@@ -59,12 +59,10 @@ class Registered:
         object.__setattr__(self, "memory", self.tensor.untyped_storage())
 
     def enter(self) -> None:
-        """A run begins."""
         if self.staged is not None and self.input:
             self.staged.copy_(self.tensor)
 
     def leave(self) -> None:
-        """A run has ended: peers are done with it too."""
         if self.staged is not None and self.written:
             self.tensor.copy_(self.staged)
 
@@ -77,10 +75,8 @@ def tell(
     problem: InterlaceError | None,
     time_out_s: float,
 ) -> tuple[list[Note], frozenset[str]]:
-    """Exchanges notes on what is registered; and gives the names that any rank writes.
-
-    All ranks of the team call it; a rank with a problem raises it, and all others a like one.
-    """
+    """Exchanges notes on what is registered, and gives the names that any rank writes; a rank with
+    a problem raises it, and all others a like one."""
     told = {"note": note, "writes": sorted(writes)}
     place = f"{team.topic}/registered/{topic}/registered parameters"
     notes = team.board.exchange(place, told, time_out_s, problem=problem)

@@ -57,7 +57,6 @@ def align(nbytes: int, to: int = ALIGN) -> int:
 
 
 def size(nbytes: int) -> str:
-    """A number of bytes for people."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -67,8 +66,6 @@ def size(nbytes: int) -> str:
 
 
 class Segment:
-    """A block of shared memory, mapped into this process."""
-
     def __init__(self, path: str, nbytes: int, descriptor: int) -> None:
         """Maps the file; the caller closes the descriptor, which the mapping does not need."""
         self.path = path
@@ -105,7 +102,6 @@ class Segment:
 
     @classmethod
     def open(cls, path: str, nbytes: int) -> Segment:
-        """A segment that another process created."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -134,11 +130,7 @@ class Segment:
 
 
 def sweep(folder: Path) -> None:
-    """Takes away the names of segments whose processes are gone: nobody will open them any more.
-
-    Processes of other containers, which may share the folder, are not seen from here: their names
-    stay.
-    """
+    """Removes names of segments whose processes are gone; of other containers, nothing is known."""
     here = namespace()
     for path in folder.glob(f"interlace-*-{here:x}-*") if here else ():
         pid = path.name.split("-")[1]
@@ -148,8 +140,8 @@ def sweep(folder: Path) -> None:
 
 
 def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
-    """The file's memory. `mmap.mmap` of a file keeps a descriptor for as long as it lives, and
-    processes may have few; so the file takes the place of memory that has none."""
+    """The file's memory, mapped in place of anonymous memory: `mmap.mmap` of a file would keep a
+    descriptor, and processes may have few."""
     found = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(found))
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED
@@ -159,7 +151,6 @@ def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
 
 
 def _why_not(error: OSError, needed: int, folder: Path) -> str:
-    """The message for what the system refused."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         fix = "close files, or allow more (ulimit -n)"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
@@ -196,10 +187,8 @@ class SharedSegments:
 
 
 def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) -> SharedSegments:
-    """Every rank of the board creates a segment of its own size and maps everyone's.
-
-    All of them call this. Where one fails, all raise its error; no name of a segment stays.
-    """
+    """All ranks of the board create a segment of their own size and map everyone's. Where one
+    fails, all raise its error; no name of a segment stays."""
     mine: Segment | None = None
     problem: InterlaceError | None = None
     told, segments = dict[str, Any](), list[Segment]()

@@ -83,11 +83,9 @@ class Wait:
     """Ends a transfer that this rank waits for no longer."""
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], str] = _no_detail) -> None:
-        """Returns when `ready()`; raises `CommTimeoutError`, or what `check` raises.
-
-        Spins for a moment, then sleeps for growing moments: more than a few threads spinning on a
-        machine with fewer cores would keep the thread they wait for from running.
-        """
+        """Returns when `ready()`; raises `CommTimeoutError`, or what `check` raises. Spins, then
+        sleeps for growing moments: spinning threads could keep the one that they wait for from
+        running."""
         for _ in range(SPINS):
             if ready():
                 return fence()

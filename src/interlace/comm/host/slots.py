@@ -64,41 +64,34 @@ class Slot:
         wait.until(lambda: all(theirs[at] >= use.count for theirs in cells), missing)
 
     def free(self, use: Use) -> None:
-        """Gives a use back, for every rank to see."""
         fence()
         self._cells[self.me][self._cell + use.copy] = use.count + 1
 
     def reset(self) -> None:
-        """As if never taken; a barrier of all ranks stands before and after."""
         self._takes = 0
         for copy in (0, 1):
             self._cells[self.me][self._cell + copy] = 0
 
 
 class SlotPool:
-    """The slots of a team, by name and size.
-
-    One that no Executor of any rank holds any more goes when the next Programs are prepared.
-    """
+    """The slots of a team, by name and size. What no rank holds goes when Programs are prepared
+    next."""
 
     def __init__(self, board: Board, topic: str = "") -> None:
         self._board = board
         self.topic = topic
         """Where the team's notes are."""
         self.slots: dict[tuple[str, int], Slot] = {}
-        self._holders: dict[tuple[str, int], int] = {}
+        self.holders: dict[tuple[str, int], int] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shared memory that this rank gives to the pool."""
         return sum(2 * align(slot.nbytes) for slot in self.slots.values())
 
     def ensure(self, topic: str, wanted: Mapping[str, int], time_out_s: float) -> dict[str, Slot]:
-        """The slots of these names, large enough on every rank.
-
-        All ranks call this together, under a topic that is new each time.
-        """
-        idle = [list(key) for key in self.slots if not self._holders.get(key)]
+        """The slots of these names, large enough on every rank; all ranks call it, under a new
+        topic."""
+        idle = [list(key) for key in self.slots if not self.holders.get(key)]
         topic, told = f"{self.topic}/{topic}", {"slots": dict(wanted), "idle": idle}
         notes = self._board.exchange(f"{topic}/slots", told, time_out_s)
         sizes: dict[str, int] = {}
@@ -114,20 +107,19 @@ class SlotPool:
             self._add(topic, missing, time_out_s)
         for name in wanted:
             key = name, sizes[name]
-            self._holders[key] = self._holders.get(key, 0) + 1
+            self.holders[key] = self.holders.get(key, 0) + 1
         return {name: self.slots[name, sizes[name]] for name in wanted}
 
     def let_go(self, slot: Slot) -> None:
-        """What `ensure` gave is not needed any more, by one of those who got it."""
         key = slot.name, slot.nbytes
-        if self._holders.get(key):
-            self._holders[key] -= 1
+        if self.holders.get(key):
+            self.holders[key] -= 1
 
     def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
         """Forgets slots that nobody holds; all ranks do it together."""
         for key in keys:
             del self.slots[key]
-            self._holders.pop(key, None)
+            self.holders.pop(key, None)
 
     def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
         header = align(16 * len(keys), PAGE)
@@ -142,6 +134,5 @@ class SlotPool:
             self.slots[name, nbytes] = Slot(name, nbytes, shared.segments, me, start, 2 * index)
 
     def reset(self) -> None:
-        """Every slot as if never taken."""
         for slot in self.slots.values():
             slot.reset()

@@ -1,6 +1,6 @@
 """What one Executor needs of a team beside slots: signals, message boxes and a staging area.
 
-    demand = Demand(signals=("ready",), sends=(Message(1, 4096),), recvs=(Message(1, 0),))
+    demand = Demand(signals=("ready",), sends=(Message("peer", 1, 0, 4096),))
     space = Workspace(team, "forward", demand, time_out_s=60)      # all ranks, together
     space.notify("ready", member=1, value=2)
     space.expect("ready", member=1, value=2, wait=wait)
@@ -24,16 +24,17 @@ from interlace.errors import ProgramError
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A Send to (or a Recv from) a member of the team; `nbytes` pass through shared memory."""
+    """A Send to (or a Recv from) a member of the team: the `nth` of the pair in this direction."""
 
+    backend: str
     member: int
-    nbytes: int
+    nth: int
+    nbytes: int = 0
+    """What passes through shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a rank's Program needs on a team."""
-
     signals: tuple[str, ...] = ()
     """The signals that it expects."""
     sends: tuple[Message, ...] = ()
@@ -55,8 +56,6 @@ class MessageBox:
 
 
 class Workspace:
-    """The segments of one Executor on one team."""
-
     def __init__(self, team: TeamComm, topic: str, demand: Demand, time_out_s: float) -> None:
         self.team = team
         size = team.size
@@ -69,16 +68,15 @@ class Workspace:
 
         note: Note = {"arrived": cells(1)}
         note["signals"] = {name: cells(size) for name in demand.signals}
-        note["sends"] = [[m.member, cells(1), m.nbytes] for m in demand.sends]
+        note["sends"] = [[m.member, cells(1), 0] for m in demand.sends]
         note["recvs"] = [[m.member, cells(1)] for m in demand.recvs]
         at = align(cell * 8, PAGE)
-        for entry in note["sends"]:
-            nbytes, entry[2] = entry[2], at
-            at += align(nbytes)
+        for message, entry in zip(demand.sends, note["sends"], strict=True):
+            entry[2] = at
+            at += align(message.nbytes)
         note["stage"] = [at, align(demand.stage_nbytes)]
         at += align(demand.stage_nbytes)
         shared = share(team.board, f"{team.topic}/space/{topic}", at, note, time_out_s)
-        self._demand = demand
         self._segments = shared.segments
         self._notes = shared.notes
         self._cells = [segment.cells for segment in shared.segments]
@@ -126,7 +124,6 @@ class Workspace:
         self._cells[self.team.me][self._notes[self.team.me]["arrived"]] = mark
 
     def await_arrivals(self, mark: int, wait: Wait) -> None:
-        """Returns when every member has arrived at the stamp."""
         pairs = [
             (cells, note["arrived"]) for cells, note in zip(self._cells, self._notes, strict=True)
         ]
@@ -139,20 +136,10 @@ class Workspace:
 
     # -- messages --------------------------------------------------------------------------------
 
-    def outbox(self, number: int) -> MessageBox:
-        """Where this rank's Send of that number (among all its sends) meets its Recv."""
-        me = self.team.me
-        message = self._demand.sends[number]
-        nth = sum(m.member == message.member for m in self._demand.sends[:number])
-        return self._box(me, message.member, nth, message.nbytes)
-
-    def inbox(self, number: int) -> MessageBox:
-        """Where this rank's Recv of that number (among all its receipts) meets its Send."""
-        message = self._demand.recvs[number]
-        nth = sum(m.member == message.member for m in self._demand.recvs[:number])
-        return self._box(message.member, self.team.me, nth, message.nbytes)
-
-    def _box(self, sender: int, receiver: int, nth: int, nbytes: int) -> MessageBox:
+    def box(self, message: Message, sends: bool) -> MessageBox:
+        """Where this rank's Send meets its Recv, or (not `sends`) its Recv its Send."""
+        me, nth = self.team.me, message.nth
+        sender, receiver = (me, message.member) if sends else (message.member, me)
         sends = [entry for entry in self._notes[sender]["sends"] if entry[0] == receiver]
         recvs = [entry for entry in self._notes[receiver]["recvs"] if entry[0] == sender]
         if nth >= len(sends) or nth >= len(recvs):
@@ -162,6 +149,7 @@ class Workspace:
                 f"team {self.team.name}, which receives {len(recvs)}: each Send needs its Recv"
             )
         _, sent_at, data_at = sends[nth]
+        nbytes = message.nbytes
         data = self._segments[sender].bytes(data_at, nbytes) if nbytes else None
         return MessageBox(
             (self._cells[sender], sent_at), (self._cells[receiver], recvs[nth][1]), data

@@ -104,26 +104,23 @@ class Board:
         """Meetings in which all came, with what this rank left there: `forget` removes it."""
 
     def post(self, topic: str, note: Note) -> None:
-        """Leaves a note."""
         self._set(f"{self._prefix}/{topic}", note)
 
     def count(self, topic: str) -> int:
         """One more than the last time this was asked, by anybody."""
-        return self._ask(lambda: int(self._store.add(f"{self._prefix}/{topic}", 1)))
+        return self.ask(lambda: int(self._store.add(f"{self._prefix}/{topic}", 1)))
 
     def read(self, topic: str) -> Note | None:
-        """The note, if it is there."""
         return self._get(f"{self._prefix}/{topic}")
 
     def first(self, topic: str, mine: Any) -> Any:
         """Of all that ranks leave there, what was the first: this, or another's."""
         key, text = f"{self._prefix}/{topic}", json.dumps(mine)
-        return json.loads(self._ask(lambda: self._store.compare_set(key, "", text)))
+        return json.loads(self.ask(lambda: self._store.compare_set(key, "", text)))
 
     # -- processes: Note [Who is gone] -----------------------------------------------------------
 
     def announce(self) -> None:
-        """Says which process this rank is."""
         self._left_word = False
         self._set(_process(self.rank), {"process": identity(), "at": uptime()})
 
@@ -135,7 +132,6 @@ class Board:
         Errand(lambda: self._store.set(_process(self.rank), text)).is_back(WORD_S)
 
     def word(self, rank: int) -> str:
-        """Why a rank stopped, if it left word."""
         try:
             note = self._get(_process(rank)) or {}
         except InterlaceError:
@@ -143,7 +139,6 @@ class Board:
         return "" if precedes(note.get("at", 0.0)) else note.get("word", "")
 
     def ended(self, ranks: Collection[Any] = ()) -> set[Any]:
-        """The ranks whose process has ended: of those that are known, and of these."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
@@ -184,11 +179,8 @@ class Board:
         time_out_s: float,
         look: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """Asks `missing`, first of these ranks, until it names none; the ranks that it named last.
-
-        It ends early where one of these has ended, or where `look` raises. `what` the ranks come to
-        do is for messages.
-        """
+        """Asks `missing`, first of these ranks, until it names none, one of them has ended, or
+        `look` raises; the ranks that it named last. `what` is for messages."""
         self.limit_s = time_out_s
         patience, pause, absent = Patience(time_out_s), SHORTEST_PAUSE_S, [*ranks]
 
@@ -247,12 +239,10 @@ class Board:
         over: Sequence[str] = (),
         problem: InterlaceError | None = None,
     ) -> list[Note]:
-        """Every rank's note, in the order of the ranks; a missing rank or a failed one raises, and
-        what `look` raises ends the wait. A rank with a problem tells it and raises it as it is.
-
-        See Note [All or none]. The last word of the topic that is no number says what it is.
-        `over` has what else this rank left at the topic in rounds before.
-        """
+        """Every rank's note, in the order of the ranks; a missing rank, a failed one or `look`
+        raises, as does a `problem`, which the others are told: Note [All or none]. The last word of
+        the topic that is no number says what it is for; `over` has what else this rank left there
+        before."""
         topics = {rank: f"{topic}/{rank}" for rank in self.ranks}
         mine = topics[self.rank]
         if problem is not None:
@@ -279,14 +269,14 @@ class Board:
         return [found[rank] for rank in topics]
 
     def forget(self, ranks: Collection[int], topics: Iterable[str]) -> None:
-        """All these ranks have come, so they have read what was left for them in meetings before:
-        that goes from the store. `topics` is what this rank leaves now, to go with a later one."""
+        """Removes from the store what was left for these ranks in earlier meetings, which they have
+        read; `topics` is what this rank leaves now."""
         here = frozenset(ranks)
         over = [topic for there, left in self._past if there <= here for topic in left]
         self._past = [past for past in self._past if not past[0] <= here] + [(here, [*topics])]
         with contextlib.suppress(InterlaceError):  # a store that cannot: it stays there
             for topic in over:
-                self._ask(lambda topic=topic: self._store.delete_key(f"{self._prefix}/{topic}"))
+                self.ask(lambda topic=topic: self._store.delete_key(f"{self._prefix}/{topic}"))
 
     # -- verdicts: Note [All or none] ------------------------------------------------------------
 
@@ -305,14 +295,11 @@ class Board:
         return f"{topic}/{number}", [f"{topic}/{n}/verdict" for n in range(before, number) if n]
 
     def is_over(self, topic: str) -> bool:
-        """Whether a meeting has its verdict."""
-        return self._ask(lambda: self._store.check([f"{self._prefix}/{topic}/verdict"]))
+        return self.ask(lambda: self._store.check([f"{self._prefix}/{topic}/verdict"]))
 
     def decide(self, topic: str, why: str = "") -> None:
-        """Says that all came, or why this rank gives up; raises if the verdict is that one gave up.
-
-        Of all that ranks say, the first is the verdict.
-        """
+        """Says that all came, or why this rank gives up; raises if the first verdict is that one
+        gave up."""
         rank, why = self.first(f"{topic}/verdict", [self.rank, why])
         if why:
             raise AgreementError(why if rank == self.rank else f"rank {rank} gave up: {why}")
@@ -338,13 +325,13 @@ class Board:
 
     def _set(self, key: str, note: Note) -> None:
         text = json.dumps(note)
-        self._ask(lambda: self._store.set(key, text))
+        self.ask(lambda: self._store.set(key, text))
 
     def _get(self, key: str) -> Note | None:
-        text = self._ask(lambda: self._store.get(key) if self._store.check([key]) else None)
+        text = self.ask(lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if text is None else json.loads(text)
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def ask(self, question: Callable[[], Any]) -> Any:
         """The store's answer. Its process may be stopped, and no time-out of its own ends that."""
         before, patience = self._unanswered, Patience(self.limit_s)
         if before is not None and not before.is_back(SLICE_S):
@@ -360,8 +347,8 @@ class Board:
             raise PeerError(self._lost(error)) from error
 
     def _lost(self, error: RuntimeError) -> str:
-        """What to say of a store that is gone. Words went with it; but whose process has ended is
-        known without, and rank 0, which may hold it, leaves when it has heard of another's end."""
+        """The message for a store that is gone: rank 0, which may hold it, leaves when it has heard
+        of the end of another process."""
         what = f"the store of torch.distributed does not answer ({error})"
         holder = "the process that holds it (rank 0, or the launcher)"
         if ended := [r for r, life in sorted(self.lives.items()) if r and not life.alive()]:
@@ -382,12 +369,10 @@ def _purpose(topic: str) -> str:
 
 
 def _process(rank: int) -> str:
-    """Where a rank says which process it is: one place in a store, whatever the prefix."""
     return f"interlace/process/{rank}"
 
 
 def failure(error: InterlaceError) -> Note:
-    """The note that tells the others that this rank failed."""
     return {"error": [type(error).__name__, str(error)]}
 
 
@@ -397,7 +382,6 @@ def as_told(rank: int, error: Sequence[str]) -> InterlaceError:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """`rank 2`, or `ranks 1 and 3`."""
     texts = [str(rank) for rank in ranks]
     if len(texts) == 1:
         return f"rank {texts[0]}"
@@ -439,10 +423,7 @@ def greet(
     time_out_s: float,
     look: Callable[[], object] = lambda: None,
 ) -> None:
-    """Finds the names of these parties; all their ranks call it, to do `what` (for messages).
-
-    What `look` raises ends the wait.
-    """
+    """Finds the names of these parties; all their ranks call it, to do `what` (for messages)."""
     if not parties:
         return
     everyone = {rank for party in parties for rank in party.ranks}

@@ -51,7 +51,6 @@ def namespace() -> int:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process of this id, in this namespace."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -87,11 +86,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def disconnected(rank: int) -> bool:
-    """Whether the connection of the default group's gloo backend, if it has one, says that the
-    process of that rank has ended.
-
-    It is asked by a message that is never taken: gloo raises at once where it cannot be sent.
-    """
+    """Whether the default group's gloo backend says that a rank's process has ended: a message that
+    is never taken raises at once where it cannot be sent."""
     if not (dist.is_available() and dist.is_initialized()) or rank == dist.get_rank():
         return False
     try:
@@ -119,7 +115,6 @@ class PeerProcess:
 
     @classmethod
     def of(cls, pid: int, since: int, where: str = "") -> PeerProcess:
-        """The process of that identity."""
         here = bool(where) and where == place()
         if not since or (where and not here) or not hasattr(os, "pidfd_open"):
             return cls(None)  # another host or pid namespace, or no /proc: only time-outs will tell
@@ -137,7 +132,6 @@ class PeerProcess:
 
     @property
     def seen(self) -> bool:
-        """Whether the end of the process can be told."""
         return self._descriptor is not None or self._ended
 
     def alive(self) -> bool:
@@ -160,7 +154,6 @@ class PeerProcess:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the process."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)

@@ -80,12 +80,10 @@ class Errand:
         self._thread.start()
 
     def is_back(self, within_s: float) -> bool:
-        """Whether the call has returned or raised; waits that long for it."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 
     def result(self) -> Any:
-        """What the call that is back returned; raises what it raised."""
         if self._error:
             raise self._error[0]
         return self._found[0]

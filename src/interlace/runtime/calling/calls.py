@@ -52,7 +52,6 @@ def reader(args: Sequence[Arg], values: ValueTable, device: torch.device) -> tup
 
 
 def _by_place(places: Sequence[int], items: list[Any]) -> Callable[[], tuple[Any, ...]]:
-    """What reads these places of the table, as they are at that time."""
     if not places:
         return lambda: ()
     if len(places) == 1:
@@ -66,7 +65,6 @@ Spec = int | list["Spec"]
 
 
 def _spec(arg: Arg, values: ValueTable, device: torch.device) -> Spec:
-    """The place of an argument, or the list of the places of a list's items."""
     if isinstance(arg, View):
         return values.own(arg)
     if isinstance(arg, tuple):
@@ -91,7 +89,6 @@ def bind_call(
     device: torch.device,
     compile_regions: bool = False,
 ) -> Thunk:
-    """The function that runs a Call."""
     fn: Callable[..., Any]
     if op.fn in regions:
         fn = _region(op, regions[op.fn], values, device, compile_regions)
@@ -258,8 +255,7 @@ def _missing(
     op: Call, values: ValueTable
 ) -> Callable[[Any, Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]:
     """The results with zeros for those that an operator left out, as attention without gradients
-    does with what only its backward needs, although its shapes were told; None for what nobody
-    uses either."""
+    does; None for what nobody uses either."""
     declared = [(*_layout(buffer), buffer.name in values.used) for buffer in op.fresh]
 
     def fill(given: Any, results: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -310,11 +306,8 @@ def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor
 
 
 def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
-    """A call of one of `QUICK`, of tensors alone.
-
-    The shape of its result follows from those of its arguments, which are the same in every run:
-    that it is the output's is seen once.
-    """
+    """A call of one of `QUICK`, of tensors alone. Its result's shape follows from its arguments',
+    so it is compared with the output's once."""
     items, (out,) = values.items, [values.own(view) for view in op.outs]
     first, second, *third = [values.own(arg) for arg in op.args if isinstance(arg, View)]
     (view,) = op.outs

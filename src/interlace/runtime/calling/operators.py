@@ -65,13 +65,11 @@ def _unknown(fn: str, space: str, name: str) -> str:
 
 
 def _dotted(name: str) -> str:
-    """`aten.mm.out` for the dispatcher's `aten::mm.out`."""
     operator_name, _, overload = name.partition(".")
     return f"{operator_name.replace('::', '.')}.{overload or 'default'}"
 
 
 def decode(arg: Any, device: torch.device) -> Any:
-    """An argument that is no view, as torch takes it."""
     if isinstance(arg, DType):
         return DTYPES[arg]
     if isinstance(arg, str) and arg.startswith("@"):

@@ -103,11 +103,9 @@ def inductor(
 ) -> Callable[..., tuple[Any, ...]]:
     """The region compiled by Inductor for arguments of these layouts.
 
-    Note [One compilation for all layers]: what is compiled depends on the body, the layouts, the
-    device and Inductor's settings alone, and takes about a second. The layers of a model share it,
-    and so do its Programs (forward, the same in order, another signature) in this process, whatever
-    was reset in between. The body counts by its text: 2 and 2.0 are equal, but mean other things to
-    an operator.
+    Note [One compilation for all layers]: the result depends on the body, the layouts, the device
+    and Inductor's settings alone, and takes about a second; the layers of a model and its Programs
+    share it. The body counts by its text: 2 and 2.0 are equal, but not to an operator.
     """
     from torch._inductor import config
 
@@ -117,7 +115,6 @@ def inductor(
 
 
 def forget() -> None:
-    """Lets go of everything compiled."""
     _compiled.cache_clear()
 
 
@@ -128,7 +125,7 @@ def _compiled(
     region = task.region
     module = graph_module(region, task.resolve, task.decode)
     try:
-        call = _compile(module, layouts, device)
+        call = compile_graph(module, layouts, device)
         divides = any(word in task.key for word in ("div", "remainder", "fmod"))
         doubled = _doubled(call, layouts, device, divides)
     except Exception as error:
@@ -152,15 +149,11 @@ def _compiled(
     return run_apart if doubled else run
 
 
-def _compile(
+def compile_graph(
     module: torch.fx.GraphModule, layouts: Sequence[Layout], device: torch.device
 ) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """The graph as Inductor's own function of a list, which it empties.
-
-    Note [No wrappers]: `torch._inductor.standalone_compile` wraps the same function in the run-time
-    checks of AOTAutograd, which take 25 microseconds a call where this takes 5. A region needs none
-    of them: it is functional, has static sizes, and needs no gradient.
-    """
+    """The graph as Inductor's own function of a list, which it empties. `standalone_compile` wraps
+    it in AOTAutograd's run-time checks: 25 microseconds a call where this takes 5."""
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -192,12 +185,8 @@ def _doubled(
     device: torch.device,
     divides: bool,
 ) -> frozenset[int]:
-    """Runs the code once; gives the outputs that share memory with another tensor.
-
-    The first run tunes kernels and loads them, which waits for the device: in the middle of a
-    Program that would be while others wait for this rank. And where two outputs are equal, or one
-    is an input, Inductor may hand out one tensor for both: in a Program they are two.
-    """
+    """The outputs that share memory with another tensor: Inductor may return one tensor for two
+    equal ones. The run also tunes and loads kernels, which waits for the device."""
     given = [_harmless(layout, device, divides) for layout in layouts]
     results = call(list(given))
     if device.type == "cuda":
@@ -232,11 +221,8 @@ def _lacks_compiler(error: BaseException | None) -> bool:
 
 
 def graph_module(region: Region, resolve: Resolve, decode: Decode) -> torch.fx.GraphModule:
-    """The region as a graph that Inductor takes.
-
-    Its values have names of our own: FX prints a graph as Python's text and runs that, so a name
-    that a schedule gives could be code.
-    """
+    """The region as a graph that Inductor takes. Its values have names of our own: FX runs the text
+    of a graph, so a name that a schedule gives could be code."""
     graph = torch.fx.Graph()
     values: dict[str, torch.fx.Node] = {
         name: graph.placeholder(f"input_{place}") for place, name in enumerate(region.inputs)

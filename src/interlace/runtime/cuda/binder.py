@@ -65,7 +65,6 @@ if TYPE_CHECKING:
 
 
 def _alike(one: Expect, other: Expect) -> bool:
-    """Whether two expects are of the same stream, team and value."""
     return (one.stream, one.team, one.value) == (other.stream, other.team, other.value)
 
 
@@ -80,8 +79,6 @@ def if_gotten(slot: Any, take: Thunk) -> Thunk:
 
 
 class Binder:
-    """Binds the ops of one concrete Program, in list order."""
-
     def __init__(self, binding: Binding) -> None:
         self.context = context = binding.context
         self.plan, self.values = context.plan, context.values
@@ -188,7 +185,6 @@ class Binder:
         return event
 
     def close(self) -> None:
-        """Gives the events back."""
         events, self.events = self.events, []
         for event in events:
             self.driver.destroy_event(event)
@@ -258,11 +254,8 @@ class Binder:
         return all(isinstance(op, Alloc | Record) for op in before)
 
     def drop(self, name: str, lane: Lane) -> Thunk:
-        """Lets go of a tensor of this run: gives the memory back to its stream, once the others
-        have done with it (plan.py, Note [Whose memory]).
-
-        Where `lane`, on which it is let go, is that stream, it stands behind all uses already.
-        """
+        """Gives the memory of a tensor of this run back to its stream, once other streams have done
+        with it (plan.py, Note [Whose memory]); on that stream itself, that is so already."""
         items, places, device = self.values.items, self.values.family(name), self.context.device
         home = self.lanes[self._homes[name]]
         users = [self.lanes[stream] for stream in self._users.get(name, ())]
@@ -282,16 +275,13 @@ class Binder:
     # -- signals ---------------------------------------------------------------------------------
 
     def notify(self, lane: Lane, op: Notify) -> Thunk | None:
-        """Writes the peers' words."""
         space, value, driver = self.spaces[op.team], op.value, self.driver
         words = space.theirs(op.signal, self.plan.members(op.team, op.peer))
         return Words.of("write", driver, lane, words, lambda: space.base + value)
 
     def expect(self, lane: Lane, index: int, op: Expect) -> Thunk | None:
-        """Makes the stream wait for the own words: the last of expects in a row for those of all.
-
-        The first would have them wait before what this rank lists, and peers await, between them.
-        """
+        """Makes the stream wait for its words; of expects in a row, the last one waits for those of
+        all: the first would wait before what this rank issues, and peers await, between them."""
         row, ops = [op], self.plan.program.ops
         if ops[index] is op:
             mine = self._on[id(lane)]
@@ -309,7 +299,6 @@ class Binder:
         return Words.of("wait", driver, lane, words, lambda: space.base + value)
 
     def host_sync(self, lane: Lane, index: int) -> Thunk:
-        """The host waits for the stream, bounded."""
         event, driver, confirm = self.event(), self.driver, self.binding.engine.confirm
         wait = self.context.wait(index, self.check)
 

@@ -1,8 +1,7 @@
 """The ops of a Program bound to streams and words, with what stands before and after them in a run.
 
 binding = Binding(context, driver, spaces, engine)
-binding.main.handle = stream         # the caller's
-binding.issue()
+binding.issue(stream, event)         # the caller's stream
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.driver import Driver, Event
 from interlace.errors import ExecutorError
 from interlace.ir import Fused, HostSync, in_order
 from interlace.runtime.cuda.binder import Binder
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class Binding:
-    """The ops of a Program, bound to streams and words, with what stands before and after them."""
-
     def __init__(
         self, context: EngineContext, driver: Driver, spaces: Mapping[str, Any], engine: CudaEngine
     ) -> None:
@@ -76,7 +73,6 @@ class Binding:
         return brought_together(steps)
 
     def _watched(self, index: int, step: Thunk) -> Thunk:
-        """The step with what tests and traces want around it."""
         context, op = self.context, self.context.plan.program.ops[index]
         before_op, rank, lane = context.before_op, context.plan.rank, self.lanes[op.stream]
         if before_op is not None:
@@ -92,36 +88,32 @@ class Binding:
             return self.engine.timed.step(index, lane, step)
         return step
 
-    def issue(self, entry: int) -> None:
-        """Issues all ops between the fork of the streams and their join; `entry` is an event."""
-        driver, main = self.driver, self.main
+    def issue(self, stream: int, entry: Event | None) -> None:
+        """Issues all ops, and before them the event `entry`, from which the other streams fork."""
+        driver, self.main.handle = self.driver, stream
         self.runs += 1
         for space in self._counted:
             space.begin()
-        driver.record(main.handle, entry)
+        if entry is not None:
+            driver.record(stream, entry)
         for lane in self.sides:
             driver.wait_event(lane.handle, entry)
-        self.begin()
         for step in self.steps:
             step()
-        self.join()
+        if self._ends:
+            self.join()
 
     def join(self) -> None:
-        """The caller's stream waits for the others."""
         driver, main = self.driver, self.main
         for lane, event in self._ends:
             driver.record(lane.handle, event)
             driver.wait_event(main.handle, event)
-
-    def begin(self) -> None:
-        """What stands before the ops, on whatever stream."""
 
     def shut(self) -> None:
         """Lets go of the steps: a run that begins now is an error."""
         self.steps = [_closed]
 
     def close(self) -> None:
-        """Gives events back. No run comes after this."""
         self.shut()
         self.binder.close()
         for _, event in self._ends:

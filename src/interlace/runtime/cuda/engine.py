@@ -32,20 +32,21 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from interlace.comm import TeamComm, Use
 from interlace.comm.cuda.driver import Driver, Event
-from interlace.errors import BackendError, ExecutorError, InterlaceError
-from interlace.ir import Alloc, Call, Copy, Free
+from interlace.errors import BackendError, ExecutorError
+from interlace.ir import Alloc, Call, Copy, Free, views_in
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.graphs.captured import Captured
 from interlace.runtime.cuda.graphs.graphs import Graphs
+from interlace.runtime.cuda.graphs.warm_up import warm_up
 from interlace.runtime.cuda.lanes import OpTimer
-from interlace.runtime.cuda.runner import Runner
 from interlace.runtime.cuda.sharing import hears_all, share
 from interlace.runtime.cuda.waits.marks import Marks
 from interlace.runtime.cuda.waits.watchdog import Watched, watchdog
 from interlace.runtime.engine import EngineContext
+from interlace.runtime.prepare.plan import homes
 
 MARKS = 1024
 """Runs whose begin and end on the device can be told apart: more than a device queues, which is 340
@@ -54,26 +55,43 @@ NO_USES: Mapping[str, Use] = MappingProxyType({})
 
 
 class Here(threading.local):
-    """What is known in a thread."""
-
     bound = False
-    """Whether it has CUDA's context, which torch's question whether a stream is captured gives a
-    new thread. The default stream cannot be captured: there it is asked for this alone, once."""
+    """Whether this thread already has a CUDA context (`isCurrentStreamCapturing` creates one). The
+    default stream cannot be captured: there the question is asked for this alone, once."""
+
+
+class Changes:
+    """What runs write of the tensors that they are given. Autograd is told, as by torch's own ops:
+    what was saved of them for a backward is stale."""
+
+    def __init__(self, context: EngineContext) -> None:
+        known, ops = context.values.registered, context.plan.program.ops
+        self.registered = [held.tensor for held in known.values() if held.written]
+        """What runs of any rank write."""
+        self.buffers = {access.view.buffer for op in ops for access in op.writes()} - {*known}
+        """What those of this rank write, but for what is registered."""
+        names = context.inputs.names
+        self._inputs = [index for index, name in enumerate(names) if name in self.buffers]
+        self.always = bool(self.registered or self._inputs)
+        """Whether a run changes something, also where it is given no outputs."""
+
+    def tell(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
+        """Increments the tensors' version counters; inference tensors have none."""
+        increment_version(
+            [*self.registered, *[inputs[index] for index in self._inputs], *(out or ())]
+        )
 
 
 class CudaEngine:
-    """Runs a bound Program on one CUDA device."""
+    share = staticmethod(share)
 
     def __init__(self, context: EngineContext) -> None:
-        self.context = context
-        self.device = context.device
+        self.context, self.device = context, context.device
         spaces: Any = context.resources.spaces
         self.sides = list({id(s.side): s.side for s in spaces.values()}.values())
         self.driver = self.sides[0].driver if self.sides else Driver()
         self.timed = OpTimer(self.device)
-        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
-        self._index = context.device.index or 0
-        self.watched: Any = None
+        self.watched = Watched(self, context)
         self.watches = bool(context.resources.teams) or context.options.trace
         """Whether runs have marks for the watchdog: Note [Runs that wait for nobody]."""
         with torch.cuda.device(self.device):
@@ -90,140 +108,203 @@ class CudaEngine:
         self._tells = [(side, self.driver.batch(("write", side.told))) for side in self._used]
         self.last: tuple[int, Event] | None = None
         self._owners: list[Any] = [*self.sides] or [self]
-        self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {}
+        self._uses: dict[tuple[int, ...], Mapping[str, Use]] = {(): NO_USES}
         self.graphs: Graphs | None = None
+        self.warm = False
+        """Whether a run has been issued op by op, as graphs need before they are captured."""
         self.issued = self.entered = 0
-        self._here = Here()
         self.since = 0.0
+        self._here, self._under_way = Here(), False
+        teams = context.resources.teams.values()
+        self._resets = [(team, team.resets) for team in dict.fromkeys(teams)]
+        self._controls = [team.control for team, _ in self._resets]
+        self._start = context.values.starter((*context.inputs.names, *context.outputs.names))
+        self.changes, self._lent = Changes(context), lent(context, self.binding)
+        self._index = context.device.index or 0
+        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream  # pyright: ignore
         self._capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing  # pyright: ignore
-        self.watched = Watched(self, context)
+        self._current: Callable[[], int] = torch._C._cuda_getDevice  # pyright: ignore
+        self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
+        self._fit: Callable[[Any], Any] = context.inputs.fit
+        self._fit_outputs: Callable[[Any], Any] = context.outputs.fit
         watchdog().add(self.watched)
-        for team in context.resources.teams.values():
+        watchdog().start()
+        for team in teams:
             team.used_by(self)
         if context.options.graph:
+            self._fit, self._fit_outputs = context.inputs.addresses, context.outputs.addresses
             with torch.cuda.device(self.device):
                 self.graphs = Graphs(self)
-        if self.plain:
-            self.issue_ops, self.uses = self.issue_plain, lambda: NO_USES
-        self.runner = Runner(self)
-        self.run, self.issue = self.runner.run, self.runner.issue
-
-    share = staticmethod(share)
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What was found to have failed."""
-        return self.watched.failure
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """With graphs: a run of all ranks together that sets up what cannot be in a capture."""
         if self.graphs is not None:
-            self.runner.warm_up(teams)
+            warm_up(self, teams)
+            self.warm = True
 
-    def issue_ops(self) -> None:
-        """Issues one run on the stream that the caller is on."""
-        binding, driver = self.binding, self.driver
-        stream, entry, over = self._enter()
-        if self.context.options.trace:
-            self.timed.begin()
-        binding.main.handle = stream
-        try:
-            for side in self._used:
-                side.enter()
-            binding.issue(entry)
-        except BaseException as error:
-            self._abandon(error, stream, over)
-            raise
-        self._leave(stream, over)
-        for side in self._closing:
-            side.closed = side.run
-        if self._used:
-            aside = binding.aside
-            if aside.handle != stream:
-                driver.wait_event(aside.handle, over)
-            for side, tells in self._tells:
-                if side.teller != aside.handle:
-                    self._tell_after(side, aside.handle)
-                tells.run(aside.handle, side.run)
+    # -- a run -----------------------------------------------------------------------------------
 
-    def issue_plain(self) -> None:
-        """`issue_ops`, of a Program that is `plain`: nothing before the ops and nothing after."""
-        stream, binding = self._raw_stream(self._index), self.binding
-        if stream or not self._here.bound:
-            self.refuse_capture()
-        last = self.last
-        if last is not None and last[0] != stream:
-            self.driver.wait_event(stream, last[1])
-        self.entered = self.issued + 1
-        binding.main.handle = stream
-        binding.runs += 1
-        try:
-            for step in binding.steps:
-                step()
-            self._leave_plain(stream)
-        except BaseException:
-            with contextlib.suppress(InterlaceError):  # the error is that of the op
-                self._leave_plain(stream)
-            raise
-        finally:
-            self.issued = self.entered
+    def admit(
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+    ) -> object | None:
+        """True, or with graphs the addresses of the tensors; None where these do not fit, where the
+        thread's current device is another, as in a new thread, or where something has happened."""
+        at = self._fit(inputs)
+        if out is not None and at is not False:
+            more = self._fit_outputs(out)
+            at = more is not False and at + more
+        if at is False or self._current() != self._index:
+            return None
+        if self.watched.failure is not None or self.captured:
+            return None
+        for team, resets in self._resets:
+            if team.resets != resets:
+                return None
+        return at
 
-    def _leave_plain(self, stream: int) -> None:
-        if self._keeps:
-            _, over = self.marks.of(0)
-            self.driver.record(stream, over)
-            self.last = stream, over
-
-    def finish_unmarked(self) -> None:
-        """Waits for runs that left no event."""
-        issued = self.issued
-        if not self._keeps and self._finished != issued:
+    def issue(
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        at: Any = None,
+    ) -> tuple[Any, ...]:
+        """Issues a run and gives its results, which are there once the caller's stream is. Copies
+        into and out of a graph are part of the run: the next one uses the same memory."""
+        if at is None:  # `admit` did not look at the current device
             with torch.cuda.device(self.device):
-                self.driver.finish_device()
-            self._finished = issued
+                return self.issue(inputs, out, ())
+        if self._under_way:
+            name = self.context.label.name
+            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+        driver, graphs, pair, turn = self.driver, self.graphs, None, 0
+        if self._controls:
+            self._enter(inputs, out)
+        try:
+            given = inputs if out is None else (*inputs, *out)
+            if graphs is not None and self.warm:
+                pair = graphs.at.get(at) or graphs.find(given, len(inputs))
+                turn = graphs.turn(pair)
+            stream, begin, over = self._begin()
+            try:
+                if pair is None:
+                    results = self._issue_ops(inputs, out, stream, begin)
+                else:
+                    if self.watches:
+                        driver.record(stream, begin)
+                    if pair.moves:
+                        pair.bring(driver, stream, given)
+                    pair.launch[turn](stream)
+                    if pair.moves:
+                        pair.take(given)
+                    results = pair.gives[turn](given)
+            except BaseException as error:
+                self._abandon(error, stream, over)
+                raise
+            self._leave(stream, over)
+            if pair is None and self._used:
+                self._tell_peers(stream, over)
+            return results
+        except BackendError as error:
+            self.watched.hear()
+            known = self.watched.failure
+            if known is None or known is error:
+                raise
+            raise known from error  # what NCCL was ended for, by an abort or by a peer
+        finally:
+            if self.changes.always or out is not None:
+                self.changes.tell(inputs, out)
+            self.watched.issuing = False
 
-    def replay(self, pair: Captured, turn: int, given: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """One run that was captured, with copies in and out, and its results: all before its end,
-        since the next run, maybe on another stream, uses the same memory.
+    def _enter(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
+        """Tells the peers that this rank enters a run; raises where it cannot."""
+        watched, context = self.watched, self.context
+        watched.issuing = True  # before it enters: `Watchdog.leave`
+        try:
+            for control in self._controls:
+                control.enter(*context.label)
+            if context.values.registered:
+                context.inputs.check_places(inputs)
+                if out is not None:
+                    context.outputs.check_places(out)
+            if watched.failure is not None:  # from before; a later one waits for the end
+                raise watched.failure
+        except BaseException:
+            watched.issuing = False
+            raise
 
-        `_enter` and `_leave` stand here in full: as calls they are a fourteenth of its Python.
-        """
-        stream, driver = self._raw_stream(self._index), self.driver
+    def _begin(self) -> tuple[int, Event, Event]:
+        """The caller's stream, after the last run on another; the events of a run."""
+        stream = self._raw_stream(self._index)
         self.since = time.monotonic()
         run = self.entered = self.issued + 1
-        owners, marks = self._owners, self.marks
-        for owner in owners:
+        for owner in self._owners:
             last = owner.last
             if last is not None and last[0] != stream:
-                driver.wait_event(stream, last[1])
-        begin, over = marks.events[run % marks.num]
-        try:
-            if self.watches:
-                driver.record(stream, begin)
-            if pair.moves:
-                pair.bring(driver, stream, given)
-            pair.launch[turn](stream)
-            if pair.moves:
-                pair.take(given)
-            results = pair.gives[turn](given)
-        except BaseException as error:
-            self._abandon(error, stream, over)
-            raise
-        driver.record(stream, over)
-        last = stream, over
-        for owner in owners:
-            owner.last = last
-        self.issued = run
-        if run >= marks.next and self.watches:
-            marks.probe(stream, run)
-        return results
+                self.driver.wait_event(stream, last[1])
+        return stream, *self.marks.of(run)
 
-    def _tell_after(self, side: Any, stream: int) -> None:
-        """What another Executor's stream tells comes before: the peers' words never go back."""
-        if side.teller is not None:
-            self.driver.record(side.teller, self._told)
-            self.driver.wait_event(stream, self._told)
-        side.teller = stream
+    def _issue_ops(
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        stream: int,
+        begin: Event,
+    ) -> tuple[Any, ...]:
+        """Issues the ops one by one, in a table of this run's tensors."""
+        context, had_grad = self.context, torch.is_grad_enabled()
+        self._under_way = True
+        try:
+            if had_grad:
+                self._grad(False)
+            made = context.outputs.new() if out is None else out
+            self._start((*inputs, *made), self.uses())
+            if context.options.trace:
+                self.timed.begin()
+            for side in self._used:
+                side.enter()
+            self.binding.issue(stream, None if self.plain else begin)
+            if self._lent:
+                self._lend()
+            return context.results()
+        finally:
+            context.values.end()
+            if had_grad:
+                self._grad(True)
+            self._under_way = False
+
+    def _lend(self) -> None:
+        """Lets the allocator know that the caller's stream goes on using results of others."""
+        stream, items = torch.cuda.current_stream(self.device), self.context.values.items
+        for place in self._lent:
+            if items[place] is not None:  # else its Call left it out
+                items[place].record_stream(stream)
+
+    def _leave(self, stream: int, over: Event) -> None:
+        """All of a run is issued. Only now it counts: before, its event stands for an older one."""
+        if self._keeps:
+            self.driver.record(stream, over)
+            last = stream, over
+            for owner in self._owners:
+                owner.last = last
+        self.issued += 1
+        if self.watches and self.issued >= self.marks.next:
+            self.marks.probe(stream, self.issued)
+
+    def _tell_peers(self, stream: int, over: Event) -> None:
+        """Has a stream aside tell the peers that this run has ended."""
+        for side in self._closing:
+            side.closed = side.run
+        aside = self.binding.aside.handle
+        if aside != stream:
+            self.driver.wait_event(aside, over)
+        for side, tells in self._tells:
+            if side.teller != aside:
+                # What another Executor's stream tells comes before: the peers' words never go back.
+                if side.teller is not None:
+                    self.driver.record(side.teller, self._told)
+                    self.driver.wait_event(aside, self._told)
+                side.teller = aside
+            tells.run(aside, side.run)
 
     def _abandon(self, error: BaseException, stream: int, over: Event) -> None:
         """A run is issued in part: it ends here, and so does what it waits for."""
@@ -237,25 +318,19 @@ class CudaEngine:
         finally:
             self.watched.fail(error)
 
-    @property
-    def spaces(self) -> Mapping[str, Any]:
-        """The words of the last run, by team."""
-        return self.binding.spaces if self.graphs is None else self.graphs.spaces
+    def uses(self) -> Mapping[str, Use]:
+        """Which copy of its slot each symmetric buffer has in the next run."""
+        parities = tuple([side.run + 1 & 1 for side in self.sides])
+        if parities not in self._uses:
+            of = dict(zip(map(id, self.sides), parities, strict=True))
+            spaces: Any = self.context.resources.spaces
+            self._uses[parities] = {
+                buffer: Use(of[id(spaces[team].side)], 0)
+                for buffer, team in self.context.plan.takes.items()
+            }
+        return self._uses[parities]
 
-    def check(self) -> None:
-        """Raises what the watchdog found."""
-        if self.watched is not None and self.watched.failure is not None:
-            raise self.watched.failure
-
-    def _enter(self) -> tuple[int, Event, Event]:
-        """The stream that the caller is on, after the last run on another; the events of a run."""
-        stream = self._raw_stream(self._index)
-        self.since, self.entered = time.monotonic(), self.issued + 1
-        for owner in self._owners:
-            last = owner.last
-            if last is not None and last[0] != stream:
-                self.driver.wait_event(stream, last[1])
-        return stream, *self.marks.of(self.entered)
+    # -- what a run is refused for ---------------------------------------------------------------
 
     @property
     def captured(self) -> bool:
@@ -269,45 +344,48 @@ class CudaEngine:
     def look(self) -> None:
         """Raises where the caller's stream is captured, before anything is done for a run."""
         with torch.cuda.device(self.device):
-            self.refuse_capture()
+            if self.captured:
+                raise ExecutorError(
+                    f"{self.context.plan.program.name} was called inside a CUDA graph capture, "
+                    "which would keep this run's numbers: use Options(graph=True) instead"
+                )
 
-    def refuse_capture(self) -> None:
-        """`look`, where this device is the current one."""
-        if self.captured:
-            raise ExecutorError(
-                f"{self.context.plan.program.name} was called inside a CUDA graph capture, which "
-                "would keep this run's numbers: use Options(graph=True) instead"
-            )
+    @property
+    def failure(self) -> BaseException | None:
+        return self.watched.failure
 
-    def _leave(self, stream: int, over: Event) -> None:
-        """All of a run is issued. Only now it counts: before, its event stands for an older one."""
-        self.driver.record(stream, over)
-        for owner in self._owners:
-            owner.last = stream, over
-        self.issued += 1
-        if self.watches and self.issued >= self.marks.next:
-            self.marks.probe(stream, self.issued)
-
-    def ended(self, run: int) -> bool:
-        """Whether a run has ended, of the last few, as far as that is to be seen."""
-        return not self._keeps or self.marks.ended(run)
-
-    def uses(self) -> Mapping[str, Use]:
-        """Which copy of its slot each symmetric buffer has in the next run."""
-        parities = tuple([side.run + 1 & 1 for side in self.sides])
-        if parities not in self._uses:
-            of = dict(zip(map(id, self.sides), parities, strict=True))
-            spaces: Any = self.context.resources.spaces
-            self._uses[parities] = {
-                buffer: Use(of[id(spaces[team].side)], 0)
-                for buffer, team in self.context.plan.takes.items()
-            }
-        return self._uses[parities]
+    def check(self) -> None:
+        if self.watched.failure is not None:
+            raise self.watched.failure
 
     def confirm(self) -> None:
         """Raises what stopped this rank or a peer by now, whether or not it was found yet."""
         self.watched.hear()
         self.check()
+
+    # -- the end of runs -------------------------------------------------------------------------
+
+    @property
+    def spaces(self) -> Mapping[str, Any]:
+        return self.binding.spaces if self.graphs is None else self.graphs.spaces
+
+    @property
+    def spans(self) -> list[tuple[int, float, float]]:
+        """With the option `trace`: op, start and end of each op of the last run, in seconds."""
+        self.synchronize()
+        return self.timed.spans()
+
+    def ended(self, run: int) -> bool:
+        """Whether a run has ended, of the last few, as far as that is to be seen."""
+        return not self._keeps or self.marks.ended(run)
+
+    def finish_unmarked(self) -> None:
+        """Waits for runs that left no event."""
+        issued = self.issued
+        if not self._keeps and self._finished != issued:
+            with torch.cuda.device(self.device):
+                self.driver.finish_device()
+            self._finished = issued
 
     def synchronize(self) -> None:
         """Returns when all runs are over; raises what made one fail."""
@@ -324,12 +402,6 @@ class CudaEngine:
         with contextlib.ExitStack() as each:  # also after one that fails
             for side, generation in self._generations:
                 each.callback(side.release, generation)
-
-    @property
-    def spans(self) -> list[tuple[int, float, float]]:
-        """With the option `trace`: op, start and end of each op of the last run, in seconds."""
-        self.synchronize()
-        return self.timed.spans()
 
     def leave(self) -> None:
         """Lets go of graphs, when no run is under way: NCCL waits for those that it is in."""
@@ -365,7 +437,7 @@ class CudaEngine:
         self.binding.close()
         self.marks.close()
         self.driver.destroy_event(self._told)
-        self.runner.changes.registered.clear()
+        self.changes.registered.clear()
         if over:
             self.context.values.drop()
 
@@ -374,8 +446,23 @@ def keeps_memory(context: EngineContext) -> bool:
     """Whether runs share memory that only one of them may use at a time, as far as is known."""
     program = context.plan.program
     regions = {region.name for region in program.regions}
-    return context.values.arena_nbytes > 0 or not all(
+    return context.values.arena.nbytes() > 0 or not all(
         isinstance(op, Alloc | Copy | Free)
         or (isinstance(op, Call) and op.fn.startswith("aten.") and op.fn not in regions)
         for op in program.ops
     )
+
+
+def lent(context: EngineContext, binding: Binding) -> list[int]:
+    """The places of results whose memory is another stream's than the caller's (plan.py, Note
+    [Whose memory]): freed, that stream's next ops would get it while the caller still reads."""
+    made, buffers = homes(context.plan.program), context.plan.buffers
+    returned = {v.buffer: None for arg in context.plan.program.returned() for v in views_in(arg)}
+    return [
+        context.values.family(name)[0]
+        for name in returned
+        if buffers[name].kind == "fresh"
+        and name in made
+        and name not in context.values.host
+        and binding.lanes[made[name]] is not binding.main
+    ]

@@ -32,7 +32,6 @@ class Lane:
 
     @classmethod
     def own(cls, name: str, device: torch.device) -> Lane:
-        """A stream of the engine's own."""
         stream: Any = torch.cuda.Stream(device, priority=-1)
         return cls(name, int(stream.cuda_stream), stream)
 
@@ -58,8 +57,6 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class EventPoint:
-    """A point marked by an event."""
-
     driver: Driver
     event: Event
 
@@ -91,7 +88,6 @@ Point = EventPoint | CounterPoint
 
 
 def in_turn(runs: Sequence[Thunk]) -> Thunk:
-    """Functions, one after another, as one."""
     if len(runs) == 1:
         return runs[0]
 
@@ -112,8 +108,6 @@ class OpTimer:
         self._began = 0.0
 
     def step(self, index: int, lane: Lane, step: Thunk) -> Thunk:
-        """The step between two events of its stream."""
-
         def run() -> None:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             stream = lane.stream or torch.cuda.current_stream(self._device)
@@ -125,14 +119,12 @@ class OpTimer:
         return run
 
     def begin(self) -> None:
-        """A run begins, on the stream that is current."""
         self._timed = []
         self._began = time.perf_counter()
         self._origin = torch.cuda.Event(enable_timing=True)
         self._origin.record(torch.cuda.current_stream(self._device))
 
     def spans(self) -> list[tuple[int, float, float]]:
-        """Op, start and end of each op of the last run, which has ended."""
         began, origin = self._began, self._origin
         return [
             (

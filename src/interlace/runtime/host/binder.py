@@ -16,16 +16,13 @@ from functools import partial
 
 from interlace.comm import (
     BACKENDS,
-    Incoming,
-    Outgoing,
-    PeerIncoming,
-    PeerOutgoing,
+    PeerTransfer,
+    Transfer,
     bind_collective,
     bind_peer_collective,
     exchange,
 )
 from interlace.comm.backends import cut
-from interlace.comm.host.messages import MessagePart
 from interlace.ir import (
     Alloc,
     Collective,
@@ -50,8 +47,6 @@ from interlace.runtime.host.streams import StreamOrder
 
 
 class HostBinder:
-    """Binds every op but Calls."""
-
     def __init__(
         self, context: EngineContext, order: StreamOrder, check: Callable[[], None]
     ) -> None:
@@ -62,10 +57,8 @@ class HostBinder:
         self.wait_of = lambda index, member=0: context.wait(index, check, member)
 
     def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
-        """The function that runs an op; None where there is nothing to do.
-
-        `member` is its number in the Fused at `index`, if it stands in one.
-        """
+        """The function that runs an op, or member number `member` of the Fused at `index`; None
+        where there is nothing to do."""
         match op:
             case Copy():
                 return self.copy(self.values.own(op.src), self.values.own(op.dst))
@@ -106,7 +99,6 @@ class HostBinder:
                 raise unbound(op, "the CPU")
 
     def pass_by(self, point: Spot, index: int, member: int = 0) -> Thunk:
-        """Waits for an event, or for the host to have waited."""
         order, wait = self.order, self.wait_of(index, member)
         return lambda: order.pass_by(point, wait)
 
@@ -181,28 +173,17 @@ class HostBinder:
         return thunk
 
     def messages(self, index: int, ops: tuple[Send | Recv, ...]) -> Thunk:
-        """Sends and receipts that start together."""
-        parts: list[MessagePart] = []
+        parts: list[Transfer] = []
         places: list[int] = []
         for number, op in enumerate(ops):
-            parts.append(self._part(index, number, op))
+            message, sends = self.plan.messages[index, number], isinstance(op, Send)
+            box = self.resources.spaces[op.team].box(message, sends)
+            facts = self.resources.teams[op.team], message.member, box, sends
+            if message.backend == "peer":
+                parts.append(PeerTransfer(*facts))
+            else:
+                backend = self.resources.backends[op.team, message.backend]
+                parts.append(Transfer(*facts, backend, message.nth))
             places.append(self.values.own(op.src if isinstance(op, Send) else op.dst))
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)
-
-    def _part(self, index: int, number: int, op: Send | Recv) -> MessagePart:
-        letter, team = self.plan.letters[index, number], self.resources.teams[op.team]
-        space, (peer,) = self.resources.spaces[op.team], self.plan.members(op.team, op.peer)
-        if isinstance(op, Send):
-            box = space.outbox(letter.number)
-            if letter.backend == "peer":
-                return PeerOutgoing(team, peer, box)
-            return Outgoing(
-                team, peer, box, self.resources.backends[op.team, letter.backend], letter.nth
-            )
-        box = space.inbox(letter.number)
-        if letter.backend == "peer":
-            return PeerIncoming(team, peer, box)
-        return Incoming(
-            team, peer, box, self.resources.backends[op.team, letter.backend], letter.nth
-        )

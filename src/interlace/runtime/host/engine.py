@@ -1,18 +1,12 @@
 """The CPU engine: a thread for each stream, real concurrency, every wait bounded.
 
     engine = CpuEngine(context)
-    (y,) = engine.run([x, w], None)      # None: the Executor has to check something first
+    (y,) = engine.issue([x, w], None)
 
-The first stream runs on the thread that calls `run`; each other one has a thread of its own, which
-lives as long as the engine. Nothing but `StreamOrder` and the signals of `comm` orders them, as in
-the Program's text.
-
-Note [One run path]
-    Each stream is a flat list of bound functions, and every run goes through `issue`: it enters the
-    teams, fills the table, drives the streams and reads the results. What a Program does not need
-    (teams, slots, other streams) is an empty list there. Where each stream stands is kept in cells
-    (`progress_of`): a team's shared memory, so that peers read the same, or a list of the engine's
-    own. A Program of one stream and no team waits for nobody, and keeps none.
+The first stream runs on the thread that calls `issue`; each other one has a thread of its own,
+which lives as long as the engine. Each stream is a flat list of bound functions. Where each stream
+is, it writes into cells (`progress_of`): a team's shared memory, which peers read too, or a list of
+the engine's own. A Program of one stream and no team waits for nobody, and has no cells.
 """
 
 from __future__ import annotations
@@ -46,8 +40,6 @@ class Stopped(BaseException):
 
 
 class CpuEngine:
-    """Runs the bound ops of one rank."""
-
     failure: BaseException | None = None
     """A run raises what made it fail: nothing is found later."""
 
@@ -55,14 +47,13 @@ class CpuEngine:
         self.spans: list[tuple[int, float, float]] = []
         self.context = context
         self._program, self._rank = context.plan.program, context.plan.rank
-        self._flight = context.flight
-        resources = context.resources
+        self._flight, resources = context.flight, context.resources
         self._teams = [(t, t.resets, t.control) for t in resources.teams.values()]
         self._inputs, self._outputs = context.inputs, context.outputs
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
-        self._workers: dict[str, StreamThread] = {}
+        self._workers: list[StreamThread] = []
         self._order = StreamOrder(self._flight)
         streams = context.plan.program.streams()
         self._entered: list[Any] = [control for _, _, control in self._teams]
@@ -79,14 +70,13 @@ class CpuEngine:
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
         self._values = context.values
         self._start = context.values.starter((*self._inputs.names, *self._outputs.names))
-        self._lock, self._under_way = context.lock, False
+        self._under_way = False
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
     # -- binding ---------------------------------------------------------------------------------
 
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:
-        """Sets up slots, words and backends."""
         plan, limit = request.plan, request.time_out_s
         slots, spaces = dict[str, Slot](), dict[str, Workspace]()
         registered: dict[str, Registered] = {}
@@ -190,27 +180,24 @@ class CpuEngine:
 
     # -- runs ------------------------------------------------------------------------------------
 
-    def run(
+    def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, ...] | None:
-        """A run, and its results; None, with nothing done, where the Executor has to check first:
-        the tensors do not fit, another thread is at it, or a team was reset, released or failed."""
+    ) -> object | None:
+        """True where the tensors fit, and no team was reset or released or has failed."""
         if not self._inputs.fit(inputs) or (out is not None and not self._outputs.fit(out)):
             return None
-        if not self._lock.acquire(False):
-            return None
-        try:
-            for team, resets, control in self._teams:
-                if not team.is_as_of(resets, control):
-                    return None
-            return self.issue(inputs, out)
-        finally:
-            self._lock.release()
+        for team, resets, control in self._teams:
+            if not team.is_as_of(resets, control):
+                return None
+        return True
 
     def issue(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
+        self,
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None,
+        at: object | None = None,
     ) -> tuple[Any, ...]:
-        """A run with tensors that fit, by a thread that has the lock: Note [One run path]."""
+        """Enters the teams, fills the table, drives the streams and reads the results."""
         tag, name, text = self._label
         if self._under_way:
             raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
@@ -231,7 +218,10 @@ class CpuEngine:
                 out = self._outputs.new()
             held = self._values.registered
             if held:
-                self._bring(inputs, out)
+                self._inputs.check_places(inputs)
+                self._outputs.check_places(out)
+                for each in held.values():
+                    each.enter()
             self._start((*inputs, *out), self._uses)
             if self._others:
                 self._drive_all(mark)
@@ -251,13 +241,6 @@ class CpuEngine:
                 self._grad(True)
             self._under_way = False
 
-    def _bring(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
-        """Puts registered parameters where peers reach them."""
-        self._inputs.check_places(inputs)
-        self._outputs.check_places(out)
-        for held in self._values.registered.values():
-            held.enter()
-
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         assert failure is not None
@@ -275,25 +258,21 @@ class CpuEngine:
 
     def _drive_all(self, mark: int) -> None:
         """Runs every stream to its end, each on its thread."""
-        lost = [worker.name for worker in self._workers.values() if worker.lost]
+        if not self._workers:
+            self._workers = [StreamThread(stream.name, self._drive) for stream in self._others]
+        lost = [worker.name for worker in self._workers if worker.lost]
         if lost:
             raise ExecutorError(f"stream {lost[0]} of rank {self._rank} still hangs: make another")
-        workers = [self._worker(stream.name) for stream in self._others]
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
-        for worker, stream in zip(workers, self._others, strict=True):
+        for worker, stream in zip(self._workers, self._others, strict=True):
             worker.start_run(stream, mark, mode)
         self._drive(self._first, mark)
-        self._join(workers, self.context.time_out_s)
+        self._join(self.context.time_out_s)
 
-    def _worker(self, name: str) -> StreamThread:
-        if name not in self._workers:
-            self._workers[name] = StreamThread(name, self._drive)
-        return self._workers[name]
-
-    def _join(self, workers: Sequence[StreamThread], time_out_s: float) -> None:
+    def _join(self, time_out_s: float) -> None:
         """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
         patience: Patience | None = None
-        for worker in workers:
+        for worker in self._workers:
             while not self._ended(worker):
                 if self._failure is None:
                     continue
@@ -349,17 +328,16 @@ class CpuEngine:
 
     def _explain(self, error: BaseException, index: int) -> BaseException:
         """The error as the user should see it: which op, and which peer if one is behind it."""
-        text, op = self._flight.describe(index), self._program.ops[index]
         if not isinstance(error, Exception):
             return error  # KeyboardInterrupt and the like
+        text, op = self._flight.describe(index), self._program.ops[index]
         if isinstance(error, InterlaceError):
             if text not in str(error):
                 error.args = (f"{error}\nwhile running {text}", *error.args[1:])
             return error
         if isinstance(op, Collective | Send | Recv | Group) and isinstance(error, RuntimeError):
-            known = self._peer_behind()
-            if known is None:
-                known = PeerError(f"a transfer failed: {str(error).splitlines()[0]}")
+            first = str(error).splitlines()[0]
+            known = self._peer_behind() or PeerError(f"a transfer failed: {first}")
             known.args = (f"{known}\nwhile running {text}", *known.args[1:])
             known.__cause__ = error
             return known
@@ -399,23 +377,16 @@ class CpuEngine:
         return False
 
     def close(self) -> None:
-        """Ends the threads."""
-        workers, self._workers = list(self._workers.values()), {}
+        workers, self._workers = self._workers, []
         for worker in workers:
             worker.stop()
 
 
-Listed = tuple[int, Op, list[tuple[int, Op]], bool]
-
-
-def _listed(ops: Sequence[Op], one_by_one: bool) -> Iterator[Listed]:
-    """The ops, each with what it is made of, and whether that is the last of it.
-
-    One by one, the members of a Fused stand for themselves.
-    """
-    for index, number in (
-        in_order(ops) if one_by_one else [(index, -1) for index in range(len(ops))]
-    ):
+def _listed(
+    ops: Sequence[Op], one_by_one: bool
+) -> Iterator[tuple[int, Op, list[tuple[int, Op]], bool]]:
+    """The ops with their members, and whether these are the op's last; a Fused's, one by one."""
+    for index, number in in_order(ops) if one_by_one else ((i, -1) for i in range(len(ops))):
         op = ops[index]
         members = list(enumerate(op.steps))
         last = number in (-1, len(members) - 1)
@@ -423,8 +394,6 @@ def _listed(ops: Sequence[Op], one_by_one: bool) -> Iterator[Listed]:
 
 
 def _in_turn(runs: Sequence[Thunk]) -> Thunk:
-    """The members of a Fused, one after another."""
-
     def run() -> None:
         for each in runs:
             each()

@@ -30,8 +30,6 @@ Step = tuple[int, int, Thunk]
 
 @dataclass(slots=True)
 class Stream:
-    """The bound ops of one stream."""
-
     name: str
     steps: list[Step] = field(default_factory=list[Step])
     runs: list[Thunk] = field(default_factory=list[Thunk])
@@ -51,7 +49,6 @@ class StreamOrder:
         """Counts runs: in a new one, every point lies ahead again."""
 
     def reach(self, point: object) -> None:
-        """The run got to this point."""
         with self._changed:
             self._reached[point] = self.run
             self._changed.notify_all()
@@ -62,11 +59,9 @@ class StreamOrder:
             self._changed.notify_all()
 
     def pass_by(self, point: object, wait: Wait) -> None:
-        """Returns when the run has got to this point.
-
-        What it waits for is another stream, whose own waits are bounded and know more of the cause,
-        so this one gives up only when no stream has begun an op for longer than that.
-        """
+        """Returns when the run has got to this point. The waits of the other stream know more of
+        the cause, so this one gives up only when no stream has begun an op for longer than the
+        time-out."""
         reached, run = self._reached, self.run
         if reached.get(point) == run:
             return
@@ -98,8 +93,6 @@ class LocalProgress:
 
 
 class StreamThread:
-    """The thread of one stream."""
-
     def __init__(self, name: str, drive: Callable[[Stream, int], None]) -> None:
         self.name = name
         self.lost = False
@@ -114,10 +107,8 @@ class StreamThread:
         self._thread.start()
 
     def start_run(self, stream: Stream, mark: int, mode: tuple[int, bool]) -> None:
-        """Lets the thread run this stream; `finished` is released at its end.
-
-        `mode` is the caller's: its number of threads, and whether it is in inference mode.
-        """
+        """Runs this stream, in the caller's `mode` (number of threads, inference mode); then
+        `finished` is released."""
         self._run, self._mode = (stream, mark), mode
         self._go.release()
 

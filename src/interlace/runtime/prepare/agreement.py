@@ -58,12 +58,10 @@ class Agreement:
 
 @lru_cache(maxsize=256)
 def verdict(program: Program) -> Report:
-    """The verifier's report of a Program, once per Program and process."""
     return check(program)
 
 
 def digest(text: str) -> str:
-    """A hash for texts."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -117,12 +115,9 @@ def agree(
     found: Registration | None = None,
     backends: Sequence[Sequence[str]] = (),
 ) -> Agreement:
-    """Agrees with every rank that is joined to this one by teams, and proves what they run.
-
-    `rank` is the Program's. `found` is what this rank registers: what is wrong with that on any
-    rank, all of them raise. `backends` has those that this rank's Program needs, for each
-    of the teams.
-    """
+    """Agrees with every rank that is joined to this one by teams, and proves what they run. What is
+    wrong with what any rank registers (`found`), all raise. `backends` has those that this rank's
+    Program needs, for each of the teams."""
     found = found or Registration()
     plain = essence(program)
     text = print_program(plain)
@@ -210,11 +205,9 @@ def _collect(
     time_out_s: float,
     look: Callable[[], object] = lambda: None,
 ) -> dict[int, Note]:
-    """The entries of all ranks that teams join to this one, by global rank.
-
-    All of these ranks get them, or none: Note [All or none] in board.py. Here that takes the
-    verdicts of all teams: who sees everybody asks for all of them, who gives up for its own.
-    """
+    """The entries of all ranks that teams join to this one, by global rank; all of these ranks get
+    them, or none (Note [All or none] in board.py): a rank that sees everybody asks for the verdicts
+    of all teams, one that gives up decides those of its own."""
     own, found = _places([mine]), {me: mine}
     with board.attending(own):
         while wanted := _unknown(found):
@@ -254,10 +247,8 @@ def _unknown(found: Mapping[int, Note]) -> dict[int, tuple[str, str, int]]:
 def _verify_set(
     board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
 ) -> tuple[Report, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Ranks that prepare different Programs: sound together, or an error for all of them.
-
-    The report, and the texts of the Programs with the ranks that run each.
-    """
+    """Proves different Programs as a set: the report, and the texts with the ranks that run
+    each."""
     place = entries[me]["teams"][0][0]
     board.post(_text_of(me, entries[me]), {"text": text})
     holders = {entry["hash"]: rank for rank, entry in entries.items()}
@@ -280,12 +271,10 @@ def _verify_set(
 
 
 def _text_of(rank: int, entry: Note) -> str:
-    """Where a rank tells its Program."""
     return f"{entry['teams'][0][0]}/text/{rank}"
 
 
 def _ranks(entries: Mapping[int, Note], key: str) -> tuple[int, ...]:
-    """The Program's ranks that prepare the text with this hash."""
     return tuple(sorted(entry["rank"] for entry in entries.values() if entry["hash"] == key))
 
 

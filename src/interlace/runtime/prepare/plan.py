@@ -57,15 +57,6 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """A Send or Recv: its backend, its number among the rank's on that team, and in its pair."""
-
-    backend: str
-    number: int
-    nth: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """The static facts of a concrete Program, by the index of its ops."""
 
@@ -81,7 +72,7 @@ class Plan:
     specs: Mapping[int, Spec]
     """Each collective, as the transports take it."""
     turns: Mapping[int, Turn]
-    letters: Mapping[tuple[int, int], Letter]
+    messages: Mapping[tuple[int, int], Message]
     """By op and by member of a Group (0 outside of one)."""
     takes: Mapping[str, str]
     """The symmetric buffers in the order in which they take their slots, with their teams."""
@@ -92,19 +83,16 @@ class Plan:
     """Whether the ranks all have this list, and not each its own."""
 
     def members(self, team: str, peer: Index | Others) -> tuple[int, ...]:
-        """The members of a team that an op names."""
         member = self.where.member(team)
         if isinstance(peer, Others):
             return tuple(i for i in range(len(member.ranks)) if i != member.index)
         return (self.where.index(peer),)
 
     def slot_of(self, buffer: str) -> str:
-        """The name of the slot that a symmetric buffer takes."""
         return self.buffers[buffer].storage or buffer
 
 
 def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
-    """The facts of a Program on one rank."""
     program = source.instantiate(rank)
     where = program.where(rank)
     planner = _Planner(program, where, program.boxes(rank), backend_of, merging(source))
@@ -112,17 +100,14 @@ def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
         planner.add(index, op)
     return Plan(
         *(program, program.buffers(), rank, where, planner.box, _waits(program), planner.syncs),
-        *(planner.specs, planner.turns, planner.letters, planner.takes, planner.demands()),
+        *(planner.specs, planner.turns, planner.messages, planner.takes, planner.demands()),
         *(planner.slots, source.rank is None),
     )
 
 
 def with_backends(program: Program, backend_of: BackendOf, teams: Collection[str]) -> Program:
-    """The Program as it is to be proved: each backend is a queue, so names must tell them apart.
-
-    Where collectives of a team ask for a backend and others leave it open, and both come to the
-    same one, the open ones are given its name.
-    """
+    """The Program as it is to be proved: each backend is a queue. Where ops that leave the backend
+    open and ops that name it use the same one, the open ones are given its name."""
     asked: dict[tuple[str, str], set[str | None]] = {}
     for op in program.ops:
         if isinstance(op, Collective) and op.team in teams:
@@ -151,17 +136,13 @@ def backends_of(program: Program, backend_of: BackendOf, teams: Collection[str])
 
 
 def own_backends(plan: Plan) -> set[str]:
-    """The backends of torch that this rank's own ops need."""
     used = {turn.backend for turn in plan.turns.values()}
-    return (used | {letter.backend for letter in plan.letters.values()}) - {"peer"}
+    return (used | {message.backend for message in plan.messages.values()}) - {"peer"}
 
 
 def merging(source: Program) -> frozenset[int]:
-    """The uneven all-to-alls whose parts are cut on the destination's side.
-
-    On a rank whose own part is the mean of all, both sides have as many rows, so every rank is
-    asked.
-    """
+    """The uneven all-to-alls whose parts are cut on the destination's side; where a rank's own part
+    is the mean of all, only the other ranks tell."""
     found: set[int] = set()
     for index, op in enumerate(source.ops):
         if not (isinstance(op, Collective) and op.kind == "all_to_all" and op.splits):
@@ -195,8 +176,6 @@ def _waits(program: Program) -> dict[Spot, Spot]:
 
 
 class _Planner:
-    """Goes through the ops in list order."""
-
     def __init__(
         self,
         program: Program,
@@ -212,7 +191,7 @@ class _Planner:
         self.specs: dict[int, Spec] = {}
         self.syncs: dict[int, tuple[int, ...]] = {}
         self.turns: dict[int, Turn] = {}
-        self.letters: dict[tuple[int, int], Letter] = {}
+        self.messages: dict[tuple[int, int], Message] = {}
         self.takes: dict[str, str] = {}
         self.slots: dict[str, dict[str, int]] = {}
         self._teams = [team.name for team in program.teams if team.name in where.members]
@@ -285,8 +264,9 @@ class _Planner:
         mine = listed.setdefault(op.team, [])
         box = self.box(op.src if isinstance(op, Send) else op.dst)
         nth = sum(message.member == member for message in mine)
-        self.letters[index, part] = Letter(backend, len(mine), nth)
-        mine.append(Message(member, box.nbytes if backend == "peer" else 0))
+        nbytes = box.nbytes if backend == "peer" else 0
+        mine.append(Message(backend, member, nth, nbytes))
+        self.messages[index, part] = mine[-1]
 
     def demands(self) -> dict[str, Demand]:
         return {
@@ -360,10 +340,8 @@ def homes(program: Program) -> dict[str, str]:
 
 
 def releases(program: Program) -> dict[int, list[str]]:
-    """By op: the fresh buffers that may go after it, which one stream makes and has all uses of.
-
-    The Program's own Frees say it otherwise, and what is returned stays.
-    """
+    """By op: the fresh buffers that go after it, used by one stream alone. The Program's own Frees
+    and what is returned are left out."""
     kept = {view.buffer for arg in program.returned() for view in views_in(arg)}
     kept |= {op.buffer for op in program.ops if isinstance(op, Free)}
     streams = {name: {stream} for name, stream in homes(program).items()}

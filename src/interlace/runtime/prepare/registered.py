@@ -29,8 +29,6 @@ Wanted = dict[str, dict[str, tuple[torch.Tensor, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a rank registers."""
-
     wanted: Wanted = field(default_factory=dict[str, dict[str, tuple[torch.Tensor, int]]])
     note: Note = field(default_factory=dict[str, object])
     """What the other ranks must know to judge: names that are written, pairs that overlap."""
@@ -77,7 +75,6 @@ def judge(program: str, entries: Mapping[int, Note], me: int, mine: InterlaceErr
 
 
 def _overlaps(extents: list[tuple[int, int, str]]) -> list[list[str]]:
-    """The pairs of names that share bytes."""
     return [
         [name, other]
         for start, size, name in extents

@@ -48,7 +48,6 @@ def may_draw(program: Program) -> bool:
 
 
 def launcher(program: Program, driver: Driver) -> Callable[[Any], Launch]:
-    """What makes of a captured graph that which launches it."""
     return (lambda graph: lambda _: graph.replay()) if may_draw(program) else driver.launcher
 
 
@@ -72,9 +71,9 @@ def giver(
     kept: Sequence[torch.Tensor],
     others: Sequence[torch.Tensor] | None = None,
 ) -> Give:
-    """What gives the results of a replay: the caller's `outs`, by number; what is `kept`, which is
-    registered; and of all else copies that no replay writes again. With `others`, what lies in none
-    of these is given as it is."""
+    """The results of a replay: the caller's `outs`, by number; what is `kept`; and copies of the
+    rest, which no replay writes again. With `others`, what lies in none of these is given as it
+    is."""
     storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
     held = [_held(item, outs, kept, storages) for item in results]
     places = [item.index for item in held if isinstance(item, _Given)]
@@ -91,15 +90,12 @@ def giver(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A result that is a tensor of the caller's."""
-
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A result that is to be copied. It does not own the memory: other graphs of the same pool can
-    use it, and so can others where it is the caller's."""
+    """A result that is to be copied: its memory is shared with other graphs, or the caller's."""
 
     copy: Callable[[], torch.Tensor]
 
@@ -152,8 +148,7 @@ class Captured:
         bound: frozenset[int],
     ) -> None:
         """`moved` are the numbers of the tensors that come at any address, `written` of those that
-        the Program changes, `bound` of those of which the storage counts: see
-        Note [NCCL and addresses] in graphs.py."""
+        the Program changes, `bound` of those whose storage counts: Note [NCCL and addresses]."""
         self.graphs: list[Any] = []
         self.launch: list[Launch] = []
         """What launches each of them."""
@@ -169,18 +164,18 @@ class Captured:
             if i not in moved
         ]
         with torch.inference_mode(False):  # later runs may copy into them outside of it
-            self._places = {
+            self.places = {
                 i: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
                 for i, t in enumerate(given)
                 if i in moved
             }
         self._ins = [
             (i, once(place), place.data_ptr(), _in_one_piece(place))
-            for i, place in self._places.items()
+            for i, place in self.places.items()
             if i < num_inputs
         ]
         self._outs = [
-            (i, place) for i, place in self._places.items() if i >= num_inputs or i in written
+            (i, place) for i, place in self.places.items() if i >= num_inputs or i in written
         ]
 
     def off(self, addresses: Sequence[int]) -> set[int]:
@@ -192,12 +187,11 @@ class Captured:
         }
 
     def takes(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether all that is copied is on a GPU."""
-        return all(given[index].is_cuda for index in self._places)
+        return all(given[index].is_cuda for index in self.places)
 
     def tensors(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the graphs read and write: what is given, or places of their own."""
-        return [self._places.get(index, tensor) for index, tensor in enumerate(given)]
+        return [self.places.get(index, tensor) for index, tensor in enumerate(given)]
 
     def keep(
         self,
@@ -225,7 +219,6 @@ class Captured:
             given[index].copy_(place)
 
     def reset(self) -> None:
-        """Lets go of the graphs."""
         self.launch.clear()
         for graph in self.graphs:
             graph.reset()

@@ -75,7 +75,6 @@ class GraphWords:
             self.side.driver.fill(word, int(first), 1)
 
     def begin(self) -> int:
-        """ValueTable count from 0 in every run."""
         return 0
 
     def local(self, count: int) -> int:
@@ -86,8 +85,6 @@ class GraphWords:
 
 
 class GraphBinding(Binding):
-    """The ops of a Program as one graph issues them."""
-
     other: Mapping[str, GraphWords]
     """The words of the other graph, whose run was the last."""
 
@@ -100,9 +97,9 @@ class GraphBinding(Binding):
     ) -> None:
         self._taken = driver.event()
         super().__init__(context, driver, spaces, engine)
-        self.steps += self._late()
+        self.steps = [self._hand_over, *self.steps, *self.late()]
 
-    def _late(self) -> Iterator[Thunk]:
+    def late(self) -> Iterator[Thunk]:
         """Waits for the last value of each word, where the ops await only one before it."""
         for team, signals in reaches(self.context.plan, Expect).items():
             words = self.spaces[team]
@@ -119,8 +116,8 @@ class GraphBinding(Binding):
             return None
         return lambda: self.driver.wait_event(lane.handle, self._taken)
 
-    def begin(self) -> None:
-        """The hand-over: Note [Words in graphs]."""
+    def _hand_over(self) -> None:
+        """What stands before the ops: Note [Words in graphs]."""
         aside, self.runs = self.aside.handle, 1
         mine, others = self.spaces.values(), self.other.values()
         todo = [("wait", word, 1) for words in mine for word in words.heard]
@@ -132,7 +129,6 @@ class GraphBinding(Binding):
         self.driver.record(aside, self._taken)
 
     def close(self) -> None:
-        """Gives events back."""
         super().close()
         self.driver.destroy_event(self._taken)
 
@@ -149,97 +145,86 @@ Key = tuple[int, ...]
 
 
 class Graphs:
-    """The graphs of an engine."""
-
     def __init__(self, engine: CudaEngine) -> None:
         self._engine, self._context = engine, engine.context
         demands = self._context.plan.demands
-        self._bindings: list[Any] = []
+        self.bindings: list[Any] = []
         for number, spaces in enumerate(self._context.resources.graph_spaces):
             words = {
                 team: GraphWords(space, demands[team].signals, first=number == 0)
                 for team, space in spaces.items()
             }
-            self._bindings.append(GraphBinding(self._context, engine.driver, words, engine))
-        for binding, other in zip(self._bindings, reversed(self._bindings), strict=True):
+            self.bindings.append(GraphBinding(self._context, engine.driver, words, engine))
+        for binding, other in zip(self.bindings, reversed(self.bindings), strict=True):
             binding.other = other.spaces
         self._entry = engine.driver.event()
         self._launcher = launcher(self._context.plan.program, engine.driver)
         self._stream: Any = torch.cuda.Stream(self._context.device)
         self.at: dict[Key, Captured] = {}
         """What serves tensors at these addresses, with nothing to copy."""
-        self._through: dict[int, Captured] = {}
+        self.through: dict[int, Captured] = {}
         """What serves all other addresses, by the number of tensors."""
-        self._seen: dict[Key, None] = {}
-        self._single = bool(own_backends(self._context.plan))
+        self.seen: dict[Key, None] = {}
+        self.single = bool(own_backends(self._context.plan))
         """Whether there is only the pair for all addresses: Note [NCCL and addresses]."""
-        if self._single:
+        if self.single:
             leave_unregistered()
         ops = self._context.plan.program.ops
         between = [op for op in ops if isinstance(op, Collective | Group | Recv | Send)]
-        self._bound = {
+        self.bound = {
             access.view.buffer for op in between for access in (*op.reads(), *op.writes())
         }
         """Buffers that a backend may have mapped into the peers."""
-        self._changed = {access.view.buffer for op in ops for access in op.writes()}
-        self._made: dict[int, dict[str, torch.Tensor]] = {}
+        self.changed = {access.view.buffer for op in ops for access in op.writes()}
+        self.made: dict[int, dict[str, torch.Tensor]] = {}
         """Memory that the graphs of a turn return, where the caller gives none."""
         self._runs = 0
 
     @property
     def spaces(self) -> Mapping[str, Any]:
-        """The words of the last run, by team."""
-        return self._bindings[(self._runs - 1) & 1].spaces
-
-    def run(
-        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
-    ) -> tuple[Any, ...]:
-        """Replays the graph whose turn it is; captures both first, where need be."""
-        given = [*inputs, *(out or ())]
-        key = tuple([tensor.data_ptr() for tensor in given])
-        found = self.at.get(key)
-        if found is None:
-            found = self._find(key, given, len(inputs))
-        return self._engine.replay(found, self.turn(found), given)
+        return self.bindings[(self._runs - 1) & 1].spaces
 
     def turn(self, found: Captured) -> int:
         """Which of a pair the next run is, that begins now."""
         self._runs = found.used = self._runs + 1
         return self._runs - 1 & 1
 
-    def _find(self, key: Key, given: Sequence[torch.Tensor], num_inputs: int) -> Captured:
-        """Graphs for addresses that have none: Note [Addresses in graphs]."""
+    def find(self, given: Sequence[torch.Tensor], num_inputs: int) -> Captured:
+        """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
+        key = tuple([tensor.data_ptr() for tensor in given])
+        if (known := self.at.get(key)) is not None:
+            return known
         count = len(key)
-        through = self._through.get(count)
+        through = self.through.get(count)
         off = set[int]() if through is None else through.off(key)
-        if through is not None and self._single and not off and through.takes(given):
+        if through is not None and self.single and not off and through.takes(given):
             return through
         if not all(tensor.is_cuda for tensor in given):
             raise ExecutorError(
                 f"{self._context.plan.program.name}: a CUDA graph cannot read a tensor of the CPU: "
                 "give it on the GPU, or leave out graph=True"
             )
-        if not self._single:
+        if not self.single:
             oldest = min(self.at, key=lambda at: self.at[at].used, default=key)
             full = len(self.at) >= MOST
-            if full and key in self._seen and self._runs - self.at[oldest].used >= STALE:
+            if full and key in self.seen and self._runs - self.at[oldest].used >= STALE:
                 self._give_up(self.at, oldest)
                 full = False
             if not full:
-                self._seen.pop(key, None)
+                self.seen.pop(key, None)
                 self.at[key] = self._capture(given, num_inputs, frozenset())
                 return self.at[key]
-            self._seen[key] = None
-            if len(self._seen) > SEEN:
-                del self._seen[next(iter(self._seen))]
+            self.seen[key] = None
+            if len(self.seen) > SEEN:
+                del self.seen[next(iter(self.seen))]
         if through is not None and not off:
             return through
         moved = {i for at in self.at if len(at) == count for i in range(count) if at[i] != key[i]}
         if through is not None:
             moved |= through.moved | off
-            self._give_up(self._through, count)
-        self._through[count] = self._capture(given, num_inputs, frozenset(moved))
-        return self._through[count]
+            self._give_up(self.through, count)
+        self.through[count] = self._capture(given, num_inputs, frozenset(moved))
+        return self.through[count]
 
     def _give_up(self, where: dict[Any, Captured], key: Any) -> None:
         """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
@@ -255,15 +240,15 @@ class Graphs:
         names = (*self._context.inputs.names, *outputs)
         changed, bound = (
             frozenset(i for i, name in enumerate(names) if name in buffers)
-            for buffers in (self._changed, self._bound)
+            for buffers in (self.changed, self.bound)
         )
-        others = [*self.at.values(), *self._through.values()]
+        others = [*self.at.values(), *self.through.values()]
         made = Captured(given, num_inputs, moved, changed, bound)
         tensors = made.tensors(given)
         kept = [held.tensor for held in registered.values()]
         self._engine.synchronize()  # the first capture waits for the device: here it is bounded
         try:
-            for turn in range(len(self._bindings)):
+            for turn in range(len(self.bindings)):
                 graph: Any = torch.cuda.CUDAGraph()
                 made.graphs.append(graph)
                 named = self._memory(turn, () if len(given) > num_inputs else outputs)
@@ -282,8 +267,8 @@ class Graphs:
 
     @contextlib.contextmanager
     def _capturing(self, graph: Any, pool: Any) -> Iterator[None]:
-        """A capture on the stream of the graphs. The first waits for the device, and lets go of
-        cached memory; later ones share its memory, and must not wait for what the caller awaits."""
+        """A capture on the graphs' stream. The first waits for the device and empties the cache;
+        later ones share its memory, and must not wait for what the caller awaits."""
         mode = "thread_local"  # NCCL's watchdog asks about events meanwhile
         if pool is None:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode=mode):
@@ -298,11 +283,10 @@ class Graphs:
 
     def _issue(self, turn: int, named: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Issues the ops into the capture; gives the results."""
-        values, binding = self._context.values, self._bindings[turn]
-        binding.main.handle = int(self._stream.cuda_stream)
+        values, binding = self._context.values, self.bindings[turn]
         try:
             values.begin(named, dict.fromkeys(self._context.plan.takes, Use(turn, 0)))
-            binding.issue(self._entry)
+            binding.issue(int(self._stream.cuda_stream), self._entry)
             return self._context.results()
         except BaseException:  # else the capture's end would hide it: streams not joined
             with contextlib.suppress(Exception):
@@ -312,29 +296,25 @@ class Graphs:
             values.end()
 
     def _memory(self, turn: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """What the graphs of a turn return, where the caller gives no tensors for `names`.
-
-        Each capture gets tensors with version counters of their own: it writes nothing, and what
-        was returned before may be saved for a backward.
-        """
+        """What the graphs of a turn return, where the caller gives no tensors for `names`: tensors
+        with new version counters, since a backward may have saved those returned before."""
         with torch.inference_mode(False):
-            if turn not in self._made:
-                self._made[turn] = self._context.values.new()
-            made = self._made[turn]
+            if turn not in self.made:
+                self.made[turn] = self._context.values.new()
+            made = self.made[turn]
             if not made.keys() >= set(names):
                 made |= zip(names, self._context.outputs.new(), strict=True)
             return {name: tensor.data for name, tensor in made.items()}
 
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
-        dropped = [*self.at.values(), *self._through.values()]
-        self.at, self._through, self._seen, self._made = {}, {}, {}, {}
+        dropped = [*self.at.values(), *self.through.values()]
+        self.at, self.through, self.seen, self.made = {}, {}, {}, {}
         for captured in dropped:
             captured.reset()
 
     def close(self) -> None:
-        """Lets go of the graphs and their events."""
         self.drop()
         self._engine.driver.destroy_event(self._entry)
-        for binding in self._bindings:
+        for binding in self.bindings:
             binding.close()

@@ -84,7 +84,6 @@ def _facts(matmul: KernelMatmul) -> dict[str, Any]:
 
 
 def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
-    """The kernel, compiled."""
     facts, asked = _facts(matmul), matmul.kernel
     if asked.kind == "gather_matmul":
         from interlace.kernels.gemm.matmul import GatherMatmul

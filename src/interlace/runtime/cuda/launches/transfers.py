@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk | None:
-    """By NCCL, or by one kernel over peer memory."""
     turn, spec = binder.plan.turns[index], binder.plan.specs[index]
     items = binder.values.items
     src = None if op.src is None else binder.values.own(op.src)
@@ -72,9 +71,8 @@ def _after_the_last(binder: Binder, lane: Lane, team: str, issue: Thunk) -> Thun
 
 
 def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv]) -> Thunk:
-    """Sends and receipts that start together."""
     backends = {
-        (op.team, binder.plan.letters[index, number].backend) for number, op in enumerate(ops)
+        (op.team, binder.plan.messages[index, number].backend) for number, op in enumerate(ops)
     }
     if len(backends) > 1:
         raise UnsupportedError(
@@ -152,7 +150,6 @@ def bind_exchange(
 
 
 def _alone(src: Tensors, dst: Tensors) -> Thunk | None:
-    """A team of one: what is given is the result."""
     if src is None or dst is None:
         return None
 

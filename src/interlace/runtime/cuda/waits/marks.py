@@ -38,7 +38,6 @@ class Marks:
         """The run that leaves the next one."""
 
     def of(self, run: int) -> tuple[Event, Event]:
-        """The events of where a run begins and ends."""
         return self.events[run % self.num]
 
     def probe(self, stream: int, run: int) -> None:
@@ -60,7 +59,6 @@ class Marks:
         return last
 
     def begun(self, run: int) -> bool:
-        """Whether a run has begun, of the last few."""
         return self._driver.done(self.of(run)[0])
 
     def ended(self, run: int) -> bool:
@@ -68,10 +66,8 @@ class Marks:
         return self._driver.done(self.of(run)[1])
 
     def owns(self, event: Event) -> bool:
-        """Whether it is one of these."""
         return any(event in pair for pair in self.events)
 
     def close(self) -> None:
-        """Gives all events back."""
         for event in (*self.probes, *(event for pair in self.events for event in pair)):
             self._driver.destroy_event(event)

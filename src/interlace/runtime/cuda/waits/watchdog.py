@@ -65,7 +65,6 @@ class Watched:
         self._failed_at = 0.0
         self._aborting = False
         self._aborts: list[threading.Thread] | None = None
-        self._backends = list(context.resources.backends.values())
         self._teams = list(context.resources.teams.values())
         self._resets = [(team, team.resets) for team in self._teams]
 
@@ -73,7 +72,7 @@ class Watched:
     def idle(self) -> bool:
         """Whether all that was issued has ended."""
         engine = self._engine()
-        return engine is None or self._progress(engine) == engine.entered
+        return engine is None or self.progress(engine) == engine.entered
 
     @property
     def at_rest(self) -> bool:
@@ -96,7 +95,7 @@ class Watched:
         """Whether a team of this engine was reset or released since it was made."""
         return any(team.resets != count or not team.is_set_up for team, count in self._resets)
 
-    def _progress(self, engine: CudaEngine) -> int:
+    def progress(self, engine: CudaEngine) -> int:
         """The last run that is known to have ended. Those who wait count too, not only `look`."""
         if not self._counting.acquire(timeout=0.1):  # the garbage collector came, amid this count
             return self._ended
@@ -132,7 +131,7 @@ class Watched:
                 finally:
                     self._end_backends()
             return
-        before, ended = self._seen, self._progress(engine)
+        before, ended = self._seen, self.progress(engine)
         self._seen, under_way = ended, engine.issued - ended
         if under_way == 0 and not idle:
             if engine.since > self._patience.since:  # the host is at it, or is kept from it
@@ -148,13 +147,18 @@ class Watched:
             if found is not None:
                 self.fail(found)
                 return
-        if not idle and self._patience.is_over(self._stalled):
-            self.fail(CommTimeoutError(f"{self._stalled()}\n{LONGER}"))
+        if not idle and self._patience.is_over(self.stalled):
+            self.fail(CommTimeoutError(f"{self.stalled()}\n{LONGER}"))
 
-    def _stalled(self) -> str:
+    def stalled(self) -> str:
+        """Which ranks the oldest run under way waits for, and where they are."""
         engine = self._engine()
         with uncollected():
             return "" if engine is None else stalled(engine, self._context, self._ended)
+
+    @property
+    def backends(self) -> list[Any]:
+        return list(self._context.resources.backends.values())
 
     def _held_up(self, error: DriverHeldUpError) -> str:
         return (
@@ -166,10 +170,8 @@ class Watched:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the error, tells the peers, and ends what waits for them.
-
-        Outside of teams nothing waits, and what was issued ends by itself: the next run may come.
-        """
+        """Keeps the error, tells the peers, and ends what waits for them; outside of teams nothing
+        waits."""
         if not self._teams:
             return
         with self._lock:
@@ -186,8 +188,8 @@ class Watched:
                 engine.release()
 
     def hear(self) -> None:
-        """Asks for failures that `look` has not come to yet. Before a rank that stopped lets go of
-        what others wait for, it says so: who looks after the end of a run cannot miss it."""
+        """Asks for failures that `look` has not come to: a rank that stopped says so before it lets
+        go."""
         for team, resets in self._resets:
             found = team.control.failure() if team.resets == resets else None
             if found is not None:
@@ -195,7 +197,7 @@ class Watched:
 
     def _end_backends(self) -> None:
         """Aborts the communicators, when it may: Note [Aborts] in nccl.py."""
-        if self._aborting or not self._backends or self.failure is None:
+        if self._aborting or not self.backends or self.failure is None:
             return
         sharers = self._sharers()
         for other in sharers:
@@ -206,13 +208,13 @@ class Watched:
         with self._lock:
             begun, self._aborting = self._aborting, True
         if not begun:
-            self._aborts = abort(self._backends)
+            self._aborts = abort(self.backends)
 
     def _sharers(self) -> list[Watched]:
         """All that use a backend of this one's, itself among them."""
-        mine = set(map(id, self._backends))
+        mine = set(map(id, self.backends))
         others = [w for w in watchdog().all() if w is not self]
-        return [self, *(w for w in others if not mine.isdisjoint(map(id, w._backends)))]
+        return [self, *(w for w in others if not mine.isdisjoint(map(id, w.backends)))]
 
     def finish(self) -> None:
         """Returns when all that was issued has ended; raises what failed."""
@@ -263,8 +265,9 @@ class Watchdog:
         self._later: list[tuple[Watched, Callable[[], None]]] = []
 
     def add(self, watched: Watched) -> None:
-        """From now on this is looked at."""
         self._watched[id(watched)] = watched
+
+    def start(self) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -273,12 +276,11 @@ class Watchdog:
                 self._thread.start()
 
     def drop(self, watched: Watched) -> None:
-        """This is looked at no more. The garbage collector may call this at any moment, also in
-        the midst of `all`, so it takes no lock."""
+        """Looks at this no more. The garbage collector may call it at any moment: it takes no
+        lock."""
         self._watched.pop(id(watched), None)
 
     def all(self) -> list[Watched]:
-        """What is looked at."""
         found = [ref() for ref in self._watched.valuerefs()]
         return [watched for watched in found if watched is not None]
 
@@ -287,10 +289,8 @@ class Watchdog:
         self._later.append((watched, end))
 
     def leave(self) -> None:
-        """Notes of each team that its runs up to here are over, where they are: of all Executors.
-
-        A thread that enters a run is `issuing` before it does, so none is missed.
-        """
+        """Tells each team that its runs up to here are over, where they are. A thread that enters a
+        run is `issuing` before it does, so none is missed."""
         teams = {id(team): team for watched in self.all() for team in watched._teams}
         with self._leaving:
             runs = [(team, team.control.run) for team in teams.values() if team.is_set_up]
@@ -307,7 +307,6 @@ class Watchdog:
                 self.once()
 
     def once(self) -> None:
-        """One look at everything."""
         for watched in self.all():
             try:
                 watched.look()
@@ -332,8 +331,7 @@ class Watchdog:
 
 
 def _apart(end: Callable[[], None]) -> None:
-    """In a thread of its own. It frees graphs, events and mappings, and may wait in the driver
-    behind a run that stalls, which the watchdog is there to find."""
+    """Calls it in a thread of its own: it may wait in the driver behind a run that stalls."""
 
     def act() -> None:
         with contextlib.suppress(Exception):
@@ -405,7 +403,6 @@ def _awaited(engine: CudaEngine, context: EngineContext, behind: int) -> list[st
 
 
 def _first_wait(context: EngineContext, behind: int) -> str:
-    """The first op that waits for a rank that has not entered the run, or else for any rank."""
     plan, first = context.plan, -1
     absent = {name: team.control.absent(behind) for name, team in context.resources.teams.items()}
     for index, item in _single_ops(context):
@@ -431,15 +428,13 @@ def _single_ops(context: EngineContext) -> Iterator[tuple[int, Op]]:
 
 @cache
 def watchdog() -> Watchdog:
-    """The watchdog of this process."""
     return Watchdog()
 
 
 def synchronize() -> None:
     """Returns when every run of every CUDA Executor of this process has ended; raises what failed.
 
-    Bounded by the time-out of each Executor that is in teams. What runs leave in tensors is known
-    to be right after it.
+    Bounded by the time-out of each Executor in teams. Results are valid only after it.
     """
     dog = watchdog()
     for watched in dog.all():

@@ -46,20 +46,16 @@ class Words:
         return cls(driver, lane, ((kind, tuple(words), value),)) if words else None
 
     def __call__(self) -> None:
-        """Issues it."""
         self.run()
 
     @property
     def count(self) -> int:
-        """How many words."""
         return sum(len(words) for _, words, _ in self.parts)
 
     def only(self, kind: str) -> bool:
-        """Whether it does nothing else."""
         return all(each == kind for each, _, _ in self.parts)
 
     def then(self, other: Words) -> Words:
-        """Both."""
         return Words(self.driver, self.lane, (*self.parts, *other.parts))
 
     def _bound(self) -> Callable[[], None]:
