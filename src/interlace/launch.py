@@ -8,9 +8,8 @@
             return {"device": str(device)}
 
 What rank 0 tells is heard here, and its result is the report. A rank finds the environment that
-torchrun would give it. Whatever happens (an error on a rank, a rank that dies, a time-out, an
-interrupt), no process stays: each is killed and reaped here, and ends by itself when this process
-is gone. What ranks print goes to a log, of which an error repeats the end.
+torchrun would give it. Whatever happens, no process stays: each is killed and reaped here, and ends
+by itself when this process is gone. What ranks print goes to a log, whose end errors repeat.
 """
 
 from __future__ import annotations
@@ -35,13 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import interlace
 from interlace import errors
-from interlace.errors import (
-    BackendError,
-    CommTimeoutError,
-    InterlaceError,
-    PeerError,
-    TeamError,
-)
+from interlace.errors import BackendError, CommTimeoutError, InterlaceError, PeerError, TeamError
 
 if TYPE_CHECKING:
     import torch
@@ -55,14 +48,12 @@ Work = Callable[[Any, Tell], Report | None]
 STRICT = "AVX512,STRICT"
 """With this MKL_CBWR, chunks of an fp32 matmul on the CPU have the bits of the whole."""
 NUM_LOG_LINES = 12
-"""Lines of a dead rank's log that the error repeats."""
 POLL_S = 0.1
 SETTLE_S = 1.0
 """How long after an error the other ranks are heard: one of them may have the cause."""
 LEAVE_S = 20.0
 """How long a rank that failed may take to let go of its GPU before it just ends."""
 FAILED, ORPHANED = 3, 4
-"""Exit codes of a rank that raised, and of one whose parent is gone."""
 
 
 def launch(
@@ -172,18 +163,16 @@ def _threads(world: int) -> int:
 def _environment(world: int) -> Iterator[None]:
     """What ranks find: the same package, and bit-equal chunks where they can be; libraries read it
     when they are loaded."""
-    before = dict(os.environ)
-    source = str(Path(interlace.__file__).resolve().parents[1])
-    path = before.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = f"{source}{os.pathsep}{path}" if path else source
+    before, source = dict(os.environ), str(Path(interlace.__file__).resolve().parents[1])
+    paths = [source, *filter(None, [before.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(world)))
     if has_avx512():
         os.environ.setdefault("MKL_CBWR", STRICT)
     try:
         yield
     finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
+        os.environ.clear()
         os.environ.update(before)
 
 
@@ -194,25 +183,16 @@ def has_avx512() -> bool:
     return False
 
 
-# -- on a rank -----------------------------------------------------------------------------------
-
-
 def _serve(rank: int, work: Work, settings: Any, world: int, port: int, logs: str) -> None:
     """Does `work` as one rank that `launch` started, and tells how it went."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     log = os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for output in (1, 2):
         os.dup2(log, output)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     import torch
     from torch.distributed import TCPStore
 

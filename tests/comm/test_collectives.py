@@ -14,10 +14,10 @@ import torch.distributed as dist
 from tests.support.pool import Pool
 
 from interlace.comm import (
+    BoundedWait,
     Demand,
     Spec,
     TeamComm,
-    Wait,
     Workspace,
     bind_collective,
     bind_peer_collective,
@@ -50,12 +50,12 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor
     return torch.randint(0, 4, (numel,), generator=generator).to(dtype)
 
 
-def meet() -> tuple[TeamComm, Wait]:
+def meet() -> tuple[TeamComm, BoundedWait]:
     group = dist.group.WORLD
     assert group is not None
     team = team_of(group, "tp")
     team.setup(TIME_OUT_S)
-    return team, Wait(TIME_OUT_S, lambda: "the op under test", team.control.check)
+    return team, BoundedWait(TIME_OUT_S, lambda: "the op under test", team.control.check)
 
 
 def bind(team: TeamComm, backend: str, specs: list[Spec], topic: str) -> list[Run]:
@@ -299,5 +299,5 @@ def test_ucc_reads_from_a_copy_of_what_it_writes() -> None:
 
     backend, whole = Ucc(), torch.zeros(8)
     run = bind_collective(backend, Spec("all_gather", 2, 0, (4, 4), torch.float32), 1.0)
-    run(whole[:4], whole, Wait(1.0, lambda: "the op under test"))
+    run(whole[:4], whole, BoundedWait(1.0, lambda: "the op under test"))
     assert backend.apart

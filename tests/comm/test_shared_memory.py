@@ -23,10 +23,10 @@ import torch.distributed as dist
 from tests.support.pool import Died, Pool
 
 from interlace.comm import (
+    BoundedWait,
     Segment,
     SlotPool,
     Spec,
-    Wait,
     bind_collective,
     fence,
     stamp,
@@ -135,7 +135,7 @@ def test_nothing_is_left_when_a_process_dies() -> None:
 
 
 def test_a_wait_returns_when_ready_and_else_says_what_it_was() -> None:
-    wait = Wait(0.2, lambda: "rank 0, `expect(ready, 1)`", log=lambda: "main: done")
+    wait = BoundedWait(0.2, lambda: "rank 0, `expect(ready, 1)`", log=lambda: "main: done")
     wait.until(lambda: True)
     start = time.monotonic()
     with pytest.raises(CommTimeoutError) as caught:
@@ -152,7 +152,7 @@ def test_a_wait_ends_when_its_check_raises() -> None:
 
     start = time.monotonic()
     with pytest.raises(PeerError, match="rank 1 died"):
-        Wait(30, lambda: "", check).until(lambda: False)
+        BoundedWait(30, lambda: "", check).until(lambda: False)
     assert time.monotonic() - start < 5
 
 
@@ -176,7 +176,7 @@ class SlowWork:
 
 
 def test_a_transfer_done_as_a_slice_ends_is_done() -> None:
-    wait = Wait(5.0, lambda: "all_reduce")
+    wait = BoundedWait(5.0, lambda: "all_reduce")
     good, bad = SlowWork(fails=False), SlowWork(fails=True)
     wait.finish(good)
     assert good.slices == 3
@@ -221,7 +221,7 @@ def ping_pong(rounds: int, seed: int) -> bool:
     shared = share(board, "x", 1 << 16, {}, 20.0)
     data = [segment.bytes(4096, 8000).view(torch.int64) for segment in shared.segments]
     cells = [segment.cells for segment in shared.segments]
-    wait = Wait(20.0, lambda: "ping-pong")
+    wait = BoundedWait(20.0, lambda: "ping-pong")
     ahead = (me + 1) % world
     generator = random.Random(seed + me)
     good = True
@@ -349,7 +349,7 @@ def push(seed: int, takes: int) -> list[int]:
     team.setup(20.0)
     pool = SlotPool(team.board, f"push-{seed}")
     slot = pool.ensure("1", {"s": 64}, 20.0)["s"]
-    wait = Wait(20.0, lambda: "take")
+    wait = BoundedWait(20.0, lambda: "take")
     generator, found = random.Random(seed), []
     for number in range(takes):
         use = slot.next_use()
@@ -383,14 +383,14 @@ def break_and_mend() -> tuple[str, float]:
     said = ""
     if team.me == 0:
         try:
-            wait = Wait(0.5, lambda: "alone", cut=partial(cut, backend))
+            wait = BoundedWait(0.5, lambda: "alone", cut=partial(cut, backend))
             run(torch.ones(4), torch.empty(4), wait)
         except CommTimeoutError as error:
             said = str(error)
     team.reset(20.0)
     mended = bind_collective(team.backend("gloo", "cpu", 20.0), spec, 20.0)
     out = torch.empty(4)
-    mended(torch.ones(4), out, Wait(20.0, lambda: "together"))
+    mended(torch.ones(4), out, BoundedWait(20.0, lambda: "together"))
     return said, out.sum().item()
 
 

@@ -25,9 +25,6 @@ class Device:
         self.goes_on.set()
         self.calls = self.relaxed = self.finished = 0
 
-    def relax_captures(self) -> None:
-        self.relaxed += 1
-
     def private_stream(self) -> int:
         return 5
 
@@ -52,6 +49,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """It; nothing is held up when the test is over."""
     found = Device()
     monkeypatch.setattr(words_file, "PATIENCE_S", 0.1)
+
+    def relax() -> None:
+        found.relaxed += 1
+
+    monkeypatch.setattr(words_file, "relax_captures", relax)
     yield found
     found.goes_on.set()
 

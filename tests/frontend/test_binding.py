@@ -46,7 +46,6 @@ def remarks(executor: Recorded) -> str:
 def test_the_current_gpu_is_taken_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     executor = bound(monkeypatch, Options())
     assert executor.given["device"] == torch.device("cuda", 3)
-    assert executor.given["static_inputs"] == {"x"}
     assert binding.placed("cuda:1") == torch.device("cuda", 1)
     assert binding.placed("cpu") == torch.device("cpu")
 

@@ -12,9 +12,8 @@ from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import interlace
 from interlace.errors import UnsupportedError
-from interlace.frontend import Imported, Teams, backend, capture, import_graph
+from interlace.frontend import Imported, Teams, import_graph
 from interlace.frontend.importing.types import device_of
 from interlace.ir import Call, Copy, Permute
 
@@ -173,21 +172,3 @@ def test_a_masked_update_gives_the_bits_of_index_put(shape: tuple[int, ...], see
     assert "aten.where.self" in [op.fn for op in calls(found)]
     (result,) = run(found, [x, mask])
     assert torch.equal(result, torch.ops.aten.index_put.default(x, indices, torch.tensor(-2.5)))
-
-
-def test_a_module_s_state_is_said_to_stay_in_place() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
-    torch.compiler.reset()
-    with capture() as captured:
-        torch.compile(model, backend=backend)(torch.randn(6, 8)).sum().backward()
-    forward, backward_ = captured.bound
-    for bound, count in ((forward, 6), (backward_, 2)):
-        static = bound.executor.static_inputs
-        assert static <= {buffer.name for buffer in bound.serial.params}
-        assert len(static) >= count - 1
-        assert not any("tangent" in name for name in static)
-        assert not bound.executor.host
-    assert "0_weight" in " ".join(forward.executor.static_inputs)
-    compiled = interlace.compile(model, torch.randn(6, 8))
-    (same,) = compiled.bound[:1]
-    assert len(same.executor.static_inputs) == len(forward.executor.static_inputs)

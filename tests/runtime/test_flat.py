@@ -16,7 +16,7 @@ from tests.runtime.programs import Outcome, attempt
 from tests.support.pool import Died, Pool
 
 from interlace.comm import TeamComm, release_teams, team_of
-from interlace.comm.control import DONE, ENTERED, EXITED, PROGRESS
+from interlace.comm.control import DONE, ENTERED, EXITED, PROGRESS, progress_of
 from interlace.comm.host.signals import stamp
 from interlace.ir import parse
 from interlace.options import Options
@@ -101,7 +101,7 @@ def words() -> list[tuple[int, int, int]]:
         executor.run(given(number))
         entered = control.cells[ENTERED]
         assert control.cells[PROGRESS] == stamp(entered, DONE)
-        assert control.progress(1)[0][0] == -2
+        assert progress_of(control.cells, 1)[0][0] == -2
         found.append((entered, control.cells[EXITED], control.run))
     return found
 

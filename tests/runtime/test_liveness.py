@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from interlace.comm import known_lives
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
 from interlace.comm.host import messages
-from interlace.comm.host.signals import Wait
+from interlace.comm.host.signals import BoundedWait
 from interlace.comm.rendezvous import patience
 from interlace.comm.rendezvous.board import Board
 from interlace.frontend.teams import consent_of_ranks
@@ -285,7 +285,7 @@ def before_each_transfer(act: Callable[[], None]) -> Iterator[None]:
     def bound(backend: Any, spec: Spec, time_out_s: float) -> Any:
         run = bind_collective(backend, spec, time_out_s)
 
-        def held(src: Any, dst: Any, wait: Wait) -> None:
+        def held(src: Any, dst: Any, wait: BoundedWait) -> None:
             act()
             run(src, dst, wait)
 

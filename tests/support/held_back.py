@@ -23,7 +23,7 @@ import torch
 
 from interlace.comm.collectives import Run, Spec
 from interlace.comm.host.messages import Transfer
-from interlace.comm.host.signals import Wait
+from interlace.comm.host.signals import BoundedWait
 from interlace.ir import KINDS
 from interlace.runtime.host import binder as host_ops
 
@@ -47,7 +47,9 @@ def held_back(seed: int) -> Iterator[None]:
 
         return bound
 
-    def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+    def exchange(
+        parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait
+    ) -> None:
         incoming = [not part.sends for part in parts]
         places = [
             torch.empty(tensor.shape, dtype=tensor.dtype) if comes else tensor
@@ -69,7 +71,7 @@ def held_back(seed: int) -> Iterator[None]:
 
 
 def _late_run(run: Run, pause: Callable[[], None], gets: bool) -> Run:
-    def late(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+    def late(src: torch.Tensor | None, dst: torch.Tensor | None, wait: BoundedWait) -> None:
         pause()
         if dst is None or not gets:
             run(src, dst, wait)

@@ -17,7 +17,7 @@ from interlace.comm.host.messages import PeerTransfer, Transfer, exchange
 from interlace.comm.host.peer_collectives import bind_peer_collective, staged_nbytes
 from interlace.comm.host.registered import Registered, share_on_host
 from interlace.comm.host.shared_memory import Segment
-from interlace.comm.host.signals import Wait, fence, stamp
+from interlace.comm.host.signals import BoundedWait, fence, stamp
 from interlace.comm.host.slots import Slot, SlotPool, Use
 from interlace.comm.host.workspace import Demand, Message, Workspace
 from interlace.comm.rendezvous.board import Board
@@ -29,35 +29,3 @@ from interlace.comm.teams import (
     release_teams,
     team_of,
 )
-
-__all__ = [
-    "BACKENDS",
-    "Board",
-    "Control",
-    "Demand",
-    "Message",
-    "PeerTransfer",
-    "Registered",
-    "Segment",
-    "Slot",
-    "SlotPool",
-    "Spec",
-    "TeamComm",
-    "Transfer",
-    "Use",
-    "Wait",
-    "Workspace",
-    "attending",
-    "bind_collective",
-    "bind_peer_collective",
-    "exchange",
-    "fence",
-    "known_lives",
-    "known_teams",
-    "limit_s",
-    "release_teams",
-    "share_on_host",
-    "staged_nbytes",
-    "stamp",
-    "team_of",
-]

@@ -2,23 +2,19 @@
 
     connections = Connections(team, weakref.ref(group), store)
     gloo = connections.get("gloo", "cpu", None, "connect/1", time_out_s=60)    # all ranks, together
-    connections.end(time_out_s=10)
 
 Note [Connected by all or by none]
-    Ranks connect in a meeting (Note [All or none] in board.py), another one whenever they prepare a
-    Program or reset: what a rank keeps, all keep, and who tries again finds nothing of the meeting
-    before in the store, such as the id that NCCL's ranks meet by. The user's backend serves in the
-    first meeting only, and none that is marked as spent: one that a failed run was on, or NCCL's
-    whose ranks did not meet, which is aborted, whoever made it. What the first rank there finds of
-    the mark holds for all.
+    Ranks connect in a meeting (Note [All or none] in board.py), a new one whenever they prepare a
+    Program or reset, so nothing of an earlier one is in the store, such as NCCL's id. The user's
+    backend serves in the first meeting only, and none that is marked as spent: one that a failed
+    run was on, or NCCL's whose ranks did not meet, which is aborted. What the first rank there
+    finds of the mark holds for all.
 
 Note [Whose time-out]
     Interlace's watchdog bounds what NCCL does, and aborts it. torch's own watchdog would see the
-    same op late at the same moment. It then sleeps for a minute, in which the backend's destructor
-    waits for it with Python's lock held, and at last ends the process. So its time-out is longer by
-    `MARGIN_S`: it ends a process only where an abort has stood still for minutes.
-    gloo's is longer too: `Wait` bounds its ops, names who is late and cuts the connections. gloo's
-    own clock also runs while a whole job is paused (Note [Observed time] in patience.py).
+    same op late at the same moment, keep Python's lock for a minute, and end the process. So its
+    time-out is longer by `MARGIN_S`. gloo's is longer too: `BoundedWait` bounds its ops and names
+    who is late; gloo's own clock also runs while a whole job is paused (Note [Observed time]).
 """
 
 from __future__ import annotations
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
 
 Key = tuple[str, str]
-"""The name of a backend, and the type of its device."""
 
 BACKENDS = ("gloo", "nccl", "ucc", "peer")
 
@@ -52,7 +47,6 @@ CUT_TAG = (1 << 30) + 8
 """The tag of a message that nobody sends."""
 LOOK_S = 0.05
 CLONE_S = 5.0
-"""How long another connection to the store may take."""
 _MEND = {
     "gloo": "this torch was built without gloo; install torch from pip's index, which has it",
     "nccl": "this torch has no NCCL; install a CUDA build of torch, or choose gloo or peer",
@@ -176,7 +170,6 @@ class Connections:
         self._team, self._group, self._store = team, group, store
         self._kept: dict[Key, Any] = {}
         self.made: list[Any] = []
-        """What the team connected itself."""
 
     @property
     def whose(self) -> str:

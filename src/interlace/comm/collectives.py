@@ -27,13 +27,12 @@ import torch
 from torch.distributed import distributed_c10d
 
 from interlace.comm.backends import MARGIN_S
-from interlace.comm.host.signals import Wait
+from interlace.comm.host.signals import BoundedWait
 from interlace.errors import UnsupportedError
 
 c10d: Any = distributed_c10d
-"""Untyped here: its option classes stand in no stub."""
 
-Run = Callable[[torch.Tensor | None, torch.Tensor | None, Wait], None]
+Run = Callable[[torch.Tensor | None, torch.Tensor | None, BoundedWait], None]
 
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _TYPES = {
@@ -98,7 +97,7 @@ def _apart(run: Run) -> Run:
     """From a copy of what shares memory with the destination: UCC works in place only where it is
     told so, and torch does not tell it."""
 
-    def copied(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+    def copied(src: torch.Tensor | None, dst: torch.Tensor | None, wait: BoundedWait) -> None:
         if src is not None and dst is not None:
             if src.untyped_storage().data_ptr() == dst.untyped_storage().data_ptr():
                 src = src.clone()
@@ -153,7 +152,7 @@ class _Binder:
         return run if spec.reduce != "avg" or rooted else self.averaged(run)
 
     def averaged(self, run: Run) -> Run:
-        def averaged(src: Any, dst: Any, wait: Wait) -> None:
+        def averaged(src: Any, dst: Any, wait: BoundedWait) -> None:
             run(src, dst, wait)
             dst.div_(self.spec.size)
 
@@ -182,7 +181,7 @@ class _Binder:
         sources = [rank for rank in range(spec.size) if spec.parts[rank]]
         options = [self.options(c10d.BroadcastOptions, rootRank=rank) for rank in sources]
 
-        def run(src: Any, dst: Any, wait: Wait) -> None:
+        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
             parts = split(dst.reshape(-1), spec.parts)
             parts[spec.me].copy_(src.reshape(-1))
             works = [
@@ -207,7 +206,7 @@ class _Binder:
         backend, spec = self.backend, self.spec
         options = self.reduction(c10d.AllreduceOptions)
 
-        def run(src: Any, dst: Any, wait: Wait) -> None:
+        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
             whole = src.reshape(-1).clone()
             wait.finish(backend.allreduce([whole], options))
             dst.reshape(-1).copy_(split(whole, spec.parts)[spec.me])
@@ -218,7 +217,7 @@ class _Binder:
         backend, options = self.backend, self.reduction(c10d.AllreduceOptions)
         flat = self.flat
 
-        def run(src: Any, dst: Any, wait: Wait) -> None:
+        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
             into = flat(dst)
             if src is not None and src.data_ptr() != into.data_ptr():
                 into.copy_(flat(src))
@@ -230,7 +229,7 @@ class _Binder:
         backend, spec = self.backend, self.spec
         options = self.options(c10d.BroadcastOptions, rootRank=spec.root)
 
-        def run(src: Any, dst: Any, wait: Wait) -> None:
+        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
             if spec.me == spec.root and dst is not None and src is not None:
                 dst.reshape(-1).copy_(src.reshape(-1))
             place = src if dst is None else dst
@@ -243,7 +242,7 @@ class _Binder:
         backend, spec = self.backend, self.spec
         options = self.reduction(c10d.ReduceOptions, rootRank=spec.root)
 
-        def run(src: Any, dst: Any, wait: Wait) -> None:
+        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
             scratch = src.reshape(-1).clone()
             wait.finish(backend.reduce([scratch], options))
             if spec.me == spec.root:
@@ -265,7 +264,7 @@ class _Binder:
         }[spec.kind]
         options = self.options(c10d.AllToAllOptions)
 
-        def run(src: Any, dst: Any, wait: Wait) -> None:
+        def run(src: Any, dst: Any, wait: BoundedWait) -> None:
             device = (dst if src is None else src).device
             into = as_bytes(dst) if sum(taken) else nothing(device)
             out = as_bytes(src) if sum(given) else nothing(device)

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from interlace.comm.host.shared_memory import Segment
-from interlace.comm.host.signals import Wait, fence, order_cells, stamp
+from interlace.comm.host.signals import BoundedWait, fence, order_cells, stamp
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.liveness import PeerProcess
 from interlace.errors import AgreementError, InterlaceError, PeerError
@@ -59,10 +59,7 @@ class Control:
         lives: Sequence[PeerProcess],
         word: Callable[[int], str] = lambda rank: "",
     ) -> None:
-        self.team = team
-        self.ranks = tuple(ranks)
-        self.me = me
-        self._segments = segments
+        self.team, self.ranks, self.me = team, tuple(ranks), me
         self._lives = lives
         self._cells = [segment.cells for segment in segments]
         self._mine = self.cells = segments[me].cells
@@ -76,8 +73,6 @@ class Control:
         """The number of the run that this rank entered last."""
         return self._mine[ENTERED]
 
-    # -- entries ---------------------------------------------------------------------------------
-
     def enter(self, tag: int, name: str, op_text: Callable[[int], str] | None = None) -> int:
         """Enters the next run, with this Program, and gives its number; `op_text` tells ops by
         index."""
@@ -90,7 +85,7 @@ class Control:
             mine[at + TAG] = tag
             text = name.encode()[: (RING_CELLS - NAME) * 8]
             mine[at + NAME_LENGTH] = len(text)
-            self._write(self._segments[self.me], (at + NAME) * 8, text)
+            self._write((at + NAME) * 8, text)
             order_cells()
         mine[at + RUN] = run
         order_cells()
@@ -103,7 +98,7 @@ class Control:
         mine = self._mine
         mine[EXITED] = mine[ENTERED] if run is None else max(run, mine[EXITED])
 
-    def meet(self, peer: int, wait: Wait) -> None:
+    def meet(self, peer: int, wait: BoundedWait) -> None:
         """Before the first contact of a run: the peer has entered it, with the same Program."""
         run = self._mine[ENTERED]
         if self._met[peer] == run:
@@ -143,23 +138,19 @@ class Control:
         if mine is None or theirs is None or mine[0] == theirs[0]:
             return
         pairs = sorted([(self.ranks[self.me], mine), (self.ranks[peer], theirs)])
-        called = ", ".join(
-            f"rank {rank} called {name!r} ({tag:08x})" for rank, (tag, name) in pairs
-        )
-        text = (
+        called = ", ".join(f"rank {r} called {name!r} ({tag:08x})" for r, (tag, name) in pairs)
+        error = AgreementError(
             f"ranks call Programs in different order: in run {run} of team {self.team}, {called}. "
             "Every rank of a team must run the same Programs in the same order: look for a branch "
             "that depends on the rank or on its data"
         )
-        self.fail(AgreementError(text))
-        raise AgreementError(text)
+        self.fail(error)
+        raise error
 
     def disagreement(self) -> InterlaceError | None:
         """Whether a peer called another Program in a run that both have entered lately."""
-        for peer, cells in enumerate(self._cells):
-            if peer == self.me:
-                continue
-            both = min(self._mine[ENTERED], cells[ENTERED])
+        for peer, _ in self._peers:
+            both = min(self._mine[ENTERED], self._cells[peer][ENTERED])
             for run in range(max(self._met[peer] + 1, both - RING_ENTRIES + 2), both + 1):
                 try:
                     self._compare(peer, run)
@@ -175,11 +166,9 @@ class Control:
             return None
         order_cells()
         length = min(cells[at + NAME_LENGTH], (RING_CELLS - NAME) * 8)
-        found = cells[at + TAG], self._read(self._segments[member], (at + NAME) * 8, length)
+        found = cells[at + TAG], self._read(member, (at + NAME) * 8, length)
         fence()
         return found if cells[at + RUN] == run else None
-
-    # -- errors ----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException, kind: int | None = None) -> None:
         """Tells every peer that this rank stopped, and why. The first word stays."""
@@ -188,7 +177,7 @@ class Control:
         ours = isinstance(error, InterlaceError)
         told = str(error) if ours else f"{type(error).__name__}: {error}"
         text = told.encode()[:ERROR_BYTES]
-        self._write(self._segments[self.me], ERROR_TEXT * 8, text)
+        self._write(ERROR_TEXT * 8, text)
         self._mine[ERROR_LENGTH] = len(text)
         fence()
         kinds = {AgreementError: DISAGREED, PeerError: PASSED_ON}
@@ -223,14 +212,9 @@ class Control:
             passed_on = passed_on or PeerError(f"rank {rank} stopped: {word}")
         return passed_on
 
-    def resetting(self) -> str:
-        """What to say of a peer that is in reset(), and comes to no other meeting until this rank
-        comes there; empty if none is."""
-        first = self._first_in_reset()
-        return _called_reset(first) if first is not None else ""
-
-    def _first_in_reset(self) -> int | None:
-        """The rank that called reset() first, as the peers that are there say."""
+    def resetting(self) -> int | None:
+        """The rank that called reset() first, as the peers that are there say: they come to no
+        other meeting until this rank comes there."""
         told = (self._cells[member][RESETS] for member, _ in self._peers)
         return next((mark - 1 for mark in told if mark), None)
 
@@ -238,7 +222,7 @@ class Control:
         """The message of a member whose error cell is set."""
         fence()
         length = min(self._cells[member][ERROR_LENGTH], ERROR_BYTES)
-        return self._read(self._segments[member], ERROR_TEXT * 8, length)
+        return self._read(member, ERROR_TEXT * 8, length)
 
     def _needs(self, member: int) -> bool:
         """Whether this rank's run may still need that member: who has ended it, has given all."""
@@ -250,25 +234,19 @@ class Control:
             if cells[ERROR]:
                 return False
         for member, life in self._peers:
-            if not life.alive() and self._cells[member][EXITED] < self._mine[ENTERED]:
+            if not life.alive() and self._needs(member):
                 return False
         return True
 
     def check(self) -> None:
-        error = self.failure()
-        if error is not None:
+        if (error := self.failure()) is not None:
             raise error
 
     @property
     def failed(self) -> bool:
         return self._mine[ERROR] not in (0, RESETTING)
 
-    # -- progress --------------------------------------------------------------------------------
-
-    def progress(self, streams: int) -> list[tuple[int, float]]:
-        return progress_of(self._mine, streams)
-
-    def reach(self, backend: int, count: int, wait: Wait) -> None:
+    def reach(self, backend: int, count: int, wait: BoundedWait) -> None:
         """Returns when every rank got to collective number `count` of this run: a rendezvous."""
         for peer in range(len(self.ranks)):
             self.meet(peer, wait)
@@ -287,10 +265,8 @@ class Control:
         """Who is missing, and where each of them stands."""
         if not members:
             return ""
-        lines = [f"waiting for {named([self.ranks[member] for member in members])}:"]
-        for member in members:
-            lines.append(f"rank {self.ranks[member]} {self._stand(member)}")
-        return "\n  ".join(lines)
+        first = f"waiting for {named([self.ranks[member] for member in members])}:"
+        return "\n  ".join([first, *(f"rank {self.ranks[m]} {self._stand(m)}" for m in members)])
 
     def _stand(self, member: int) -> str:
         cells, mine = self._cells[member], self._mine[ENTERED]
@@ -318,17 +294,15 @@ class Control:
     def behind(self) -> str:
         """Who may hold up what all ranks have begun: those that are stopped, else all others that
         are still in this run."""
-        inside = [n for n, _ in self._peers if self._cells[n][EXITED] < self._mine[ENTERED]]
+        inside = [n for n, _ in self._peers if self._needs(n)]
         stopped = [n for n in inside if self._lives[n].stopped()]
         return self.where(stopped or inside)
 
-    # -- reset -----------------------------------------------------------------------------------
-
     def begin_reset(self) -> None:
-        first = self._first_in_reset()
+        first = self.resetting()
         first = self.ranks[self.me] if first is None else first
         self._mine[RESETS] = first + 1
-        self.fail(PeerError(_called_reset(first)), RESETTING)
+        self.fail(called_reset(first), RESETTING)
 
     def give_up_reset(self, error: BaseException) -> None:
         """If this rank is in reset(), it leaves by an error: the team stays out of order."""
@@ -345,13 +319,11 @@ class Control:
         mine[ENTERED] = mine[EXITED] = run
         self._met = [0] * len(self.ranks)
 
-    @staticmethod
-    def _write(segment: Segment, offset: int, data: bytes) -> None:
-        segment.cells.cast("B")[offset : offset + len(data)] = data
+    def _write(self, offset: int, data: bytes) -> None:
+        self._mine.cast("B")[offset : offset + len(data)] = data
 
-    @staticmethod
-    def _read(segment: Segment, offset: int, length: int) -> str:
-        data = bytes(segment.cells.cast("B")[offset : offset + length])
+    def _read(self, member: int, offset: int, length: int) -> str:
+        data = bytes(self._cells[member].cast("B")[offset : offset + length])
         return data.decode(errors="replace")
 
 
@@ -366,8 +338,8 @@ def progress_of(cells: Sequence[int], streams: int) -> list[tuple[int, float]]:
     return found
 
 
-def _called_reset(rank: int) -> str:
-    return (
+def called_reset(rank: int) -> PeerError:
+    return PeerError(
         f"rank {rank} called reset(), as after an error of its own code: every rank of its teams "
         "calls interlace.reset()"
     )

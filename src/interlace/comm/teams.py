@@ -2,16 +2,15 @@
 
 A `TeamComm` adds to a `torch.distributed.ProcessGroup` what a schedule needs: the control block,
 the pool of symmetric slots, a backend for each op that asks for one, and a bounded set-up through
-the store. There is one per group and process:
+the store:
 
     team = team_of(mesh.get_group("tp"), "tp")
     team.setup(time_out_s=60)                        # all ranks of the group, together
-    gloo = team.backend("gloo", "cpu", time_out_s=60)
 
 Note [One queue per team]
     What ranks do on a team must happen in one order, whatever Executor does it, so everything that
-    counts (runs, takes of slots) belongs to the process group and not to an Executor. Hence the one
-    registry of this package: it maps a live group to its TeamComm and forgets it with the group.
+    counts (runs, takes of slots) belongs to the process group. Hence the one registry of this
+    package: it maps a live group to its TeamComm and forgets it with the group.
 """
 
 from __future__ import annotations
@@ -29,18 +28,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from interlace.comm.backends import Connections, apart, limit_s
-from interlace.comm.control import NBYTES, Control
+from interlace.comm.control import NBYTES, Control, called_reset
 from interlace.comm.host.shared_memory import share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import STORE_S, Board, Note, Party, meet, named
 from interlace.comm.rendezvous.liveness import PeerProcess, identity
-from interlace.errors import BackendError, InterlaceError, PeerError, TeamError
+from interlace.errors import BackendError, InterlaceError, TeamError
 
 if TYPE_CHECKING:
     from interlace.comm.cuda.side import CudaSide
 
 END_S = 10.0
-"""How long connections get to end when a team goes."""
 
 
 def host() -> str:
@@ -69,9 +67,7 @@ class TeamComm:
             ) from error
         if rank not in self.ranks:
             raise TeamError(f"rank {rank} is not in the process group of team {name!r}")
-        self.name = name
-        self.me = self.ranks.index(rank)
-        self.rank = rank
+        self.name, self.rank, self.me = name, rank, self.ranks.index(rank)
         self.lock = threading.RLock()
         self.board = Board(store, self.ranks, rank, limit_s=limit_s)
         self._control: Control | None = None
@@ -122,8 +118,7 @@ class TeamComm:
         if self._control is not None:
             return
         meet([self], "set up its team", time_out_s)
-        process = identity()
-        note: Note = {"host": host(), "process": list(process)}
+        note: Note = {"host": host(), "process": list(identity())}
         topic = f"{self.topic}/setup/{self.num_prepared}"
         notes = self.board.exchange(f"{topic}/hello", note, time_out_s)
         away = [rank for rank, n in zip(self.ranks, notes, strict=True) if n["host"] != host()]
@@ -165,8 +160,8 @@ class TeamComm:
         quiet = control.quiet()  # else what failed was heard before this meeting
 
         def look() -> None:
-            if why := control.resetting():
-                raise PeerError(why)
+            if (first := control.resetting()) is not None:
+                raise called_reset(first)
             if quiet:
                 control.check()
 
@@ -181,8 +176,8 @@ class TeamComm:
         where it has one. The first time, all ranks ask for it together."""
         on = None if self._cuda is None else self._cuda.device
         meet([self], "set up its team", time_out_s)
-        key, where = (self.backend_name(name, device), device), f"connect/{self.num_prepared}"
-        return self._connections.get(*key, on, where, time_out_s)
+        name, where = self.backend_name(name, device), f"connect/{self.num_prepared}"
+        return self._connections.get(name, device, on, where, time_out_s)
 
     def backend_name(self, name: str | None, device: str) -> str:
         return self._connections.name(name, device)
@@ -213,12 +208,13 @@ class TeamComm:
         a reset that fails leaves the team out of order."""
         with self.lock:
             self.begin_reset(time_out_s)
-            renew = renew or self.control.failed
+            on = None
             if self._cuda is not None:
+                on = self._cuda.device
                 self._cuda.drain(time_out_s)
             for user in list(self._users):
                 user.leave()  # they are bound anew before their next run
-            mine = {"run": self.control.run, "renew": renew}
+            mine = {"run": self.control.run, "renew": renew or self.control.failed}
             before = self.resets
             self.resets = self.board.round(f"{self.topic}/reset", before)  # runs of before are past
             topic = f"{self.topic}/reset/{self.resets}"
@@ -237,7 +233,6 @@ class TeamComm:
                 if self._cuda is not None:
                     self._cuda.reset()
                 self.board.exchange(f"{topic}/renewal", {}, time_out_s)
-                on = None if self._cuda is None else self._cuda.device
                 if renew:
                     self._connections.renew(on, f"reconnect/{self.resets}", time_out_s)
             except BaseException as error:
@@ -253,12 +248,12 @@ class TeamComm:
     def close(self) -> None:
         """Lets go of the team's memory and connections; waits, bounded, for ranks that still use
         them."""
-        failed = self.is_set_up and self.control.failure() is not None
+        failed = self._control is not None and self._control.failure() is not None
         try:
             for user in list(self._users):
                 user.leave()
-            theirs = any(backend.name() == "nccl" for backend in self._connections.made)
-            if theirs and self.is_set_up and not failed:
+            made = [backend.name() for backend in self._connections.made]
+            if "nccl" in made and self.is_set_up and not failed:
                 with contextlib.suppress(InterlaceError):
                     self.board.exchange(f"{self.topic}/end", {}, END_S)
         finally:
@@ -272,49 +267,32 @@ class TeamComm:
             self._connections.close(END_S, failed)
 
 
-class _Registry:
-    """One TeamComm for each live process group; see Note [One queue per team]."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._teams: weakref.WeakKeyDictionary[dist.ProcessGroup, TeamComm] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def get(self, group: dist.ProcessGroup, name: str, limit_s: float) -> TeamComm:
-        with self._lock:
-            team = self._teams.get(group)
-            if team is None:
-                team = self._teams[group] = TeamComm(group, name, limit_s)
-            team.name = team.name or name
-            return team
-
-    def live(self) -> list[TeamComm]:
-        with self._lock:
-            teams = [team for group, team in self._teams.items() if group in c10d._world.pg_map]
-        return sorted(teams, key=lambda team: team.key)
-
-    def clear(self) -> None:
-        with self._lock:
-            teams = sorted(self._teams.values(), key=lambda team: team.key, reverse=True)
-            self._teams.clear()
-        with contextlib.ExitStack() as all_of_them:  # the last first; also after one that fails
-            for team in teams:
-                all_of_them.callback(team.close)
-
-
-_registry = _Registry()
+_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, TeamComm] = weakref.WeakKeyDictionary()
+"""One TeamComm for each live process group: Note [One queue per team]."""
+_teams_lock = threading.Lock()
 
 
 def team_of(group: dist.ProcessGroup, name: str, limit_s: float = STORE_S) -> TeamComm:
     """The TeamComm of a process group, made at the first call; the first `name` that is not empty
     is for messages, `limit_s` bounds what it asks the store."""
-    return _registry.get(group, name, limit_s)
+    with _teams_lock:
+        team = _teams.get(group)
+        if team is None:
+            team = _teams[group] = TeamComm(group, name, limit_s)
+        team.name = team.name or name
+        return team
+
+
+def live_teams() -> list[TeamComm]:
+    """The teams of groups that were not destroyed, in an order that all ranks share."""
+    with _teams_lock:
+        teams = [team for group, team in _teams.items() if group in c10d._world.pg_map]
+    return sorted(teams, key=lambda team: team.key)
 
 
 def known_teams(groups: Collection[tuple[int, ...]]) -> list[TeamComm]:
     """The teams of these ranks, as far as they were made and their process groups live."""
-    return [team for team in _registry.live() if team.ranks in groups]
+    return [team for team in live_teams() if team.ranks in groups]
 
 
 @contextlib.contextmanager
@@ -327,7 +305,7 @@ def attending(meetings: Iterable[tuple[TeamComm, str]]) -> Iterator[Callable[[],
 
 def known_lives() -> dict[int, PeerProcess]:
     """The processes of the ranks of all teams that are set up, as far as they are known."""
-    return {rank: life for team in _registry.live() for rank, life in team.board.lives.items()}
+    return {rank: life for team in live_teams() for rank, life in team.board.lives.items()}
 
 
 def reset_teams(time_out_s: float | None = None) -> None:
@@ -336,7 +314,7 @@ def reset_teams(time_out_s: float | None = None) -> None:
     Collective: every rank calls it. Who waits in a run for a rank that is here hears of it at once.
     Where nothing failed, connections stay.
     """
-    teams = [team for team in _registry.live() if team.is_set_up]
+    teams = [team for team in live_teams() if team.is_set_up]
     reset_in_turn(teams, limit_s(time_out_s), renew=False)
 
 
@@ -360,7 +338,12 @@ def release_teams() -> None:
     Runs under way are waited for, bounded. Device memory that peers map stays to the end of the
     process: a peer may still read it.
     """
-    _registry.clear()
+    with _teams_lock:
+        teams = sorted(_teams.values(), key=lambda team: team.key, reverse=True)
+        _teams.clear()
+    with contextlib.ExitStack() as each:  # the last first; also after one that fails
+        for team in teams:
+            each.callback(team.close)
 
 
 def check_size(team: TeamComm, size: int) -> None:

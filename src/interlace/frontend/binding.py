@@ -101,7 +101,6 @@ def bind(
             device=place,
             options=options,
             host=imported.host,
-            static_inputs=imported.static,
             operators=others(imported.program),  # of this process's own graph
         )
         executor.prepare()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from interlace.comm import Registered, Slot, TeamComm, Use, Wait, Workspace
+from interlace.comm import BoundedWait, Registered, Slot, TeamComm, Use, Workspace
 from interlace.errors import BackendError, UnsupportedError
 from interlace.ir import Op
 from interlace.options import Options
@@ -35,9 +35,7 @@ class TeamResources:
 
     teams: Mapping[str, TeamComm]
     slots: Mapping[str, Slot]
-    """By the name of the buffer that takes it."""
     spaces: Mapping[str, Workspace]
-    """By team."""
     backends: dict[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     """By team and name of the backend; after a reset new ones."""
     uses: dict[str, Use] = field(default_factory=dict[str, Use])
@@ -45,7 +43,6 @@ class TeamResources:
     graph_spaces: tuple[Mapping[str, Any], ...] = ()
     """On CUDA, by team: the words of the graph of even runs, and of odd ones."""
     registered: Mapping[str, Registered] = field(default_factory=dict[str, Registered])
-    """What peers reach of the caller's memory, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,6 @@ class ShareRequest:
     graph: bool
     time_out_s: float
     registered: Wanted
-    """The tensors of registered parameters."""
     backends: Sequence[tuple[str, str]]
     """Team and name of each backend that a rank of the team needs, in the order of connecting."""
     kept: ExitStack
@@ -87,12 +83,10 @@ class EngineContext:
     device: torch.device
     flight: Flight
     time_out_s: float
-    """The option, or what it follows."""
     before_op: BeforeOp | None
     inputs: Parameters
     outputs: Parameters
     results: Results
-    """Reads the results of the run under way."""
     label: RunLabel
 
     def let_go(self) -> None:
@@ -101,9 +95,9 @@ class EngineContext:
         self.inputs.let_go()
         self.outputs.let_go()
 
-    def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> Wait:
+    def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> BoundedWait:
         """How op `index` waits (or, if it is a Fused, one of its members)."""
-        return Wait(
+        return BoundedWait(
             self.time_out_s,
             lambda: self.flight.describe(index, member),
             check,

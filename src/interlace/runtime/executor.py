@@ -114,16 +114,14 @@ class Executor:
         options: Options | None = None,
         before_op: BeforeOp | None = None,
         host: Collection[str] = (),
-        static_inputs: Collection[str] = (),
         registered: Mapping[str, torch.Tensor] | None = None,
         operators: Collection[str] = (),
     ) -> None:
         """`groups` has a process group for each team of the Program that this rank is in.
 
         `host` names buffers that stay on the CPU although the device is a GPU; only torch's own
-        operators may touch them. `static_inputs` names inputs that, as a rule, are the same tensors
-        in every run, such as parameters: a hint. `registered` has the tensor of each registered
-        parameter, which the Executor keeps alive; every run is given that tensor, at that address.
+        operators may touch them. `registered` has the tensor of each registered parameter, which
+        the Executor keeps alive; every run is given that tensor, at that address.
         `operators` names operators, or namespaces of them, that the Program may call although they
         are not torch's own; a schedule from a file is a stranger's.
         `before_op(rank, index, op)` is called before each op, on the op's stream, for tests.
@@ -134,25 +132,21 @@ class Executor:
         self._groups = dict(groups or {})
         self.rank = program_rank(program, self._groups)
         self.before_op = before_op
-        self.host, self.static_inputs = frozenset(host), frozenset(static_inputs)
+        self.host = frozenset(host)
         self._given = dict(registered or {})
         self._operators = frozenset(operators)
         self.limit_s = limit_s(self.options.time_out_s, self._groups.values())
-        """The bound of every wait."""
         self._teams: dict[str, TeamComm] = {}
         self._lock: Any = threading.RLock()
         self.agreement: Agreement | None = None
         self._shared = TeamResources({}, {}, {})
-        self._backends: tuple[tuple[str, str], ...] = ()
-        """Team and name of each backend of torch that a rank of the team needs."""
+        self._backends: list[tuple[str, str]] = []
         self._engine: Engine | None = None
         self._kept = Teardown()
         self._finalizer: Any = weakref.finalize(self, self._kept.close)
         self._bound_resets: list[int] = []
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
-
-    # -- set-up ----------------------------------------------------------------------------------
 
     def prepare(self) -> Executor:
         """Agrees with all ranks on the Program, checks it, and sets up what a run needs, once.
@@ -167,15 +161,15 @@ class Executor:
         refuse_others(self.program, self._operators)
         members = self.program.where(self.rank).members
         for name in (team.name for team in self.program.teams if team.name in members):
-            team = self._teams[name] = team_of(self._groups[name], name, limit)
+            team = team_of(self._groups[name], name, limit)
             check_size(team, len(members[name].ranks))
-            twin = next((n for n, t in self._teams.items() if t is team and n != name), None)
-            if twin is not None:
+            for twin in (n for n, other in self._teams.items() if other is team and n != name):
                 raise TeamError(
                     f"teams {twin} and {name} of {self.program.name} were given one process "
                     "group: give each team a group of its own (dist.new_group), or write the "
                     "Program with one team"
                 )
+            self._teams[name] = team
         if teams := self._ordered():
             self._lock = teams[0].lock if len(teams) == 1 else TeamLocks(teams)
         # Made in inference mode, memory could not be written by runs out of it.
@@ -184,7 +178,7 @@ class Executor:
             program, used = with_backends(self.program, *names), backends_of(self.program, *names)
             found = collect(self.program, self.rank, self._given, self.device)
             self.agreement = agree(program, self.rank, [*self._teams.values()], limit, found, used)
-            for team in self._ordered():
+            for team in teams:
                 team.setup(limit)
             try:
                 plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
@@ -193,7 +187,7 @@ class Executor:
                 pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
                 facts = self.device, self.options.graph, limit, found.wanted, pairs
                 request = ShareRequest(plan, self._teams, *facts, self._kept.shared)
-                self._shared, self._backends = self._engine_class.share(request), tuple(pairs)
+                self._shared, self._backends = self._engine_class.share(request), pairs
                 self._bind()
             except BaseException:
                 self._kept.close()
@@ -219,17 +213,12 @@ class Executor:
             (team, name): self._teams[team].backend(name, self.device.type, self.limit_s)
             for team, name in self._backends
         }
-        facts: dict[str, Any] = {"backends": connected, "uses": {}, "registered": {}}
-        resources = dataclasses.replace(self._shared, **facts)
+        resources = dataclasses.replace(self._shared, backends=connected, uses={}, registered={})
         known = self.host, self._shared.registered
         values = ValueTable(program, plan.box, resources.slots, self.device, *known)
-        inputs, outputs = (
-            Parameters(
-                *(program.name, kind, [b for b in program.params if b.kind == kind]),
-                *(self.device, *known),
-            )
-            for kind in ("input", "output")
-        )
+        params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
+        inputs = Parameters(program.name, "input", params[0], self.device, *known)
+        outputs = Parameters(program.name, "output", params[1], self.device, *known)
         text = None if agreement.texts else Flight(self.program, self.rank).text
         context = EngineContext(
             plan=plan,
@@ -250,8 +239,6 @@ class Executor:
         engine.warm_up(self._ordered())
         # Only now: what is bound in part is bound anew before it runs.
         self._engine, self._bound_resets = engine, self._resets()
-
-    # -- runs ------------------------------------------------------------------------------------
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
@@ -313,8 +300,6 @@ class Executor:
         finally:
             self._lock.release()
 
-    # -- failures --------------------------------------------------------------------------------
-
     def _resets(self) -> list[int]:
         return [team.resets for team in self._teams.values()]
 
@@ -358,8 +343,6 @@ class Executor:
     def synchronize(self) -> None:
         if self._engine is not None:
             self._engine.synchronize()
-
-    # -- the rest --------------------------------------------------------------------------------
 
     def timeline(self) -> Timeline:
         """When each op of the last run ran; needs the option `trace`."""

@@ -11,7 +11,7 @@ import torch
 from interlace.comm import Registered
 from interlace.errors import ExecutorError
 from interlace.ir import Box, Buffer, DType, contiguous_strides
-from interlace.runtime.values import DTYPES, at, whole
+from interlace.runtime.values import DTYPES, alike, at, whole
 
 
 def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
@@ -97,27 +97,20 @@ class Parameters:
         """`host` names those that are on the CPU, whatever the device is; `registered` has those
         that are the same tensors in every run."""
         self.program = program
-        held = registered or {}
-        self._held = [
-            (index, held[buffer.name].tensor, buffer.name)
-            for index, buffer in enumerate(params)
-            if buffer.name in held
-        ]
-        self._places = [(index, held[name].address, name) for index, _, name in self._held]
         self.kind = kind
         self.names = tuple(buffer.name for buffer in params)
+        known = registered or {}
+        self._held = {i: known[name] for i, name in enumerate(self.names) if name in known}
         self._device, self._host = device, host
         self._boxes = [whole(buffer) for buffer in params]
         self._makers = [maker(box, device) for box in self._boxes]
-        for index, tensor, _ in self._held:
-            self._makers[index] = lambda tensor=tensor: tensor
+        for index, held in self._held.items():
+            self._makers[index] = lambda held=held: held.tensor
 
     def _looking(self, then: str) -> Callable[[Sequence[torch.Tensor]], Any]:
-        boxes, device = self._boxes, self._device
-        on_cpu = [
-            name in self._host or not b.sizes for name, b in zip(self.names, boxes, strict=True)
-        ]
-        return look(then, boxes, device, on_cpu)
+        boxes = zip(self.names, self._boxes, strict=True)
+        on_cpu = [name in self._host or not box.sizes for name, box in boxes]
+        return look(then, self._boxes, self._device, on_cpu)
 
     @functools.cached_property
     def fit(self) -> Callable[[Sequence[torch.Tensor]], bool]:
@@ -139,28 +132,25 @@ class Parameters:
     def zeros(self, written: Collection[str]) -> list[torch.Tensor]:
         """The same, and the new ones are zero. All but the `written` share memory: a model's
         parameters may fill half the GPU."""
-        held = {index: tensor for index, tensor, _ in self._held}
-        apart = {i for i, name in enumerate(self.names) if name in written}
-        shared = set(range(len(self.names))) - apart - held.keys()
-        most = max((self._boxes[i].hull[1] for i in shared), default=0)
+        plain = [n not in written and i not in self._held for i, n in enumerate(self.names)]
+        most = max((box.hull[1] for box, p in zip(self._boxes, plain, strict=True) if p), default=0)
         place = torch.zeros(most, dtype=torch.uint8, device=self._device).untyped_storage()
         made: list[torch.Tensor] = []
-        for i, (box, make) in enumerate(zip(self._boxes, self._makers, strict=True)):
-            if i in held:
-                made.append(held[i])
-            elif i in apart:
-                made.append(make().zero_())
-            else:
+        for i, box in enumerate(self._boxes):
+            if plain[i]:
                 made.append(at(place, 0, box))
+            else:
+                made.append(self._held[i].tensor if i in self._held else self._makers[i]().zero_())
         return made
 
     def let_go(self) -> None:
         """Lets go of the registered ones. No run comes after this."""
-        self._held, self._places, self._makers = [], [], []
+        self._held, self._makers = {}, []
 
     def check_places(self, tensors: Sequence[torch.Tensor]) -> None:
-        for index, address, name in self._places:
-            if tensors[index].data_ptr() != address:
+        for index, held in self._held.items():
+            if tensors[index].data_ptr() != held.address:
+                name = self.names[index]
                 raise ExecutorError(
                     f"{self.kind} {index} ({name!r}) of {self.program} is registered, and is not "
                     "the tensor that it was registered with: peers reach memory at another "
@@ -197,7 +187,7 @@ class Parameters:
                 what = f"has shape {list(tensor.shape)}, not {list(sizes)}: prepare another Program"
             elif tensor.device != device and not self._elsewhere(name, tensor):
                 what = f"is on {tensor.device}, not on {device}: move it with .to('{device}')"
-            elif tensor.stride() != strides and not _alike(tensor, strides):
+            elif tensor.stride() != strides and not alike(tensor, strides):
                 what = (
                     f"has strides {list(tensor.stride())}, not {list(strides)}: make it so, with "
                     ".contiguous() where these are a contiguous tensor's"
@@ -219,11 +209,3 @@ class Parameters:
         if tensor.device.type == "cpu":
             return device.type == "cpu" or name in self._host or tensor.ndim == 0
         return tensor.device.type == device.type and device.index is None
-
-
-def _alike(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether the strides reach the same elements: those of dimensions of one do not matter."""
-    return tensor.numel() == 0 or all(
-        size == 1 or got == wanted
-        for size, got, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
-    )

@@ -31,19 +31,30 @@ def machine_for(options: Options, device: str) -> Machine:
     if options.calibration is not None:
         machine = Machine.load(options.calibration, gpus=gpus)
     else:
-        machine = calibrated(device, gpus) or default_machine(device)
+        machine = _calibrated(device, gpus) or default_machine(device)
     place = torch.device(device)
-    machine = machine.replace(kernels=place.type != "cuda" or refuse_device(place) is None)
-    return machine.replayed if options.graph else machine
+    kernels = place.type != "cuda" or refuse_device(place) is None
+    return _replayed(machine.replace(kernels=kernels), options)
 
 
 def built_in(options: Options, device: str) -> Machine:
     """The built-in model, the same everywhere, also where some GPU runs no kernels."""
-    machine = default_machine(device).replace(kernels=torch.device(device).type != "cuda")
+    on_gpu = torch.device(device).type == "cuda"
+    return _replayed(default_machine(device).replace(kernels=not on_gpu), options)
+
+
+def shared_machine(options: Options, device: str) -> Machine:
+    """The machine that is the same on all hosts unless the options name a file."""
+    if options.calibration is not None:
+        return machine_for(options, device)
+    return _replayed(default_machine(device), options)
+
+
+def _replayed(machine: Machine, options: Options) -> Machine:
     return machine.replayed if options.graph else machine
 
 
-def calibrated(device: str, gpus: str) -> Machine | None:
+def _calibrated(device: str, gpus: str) -> Machine | None:
     """What `interlace calibrate` found out about this host; None where it did not run."""
     path = default_path(gpus)
     if not path.exists():
@@ -54,11 +65,3 @@ def calibrated(device: str, gpus: str) -> Machine | None:
         warnings.warn(f"the built-in model chooses strategies: {error}", stacklevel=2)
         return None
     return machine if machine.device == torch.device(device).type else None
-
-
-def shared_machine(options: Options, device: str) -> Machine:
-    """The machine that is the same on all hosts unless the options name a file."""
-    if options.calibration is not None:
-        return machine_for(options, device)
-    machine = default_machine(device)
-    return machine.replayed if options.graph else machine

@@ -17,46 +17,46 @@ from typing import Any
 
 import torch
 
+from interlace import ir
 from interlace.comm import Registered, Slot, Use
 from interlace.errors import ExecutorError, ProgramError
-from interlace.ir import Alloc, Arg, Box, Buffer, Call, DType, Program, View, contiguous_strides
 
-DTYPES: Mapping[DType, torch.dtype] = {
-    DType.f64: torch.float64,
-    DType.f32: torch.float32,
-    DType.bf16: torch.bfloat16,
-    DType.f16: torch.float16,
-    DType.f8e4m3: torch.float8_e4m3fn,
-    DType.f8e5m2: torch.float8_e5m2,
-    DType.i64: torch.int64,
-    DType.i32: torch.int32,
-    DType.i16: torch.int16,
-    DType.i8: torch.int8,
-    DType.u64: torch.uint64,
-    DType.u32: torch.uint32,
-    DType.u16: torch.uint16,
-    DType.u8: torch.uint8,
-    DType.bool: torch.bool,
-    DType.c64: torch.complex64,
-    DType.c128: torch.complex128,
+DTYPES: Mapping[ir.DType, torch.dtype] = {
+    ir.DType.f64: torch.float64,
+    ir.DType.f32: torch.float32,
+    ir.DType.bf16: torch.bfloat16,
+    ir.DType.f16: torch.float16,
+    ir.DType.f8e4m3: torch.float8_e4m3fn,
+    ir.DType.f8e5m2: torch.float8_e5m2,
+    ir.DType.i64: torch.int64,
+    ir.DType.i32: torch.int32,
+    ir.DType.i16: torch.int16,
+    ir.DType.i8: torch.int8,
+    ir.DType.u64: torch.uint64,
+    ir.DType.u32: torch.uint32,
+    ir.DType.u16: torch.uint16,
+    ir.DType.u8: torch.uint8,
+    ir.DType.bool: torch.bool,
+    ir.DType.c64: torch.complex64,
+    ir.DType.c128: torch.complex128,
 }
 ALIGN = 256
 
 
-def whole(buffer: Buffer) -> Box:
+def whole(buffer: ir.Buffer) -> ir.Box:
     """The box of a whole buffer of a concrete Program."""
     sizes = tuple(int(dim) for dim in buffer.shape if isinstance(dim, int))
     assert len(sizes) == len(buffer.shape), f"{buffer.name} was not instantiated"
-    strides = contiguous_strides(sizes) if buffer.strides is None else buffer.strides
-    return Box(0, sizes, strides, buffer.dtype)
+    strides = ir.contiguous_strides(sizes) if buffer.strides is None else buffer.strides
+    return ir.Box(0, sizes, strides, buffer.dtype)
 
 
-def nbytes(buffer: Buffer) -> int:
+def nbytes(buffer: ir.Buffer) -> int:
     """Bytes from a buffer's first element to the end of its last."""
     return whole(buffer).hull[1]
 
 
-def at(storage: torch.UntypedStorage, start: int, box: Box) -> torch.Tensor:
+def at(storage: torch.UntypedStorage, start: int, box: ir.Box) -> torch.Tensor:
     """The box of a buffer that begins at byte `start` of a storage."""
     offset, rest = divmod(start, box.dtype.itemsize)
     if rest:
@@ -70,7 +70,7 @@ def at(storage: torch.UntypedStorage, start: int, box: Box) -> torch.Tensor:
     return empty.set_(storage, offset + box.offset, box.sizes, box.strides)  # pyright: ignore
 
 
-def derive(base: torch.Tensor, box: Box) -> torch.Tensor:
+def derive(base: torch.Tensor, box: ir.Box) -> torch.Tensor:
     """A box of a buffer that is a tensor of the caller's or of this run's own."""
     if base.dtype == DTYPES[box.dtype]:
         if not box.offset:  # torch then begins where the base does
@@ -85,20 +85,12 @@ class _Family:
     """A buffer of this run: where the table has it, and the views of it that calls take."""
 
     place: int
-    views: list[tuple[int, Box]] = field(default_factory=list)
+    views: list[tuple[int, ir.Box]] = field(default_factory=list)
 
 
-def _returned(args: Sequence[Arg]) -> Iterator[str]:
-    for arg in args:
-        if isinstance(arg, View):
-            yield arg.buffer
-        elif isinstance(arg, tuple):
-            yield from _returned(arg)
-
-
-def _touched(program: Program) -> Iterator[str]:
+def _touched(program: ir.Program) -> Iterator[str]:
     for op in program.ops:
-        made = {buffer.name for buffer in op.fresh} if isinstance(op, Call) else set[str]()
+        made = {buffer.name for buffer in op.fresh} if isinstance(op, ir.Call) else set[str]()
         for access in (*op.reads(), *op.writes()):
             if access.view.buffer not in made:
                 yield access.view.buffer
@@ -107,8 +99,8 @@ def _touched(program: Program) -> Iterator[str]:
 class ValueTable:
     def __init__(
         self,
-        program: Program,
-        box: Callable[[View], Box],
+        program: ir.Program,
+        box: Callable[[ir.View], ir.Box],
         slots: Mapping[str, Slot],
         device: torch.device,
         host: frozenset[str] = frozenset(),
@@ -122,13 +114,13 @@ class ValueTable:
         """What the calls read; places stay the same, contents of some change from run to run."""
         self._program = program
         self.box = box
-        """The strided box of a view on this rank."""
         self.device = device
         self._buffers = program.buffers()
-        self.used = frozenset((*_returned(program.returned()), *_touched(program)))
+        returned = (view.buffer for arg in program.returned() for view in ir.views_in(arg))
+        self.used = frozenset((*returned, *_touched(program)))
         """Buffers that it returns, or that an op touches which is not the Call that makes them."""
         self._slots = slots
-        self._places: dict[tuple[str, int | None, Box], int] = {}
+        self._places: dict[tuple[str, int | None, ir.Box], int] = {}
         self._families: dict[str, _Family] = {}
         self._symmetric: list[tuple[int, str, tuple[torch.Tensor, torch.Tensor]]] = []
         self.copies: dict[str, int] = {}
@@ -139,7 +131,7 @@ class ValueTable:
         self._allocated = tuple(
             (op.buffer.name, whole(op.buffer))
             for op in program.ops
-            if isinstance(op, Alloc) and op.buffer.kind == "fresh"
+            if isinstance(op, ir.Alloc) and op.buffer.kind == "fresh"
         )
         for kind in ("input", "output", "fresh"):  # in the order in which `starter` is given them
             for buffer in (b for b in self._buffers.values() if b.kind == kind):
@@ -147,20 +139,21 @@ class ValueTable:
 
     def _lay_out(self) -> tuple[torch.UntypedStorage, dict[str, int]]:
         """Gives every local buffer its first byte in one arena."""
-        sizes: dict[str, int] = {}
-        locals_ = [b for b in self._buffers.values() if b.kind == "local"]
-        for buffer in locals_:
-            key = f"shared {buffer.storage}" if buffer.storage else f"own {buffer.name}"
+        sizes: dict[tuple[bool, str], int] = {}
+        keys = {
+            buffer.name: (bool(buffer.storage), buffer.storage or buffer.name)
+            for buffer in self._buffers.values()
+            if buffer.kind == "local"
+        }
+        for name, key in keys.items():
+            buffer = self._buffers[name]
             sizes[key] = max(sizes.get(key, 0), buffer.offset + nbytes(buffer))
-        starts, total = {}, 0
+        starts, total = dict[tuple[bool, str], int](), 0
         for key, size in sizes.items():
             starts[key] = total
             total += -(-size // ALIGN) * ALIGN
         arena = torch.empty(total, dtype=torch.uint8, device=self.device).untyped_storage()
-        return arena, {
-            b.name: b.offset + starts[f"shared {b.storage}" if b.storage else f"own {b.name}"]
-            for b in locals_
-        }
+        return arena, {n: self._buffers[n].offset + starts[key] for n, key in keys.items()}
 
     def _add(self, value: Any, constant: bool) -> int:
         place = len(self.items)
@@ -176,25 +169,22 @@ class ValueTable:
     def constant(self, value: Any) -> int:
         return self._add(value, constant=True)
 
-    def own(self, view: View) -> int:
-        return self.at(view.buffer, self.box(view))
-
-    def remote(self, view: View, member: int) -> int:
-        """The place of a view of a symmetric or registered buffer in a peer's memory."""
+    def own(self, view: ir.View, member: int | None = None) -> int:
+        """The place of a view of this rank's memory, or (symmetric, registered) of a member's."""
         return self.at(view.buffer, self.box(view), member)
 
-    def at(self, name: str, box: Box, member: int | None = None) -> int:
+    def at(self, name: str, box: ir.Box, member: int | None = None) -> int:
         """The place of a box of a buffer, of this rank's memory or of that of a team's `member`."""
         key = (name, member, box)
         if key not in self._places:
             tensors = [at(storage, start, box) for storage, start in self._memory(name, member)]
-            if len(tensors) == 2:
-                self._places[key] = self._add(None, constant=False)
-                self._symmetric.append((self._places[key], name, (tensors[0], tensors[1])))
-            elif tensors:
-                self._places[key] = self._add(tensors[0], constant=True)
+            if not tensors:
+                place = self._of_the_run(self._buffers[name], box)
             else:
-                self._places[key] = self._of_the_run(self._buffers[name], box)
+                place = self._add(tensors[0], constant=len(tensors) == 1)
+            if len(tensors) == 2:
+                self._symmetric.append((place, name, (tensors[0], tensors[1])))
+            self._places[key] = place
         return self._places[key]
 
     def _memory(self, name: str, member: int | None) -> list[tuple[torch.UntypedStorage, int]]:
@@ -209,7 +199,7 @@ class ValueTable:
             return [(copy.untyped_storage(), int(copy.storage_offset()))]
         return [(self.arena, self._starts[name])] if buffer.kind == "local" else []
 
-    def _of_the_run(self, buffer: Buffer, box: Box) -> int:
+    def _of_the_run(self, buffer: ir.Buffer, box: ir.Box) -> int:
         family = self._families[buffer.name]
         if box == whole(buffer):
             return family.place
@@ -220,7 +210,7 @@ class ValueTable:
         family.views.append((place, box))
         return place
 
-    def address(self, view: View, member: int | None = None) -> Callable[[], int]:
+    def address(self, view: ir.View, member: int | None = None) -> Callable[[], int]:
         """What gives the address of a view in each run, here or in the memory of a team's
         `member`."""
         box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
@@ -240,9 +230,7 @@ class ValueTable:
         family = self._families[name]
         return (family.place, *(place for place, _ in family.views))
 
-    # -- a run -----------------------------------------------------------------------------------
-
-    def _new(self, box: Box) -> torch.Tensor:
+    def _new(self, box: ir.Box) -> torch.Tensor:
         dtype = DTYPES[box.dtype]
         return torch.empty_strided(box.sizes, box.strides, dtype=dtype, device=self.device)
 
@@ -300,7 +288,12 @@ class ValueTable:
             held.clear()
 
 
-# -- copies that have the strides of what they are copies of --------------------------------------
+def alike(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether these strides reach the same elements: in dimensions of one they do not matter."""
+    return tensor.numel() == 0 or all(
+        size == 1 or got == wanted
+        for size, got, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
+    )
 
 
 def once(tensor: torch.Tensor) -> torch.Tensor:

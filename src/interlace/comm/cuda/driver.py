@@ -50,6 +50,10 @@ def relax_captures() -> None:
     cu.cuThreadExchangeStreamCaptureMode(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
 
 
+def _name(error: Any) -> str:
+    return getattr(error, "name", str(error))
+
+
 class Driver:
     """The driver's functions, on the device that is current when it is made."""
 
@@ -62,19 +66,13 @@ class Driver:
         self._private: int | None = None
 
     def fail(self, what: str, error: Any) -> None:
-        name = getattr(error, "name", str(error))
-        raise BackendError(f"{what} of the CUDA driver failed: {name}")
+        raise BackendError(f"{what} of the CUDA driver failed: {_name(error)}")
 
     def check(self, what: str, result: Any) -> Any:
         error, *values = result
         if error:
             self.fail(what, error)
         return values[0] if values else None
-
-    def relax_captures(self) -> None:
-        relax_captures()
-
-    # -- the hot path ----------------------------------------------------------------------------
 
     def write(self, stream: int, address: int, value: int) -> None:
         """Writes a 32-bit word once the stream gets here, after a fence of the whole system."""
@@ -119,8 +117,6 @@ class Driver:
         """What is done with words in a row: ("wait", words), ("write", words), at once."""
         return Batch(self, parts)
 
-    # -- events and streams ----------------------------------------------------------------------
-
     def event(self) -> Event:
         return self.check("cuEventCreate", self._cu.cuEventCreate(2))
 
@@ -156,8 +152,6 @@ class Driver:
     def finish_device(self) -> None:
         self.check("cuCtxSynchronize", self._cu.cuCtxSynchronize())
 
-    # -- memory ----------------------------------------------------------------------------------
-
     def alloc(self, nbytes: int, time_out_s: float = 10.0) -> int:
         """Device memory, filled with zeros. Where none is left torch gives up what it caches."""
         error, *found = self._cu.cuMemAlloc(nbytes)
@@ -165,10 +159,10 @@ class Driver:
             torch.cuda.empty_cache()
             error, *found = self._cu.cuMemAlloc(nbytes)
         if error:
-            name = getattr(error, "name", str(error))
             raise BackendError(
-                f"there are no {nbytes >> 20} MiB of GPU memory for what peers map ({name}): leave "
-                "more of it free, or use smaller sizes, or a strategy without slots"
+                f"there are no {nbytes >> 20} MiB of GPU memory for what peers map "
+                f"({_name(error)}): leave more of it free, or use smaller sizes, or a strategy "
+                "without slots"
             )
         base = int(found[0])
         try:

@@ -3,14 +3,12 @@
     memory = share_memory(driver, board, "slots/1", 1 << 26, time_out_s=60)
     memory.bases[2]            # the address, here, of the memory of rank 2 of the team
 
-Handles go through the store, so set-up is bounded and needs neither MPI nor multicast objects. An
-allocation is a multiple of 2 MiB: smaller ones would share one with others, and so their handle.
+Handles go through the store, so set-up is bounded. An allocation is a multiple of 2 MiB: smaller
+ones would share one with others, and so their handle.
 
-Symmetric slots lie in such memory: two copies of each on every rank, used in turn. Run n of a team
-on this device takes copy n % 2 of every slot, once all ranks have ended their run n - 2
-(`CudaSide`), so one rule stands for the takes of all slots. It is at least as strict as a Program's
-own rule (a take awaits every rank's Free of the take before the last). A Program that takes a slot
-more than once in a run has a slot for each of these takes.
+Symmetric slots lie in such memory: two copies of each on every rank. Run n of a team takes copy
+n % 2 of every slot, once all ranks have ended their run n - 2 (`CudaSide`): at least as strict as a
+Program's own rule. A Program that takes a slot more than once in a run has a slot for each take.
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ def share_memory(
     except InterlaceError as error:
         problem = error
     try:
-        place = f"{topic}/device memory"
-        notes = board.exchange(place, told, time_out_s, problem=problem)
+        notes = board.exchange(f"{topic}/device memory", told, time_out_s, problem=problem)
     except InterlaceError as error:
         if base and not isinstance(error, PeerError):  # of a lost store: others may have met
             driver.free(base)
@@ -77,8 +74,7 @@ def share_memory(
     except InterlaceError as error:
         problem = error
     try:
-        place = f"{topic}/mapped device memory"
-        board.exchange(place, {}, time_out_s, problem=problem)
+        board.exchange(f"{topic}/mapped device memory", {}, time_out_s, problem=problem)
     except InterlaceError:
         for member, opened in enumerate(bases):
             if member != me:
@@ -110,9 +106,7 @@ class CudaSlot:
     def __init__(
         self, name: str, nbytes: int, memory: PeerMemory, start: int, device: torch.device
     ) -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self.me = memory.me
+        self.name, self.nbytes, self.me = name, nbytes, memory.me
         step = align(nbytes, ALIGN)
         self.bases = [(base + start, base + start + step) for base in memory.bases]
         """`bases[member][copy]`: the address, here, of that rank's memory."""
@@ -133,30 +127,26 @@ class CudaSlotPool(SlotPool):
         self._driver = driver
         self._device = device
         self._memories: list[tuple[PeerMemory, set[tuple[str, int]]]] = []
-        """Each block, and the slots that lie in it."""
 
     def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
-        starts: list[int] = []
-        total = 0
-        for _, nbytes in keys:
-            starts.append(total)
-            total += 2 * align(nbytes, ALIGN)
+        total = sum(2 * align(nbytes, ALIGN) for _, nbytes in keys)
         memory = share_memory(self._driver, self._board, topic, total, time_out_s)
         self._memories.append((memory, set(keys)))
-        for (name, nbytes), start in zip(keys, starts, strict=True):
+        start = 0
+        for name, nbytes in keys:
             slot = CudaSlot(name, nbytes, memory, start, self._device)
             self.slots[name, nbytes] = slot  # pyright: ignore
+            start += 2 * align(nbytes, ALIGN)
 
     def _drop(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
         super()._drop(topic, keys, time_out_s)
-        gone: list[PeerMemory] = []
-        for memory, held in self._memories:
+        for _, held in self._memories:
             held.difference_update(keys)
-            if not held:
-                memory.unmap()
-                gone.append(memory)
+        gone = [memory for memory, held in self._memories if not held]
         if not gone:
             return
+        for memory in gone:
+            memory.unmap()
         self._memories = [item for item in self._memories if item[1]]
         self._board.exchange(f"{topic}/unmapped", {}, time_out_s)
         for memory in gone:

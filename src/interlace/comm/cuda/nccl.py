@@ -3,34 +3,26 @@
     join(backend, device, 60, "team tp on rank 0", ended, look)     # all ranks of it, together
     run = bind_on_stream(backend, spec, time_out_s=60)
     run(src, dst)                                  # on the current stream; returns when issued
-    move = bind_messages(backend, [("send", 1), ("recv", 3)], device)
-    move([a, b])
-    aborts = abort([backend])                      # begins
-    if not all_ended(aborts, time_out_s=10): ...
-
-What never completes is aborted with its communicator, by the watchdog.
+    if not all_ended(abort([backend]), time_out_s=10): ...
 
 Note [Connecting]
     NCCL connects in its first op, in a call that waits for all ranks and that no abort reaches: its
-    communicator is not there yet. A rank that fails before its own first op (bad input to the first
-    run, say) would leave the others in that call for ever. So the ranks do one op in `prepare()`,
-    and again after a reset, each in a thread that is left behind where it does not come back. That
-    is also for a backend of the user's, which may or may not have had an op. Where they do not
-    meet it is aborted, the user's too: what waits on it would take part in another op.
+    communicator is not there yet. A rank that fails before its own first op would leave the others
+    in that call for ever. So the ranks do one op in `prepare()`, and again after a reset, in a
+    thread that is left behind where it does not come back; also for a backend of the user's. Where
+    they do not meet it is aborted: what waits on it would take part in another op.
 
 Note [Aborts]
-    NCCL's ops end only with their communicator, and a call of NCCL in another thread may keep an
-    abort from ever returning, as may a kernel of another communicator that waits on the same device
-    (the abort frees memory, which waits for the device). So
+    NCCL's ops end only with their communicator. A call of NCCL in another thread may keep an abort
+    from ever returning, as may a kernel of another communicator on the same device (the abort frees
+    memory, which waits for the device). So
 
-    - each abort has a thread of its own: one that stands still holds up neither the next one, nor
-      the watchdog, nor the caller (torch's own abort, in a destructor, would keep Python's lock);
+    - each abort has a thread of its own (torch's own, in a destructor, would keep Python's lock);
     - after a failure, the watchdog begins it once no thread of this process is issuing a run with
-      the communicator, as far as its patience goes: the device itself may hold that thread up, in
-      a full queue, which only the abort ends. No run begins and no NCCL op is issued after a
-      failure;
+      the communicator, or its patience ends: only the abort empties a full queue that holds such a
+      thread up. No run begins and no NCCL op is issued after a failure;
     - a communicator of ours that a reset or `interlace.release()` leaves behind is aborted there,
-      by all ranks, while nothing is under way, and not when the garbage collector comes by;
+      by all ranks, while nothing is under way;
     - the abort waits for the graphs that the communicator's ops were captured in: they go first.
 """
 
@@ -48,14 +40,13 @@ import torch.distributed as dist
 
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
 from interlace.comm.cuda.driver import relax_captures
-from interlace.comm.host.signals import Wait
+from interlace.comm.host.signals import BoundedWait
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import BackendError
 
 Run = Callable[[torch.Tensor | None, torch.Tensor | None], None]
 LOOK_S = 0.05
-"""How often it is asked whether a peer's process has ended, or a peer given up."""
 LAST_S = 1.0
 """How much later than the time-out the thread's own wait in the store may end, which is as long for
 a backend that Interlace made. Back while the interpreter ends, it would abort the process."""
@@ -119,7 +110,7 @@ def leave_unregistered() -> None:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
-class StreamWait(Wait):
+class StreamWait(BoundedWait):
     """How a stream waits for a collective: it is ordered after it, and the host goes on."""
 
     def __init__(self, time_out_s: float) -> None:

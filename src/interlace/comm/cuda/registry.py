@@ -6,24 +6,18 @@
     registry.let_go(held["w"])  # by whoever got it, when none of its runs is under way
 
 Note [Mapped once]
-    A tensor is part of an allocation (of torch's caching allocator, a segment), and a handle names
-    the whole of it. Ranks tell, in one exchange for all parameters of a Program, the handle, the
-    driver's number of the allocation, and where in it the tensor lies. The number, unlike the
-    address, is never used again, so memory that was freed and allocated anew is not taken for what
-    it was. A mapping stands under (member, number) and is counted by those who use it: two tensors
-    of one allocation, and two Programs, share it. A few that nobody uses stay for the next Program;
-    the least lately used go first. One whose allocation is gone, as its rank tells, goes at once,
-    or with its last user. CUDA's manual leaves open what becomes of memory that is freed while
-    others map it: nothing here reads or writes what is idle, and the device has it again when it is
-    unmapped.
-
-    Nothing of this happens in a run: a Program's mappings stay the same from its preparation on.
+    A handle names a whole allocation (a segment of torch's caching allocator). Ranks exchange, once
+    for all parameters of a Program, the handle, the driver's number of the allocation, which is
+    never used again, and where in it the tensor lies. A mapping stands under (member, number) and
+    counts its users: tensors of one allocation, and Programs, share it. A few without users stay
+    for the next Program. One whose allocation is gone, as its rank tells, ends at once, or with its
+    last user: CUDA leaves open what memory that is freed while others map it contains.
 
 Note [Let go at any time]
-    Executors end in any thread, and in finalizers, which may begin in the midst of what is done
-    here, in the same thread. So books are changed under a lock that its thread may take again, a
-    mapping counts as used before anything else is done with it, and what ends one looks whether it
-    still stands in the books. No lock is held while peers are waited for.
+    Executors end in any thread, and in finalizers, which may begin amid what is done here, in the
+    same thread. So books are changed under a re-entrant lock, a mapping counts as used before
+    anything else is done with it, and what ends one looks whether it still stands in the books. No
+    lock is held while peers are waited for.
 """
 
 from __future__ import annotations
@@ -50,11 +44,10 @@ KEPT = 8
 """Mappings for each peer that nobody uses and that stay all the same."""
 
 Key = tuple[int, int]
-"""A member, and the number of one of its allocations."""
 
 
 @dataclass(slots=True)
-class Mapping:
+class MappedAllocation:
     """An allocation of a peer's, mapped here."""
 
     base: int
@@ -70,10 +63,9 @@ class Registry:
         self._team, self._driver, self._device = team, driver, device
         self._kept = KEPT * (len(team.ranks) - 1)
         self._lock = threading.RLock()
-        self.mapped: OrderedDict[Key, Mapping] = OrderedDict()
+        self.mapped: OrderedDict[Key, MappedAllocation] = OrderedDict()
         """Allocations of peers that are mapped here, the last one used last."""
         self._told: dict[int, int] = {}
-        """This rank's allocations that peers were told of: number -> address."""
 
     def register(
         self,
@@ -85,8 +77,7 @@ class Registry:
     ) -> dict[str, Registered]:
         """Makes these tensors reachable on every rank of the team; all ranks call it together.
         Raises on every rank, `BackendError` as a rule, where a tensor cannot be shared."""
-        team = self._team
-        gone: list[int] = []
+        team, gone = self._team, list[int]()
         note: Note = {"gone": gone}
         problem: InterlaceError | None = None
         try:
@@ -96,7 +87,7 @@ class Registry:
             problem = _as_ours(error, "told to its peers")
         notes, written = tell(team, topic, note, writes, problem, time_out_s)
         held: dict[str, Registered] = {}
-        try:
+        with contextlib.ExitStack() as failed:
             try:
                 for member, theirs in enumerate(notes):
                     for number in theirs["gone"]:
@@ -105,14 +96,12 @@ class Registry:
                     copies, keys = self._map(name, tensor, nbytes, notes)
                     facts = name in written, name in inputs
                     held[name] = Registered(tensor, team.me, copies, *facts, mappings=keys)
+                    failed.callback(self.let_go, held[name])
             except Exception as error:
                 problem = _as_ours(error, "mapped")
             place = f"{team.topic}/registered/{topic}/mapped parameters"
             team.board.exchange(place, {}, time_out_s, problem=problem)
-        except BaseException:
-            for mine in held.values():
-                self.let_go(mine)
-            raise
+            failed.pop_all()
         with self._lock:  # all peers came here, so each has heard what is gone
             for number in gone:
                 self._told.pop(number, None)
@@ -145,24 +134,24 @@ class Registry:
     def _map(
         self, name: str, tensor: torch.Tensor, nbytes: int, notes: list[Note]
     ) -> tuple[tuple[torch.Tensor, ...], tuple[Key, ...]]:
+        if not nbytes:
+            return (torch.empty(0, dtype=torch.uint8, device=self._device),) * len(notes), ()
         copies: list[torch.Tensor] = []
         keys: list[Key] = []
         try:
             for member, theirs in enumerate(notes):
                 handle, number, offset = theirs["params"][name]
-                address = tensor.data_ptr()
-                if member != self._team.me and nbytes:
-                    key = member, int(number)
+                address, key = tensor.data_ptr(), (member, int(number))
+                if member != self._team.me:
                     address = self._use(key, handle).base + int(offset)
                     keys.append(key)
-                empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-                copies.append(tensor_at(address, nbytes, self._device) if nbytes else empty)
+                copies.append(tensor_at(address, nbytes, self._device))
         except BaseException:
             self._release(keys)
             raise
         return tuple(copies), tuple(keys)
 
-    def _use(self, key: Key, handle: str) -> Mapping:
+    def _use(self, key: Key, handle: str) -> MappedAllocation:
         with self._lock:
             mapping = self.mapped.get(key)
             if mapping is not None:
@@ -170,7 +159,7 @@ class Registry:
                 if self.mapped.get(key) is mapping:  # a finalizer may have ended it before
                     self.mapped.move_to_end(key)
                     return mapping
-            mapping = self.mapped[key] = Mapping(self._driver.open(handle))
+            mapping = self.mapped[key] = MappedAllocation(self._driver.open(handle))
             return mapping
 
     def let_go(self, held: Registered) -> None:

@@ -2,15 +2,12 @@
 
     side = team.cuda(device, time_out_s=60)        # all ranks, together, at the first Program
     number = side.enter()                          # this rank issues its next run
-    side.awaits.run(stream, number - 2, 0)         # the stream waits until all have ended that one
-    side.tells.run(stream, 0, number)              # and later: this rank has ended this one
 
 Note [Two runs apart]
     Run n uses copy n % 2 of every slot, so whoever writes into peers' memory in run n first waits
-    until all ranks have ended run n - 2. That is all that runs need between them: a rank can be a
-    whole run ahead, and no run ends with a barrier. A run that awaits a signal of every other rank
-    is `closed`: those ranks had begun it, so they had ended the one before. After a closed run
-    n - 1 there is nothing left to wait for.
+    until all ranks have ended run n - 2. That is all that runs need between them: no run ends with
+    a barrier. A run that awaits a signal of every other rank is `closed`: those ranks had begun it,
+    so they had ended the one before, and the next run has nothing left to wait for.
 
     What callers register has no copies to be used in turn. There a Program's own signals say that
     the peer has begun the run, and that it is done before the run ends: the verifier asks for both.
@@ -64,7 +61,6 @@ class CudaSide:
         """For words while runs are under way, which may hold up the driver."""
         self.slots = CudaSlotPool(self.driver, team.board, f"{topic}/slots", device)
         self.registry = Registry(self.team, self.driver, device)
-        """The memory of callers that members have registered."""
         self.run = 0
         """Runs that this rank has issued, of Programs that reach into peers' memory."""
         first = self._ended = self.heap.take(self.size)  # the first words on every rank alike
@@ -78,10 +74,8 @@ class CudaSide:
         self.teller: int | None = None
         """The stream that told the peers of the last run's end."""
         self.generation = 0
-        """How often it was reset."""
         self._lock = threading.RLock()  # the garbage collector may end an Executor in it
         self.closed = 0
-        """The last run that was closed."""
         self.areas: list[Area] = []
         """The exchanges' staging memory; Executors made before a larger one came keep theirs."""
         self.spaces: weakref.WeakSet[CudaSpace] = weakref.WeakSet()

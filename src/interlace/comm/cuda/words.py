@@ -1,41 +1,30 @@
 """Words: 32-bit counters that all ranks of a team map, and what waits for them.
 
-    first = heap.take(4)                 # four words of this rank, zero
-    heap.address(me, first + 2)          # what the own stream waits for
-    heap.address(peer, theirs + 2)       # what a peer's word is called here
-
     space = CudaSpace(side, "3/tp", ("ready",), span=2, uses=True, gets=(), time_out_s=60)
-    space.theirs("ready", 1)             # the word that this rank raises on member 1
+    space.theirs("ready", [1])           # the words that this rank raises on member 1
     space.begin()                        # a run: values count from `space.base` on
-
     access = WordAccess(driver)
     access.fill(address, value=1 << 30, count=8)    # DriverHeldUpError if it takes too long
     access.rest(time_out_s=10)           # after it no abandoned call can write any more
 
-Values only grow, from run to run too, and are compared around: a word has reached a value when
-their difference, as a signed 32-bit number, is not negative. So nothing is reset between runs. A
-value v of a signal is the number base + v; the base grows by the span of a run, which all ranks
-have agreed on.
+Values only grow, from run to run too: a word has reached a value when their difference, as a signed
+32-bit number, is not negative. So nothing is reset between runs. A value v of a signal is the
+number base + v; the base grows by the span of a run, on which all ranks have agreed.
 
 Note [Held up]
-    A stream that waits for a word in device memory is released by a write of that word, and that is
-    a call of the driver on a stream of ours. Such a call may not return while other streams wait:
+    A stream that waits for a word in device memory is released by a write of that word, a call of
+    the driver on a stream of ours. Such a call may not return while other streams wait:
 
-    - a thread of the caller's that itself waits in the driver may hold a lock that other calls
-      need. It launches into a full queue (some thousand launches behind the run that waits, on the
-      default stream), it copies from or to memory that is not pinned, or it frees device memory;
-    - streams are more than the hardware has queues: what stands behind a stream that waits, waits
-      too. With CUDA_DEVICE_MAX_CONNECTIONS=1 there is one queue for all, also for those of the
-      highest priority.
+    - a thread of the caller's that waits in the driver may hold a lock that other calls need: it
+      launches into a full queue, copies memory that is not pinned, or frees device memory;
+    - streams are more than the hardware has queues (CUDA_DEVICE_MAX_CONNECTIONS=1: one for all):
+      what stands behind a stream that waits, waits too.
 
-    Whether events are done can be asked in all these states, so the watchdog still finds the stall.
-    A call here runs in a thread of its own, for a bounded time. If the driver is still held up some
-    seconds after a run has failed, nothing in this process can release the caller's thread: the
-    watchdog ends the process with a report, as NCCL's does. Peers have the error by then, and
-    torchrun sees the exit code.
-
-    An abandoned call may still write later: when it returns at last, or from a queue. `rest` waits
-    for both, and after it words count anew.
+    Whether events are done can always be asked, so the watchdog still finds the stall. A call here
+    runs in a thread of its own, for a bounded time. If the driver is still held up some seconds
+    after a run has failed, the watchdog ends the process with a report, as NCCL's does: peers have
+    the error by then, and torchrun sees the exit code. An abandoned call may still write later;
+    `rest` waits for that, and after it words count anew.
 """
 
 from __future__ import annotations
@@ -47,7 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from interlace.comm.cuda.driver import Driver
+from interlace.comm.cuda.driver import Driver, relax_captures
 from interlace.comm.cuda.memory import PeerMemory
 from interlace.comm.rendezvous.board import Note
 from interlace.comm.rendezvous.patience import Errand
@@ -70,10 +59,8 @@ class WordHeap:
     """The words of one rank, where its peers can write them."""
 
     def __init__(self, driver: Driver, memory: PeerMemory) -> None:
-        self.driver = driver
-        self.memory = memory
-        self._count = memory.nbytes // 4
-        self._next = 0
+        self.driver, self.memory = driver, memory
+        self._next, self._count = 0, memory.nbytes // 4
         self._free: dict[int, list[int]] = {}
 
     def take(self, count: int) -> int:
@@ -120,11 +107,10 @@ class CudaSpace:
         mine = {name: self._first + i * side.size for i, name in enumerate(signals)}
         last = {name: list(values) for name, values in (raises or {}).items()}
         note: Note = {"signals": mine, "span": span, "uses": uses, "gets": list(gets)}
-        note["raises"] = last
-        team = side.team
-        place = f"{team.topic}/device space/{topic}"
+        place = f"{side.team.topic}/device space/{topic}"
         try:
-            self._notes = team.board.exchange(place, note, time_out_s)
+            told = {**note, "raises": last}
+            self._notes = side.team.board.exchange(place, told, time_out_s)
         except BaseException:
             if self.num_words:
                 side.heap.give(self._first, self.num_words)  # no peer heard of them
@@ -196,7 +182,6 @@ class CudaSpace:
 
 
 PATIENCE_S = 0.5
-"""How long a call of the driver's gets, which takes less than a millisecond."""
 
 
 class DriverHeldUpError(BackendError):
@@ -207,7 +192,6 @@ class WordAccess:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._abandoned: list[Errand] = []
-        """Calls that did not return in time."""
 
     def read(self, address: int, count: int) -> list[int]:
         """32-bit words of this rank's part of the memory, as they are now."""
@@ -239,7 +223,7 @@ class WordAccess:
             raise DriverHeldUpError("the CUDA driver is held up: an earlier call has not returned")
 
         def act() -> Any:
-            self._driver.relax_captures()
+            relax_captures()
             return action()
 
         try:
@@ -289,8 +273,5 @@ class Area:
 
 
 def area_nbytes(stage_nbytes: int) -> int:
-    """The staging memory that is made for exchanges of so many bytes: some room to spare."""
-    size = 8 << 20
-    while size < stage_nbytes:
-        size *= 2
-    return size
+    """The staging memory that is made for exchanges of so many bytes: a power of two."""
+    return max(8 << 20, 1 << (stage_nbytes - 1).bit_length())

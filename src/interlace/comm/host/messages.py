@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from interlace.comm.collectives import as_bytes
-from interlace.comm.host.signals import Wait, fence, stamp
+from interlace.comm.host.signals import BoundedWait, fence, stamp
 from interlace.comm.host.workspace import MessageBox
 from interlace.comm.teams import TeamComm
 
@@ -99,7 +99,7 @@ class Transfer:
             start = self._backend.send if self.sends else self._backend.recv
             self._work = start([as_bytes(tensor)], self.peer, self._tag)
 
-    def end(self, wait: Wait) -> None:
+    def end(self, wait: BoundedWait) -> None:
         work, self._work = self._work, None
         if work is None:
             return
@@ -141,7 +141,7 @@ class PeerTransfer(Transfer):
         """Nothing: the other side hears of the failure."""
 
 
-def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait) -> None:
     """Carries out Sends and Recvs together: each moves as soon as its peer is there."""
     packed = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
     _exchange(parts, packed, wait)
@@ -150,7 +150,9 @@ def exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: W
             tensor.copy_(pack)
 
 
-def _exchange(parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: Wait) -> None:
+def _exchange(
+    parts: Sequence[Transfer], tensors: Sequence[torch.Tensor], wait: BoundedWait
+) -> None:
     for part in parts:
         part.team.control.meet(part.peer, wait)
     for part, tensor in zip(parts, tensors, strict=True):

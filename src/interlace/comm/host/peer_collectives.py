@@ -22,7 +22,7 @@ from interlace.comm.collectives import (
     reduce_into,
     split,
 )
-from interlace.comm.host.signals import Wait, stamp
+from interlace.comm.host.signals import BoundedWait, stamp
 from interlace.comm.host.workspace import Workspace
 
 
@@ -81,7 +81,7 @@ def bind_peer_collective(space: Workspace, spec: Spec, number: int) -> Run:
     rooted = spec.kind in ("gather", "reduce") and spec.me != spec.root
     wants = spec.kind != "barrier" and not rooted
 
-    def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: Wait) -> None:
+    def run(src: torch.Tensor | None, dst: torch.Tensor | None, wait: BoundedWait) -> None:
         mark = stamp(team.control.run, number)
         if nbytes and src is not None:
             space.stages[spec.me][:nbytes].copy_(as_bytes(src))

@@ -2,16 +2,11 @@
 
     held = share_on_host(team, "3/tp", {"w": (w, nbytes)}, ("w",), writes=(), time_out_s=60)
     held["w"].copies[1]        # the bytes of the parameter on rank 1 of the team
-    held["w"].enter()          # on the CPU: what peers read is what the tensor holds now
 
-Ranks exchange where their parameters lie once, while they prepare a Program, all parameters of a
-team at once; runs exchange nothing. What peers reach is found by the Program and the name of the
-parameter, so whether it is known never depends on the rank or on its data.
-
-Note [Registered memory on the CPU]
-    A process cannot map another's private memory. There a parameter has a block of shared memory on
-    each rank, in which the ops of the Program work, and peers. A run copies the tensor in when it
-    begins and out when it has ended, which is when the caller may look. On CUDA nothing is copied.
+Ranks exchange where their parameters lie once, while they prepare a Program; runs exchange nothing.
+A process cannot map another's private memory: on the CPU, a parameter has a block of shared memory
+on each rank. A run copies the tensor in when it begins and out when it has ended, which is when the
+caller may look. On CUDA nothing is copied.
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
 
 Wanted = Mapping[str, tuple[torch.Tensor, int]]
-"""By name: the caller's tensor, and how many bytes from its first element to its last's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,6 @@ class Registered:
     copies: tuple[torch.Tensor, ...]
     """The bytes of each member's, as reached from here, from its first element on."""
     written: bool
-    """Whether a rank's Program writes it."""
     input: bool = True
     staged: torch.Tensor | None = None
     """On the CPU: the block that peers reach, with the sizes and strides of the tensor."""
@@ -93,19 +86,16 @@ def share_on_host(
 ) -> dict[str, Registered]:
     """Blocks of shared memory for parameters in the memory of the CPU; all ranks call it."""
     _, written = tell(team, topic, {}, writes, None, time_out_s)
-    starts: dict[str, int] = {}
-    total = 0
-    for name in sorted(wanted):
-        starts[name] = total
-        total += align(wanted[name][1])
+    total = sum(align(nbytes) for _, nbytes in wanted.values())
     place = f"{team.topic}/registered/{topic}"
-    shared = share(team.board, place, total, {}, time_out_s)
+    shared, start = share(team.board, place, total, {}, time_out_s), 0
     held: dict[str, Registered] = {}
-    for name, (tensor, nbytes) in wanted.items():
-        copies = tuple(segment.bytes(starts[name], nbytes) for segment in shared.segments)
+    for name, (tensor, nbytes) in sorted(wanted.items()):
+        copies = tuple(segment.bytes(start, nbytes) for segment in shared.segments)
+        start += align(nbytes)
         mine = copies[team.me]
         staged = torch.empty(0, dtype=tensor.dtype)
-        start = int(mine.storage_offset()) // tensor.itemsize
-        staged.set_(mine.untyped_storage(), start, tensor.shape, tensor.stride())  # pyright: ignore
+        at = int(mine.storage_offset()) // tensor.itemsize
+        staged.set_(mine.untyped_storage(), at, tensor.shape, tensor.stride())  # pyright: ignore
         held[name] = Registered(tensor, team.me, copies, name in written, name in inputs, staged)
     return held

@@ -1,13 +1,11 @@
 """Memory that the processes of one host share: what symmetric buffers and signals live in.
 
 One rank creates a segment, its peers open it by name, and the name goes away as soon as all have it
-mapped: the memory then lives as long as somebody maps it. A process that is killed before that
-leaves its names behind; the next one to create a segment there takes them away.
-The pages are reserved at creation, since writing to a full tmpfs is a SIGBUS and not an exception.
+mapped. A process that is killed before that leaves its names to the next one that creates a segment
+there. Pages are reserved at creation: writing to a full tmpfs is a SIGBUS and not an exception.
 
     shared = share(board, "ws/1", nbytes=1 << 20, note={"slots": 2}, time_out_s=60)
     shared.segments[1].bytes(0, 64)      # the memory of rank 1 of the team
-    shared.notes[1]["slots"]             # what it said along with it
 
     >>> segment = Segment.create(4096)
     >>> segment.cells[0] = 7
@@ -192,25 +190,21 @@ def share(board: Board, topic: str, nbytes: int, note: Note, time_out_s: float) 
     mine: Segment | None = None
     problem: InterlaceError | None = None
     told, segments = dict[str, Any](), list[Segment]()
-    me = board.me
     try:
         try:
             mine = Segment.create(nbytes)
             told = {"path": mine.path, "nbytes": mine.nbytes, "note": note}
         except InterlaceError as error:
             problem = error
-        place = f"{topic}/memory"
-        notes = board.exchange(place, told, time_out_s, problem=problem)
+        notes = board.exchange(f"{topic}/memory", told, time_out_s, problem=problem)
         try:
             for member, their in enumerate(notes):
-                opened = mine if member == me else Segment.open(their["path"], their["nbytes"])
-                assert opened is not None
-                segments.append(opened)
+                here = mine if member == board.me else None
+                segments.append(here or Segment.open(their["path"], their["nbytes"]))
         except InterlaceError as error:
             problem = error
-        place = f"{topic}/mapped memory"
-        board.exchange(place, {}, time_out_s, problem=problem)
-        return SharedSegments(me, tuple(segments), tuple(their["note"] for their in notes))
+        board.exchange(f"{topic}/mapped memory", {}, time_out_s, problem=problem)
+        return SharedSegments(board.me, tuple(segments), tuple(their["note"] for their in notes))
     finally:
         if mine is not None:
             mine.unlink()

@@ -1,21 +1,18 @@
 """Counters that one process raises and another awaits, and the one bounded wait of this library.
 
 A signal is a 64-bit cell of shared memory with one writer, whose values only grow: a `stamp` puts
-the number of the run above the value that the Program counts from the start of the run, so that
-cells need no reset between runs.
+the number of the run above the value that the Program counts from the start of the run.
 
-    >>> wait = Wait(time_out_s=5, describe=lambda: "expect(ready, 1)")
+    >>> wait = BoundedWait(time_out_s=5, describe=lambda: "expect(ready, 1)")
     >>> wait.until(lambda: cells[3] >= stamp(run, 1))
 
 Note [Memory order]
-    x86 keeps the order of stores, and of loads, so data copied before a stamp is seen before it.
-    ARM does not. Python has no fence, but its locks are made of atomic operations: an acquire, a
-    release and an acquire of one lock order everything before them with everything after them (an
-    acquire that reads the value of a release is ordered after it, and that after all that came
-    before). A writer calls `fence()` between its data and its stamp, a reader between seeing a
-    stamp and touching the data. 64-bit cells are aligned and written by one store. Tensors may be
-    copied by stores that go around the cache, which no processor keeps in order; cells are not, so
-    between cells alone `order_cells()` will do.
+    x86 keeps the order of stores, and of loads; ARM does not. Python has no fence, but its locks
+    are atomic operations: an acquire, a release and an acquire of one lock order everything before
+    them with everything after them. A writer calls `fence()` between its data and its stamp, a
+    reader between seeing a stamp and touching the data. Tensors may be copied by stores that go
+    around the cache, which no processor keeps in order; cells are not, so between cells alone
+    `order_cells()` will do.
 """
 
 from __future__ import annotations
@@ -67,16 +64,14 @@ def _no_detail() -> str:
 
 
 @dataclass(slots=True)
-class Wait:
+class BoundedWait:
     """How an op waits: for how long, what may end it early, and how it says what it was."""
 
     time_out_s: float
     describe: Callable[[], str]
-    """The op, as an error should show it."""
     check: Callable[[], None] = _nothing
     """Raises when waiting has become pointless: a peer failed, or another stream of this rank."""
     log: Callable[[], str] = _no_detail
-    """What every stream was doing, for the end of a time-out's message."""
     behind: Callable[[], str] = _no_detail
     """Who may hold up a transfer that all have begun."""
     cut: Callable[[], None] = _nothing

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from interlace.comm.host.shared_memory import PAGE, Segment, align, share
-from interlace.comm.host.signals import Wait, fence
+from interlace.comm.host.signals import BoundedWait, fence
 from interlace.comm.rendezvous.board import Board
 
 Members = Callable[[list[int]], str]
@@ -35,12 +35,9 @@ class Slot:
     def __init__(
         self, name: str, nbytes: int, segments: tuple[Segment, ...], me: int, at: int, cell: int
     ) -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self.me = me
+        self.name, self.nbytes, self.me = name, nbytes, me
         self._cells = [segment.cells for segment in segments]
-        self._cell = cell
-        self._takes = 0
+        self._cell, self._takes = cell, 0
         self.copies = [
             tuple(segment.bytes(at + copy * align(nbytes), nbytes) for copy in (0, 1))
             for segment in segments
@@ -53,7 +50,7 @@ class Slot:
         self._takes += 1
         return Use(take % 2, take // 2)
 
-    def take(self, use: Use, wait: Wait, where: Members) -> None:
+    def take(self, use: Use, wait: BoundedWait, where: Members) -> None:
         """Returns when every rank has given back the previous use of this copy."""
         at, cells = self._cell + use.copy, self._cells
 
@@ -80,7 +77,6 @@ class SlotPool:
     def __init__(self, board: Board, topic: str = "") -> None:
         self._board = board
         self.topic = topic
-        """Where the team's notes are."""
         self.slots: dict[tuple[str, int], Slot] = {}
         self.holders: dict[tuple[str, int], int] = {}
 
@@ -95,9 +91,8 @@ class SlotPool:
         topic, told = f"{self.topic}/{topic}", {"slots": dict(wanted), "idle": idle}
         notes = self._board.exchange(f"{topic}/slots", told, time_out_s)
         sizes: dict[str, int] = {}
-        for note in notes:
-            for name, nbytes in note["slots"].items():
-                sizes[name] = max(sizes.get(name, 0), nbytes)
+        for name, nbytes in (item for note in notes for item in note["slots"].items()):
+            sizes[name] = max(sizes.get(name, 0), nbytes)
         idle_here = [{(name, size) for name, size in note["idle"]} for note in notes]
         gone = sorted(set.intersection(*idle_here) - set(sizes.items()))
         if gone:
@@ -122,16 +117,13 @@ class SlotPool:
             self.holders.pop(key, None)
 
     def _add(self, topic: str, keys: list[tuple[str, int]], time_out_s: float) -> None:
-        header = align(16 * len(keys), PAGE)
-        at = header
-        starts: list[int] = []
-        for _, nbytes in keys:
-            starts.append(at)
+        at = align(16 * len(keys), PAGE)
+        total = at + sum(2 * align(nbytes) for _, nbytes in keys)
+        shared = share(self._board, topic, total, {}, time_out_s)
+        for index, (name, nbytes) in enumerate(keys):
+            facts = name, nbytes, shared.segments, shared.me, at, 2 * index
+            self.slots[name, nbytes] = Slot(*facts)
             at += 2 * align(nbytes)
-        shared = share(self._board, topic, at, {}, time_out_s)
-        for index, ((name, nbytes), start) in enumerate(zip(keys, starts, strict=True)):
-            me = shared.me
-            self.slots[name, nbytes] = Slot(name, nbytes, shared.segments, me, start, 2 * index)
 
     def reset(self) -> None:
         for slot in self.slots.values():

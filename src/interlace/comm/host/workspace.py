@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from interlace.comm.host.shared_memory import PAGE, align, share
-from interlace.comm.host.signals import Wait, fence, stamp
+from interlace.comm.host.signals import BoundedWait, fence, stamp
 from interlace.comm.rendezvous.board import Note
 from interlace.comm.teams import TeamComm
 from interlace.errors import ProgramError
@@ -30,13 +30,11 @@ class Message:
     member: int
     nth: int
     nbytes: int = 0
-    """What passes through shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
     signals: tuple[str, ...] = ()
-    """The signals that it expects."""
     sends: tuple[Message, ...] = ()
     recvs: tuple[Message, ...] = ()
     stage_nbytes: int = 0
@@ -57,9 +55,7 @@ class MessageBox:
 
 class Workspace:
     def __init__(self, team: TeamComm, topic: str, demand: Demand, time_out_s: float) -> None:
-        self.team = team
-        size = team.size
-        cell = 0
+        self.team, size, cell = team, team.size, 0
 
         def cells(count: int) -> int:
             nonlocal cell
@@ -77,25 +73,16 @@ class Workspace:
         note["stage"] = [at, align(demand.stage_nbytes)]
         at += align(demand.stage_nbytes)
         shared = share(team.board, f"{team.topic}/space/{topic}", at, note, time_out_s)
-        self._segments = shared.segments
-        self._notes = shared.notes
+        self._segments, self._notes = shared.segments, shared.notes
         self._cells = [segment.cells for segment in shared.segments]
-        self.stages = [
-            segment.bytes(*note["stage"])
-            for segment, note in zip(shared.segments, shared.notes, strict=True)
-        ]
-        """Every member's staging area, as bytes."""
-
-    # -- signals ---------------------------------------------------------------------------------
+        members = zip(shared.segments, shared.notes, strict=True)
+        self.stages = [segment.bytes(*told["stage"]) for segment, told in members]
 
     def notifier(self, signal: str, members: tuple[int, ...]) -> list[tuple[memoryview, int]]:
         """The cells that raise `signal` on these members; a member that never looks has none."""
-        found: list[tuple[memoryview, int]] = []
-        for member in members:
-            first = self._notes[member]["signals"].get(signal)
-            if first is not None:
-                found.append((self._cells[member], first + self.team.me))
-        return found
+        firsts = [(member, self._notes[member]["signals"].get(signal)) for member in members]
+        me = self.team.me
+        return [(self._cells[member], first + me) for member, first in firsts if first is not None]
 
     def notify(self, cells: list[tuple[memoryview, int]], value: int) -> None:
         """Raises a signal, after everything that came before it."""
@@ -104,7 +91,7 @@ class Workspace:
         for cell, at in cells:
             cell[at] = mark
 
-    def expect(self, signal: str, members: tuple[int, ...], value: int, wait: Wait) -> None:
+    def expect(self, signal: str, members: tuple[int, ...], value: int, wait: BoundedWait) -> None:
         """Returns when all these members have raised `signal` to `value` in this run."""
         control, mine = self.team.control, self._cells[self.team.me]
         mark = stamp(control.run, value)
@@ -116,14 +103,12 @@ class Workspace:
                 wait.until(lambda at=at: mine[at] >= mark, lambda m=member: control.where([m]))
         fence()
 
-    # -- collectives through shared memory -------------------------------------------------------
-
     def arrived(self, mark: int) -> None:
         """This rank's staging area holds what it gives to the collective with this stamp."""
         fence()
         self._cells[self.team.me][self._notes[self.team.me]["arrived"]] = mark
 
-    def await_arrivals(self, mark: int, wait: Wait) -> None:
+    def await_arrivals(self, mark: int, wait: BoundedWait) -> None:
         pairs = [
             (cells, note["arrived"]) for cells, note in zip(self._cells, self._notes, strict=True)
         ]
@@ -133,8 +118,6 @@ class Workspace:
             return self.team.control.where(late)
 
         wait.until(lambda: all(cells[at] >= mark for cells, at in pairs), missing)
-
-    # -- messages --------------------------------------------------------------------------------
 
     def box(self, message: Message, sends: bool) -> MessageBox:
         """Where this rank's Send meets its Recv, or (not `sends`) its Recv its Send."""

@@ -4,33 +4,26 @@ Set-up happens through them: small JSON texts under a topic, read by polling, so
 bounded and a note that says "I failed" ends it at once.
 
     board = Board(store, ranks=(0, 1, 2), rank=0)
-    board.post("host/0", {"boot": "..."})
     notes = board.collect({1: "host/1", 2: "host/2"}, time_out_s=10)   # of the ranks that came
     notes = board.exchange("host", {"boot": "..."}, time_out_s=10)     # all ranks', or none
-    party = Party("tp/0-1", ranks=(0, 1))
-    greet(board, [party], "prepare Program 'forward'", time_out_s=60)  # party.name: the same on all
 
 Note [All or none]
     A rank that gives up leaves its notes behind, and the others may have read them by then. So each
     meeting has one verdict, which the store takes once: "all came" from whoever saw all notes, or
-    "given up" from whoever waits no longer. Whichever is there first holds for all ranks. A meeting
-    that is held again and again (to prepare the next Program, to reset) has numbered rounds, and a
-    round with a verdict is over: who comes late, or comes again, finds the others in the first one
-    without. So ranks that tried it a different number of times need not count alike.
+    "given up". Whichever is there first holds for all ranks. A meeting that is held again (to
+    prepare the next Program, to reset) has numbered rounds, and a round with a verdict is over: who
+    comes late, or again, finds the others in the first one without.
 
 Note [Who is gone]
-    Before its first meeting a process says in the store which one it is, and from then on nobody
-    waits for it once it has ended. Of a rank that never came that far, a closed connection of gloo
-    tells it. Who leaves because of an error leaves word of it, which holds until it announces
-    itself again: a process that ended after such a word is not the culprit, and its word is passed
-    on. The store may outlive processes, so what was said before this one began does not count.
+    Before its first meeting a process says in the store which one it is; nobody waits for it once
+    it has ended. Of a rank that never came that far, a closed connection of gloo tells it. A rank
+    that leaves because of an error leaves word of it, which is passed on: it is not the culprit.
+    The store may outlive processes: what was said before this one began does not count.
 
 Note [Words and echoes]
-    A store may outlive the processes that use it: torchrun starts a job anew over the store of its
-    first attempt, where notes of ranks stand that are gone. So each rank tells a random word of its
-    own, and which words it has heard. A rank that has heard mine is there now. The name is made of
-    the words of all, so it is the same on all ranks, and a meeting under it has notes of these
-    processes alone.
+    torchrun starts a job anew over the store of its first attempt, where notes of ranks stand that
+    are gone. So each rank tells a random word of its own, and which words it has heard: a rank that
+    has heard mine is there now. The name of a meeting is made of the words of all.
 """
 
 from __future__ import annotations
@@ -60,20 +53,14 @@ if TYPE_CHECKING:
 
 Note = dict[str, Any]
 
-_ERRORS: dict[str, type[InterlaceError]] = {
-    cls.__name__: cls for cls in (SharedMemoryError, BackendError, AgreementError, PeerError)
-}
-
-
+_ERRORS = {e.__name__: e for e in (SharedMemoryError, BackendError, AgreementError, PeerError)}
 STORE_S = 300.0
 """How long the store may take to answer where no time-out is known."""
 SLICE_S = 0.05
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0002, 0.02
-"""Between two looks for notes."""
 LOOK_EVERY_S, PROBE_EVERY_S = 0.25, 1.0
 """How often it is asked after ranks of which nothing is known: the store, and their connections."""
 WORD_S = 1.0
-"""How long leaving word may take."""
 
 
 class Board:
@@ -118,8 +105,6 @@ class Board:
         key, text = f"{self._prefix}/{topic}", json.dumps(mine)
         return json.loads(self.ask(lambda: self._store.compare_set(key, "", text)))
 
-    # -- processes: Note [Who is gone] -----------------------------------------------------------
-
     def announce(self) -> None:
         self._left_word = False
         self._set(_process(self.rank), {"process": identity(), "at": uptime()})
@@ -161,15 +146,10 @@ class Board:
     def farewell(self, gone: Sequence[int], what: str) -> str:
         """What became of ranks whose processes have ended, and who is to blame."""
         words = {rank: self.word(rank) for rank in gone}
-        culprits = [rank for rank in gone if not words[rank]]
-        if culprits:
-            return (
-                f"{named(culprits)} cannot {what} any more: the process has ended. Start the job "
-                "anew"
-            )
+        if culprits := [rank for rank in gone if not words[rank]]:
+            who = named(culprits)
+            return f"{who} cannot {what} any more: the process has ended. Start the job anew"
         return f"rank {gone[0]} cannot {what} any more, for it stopped: {words[gone[0]]}"
-
-    # -- meetings --------------------------------------------------------------------------------
 
     def poll(
         self,
@@ -277,8 +257,6 @@ class Board:
         with contextlib.suppress(InterlaceError):  # a store that cannot: it stays there
             for topic in over:
                 self.ask(lambda topic=topic: self._store.delete_key(f"{self._prefix}/{topic}"))
-
-    # -- verdicts: Note [All or none] ------------------------------------------------------------
 
     def round(self, topic: str, after: int) -> int:
         """The number of the first round of a topic, after that one, that is not over."""
@@ -396,9 +374,7 @@ class Party:
     ranks: tuple[int, ...]
     word: str = field(default_factory=lambda: secrets.token_hex(8))
     name: str = ""
-    """What all of them have found."""
     missing: list[int] = field(default_factory=list[int])
-    """Those that have not heard this rank yet."""
     told: Note = field(default_factory=dict[str, object])
 
     def look(self, board: Board) -> None:

@@ -6,13 +6,11 @@
             raise CommTimeoutError(...)
 
     call = Errand(lambda: store.check([key]))     # in a thread of its own
-    if call.is_back(within_s=1.0):
-        found = call.result()
+    found = call.result() if call.is_back(within_s=1.0) else None
 
 Note [Observed time]
-    A whole job can be paused: a suspended virtual machine, a scheduler, a debugger. No rank is late
-    then, so a wait counts only time that it saw pass: of what lies between two looks at the clock
-    at most `LONGEST_STEP_S`, and never more than a quarter of the time-out.
+    While a whole job is paused (a suspended machine, a debugger) no rank is late, so of what lies
+    between two looks at the clock a wait counts at most `LONGEST_STEP_S`, or a quarter of it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from typing import Any
 LONGEST_STEP_S = 1.0
 WARN_AFTER_S = 60.0
 LONGER = "if it is only late, give the option time_out_s more seconds"
-"""The end of a time-out's message."""
 
 
 class Patience:

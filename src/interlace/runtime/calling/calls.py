@@ -23,9 +23,9 @@ from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.operators import decode, resolve
 from interlace.runtime.prepare.plan import Plan
-from interlace.runtime.values import DTYPES, ValueTable, derive, whole
+from interlace.runtime.values import DTYPES, ValueTable, alike, derive, whole
 
-Thunk = Callable[[], None]
+Thunk = Callable[[], Any]
 Read = Callable[[], Sequence[Any]]
 
 QUICK: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -61,10 +61,10 @@ def _by_place(places: Sequence[int], items: list[Any]) -> Callable[[], tuple[Any
     return lambda: getter(items)
 
 
-Spec = int | list["Spec"]
+Places = int | list["Places"]
 
 
-def _spec(arg: Arg, values: ValueTable, device: torch.device) -> Spec:
+def _spec(arg: Arg, values: ValueTable, device: torch.device) -> Places:
     if isinstance(arg, View):
         return values.own(arg)
     if isinstance(arg, tuple):
@@ -72,11 +72,11 @@ def _spec(arg: Arg, values: ValueTable, device: torch.device) -> Spec:
     return values.constant(decode(arg, device))
 
 
-def _take(spec: Spec, items: list[Any]) -> Any:
+def _take(spec: Places, items: list[Any]) -> Any:
     return [_take(item, items) for item in spec] if isinstance(spec, list) else items[spec]
 
 
-def _constant(spec: Spec, values: ValueTable) -> bool:
+def _constant(spec: Places, values: ValueTable) -> bool:
     if isinstance(spec, list):
         return all(_constant(item, values) for item in spec)
     return values.is_constant(spec)
@@ -89,11 +89,8 @@ def bind_call(
     device: torch.device,
     compile_regions: bool = False,
 ) -> Thunk:
-    fn: Callable[..., Any]
-    if op.fn in regions:
-        fn = _region(op, regions[op.fn], values, device, compile_regions)
-    else:
-        fn = resolve(op.fn)
+    region = regions.get(op.fn)
+    fn = resolve(op.fn) if region is None else _region(op, region, values, device, compile_regions)
     read, fixed = reader(op.args, values, device)
     names = tuple(name for name, _ in op.kwargs)
     read_named, named_fixed = reader([value for _, value in op.kwargs], values, device)
@@ -107,7 +104,7 @@ def bind_call(
     if op.fresh:
         return _fresh(op, fn, call, values)
     if op.mutates or not op.outs:
-        return _plain(call)
+        return call
     out_names = _out_names(fn)
     fn = QUICK.get(op.fn, fn)
     outs = [values.own(view) for view in op.outs]
@@ -139,13 +136,6 @@ def _out_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     if schema is not None:
         return tuple(argument.name for argument in schema.arguments if argument.is_out)
     return ("out",) if fn in KERNELS.values() else ()
-
-
-def _plain(call: Callable[[], Any]) -> Thunk:
-    def run() -> None:
-        call()
-
-    return run
 
 
 def _call(
@@ -296,11 +286,7 @@ def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor
         )
     if result.numel() == 0:
         return result
-    same = all(
-        size == 1 or got == wanted
-        for size, got, wanted in zip(sizes, result.stride(), strides, strict=True)
-    )
-    if same:
+    if alike(result, strides):
         return result.as_strided(sizes, strides)
     return torch.empty_strided(sizes, strides, dtype=dtype, device=result.device).copy_(result)
 
@@ -308,10 +294,9 @@ def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor
 def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
     """A call of one of `QUICK`, of tensors alone. Its result's shape follows from its arguments',
     so it is compared with the output's once."""
-    items, (out,) = values.items, [values.own(view) for view in op.outs]
+    items, (view,) = values.items, op.outs
     first, second, *third = [values.own(arg) for arg in op.args if isinstance(arg, View)]
-    (view,) = op.outs
-    size, known = values.box(view).sizes, False
+    out, size, known = values.own(view), values.box(view).sizes, False
 
     def check() -> None:
         nonlocal known
@@ -337,8 +322,6 @@ def resized(op: Call, got: Sequence[int], wanted: Sequence[int]) -> ExecutorErro
         f"{op.fn} gives a result of shape {list(got)}, but the Program has {list(wanted)} for it"
     )
 
-
-# -- what a run gives back ------------------------------------------------------------------------
 
 Results = Callable[[], tuple[Any, ...]]
 

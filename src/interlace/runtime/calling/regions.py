@@ -6,6 +6,7 @@ run(x, y)                         # a tuple, one tensor for each of the region's
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,73 +21,17 @@ Resolve = Callable[[str], Callable[..., Any]]
 Decode = Callable[[Arg], Any]
 
 
-def _names(arg: Arg) -> set[str]:
-    if isinstance(arg, Name):
-        return {arg.name}
-    return {name for item in arg for name in _names(item)} if isinstance(arg, tuple) else set()
-
-
 def eager(region: Region, resolve: Resolve, decode: Decode) -> Callable[..., tuple[Any, ...]]:
     """The region as a function that runs its calls one after another, freeing as it goes."""
-    last: dict[str, int] = {}
-    for index, node in enumerate(region.body):
-        for arg in (*node.args, *(value for _, value in node.kwargs)):
-            last.update(dict.fromkeys(_names(arg), index))
-    dead: list[list[str]] = [[] for _ in region.body]
-    for name, index in last.items():
-        if name not in region.outputs:
-            dead[index].append(name)
-    nodes = [
-        (
-            resolve(node.fn),
-            tuple(_template(arg, decode) for arg in node.args),
-            tuple((key, _template(value, decode)) for key, value in node.kwargs),
-            node.outs,
-            tuple(dead[index]),
-        )
-        for index, node in enumerate(region.body)
-    ]
-
-    def run(*args: Any) -> tuple[Any, ...]:
-        values: dict[str, Any] = dict(zip(region.inputs, args, strict=True))
-        for fn, given, named, outs, drop in nodes:
-            result = fn(
-                *[_fill(arg, values) for arg in given],
-                **{key: _fill(arg, values) for key, arg in named},
-            )
-            if len(outs) == 1:
-                values[outs[0]] = result
-            else:
-                values.update(zip(outs, result, strict=True))
-            for name in drop:
-                values.pop(name, None)
-        return tuple(values[name] for name in region.outputs)
-
-    return run
-
-
-def _template(arg: Arg, decode: Decode) -> Any:
-    """An argument with everything decoded but the names of values."""
-    if isinstance(arg, Name):
-        return arg
-    if isinstance(arg, tuple):
-        return [_template(item, decode) for item in arg]
-    return decode(arg)
-
-
-def _fill(arg: Any, values: dict[str, Any]) -> Any:
-    if isinstance(arg, Name):
-        return values[arg.name]
-    return [_fill(item, values) for item in arg] if isinstance(arg, list) else arg
+    return graph_module(region, resolve, decode).forward
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Sizes, strides and element type of an argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A region to compile; two of them are the same where `key` is."""
+    """A region to compile; tasks with the same `key` are equal."""
 
     key: str
     region: Region = field(compare=False)
@@ -228,23 +173,21 @@ def graph_module(region: Region, resolve: Resolve, decode: Decode) -> torch.fx.G
         name: graph.placeholder(f"input_{place}") for place, name in enumerate(region.inputs)
     }
 
-    def given(arg: Any) -> Any:
-        return _fill(arg, values)
+    def given(arg: Arg) -> Any:
+        if isinstance(arg, Name):
+            return values[arg.name]
+        return [given(item) for item in arg] if isinstance(arg, tuple) else decode(arg)
 
     for node in region.body:
-        fn = resolve(node.fn)
-        args = tuple(given(_template(arg, decode)) for arg in node.args)
-        kwargs = {key: given(_template(value, decode)) for key, value in node.kwargs}
-        made = graph.call_function(fn, args, kwargs)
+        args = tuple(given(arg) for arg in node.args)
+        kwargs = {key: given(value) for key, value in node.kwargs}
+        made = graph.call_function(resolve(node.fn), args, kwargs)
         if len(node.outs) == 1:
             values[node.outs[0]] = made
-        else:
-            import operator
-
-            for index, name in enumerate(node.outs):
-                values[name] = graph.call_function(operator.getitem, (made, index))
-    missing = [name for name in region.outputs if name not in values]
-    if missing:
-        raise ProgramError(f"region {region.name!r} has no value {missing[0]!r} to return")
+            continue
+        for index, name in enumerate(node.outs):
+            values[name] = graph.call_function(operator.getitem, (made, index))
+    for name in (name for name in region.outputs if name not in values):
+        raise ProgramError(f"region {region.name!r} has no value {name!r} to return")
     graph.output(tuple(values[name] for name in region.outputs))
     return torch.fx.GraphModule(torch.nn.Module(), graph)

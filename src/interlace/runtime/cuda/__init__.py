@@ -1,7 +1,6 @@
 """The CUDA engine: streams, copy engines and kernels instead of threads.
 
-engine.py    the engine: binds a Program's ops once, issues them in every run
-runner.py    one run, from the caller's tensors to the results
+engine.py    the engine: a run, from the caller's tensors to the results, and the end of runs
 binding.py   a Program's ops in a run, with what stands before and after them
 binder.py    each kind of op as a function that issues it
 lanes.py     the streams of a Program, the points between them, and when each op ran

@@ -3,21 +3,19 @@
     binder = Binder(binding)
     issue = binder.bind(index, op)        # a function without arguments; None: nothing to do
 
-Bytes that lie in a row go by copy engines; what does not, by torch's copy kernel. Torch's own ops
-run with the op's stream as the current one.
+Bytes in a row go by copy engines, others by torch's copy kernel. Torch's own ops run with the op's
+stream as the current one.
 
 Note [When slots are taken]
     A stream must wait until all ranks have ended the run before last only where it writes what a
     peer may still be reading: a peer's memory, or a slot of its own that peers read by Get. Its own
     reads of what came by Put are behind the signal of that Put, whose writer has waited. So the
-    stream that computes seldom waits, and an event that says no more than that slots are taken is
-    neither recorded nor awaited. Executors share slots: what one only writes itself another's peers
-    may read, and then it waits as well.
+    stream that computes seldom waits. Executors share slots: what one only writes itself another's
+    peers may read, and then it waits as well.
 
     What callers register is ordered by the Program's signals alone. In a graph those are words that
     the peer's next run takes back, so there a stream also waits before it raises any: raised
-    earlier, before the peer has taken back the last, they would be taken back with it, and no rank
-    would end its run (graphs.py, Note [Words in graphs]).
+    earlier, they would be taken back too (graphs.py, Note [Words in graphs]).
 """
 
 from __future__ import annotations
@@ -28,29 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace import ir
 from interlace.comm.cuda.driver import Event
 from interlace.comm.cuda.memory import slot_keys
-from interlace.ir import (
-    Alloc,
-    Call,
-    Collective,
-    Copy,
-    Expect,
-    Free,
-    Fused,
-    Get,
-    Group,
-    HostSync,
-    Notify,
-    Op,
-    Put,
-    Record,
-    Recv,
-    Send,
-    Spot,
-    View,
-    Wait,
-)
 from interlace.runtime.calling.calls import bind_call
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
 from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member, bind_sum
@@ -64,7 +42,7 @@ if TYPE_CHECKING:
     from interlace.runtime.cuda.binding import Binding
 
 
-def _alike(one: Expect, other: Expect) -> bool:
+def _alike(one: ir.Expect, other: ir.Expect) -> bool:
     return (one.stream, one.team, one.value) == (other.stream, other.team, other.value)
 
 
@@ -85,12 +63,10 @@ class Binder:
         self.resources = context.resources
         self.binding, self.lanes, self.driver = binding, binding.lanes, binding.driver
         self.spaces: Mapping[str, Any] = binding.spaces
-        """By team: words to count with."""
         self.check = binding.engine.check
-        """Raises what was found to have failed meanwhile."""
         self.regions = {region.name: region for region in context.plan.program.regions}
         self.compiled = context.options.regions == "inductor"
-        self.points: dict[Spot, Point] = {}
+        self.points: dict[ir.Spot, Point] = {}
         self.events: list[Event] = []
         self.kernels: list[int] = []
         """The Fused ops that one kernel runs."""
@@ -101,7 +77,6 @@ class Binder:
         }
         self._homes = homes(self.plan.program)
         self._users: dict[str, dict[str, None]] = {}
-        """By buffer: the streams that use it."""
         for op in self.plan.program.ops:
             for access in (*op.reads(), *op.writes()):
                 self._users.setdefault(access.view.buffer, {})[op.stream] = None
@@ -115,9 +90,9 @@ class Binder:
             self._on.setdefault(id(self.lanes[op.stream]), []).append(index)
         self._taken: set[tuple[int, str, int | None]] = set()
 
-    def steps(self, index: int, op: Op, number: int = -1) -> list[Thunk]:
+    def steps(self, index: int, op: ir.Op, number: int = -1) -> list[Thunk]:
         """What issues an op (or one member of a Fused), with the slots that it needs."""
-        if number >= 0 and isinstance(op, Fused):
+        if number >= 0 and isinstance(op, ir.Fused):
             item, step = op.members[number], self.member(index, op, number)
         else:
             item, step = op, self.bind(index, op)
@@ -129,52 +104,52 @@ class Binder:
             issued.append(mark.record(self.lanes[op.stream]))
         return issued
 
-    def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
+    def bind(self, index: int, op: ir.Op, member: int = 0) -> Thunk | None:
         """The function that issues an op; `member` is its number in the Fused at `index`."""
         lane = self.lanes[op.stream]
         match op:
-            case Call() if (total := bind_sum(self, lane, op)) is not None:
+            case ir.Call() if (total := bind_sum(self, lane, op)) is not None:
                 return total
-            case Call():
+            case ir.Call():
                 call = bind_call(op, self.values, self.regions, self.context.device, self.compiled)
                 return lane.within(call)
-            case Copy():
+            case ir.Copy():
                 return self.copy(lane, (op.src, None), (op.dst, None))
-            case Put():
+            case ir.Put():
                 (peer,) = self.plan.members(op.team, op.peer)
                 return self.copy(lane, (op.src, None), (op.dst, peer))
-            case Get():
+            case ir.Get():
                 (peer,) = self.plan.members(op.team, op.peer)
                 return self.copy(lane, (op.src, peer), (op.target, None))
-            case Notify():
+            case ir.Notify():
                 return self.notify(lane, op)
-            case Expect():
+            case ir.Expect():
                 return self.expect(lane, index, op)
-            case Record() if (index, member) not in self._awaited:
+            case ir.Record() if (index, member) not in self._awaited:
                 return None
-            case Record() if not member and self._only_allocs(index, op.stream):
+            case ir.Record() if not member and self._only_allocs(index, op.stream):
                 return None
-            case Record():
+            case ir.Record():
                 point = self.points[index, member] = EventPoint(self.driver, self.event())
                 return point.record(lane)
-            case Wait() if index >= self._last:
+            case ir.Wait() if index >= self._last:
                 return None
-            case Wait():
+            case ir.Wait():
                 point = self.points.get(self.plan.waits[index, member])
                 return None if point is None else point.wait(lane)
-            case Free(buffer=name) if self.plan.buffers[name].kind == "fresh":
+            case ir.Free(buffer=name) if self.plan.buffers[name].kind == "fresh":
                 return self.drop(name, lane)
-            case HostSync():
+            case ir.HostSync():
                 return self.host_sync(lane, index)
-            case Collective():
+            case ir.Collective():
                 return collective(self, lane, index, op)
-            case Send() | Recv():
+            case ir.Send() | ir.Recv():
                 return messages(self, lane, index, (op,))
-            case Group():
+            case ir.Group():
                 return messages(self, lane, index, op.ops)
-            case Fused():
+            case ir.Fused():
                 return self.fused(lane, index, op)
-            case Alloc() | Free():
+            case ir.Alloc() | ir.Free():
                 return None  # slots: Note [When slots are taken]; other memory is there
             case _:
                 raise unbound(op, "CUDA")
@@ -189,10 +164,8 @@ class Binder:
         for event in events:
             self.driver.destroy_event(event)
 
-    # -- memory ----------------------------------------------------------------------------------
-
     def copy(
-        self, lane: Lane, src: tuple[View, int | None], dst: tuple[View, int | None]
+        self, lane: Lane, src: tuple[ir.View, int | None], dst: tuple[ir.View, int | None]
     ) -> Thunk | None:
         """One view into another of as many elements, each with the peer in whose memory it is."""
         values, source, target = self.values, self.plan.box(src[0]), self.plan.box(dst[0])
@@ -211,14 +184,14 @@ class Binder:
 
         return lane.within(run)
 
-    def takes(self, op: Op) -> list[Thunk]:
+    def takes(self, op: ir.Op) -> list[Thunk]:
         """What stands before an op for the slots it writes: Note [When slots are taken]."""
         lane, found = self.lanes[op.stream], list[Thunk]()
         items = op.steps
         graph = self.context.options.graph
         wanted: list[tuple[str, Any]] = []
         if graph:
-            wanted += [(item.team, None) for item in items if isinstance(item, Notify)]
+            wanted += [(item.team, None) for item in items if isinstance(item, ir.Notify)]
         for access in op.writes():
             buffer = self.plan.buffers.get(access.view.buffer)
             if buffer is None or buffer.kind != "symmetric" or buffer.team is None:
@@ -243,7 +216,7 @@ class Binder:
         ops = self.plan.program.ops
         end = len(ops)
         for index in reversed(range(end)):
-            if not isinstance(ops[index], Wait | Free | Alloc | Record):
+            if not isinstance(ops[index], ir.Wait | ir.Free | ir.Alloc | ir.Record):
                 break
             end = index
         return end
@@ -251,7 +224,7 @@ class Binder:
     def _only_allocs(self, index: int, stream: str) -> bool:
         """Whether a stream has done nothing at all before an op."""
         before = (op for op in self.plan.program.ops[:index] if op.stream == stream)
-        return all(isinstance(op, Alloc | Record) for op in before)
+        return all(isinstance(op, ir.Alloc | ir.Record) for op in before)
 
     def drop(self, name: str, lane: Lane) -> Thunk:
         """Gives the memory of a tensor of this run back to its stream, once other streams have done
@@ -272,14 +245,12 @@ class Binder:
 
         return run
 
-    # -- signals ---------------------------------------------------------------------------------
-
-    def notify(self, lane: Lane, op: Notify) -> Thunk | None:
+    def notify(self, lane: Lane, op: ir.Notify) -> Thunk | None:
         space, value, driver = self.spaces[op.team], op.value, self.driver
         words = space.theirs(op.signal, self.plan.members(op.team, op.peer))
         return Words.of("write", driver, lane, words, lambda: space.base + value)
 
-    def expect(self, lane: Lane, index: int, op: Expect) -> Thunk | None:
+    def expect(self, lane: Lane, index: int, op: ir.Expect) -> Thunk | None:
         """Makes the stream wait for its words; of expects in a row, the last one waits for those of
         all: the first would wait before what this rank issues, and peers await, between them."""
         row, ops = [op], self.plan.program.ops
@@ -287,10 +258,10 @@ class Binder:
             mine = self._on[id(lane)]
             at = bisect_left(mine, index)
             after = ops[mine[at + 1]] if at + 1 < len(mine) else None
-            if isinstance(after, Expect) and _alike(op, after):
+            if isinstance(after, ir.Expect) and _alike(op, after):
                 return None
             for before in (ops[other] for other in reversed(mine[:at])):
-                if not (isinstance(before, Expect) and _alike(op, before)):
+                if not (isinstance(before, ir.Expect) and _alike(op, before)):
                     break
                 row.append(before)
         space, value, driver = self.spaces[op.team], op.value, self.driver
@@ -309,18 +280,16 @@ class Binder:
 
         return run
 
-    # -- kernels of several parts ----------------------------------------------------------------
-
-    def member(self, index: int, op: Fused, number: int) -> Thunk | None:
+    def member(self, index: int, op: ir.Fused, number: int) -> Thunk | None:
         """One member of a Fused, for itself."""
         item, lane = op.members[number], self.lanes[op.stream]
-        if isinstance(item, Call):
+        if isinstance(item, ir.Call):
             bound = bind_member(self, lane, op, item)
             if bound is not None:
                 return bound
         return self.bind(index, item, number)
 
-    def fused(self, lane: Lane, index: int, op: Fused) -> Thunk | None:
+    def fused(self, lane: Lane, index: int, op: ir.Fused) -> Thunk | None:
         """The kernel that the op names, or its members in turn."""
         bound = bind_kernel(self, lane, index, op)
         if bound is not None:

@@ -7,19 +7,16 @@ Note [A run on the streams]
     entry   the other streams wait for the caller's, and the caller's for the end of the team's last
             run, of whatever Executor, if that was on another stream: slots, words and staging
             memory are one run's at a time
-    slots   see Note [When slots are taken]
     exit    the caller's stream waits for the others
     after   another stream tells the peers that this run has ended
     The stream that computes has nothing on it but its own ops and a few events: writes and waits
-    for words each keep a stream for a microsecond or more.
+    for words each keep a stream for a microsecond or more (Note [When slots are taken]).
 
 Note [Runs that wait for nobody]
-    Outside of teams nothing waits for a peer, so the watchdog has nothing to bound and needs no
-    mark of where a run begins. One event stands for the end of the last run: whoever runs next on
-    another stream waits for it, since the arena is one run's at a time. It is recorded when the run
-    ends, not when the next one comes on another stream: by then the caller may have destroyed the
-    old stream, or capture a graph on it. A run of torch's own operators that has no arena shares
-    nothing with the next: it leaves no event at all, and `synchronize` waits for the device.
+    Outside of teams the watchdog has nothing to bound. One event stands for the end of the last
+    run: whoever runs next on another stream waits for it, since the arena is one run's at a time.
+    It is recorded when the run ends: later the caller may have destroyed the stream. A run of
+    torch's own operators without an arena leaves no event: `synchronize` waits for the device.
 """
 
 from __future__ import annotations
@@ -141,8 +138,6 @@ class CudaEngine:
         if self.graphs is not None:
             warm_up(self, teams)
             self.warm = True
-
-    # -- a run -----------------------------------------------------------------------------------
 
     def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
@@ -330,8 +325,6 @@ class CudaEngine:
             }
         return self._uses[parities]
 
-    # -- what a run is refused for ---------------------------------------------------------------
-
     @property
     def captured(self) -> bool:
         """Whether the caller's stream is captured, in which there must be no run."""
@@ -362,8 +355,6 @@ class CudaEngine:
         """Raises what stopped this rank or a peer by now, whether or not it was found yet."""
         self.watched.hear()
         self.check()
-
-    # -- the end of runs -------------------------------------------------------------------------
 
     @property
     def spaces(self) -> Mapping[str, Any]:

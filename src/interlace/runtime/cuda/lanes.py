@@ -18,7 +18,7 @@ import torch
 from interlace.comm.cuda.driver import Driver, Event
 from interlace.runtime.cuda.waits.words import Words
 
-Thunk = Callable[[], None]
+Thunk = Callable[[], Any]
 
 
 @dataclass(slots=True)

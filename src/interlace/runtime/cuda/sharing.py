@@ -45,25 +45,19 @@ def _share(request: ShareRequest) -> TeamResources:
         side = team.cuda(device, limit)
         topic = f"{team.num_prepared}/{name}"
         private = f"{topic}/" if graph else ""  # a graph has its slots' addresses in it
-        wanted: dict[str, int] = {}
-        mine = [buffer for buffer, of_team in plan.takes.items() if of_team == name]
-        for buffer in mine:
-            declared = plan.buffers[buffer]
-            wanted[private + keys[buffer]] = declared.offset + nbytes(declared)
+        mine = [plan.buffers[taken] for taken, of_team in plan.takes.items() if of_team == name]
+        wanted = {private + keys[b.name]: b.offset + nbytes(b) for b in mine}
         found: Any = side.slots.ensure(topic, wanted, limit)
         for slot in found.values():
             kept.callback(side.slots.let_go, slot)
-        slots.update({buffer: found[private + keys[buffer]] for buffer in mine})
+        slots.update({b.name: found[private + keys[b.name]] for b in mine})
         known, uses = signals.get(name, ()), name in signals or bool(mine)
-        gets = [
-            keys[op.src.buffer]
-            for op in plan.program.ops
-            if isinstance(op, Get) and op.src.buffer in keys
-        ]
+        got = [op.src.buffer for op in plan.program.ops if isinstance(op, Get)]
+        gets = [keys[buffer] for buffer in got if buffer in keys]
         rest = (known, span, uses, gets, limit)
         spaces[name] = CudaSpace(side, topic, *rest)
         kept.callback(spaces[name].close)
-        mark_gotten({keys[buffer]: slots[buffer] for buffer in mine}, spaces[name].gotten)
+        mark_gotten({keys[b.name]: slots[b.name] for b in mine}, spaces[name].gotten)
         for kind, made in zip(GRAPHS, graphs, strict=False):
             words = (*known, "ended"), *rest[1:], raises.get(name)
             made[name] = CudaSpace(side, f"{topic}/{kind}", *words)
@@ -94,7 +88,7 @@ def _register(request: ShareRequest) -> dict[str, Registered]:
             registry = team.cuda(request.device, request.time_out_s).registry
             topic = f"{team.num_prepared}/{name}"
             made = registry.register(topic, request.registered[name], *facts)
-            found.update(made)
+            found |= made
             for mine in made.values():
                 request.kept.callback(registry.let_go, mine)
     return found

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from interlace import ir
 from interlace.comm import (
     BACKENDS,
     PeerTransfer,
@@ -23,24 +24,6 @@ from interlace.comm import (
     exchange,
 )
 from interlace.comm.backends import cut
-from interlace.ir import (
-    Alloc,
-    Collective,
-    Copy,
-    Expect,
-    Free,
-    Get,
-    Group,
-    HostSync,
-    Notify,
-    Op,
-    Put,
-    Record,
-    Recv,
-    Send,
-    Spot,
-)
-from interlace.ir import Wait as WaitOp
 from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.engine import EngineContext, unbound
 from interlace.runtime.host.streams import StreamOrder
@@ -56,49 +39,48 @@ class HostBinder:
         self.order = order
         self.wait_of = lambda index, member=0: context.wait(index, check, member)
 
-    def bind(self, index: int, op: Op, member: int = 0) -> Thunk | None:
+    def bind(self, index: int, op: ir.Op, member: int = 0) -> Thunk | None:
         """The function that runs an op, or member number `member` of the Fused at `index`; None
         where there is nothing to do."""
         match op:
-            case Copy():
+            case ir.Copy():
                 return self.copy(self.values.own(op.src), self.values.own(op.dst))
-            case Alloc(buffer=buffer) if buffer.kind == "symmetric":
+            case ir.Alloc(buffer=buffer) if buffer.kind == "symmetric":
                 return self.take(index, buffer.name)
-            case Free(buffer=name):
+            case ir.Free(buffer=name):
                 return self.free(name)
-            case Record() | HostSync():
+            case ir.Record() | ir.HostSync():
                 return lambda: self.order.reach((index, member))
-            case WaitOp():
+            case ir.Wait():
                 return self.pass_by(self.plan.waits[index, member], index, member)
-            case Collective():
+            case ir.Collective():
                 return self.collective(index, op)
-            case Send() | Recv():
+            case ir.Send() | ir.Recv():
                 return self.messages(index, (op,))
-            case Group():
+            case ir.Group():
                 return self.messages(index, op.ops)
-            case Put():
+            case ir.Put():
                 (peer,) = self.plan.members(op.team, op.peer)
-                dst = self.values.remote(op.dst, peer)
+                dst = self.values.own(op.dst, peer)
                 return self.meeting(index, op.team, peer, self.values.own(op.src), dst)
-            case Get():
+            case ir.Get():
                 (peer,) = self.plan.members(op.team, op.peer)
-                src = self.values.remote(op.src, peer)
+                src = self.values.own(op.src, peer)
                 return self.meeting(index, op.team, peer, src, self.values.own(op.target))
-            case Notify():
+            case ir.Notify():
                 space, value = self.resources.spaces[op.team], op.value
                 cells = space.notifier(op.signal, self.plan.members(op.team, op.peer))
                 return lambda: space.notify(cells, value)
-            case Expect():
+            case ir.Expect():
                 space, wait = self.resources.spaces[op.team], self.wait_of(index, member)
-                members, signal = self.plan.members(op.team, op.peer), op.signal
-                value = op.value
-                return lambda: space.expect(signal, members, value, wait)
-            case Alloc():
+                facts = op.signal, self.plan.members(op.team, op.peer), op.value
+                return lambda: space.expect(*facts, wait)
+            case ir.Alloc():
                 return None  # its memory is there
             case _:
                 raise unbound(op, "the CPU")
 
-    def pass_by(self, point: Spot, index: int, member: int = 0) -> Thunk:
+    def pass_by(self, point: ir.Spot, index: int, member: int = 0) -> Thunk:
         order, wait = self.order, self.wait_of(index, member)
         return lambda: order.pass_by(point, wait)
 
@@ -111,11 +93,8 @@ class HostBinder:
 
     def meeting(self, index: int, team: str, peer: int, src: int, dst: int) -> Thunk:
         """A one-sided copy, once the peer is known to run the same Program."""
-        control, items, wait = (
-            self.resources.teams[team].control,
-            self.values.items,
-            self.wait_of(index),
-        )
+        control, items = self.resources.teams[team].control, self.values.items
+        wait = self.wait_of(index)
 
         def run() -> None:
             control.meet(peer, wait)
@@ -143,7 +122,7 @@ class HostBinder:
             return run
         return None
 
-    def collective(self, index: int, op: Collective) -> Thunk:
+    def collective(self, index: int, op: ir.Collective) -> Thunk:
         """Waits for its turn in the team's queue and for every member; then runs."""
         turn, spec, wait = self.plan.turns[index], self.plan.specs[index], self.wait_of(index)
         team, order, items = self.resources.teams[op.team], self.order, self.values.items
@@ -163,20 +142,17 @@ class HostBinder:
             if before is not None:
                 order.pass_by(before, wait)
             control.reach(queue, turn.number, wait)
-            run(
-                None if src is None else items[src],
-                None if dst is None else items[dst],
-                wait,
-            )
+            source = None if src is None else items[src]
+            run(source, None if dst is None else items[dst], wait)
             order.reach(mine)
 
         return thunk
 
-    def messages(self, index: int, ops: tuple[Send | Recv, ...]) -> Thunk:
+    def messages(self, index: int, ops: tuple[ir.Send | ir.Recv, ...]) -> Thunk:
         parts: list[Transfer] = []
         places: list[int] = []
         for number, op in enumerate(ops):
-            message, sends = self.plan.messages[index, number], isinstance(op, Send)
+            message, sends = self.plan.messages[index, number], isinstance(op, ir.Send)
             box = self.resources.spaces[op.team].box(message, sends)
             facts = self.resources.teams[op.team], message.member, box, sends
             if message.backend == "peer":
@@ -184,6 +160,6 @@ class HostBinder:
             else:
                 backend = self.resources.backends[op.team, message.backend]
                 parts.append(Transfer(*facts, backend, message.nth))
-            places.append(self.values.own(op.src if isinstance(op, Send) else op.dst))
+            places.append(self.values.own(op.src if isinstance(op, ir.Send) else op.dst))
         wait, items = self.wait_of(index), self.values.items
         return lambda: exchange(parts, [items[place] for place in places], wait)

@@ -73,8 +73,6 @@ class CpuEngine:
         self._under_way = False
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
 
-    # -- binding ---------------------------------------------------------------------------------
-
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:
         plan, limit = request.plan, request.time_out_s
@@ -177,8 +175,6 @@ class CpuEngine:
                 self.spans.append((index, start, time.perf_counter()))
 
         return watched
-
-    # -- runs ------------------------------------------------------------------------------------
 
     def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
@@ -293,8 +289,6 @@ class CpuEngine:
             self._fail(error, -1)
             return False
 
-    # -- on the streams' threads -----------------------------------------------------------------
-
     def _drive(self, stream: Stream, mark: int) -> None:
         """Runs the steps of one stream; what goes wrong stops all streams and tells the peers."""
         try:
@@ -357,8 +351,6 @@ class CpuEngine:
                     return found
             time.sleep(0.01)
         return None
-
-    # -- the rest of the protocol ----------------------------------------------------------------
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """Nothing: a run needs none before it."""

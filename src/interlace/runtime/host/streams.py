@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from interlace.comm import Wait
+from interlace.comm import BoundedWait
 from interlace.comm.control import ENTERED, PROGRESS
 from interlace.comm.rendezvous.patience import Patience
 from interlace.runtime.calling.calls import Thunk
@@ -33,7 +33,6 @@ class Stream:
     name: str
     steps: list[Step] = field(default_factory=list[Step])
     runs: list[Thunk] = field(default_factory=list[Thunk])
-    """Their calls alone."""
     last: int = 0
     """The cell that says that the stream is done; 0: none."""
 
@@ -58,7 +57,7 @@ class StreamOrder:
         with self._changed:
             self._changed.notify_all()
 
-    def pass_by(self, point: object, wait: Wait) -> None:
+    def pass_by(self, point: object, wait: BoundedWait) -> None:
         """Returns when the run has got to this point. The waits of the other stream know more of
         the cause, so this one gives up only when no stream has begun an op for longer than the
         time-out."""

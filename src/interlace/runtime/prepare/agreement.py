@@ -13,19 +13,19 @@ A rank that does not come is named, which also tells a recompilation on one rank
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch.distributed as dist
 
 from interlace.comm import TeamComm, attending
 from interlace.comm.rendezvous.board import Board, Note, failure, meet, named
 from interlace.errors import AgreementError, ProgramError, SoundnessError, TeamError
-from interlace.ir import Arg, Call, Loc, Name, Op, Program, View, parse, print_program
+from interlace.ir import Arg, Call, Loc, Name, Program, View, parse, print_program
 from interlace.runtime.prepare.registered import Registration, judge
 from interlace.verify import Report, check
 
@@ -84,27 +84,13 @@ def skeleton(program: Program) -> Program:
             return View(arg.buffer) if arg.buffer in inputs else arg
         return arg if isinstance(arg, Name) else None
 
-    def strip(op: Op) -> Op:
-        if not isinstance(op, Call):
-            return op
-        kwargs = tuple((key, bare(value)) for key, value in op.kwargs)
-        return replace(op, args=tuple(map(bare, op.args)), kwargs=kwargs)
+    def strip(call: Any) -> Any:
+        kwargs = tuple((key, bare(value)) for key, value in call.kwargs)
+        return replace(call, args=tuple(map(bare, call.args)), kwargs=kwargs)
 
-    regions = tuple(
-        replace(
-            region,
-            body=tuple(
-                replace(
-                    node,
-                    args=tuple(map(bare, node.args)),
-                    kwargs=tuple((key, bare(value)) for key, value in node.kwargs),
-                )
-                for node in region.body
-            ),
-        )
-        for region in program.regions
-    )
-    return program.replace(ops=tuple(map(strip, program.ops)), regions=regions)
+    ops = tuple(strip(op) if isinstance(op, Call) else op for op in program.ops)
+    regions = tuple(replace(r, body=tuple(map(strip, r.body))) for r in program.regions)
+    return program.replace(ops=ops, regions=regions)
 
 
 def agree(
@@ -137,41 +123,37 @@ def agree(
         return Agreement(int(mine["hash"][:16], 16), _proof(program))
     meet(teams, f"prepare Program {program.name!r}", time_out_s)
     left: list[str] = []
-    for team in teams:
+    board, me = teams[0].board, teams[0].rank
+    for team, needs in zip(teams, backends or [()] * len(teams), strict=True):
         before = team.num_prepared
         team.num_prepared = team.board.round(f"{team.topic}/prepare", before)
+        team.board.limit_s = time_out_s
         rounds = range(before, team.num_prepared) if team.me == 0 else ()
         left += [f"{team.topic}/prepare/{number}/verdict" for number in rounds]
         place = f"{team.topic}/prepare/{team.num_prepared}"
         mine["teams"].append([place, list(team.ranks), team.name, team.num_prepared])
-    board = teams[0].board
-    needs = backends or [()] * len(teams)
-    mine["backends"] = {p: list(n) for (p, *_), n in zip(mine["teams"], needs, strict=True)}
-    for team in teams:
-        team.board.limit_s = time_out_s
-    board.announce()
-    for place, *_ in mine["teams"]:
-        board.post(f"{place}/{teams[0].rank}", mine)
+        mine["backends"][place] = list(needs)
     places = [place for place, *_ in mine["teams"]]
+    board.announce()
+    for place in places:
+        board.post(f"{place}/{me}", mine)
     with attending(zip(teams, places, strict=True)) as look:
-        entries = _collect(board, teams[0].rank, mine, time_out_s, look)
-    left += [f"{place}/{teams[0].rank}" for place, *_ in mine["teams"]]
-    board.forget(entries, [*left, _text_of(teams[0].rank, mine)])
-    judge(program.name, entries, teams[0].rank, found.problem)
+        entries = _collect(board, me, mine, time_out_s, look)
+    board.forget(entries, [*left, *(f"{place}/{me}" for place in places), _text_of(me, mine)])
+    judge(program.name, entries, me, found.problem)
     _check_backends(entries)
     if len({entry["skeleton"] for entry in entries.values()}) > 1:
-        report, texts = _verify_set(board, entries, teams[0].rank, text, time_out_s)
+        report, texts = _verify_set(board, entries, me, text, time_out_s)
     else:
         report, texts = _proof(program), ()
     parts = sorted((entry["rank"], entry["hash"]) for entry in entries.values())
     # With where it was prepared: two Executors of equal Programs must not take each other's data.
-    places = _places(entries.values())
-    needed = [
-        sorted({name for entry in entries.values() for name in entry["backends"].get(place, ())})
-        for place, *_ in mine["teams"]
+    tag = int(digest(repr((parts, _places(entries.values()))))[:16], 16)
+    used = [
+        {name for entry in entries.values() for name in entry["backends"].get(place, ())}
+        for place in places
     ]
-    tag = int(digest(repr((parts, places)))[:16], 16)
-    return Agreement(tag, report, texts, tuple(map(tuple, needed)))
+    return Agreement(tag, report, texts, tuple(tuple(sorted(names)) for names in used))
 
 
 def _proof(program: Program) -> Report:
@@ -261,7 +243,9 @@ def _verify_set(
     texts = {rank: notes[entry["hash"]]["text"] for rank, entry in entries.items()}
     try:
         ranks = {key: _ranks(entries, key) for key in sorted(notes)}
-        _refuse_twice(ranks)
+        taken = Counter(entry["rank"] for entry in entries.values())
+        for rank in (rank for rank, count in taken.items() if count > 1):
+            raise ProgramError(f"rank {rank} of the Programs is prepared by more than one process")
         parsed = {key: parse(note["text"]) for key, note in notes.items()}
         report = check([p for key in ranks for p in _for_ranks(parsed[key], ranks[key])])
         report.raise_if_unsound()
@@ -284,30 +268,17 @@ def _for_ranks(program: Program, ranks: tuple[int, ...]) -> list[Program]:
     return [program] if whole else [program.instantiate(rank) for rank in ranks]
 
 
-def _refuse_twice(ranks: Mapping[str, tuple[int, ...]]) -> None:
-    taken = Counter(rank for found in ranks.values() for rank in found)
-    twice = [rank for rank, count in taken.items() if count > 1]
-    if twice:
-        raise ProgramError(f"rank {twice[0]} of the Programs is prepared by more than one process")
-
-
 def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str) -> str:
     """The message for Programs that do not go together: who, and the first line that differs."""
     ranks = sorted(entries)
-    first = ranks[0]
-    other = next(rank for rank in ranks if texts[rank] != texts[first])
-    like = {
-        rank: [r for r in ranks if entries[r]["hash"] == entries[rank]["hash"]]
-        for rank in (first, other)
-    }
-    lines = [texts[first].splitlines(), texts[other].splitlines()]
-    matcher = difflib.SequenceMatcher(None, *lines, autojunk=False)
-    at = next((op for op in matcher.get_opcodes() if op[0] != "equal"), ("", 0, 0, 0, 0))
-    shown = []
-    for rank, text, start in ((first, lines[0], at[1]), (other, lines[1], at[3])):
-        line = text[start].strip() if start < len(text) else "(the end)"
-        name = entries[rank]["name"]
-        shown.append(f"  {named(like[rank])}, {name!r}, line {start + 1}: {line}")
+    pair = ranks[0], next(rank for rank in ranks if texts[rank] != texts[ranks[0]])
+    lines = [[*texts[rank].splitlines(), "(the end)"] for rank in pair]
+    at = next(n for n in range(min(map(len, lines))) if lines[0][n] != lines[1][n])
+    shown: list[str] = []
+    for rank, text in zip(pair, lines, strict=True):
+        entry = entries[rank]
+        alike = named([r for r in ranks if entries[r]["hash"] == entry["hash"]])
+        shown.append(f"  {alike}, {entry['name']!r}, line {at + 1}: {text[at].strip()}")
     return "\n".join(
         [
             "ranks prepare Programs that do not go together; the first line that differs is",
@@ -318,9 +289,6 @@ def _difference(entries: Mapping[int, Note], texts: Mapping[int, str], why: str)
             "depends on the rank, or for inputs whose shapes differ between ranks",
         ]
     )
-
-
-# -- which rank this process is -------------------------------------------------------------------
 
 
 def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> int:
@@ -335,7 +303,8 @@ def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> i
         raise TeamError(
             f"{program.name} has no team named {stray[0]!r}: its teams are {sorted(known)}"
         )
-    mine = {name: group for name, group in groups.items() if _member(group)}
+    real = dist.ProcessGroup  # new_group gives other ranks a placeholder
+    mine = {name: group for name, group in groups.items() if isinstance(group, real)}
     ranks = program.world if program.rank is None else (program.rank,)
     fits = [rank for rank in ranks if _fits(program, rank, mine)]
     if len(fits) == 1:
@@ -355,10 +324,6 @@ def program_rank(program: Program, groups: Mapping[str, dist.ProcessGroup]) -> i
         f"ranks {fits} of {program.name} would all fit this process (teams {wants}, groups "
         f"{have}): instantiate the Program for the rank that this process is"
     )
-
-
-def _member(group: dist.ProcessGroup) -> bool:
-    return isinstance(group, dist.ProcessGroup)  # new_group gives other ranks a placeholder
 
 
 def _fits(program: Program, rank: int, groups: Mapping[str, dist.ProcessGroup]) -> bool:

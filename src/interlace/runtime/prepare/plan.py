@@ -14,33 +14,13 @@ Note [Whose memory]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+from interlace import ir
 from interlace.comm import Demand, Message, Spec, staged_nbytes
 from interlace.errors import ProgramError, UnsupportedError
-from interlace.ir import (
-    KINDS,
-    Alloc,
-    Box,
-    Buffer,
-    Collective,
-    DType,
-    Free,
-    Group,
-    Index,
-    Op,
-    Others,
-    Program,
-    Recv,
-    Send,
-    Spot,
-    View,
-    Where,
-    bindings,
-    spots,
-    views_in,
-)
 from interlace.runtime.values import DTYPES, nbytes
 
 BackendOf = Callable[[str, str | None], str]
@@ -60,17 +40,15 @@ class Turn:
 class Plan:
     """The static facts of a concrete Program, by the index of its ops."""
 
-    program: Program
-    buffers: Mapping[str, Buffer]
+    program: ir.Program
+    buffers: Mapping[str, ir.Buffer]
     rank: int
-    where: Where
-    box: Callable[[View], Box]
-    waits: Mapping[Spot, Spot]
-    """For each Wait, the Record that it means."""
+    where: ir.Where
+    box: Callable[[ir.View], ir.Box]
+    waits: Mapping[ir.Spot, ir.Spot]
     syncs: Mapping[int, tuple[int, ...]]
     """The HostSyncs that an op of another stream has to wait for."""
     specs: Mapping[int, Spec]
-    """Each collective, as the transports take it."""
     turns: Mapping[int, Turn]
     messages: Mapping[tuple[int, int], Message]
     """By op and by member of a Group (0 outside of one)."""
@@ -82,9 +60,9 @@ class Plan:
     alike: bool
     """Whether the ranks all have this list, and not each its own."""
 
-    def members(self, team: str, peer: Index | Others) -> tuple[int, ...]:
+    def members(self, team: str, peer: ir.Index | ir.Others) -> tuple[int, ...]:
         member = self.where.member(team)
-        if isinstance(peer, Others):
+        if isinstance(peer, ir.Others):
             return tuple(i for i in range(len(member.ranks)) if i != member.index)
         return (self.where.index(peer),)
 
@@ -92,45 +70,61 @@ class Plan:
         return self.buffers[buffer].storage or buffer
 
 
-def make_plan(source: Program, rank: int, backend_of: BackendOf) -> Plan:
+def make_plan(source: ir.Program, rank: int, backend_of: BackendOf) -> Plan:
     program = source.instantiate(rank)
     where = program.where(rank)
     planner = _Planner(program, where, program.boxes(rank), backend_of, merging(source))
     for index, op in enumerate(program.ops):
         planner.add(index, op)
+    waits = ir.bindings(program.ops)
+    for spot, op in ir.spots(program.ops):
+        event = op.ordering().waits
+        if event is not None and spot not in waits:
+            raise ProgramError(f"op {spot[0]} waits for event {event!r}, never recorded")
     return Plan(
-        *(program, program.buffers(), rank, where, planner.box, _waits(program), planner.syncs),
-        *(planner.specs, planner.turns, planner.messages, planner.takes, planner.demands()),
-        *(planner.slots, source.rank is None),
+        program=program,
+        buffers=program.buffers(),
+        rank=rank,
+        where=where,
+        box=planner.box,
+        waits=waits,
+        syncs=planner.syncs,
+        specs=planner.specs,
+        turns=planner.turns,
+        messages=planner.messages,
+        takes=planner.takes,
+        demands=planner.demands(),
+        slots=planner.slots,
+        alike=source.rank is None,
     )
 
 
-def with_backends(program: Program, backend_of: BackendOf, teams: Collection[str]) -> Program:
+def with_backends(program: ir.Program, backend_of: BackendOf, teams: Collection[str]) -> ir.Program:
     """The Program as it is to be proved: each backend is a queue. Where ops that leave the backend
     open and ops that name it use the same one, the open ones are given its name."""
     asked: dict[tuple[str, str], set[str | None]] = {}
     for op in program.ops:
-        if isinstance(op, Collective) and op.team in teams:
+        if isinstance(op, ir.Collective) and op.team in teams:
             key = (op.team, backend_of(op.team, op.backend))
             asked.setdefault(key, set()).add(op.backend)
     if all(len(names) == 1 for names in asked.values()):
         return program
-    return program.replace(
-        ops=tuple(
-            replace(op, backend=backend_of(op.team, op.backend))
-            if isinstance(op, Collective) and op.team in teams
-            else op
-            for op in program.ops
-        )
-    )
+
+    def named(op: ir.Op) -> ir.Op:
+        mine = isinstance(op, ir.Collective) and op.team in teams
+        return replace(op, backend=backend_of(op.team, op.backend)) if mine else op
+
+    return program.replace(ops=tuple(map(named, program.ops)))
 
 
-def backends_of(program: Program, backend_of: BackendOf, teams: Collection[str]) -> list[list[str]]:
+def backends_of(
+    program: ir.Program, backend_of: BackendOf, teams: Collection[str]
+) -> list[list[str]]:
     """For each of the teams, the backends of torch that a Program's ops there need."""
     found: dict[str, set[str]] = {team: set() for team in teams}
     for op in program.ops:
-        for item in op.ops if isinstance(op, Group) else (op,):
-            if isinstance(item, Collective | Send | Recv) and item.team in teams:
+        for item in op.ops if isinstance(op, ir.Group) else (op,):
+            if isinstance(item, ir.Collective | ir.Send | ir.Recv) and item.team in teams:
                 found[item.team].add(backend_of(item.team, item.backend))
     return [sorted(names - {"peer"}) for names in found.values()]
 
@@ -140,12 +134,12 @@ def own_backends(plan: Plan) -> set[str]:
     return (used | {message.backend for message in plan.messages.values()}) - {"peer"}
 
 
-def merging(source: Program) -> frozenset[int]:
+def merging(source: ir.Program) -> frozenset[int]:
     """The uneven all-to-alls whose parts are cut on the destination's side; where a rank's own part
     is the mean of all, only the other ranks tell."""
     found: set[int] = set()
     for index, op in enumerate(source.ops):
-        if not (isinstance(op, Collective) and op.kind == "all_to_all" and op.splits):
+        if not (isinstance(op, ir.Collective) and op.kind == "all_to_all" and op.splits):
             continue
         ranks = source.world if source.rank is None else (source.rank,)
         for rank in ranks:
@@ -165,22 +159,12 @@ def merging(source: Program) -> frozenset[int]:
     return frozenset(found)
 
 
-def _waits(program: Program) -> dict[Spot, Spot]:
-    """The Record that each Wait means."""
-    bound = bindings(program.ops)
-    for spot, op in spots(program.ops):
-        event = op.ordering().waits
-        if event is not None and spot not in bound:
-            raise ProgramError(f"op {spot[0]} waits for event {event!r}, never recorded")
-    return bound
-
-
 class _Planner:
     def __init__(
         self,
-        program: Program,
-        where: Where,
-        box: Callable[[View], Box],
+        program: ir.Program,
+        where: ir.Where,
+        box: Callable[[ir.View], ir.Box],
         backend_of: BackendOf,
         merging: frozenset[int],
     ) -> None:
@@ -203,19 +187,18 @@ class _Planner:
         self._recvs: dict[str, list[Message]] = {}
         self._stages: dict[str, int] = {}
 
-    def add(self, index: int, op: Op) -> None:
+    def add(self, index: int, op: ir.Op) -> None:
         order = op.ordering()
         self.sync(index, op.stream, order.holds_host)
         for member in op.steps:
-            expects = member.ordering().expects
-            if expects is not None:
+            if (expects := member.ordering().expects) is not None:
                 self._signals.setdefault(expects.team, {})[expects.signal] = None
         if order.takes is not None and order.takes.team is not None:
             self.take(order.takes, order.takes.team)
-        if isinstance(op, Collective):
+        if isinstance(op, ir.Collective):
             self.collective(index, op)
-        elif isinstance(op, Send | Recv | Group):
-            for part, item in enumerate(op.ops if isinstance(op, Group) else (op,)):
+        elif isinstance(op, ir.Send | ir.Recv | ir.Group):
+            for part, item in enumerate(op.ops if isinstance(op, ir.Group) else (op,)):
                 self.message(index, part, item)
         elif order.meets is not None or order.messages:
             raise UnsupportedError(
@@ -233,7 +216,7 @@ class _Planner:
             self._host_syncs.append((index, stream))
         self._seen[stream] = len(self._host_syncs)
 
-    def take(self, buffer: Buffer, team: str) -> None:
+    def take(self, buffer: ir.Buffer, team: str) -> None:
         if buffer.name in self.takes:
             raise ProgramError(
                 f"the symmetric buffer {buffer.name!r} is allocated twice: give the second "
@@ -244,7 +227,7 @@ class _Planner:
         slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
         sizes[slot] = max(sizes.get(slot, 0), size)
 
-    def collective(self, index: int, op: Collective) -> None:
+    def collective(self, index: int, op: ir.Collective) -> None:
         backend = self.backend_of(op.team, op.backend)
         number = self._numbers.get((op.team, backend), 0) + 1
         self._numbers[op.team, backend] = number
@@ -252,17 +235,16 @@ class _Planner:
         spec = collective_spec(op, self.where, self.box)
         self.specs[index] = spec = replace(spec, merges=index in self.merging)
         if backend == "peer":
-            staged = staged_nbytes(spec)
-            self._stages[op.team] = max(self._stages.get(op.team, 0), staged)
+            self._stages[op.team] = max(self._stages.get(op.team, 0), staged_nbytes(spec))
 
-    def message(self, index: int, part: int, op: Send | Recv) -> None:
+    def message(self, index: int, part: int, op: ir.Send | ir.Recv) -> None:
         backend = self.backend_of(op.team, op.backend)
         member = self.where.index(op.peer)
         if backend == "gloo" and member == self.where.member(op.team).index:
             backend = "peer"  # gloo has no connection of a rank to itself
-        listed = self._sends if isinstance(op, Send) else self._recvs
+        listed = self._sends if isinstance(op, ir.Send) else self._recvs
         mine = listed.setdefault(op.team, [])
-        box = self.box(op.src if isinstance(op, Send) else op.dst)
+        box = self.box(op.src if isinstance(op, ir.Send) else op.dst)
         nth = sum(message.member == member for message in mine)
         nbytes = box.nbytes if backend == "peer" else 0
         mine.append(Message(backend, member, nth, nbytes))
@@ -280,70 +262,58 @@ class _Planner:
         }
 
 
-def collective_spec(op: Collective, where: Where, box: Callable[[View], Box]) -> Spec:
+def collective_spec(op: ir.Collective, where: ir.Where, box: Callable[[ir.View], ir.Box]) -> Spec:
     """A collective as the transports take it: the elements of each rank's part."""
-    member, kind = where.member(op.team), KINDS[op.kind]
+    member, kind = where.member(op.team), ir.KINDS[op.kind]
     size = len(member.ranks)
     root = where.index(op.root) if op.root is not None else 0
     if op.kind == "barrier":
-        return Spec(op.kind, size, member.index, (), DTYPES[DType.u8])
+        return Spec(op.kind, size, member.index, (), DTYPES[ir.DType.u8])
     view = op.dst if op.src is None else op.src
     assert view is not None, f"{op.kind} has neither a source nor a destination"
-    dtype = DTYPES[box(view).dtype]
-    if not kind.scales and op.kind != "all_to_all":
-        return Spec(op.kind, size, member.index, (box(view).numel,), dtype, op.reduce, root)
-    parts = _parts(op, where, box, size, member.index)
-    return Spec(op.kind, size, member.index, parts, dtype, op.reduce, root)
+    split = kind.scales or op.kind == "all_to_all"
+    parts = _parts(op, where, box, size, member.index) if split else (box(view).numel,)
+    return Spec(op.kind, size, member.index, parts, DTYPES[box(view).dtype], op.reduce, root)
 
 
 def _parts(
-    op: Collective, where: Where, box: Callable[[View], Box], size: int, me: int
+    op: ir.Collective, where: ir.Where, box: Callable[[ir.View], ir.Box], size: int, me: int
 ) -> tuple[int, ...]:
     """Elements of each rank's part, from the side that this rank has."""
-    gathers = KINDS[op.kind].scales == "gather"
+    gathers = ir.KINDS[op.kind].scales == "gather"
     whole, part = (op.dst, op.src) if gathers else (op.src, op.dst)
-    if op.splits is None:
-        if whole is not None:
-            return (box(whole).numel // size,) * size
-        assert part is not None
-        return (box(part).numel,) * size
-    rows = where.table(op.splits).values
-    view = whole if whole is not None else part
+    view = part if whole is None else whole
     assert view is not None
-    count = sum(rows) if whole is not None else rows[me]
-    if count:
-        return tuple(n * (box(view).numel // count) for n in rows)
-    row = 1
-    for length in box(view).sizes[1:]:
-        row *= length
+    if op.splits is None:
+        return (box(view).numel // (1 if whole is None else size),) * size
+    rows = where.table(op.splits).values
+    count = rows[me] if whole is None else sum(rows)
+    row = box(view).numel // count if count else math.prod(box(view).sizes[1:])
     return tuple(n * row for n in rows)
 
 
-# -- lifetimes: Note [Whose memory] ----------------------------------------------------------------
-
-
-def callers(program: Program) -> str:
+def callers(program: ir.Program) -> str:
     """The stream that is the caller's: `main`, or the first if none is called so."""
-    names = program.streams() or ("main",)
-    return "main" if "main" in names else names[0]
+    names = program.streams()
+    return "main" if "main" in names or not names else names[0]
 
 
-def homes(program: Program) -> dict[str, str]:
+def homes(program: ir.Program) -> dict[str, str]:
     """The stream that each buffer of a run is allocated on."""
     found, main = dict[str, str](), callers(program)
     for op in program.ops:
-        if isinstance(op, Alloc):
+        if isinstance(op, ir.Alloc):
             found[op.buffer.name] = main
         for access in op.writes():
             found.setdefault(access.view.buffer, op.stream)
     return found
 
 
-def releases(program: Program) -> dict[int, list[str]]:
+def releases(program: ir.Program) -> dict[int, list[str]]:
     """By op: the fresh buffers that go after it, used by one stream alone. The Program's own Frees
     and what is returned are left out."""
-    kept = {view.buffer for arg in program.returned() for view in views_in(arg)}
-    kept |= {op.buffer for op in program.ops if isinstance(op, Free)}
+    kept = {view.buffer for arg in program.returned() for view in ir.views_in(arg)}
+    kept |= {op.buffer for op in program.ops if isinstance(op, ir.Free)}
     streams = {name: {stream} for name, stream in homes(program).items()}
     last: dict[str, int] = {}
     for index, op in enumerate(program.ops):

@@ -1,6 +1,6 @@
 """A Program in two CUDA graphs, which read and write at the addresses that they were captured with.
 
-captured = Captured(given, num_inputs, moved, written, bound)  # `moved` have places of their own
+captured = GraphPair(given, num_inputs, moved, written, bound)  # `moved` have places of their own
 tensors = captured.tensors(given)                              # what is to be captured
 captured.keep(results, tensors, kept, static)                  # once for each of its `graphs`
 captured.bring(driver, stream, given)                          # before a replay, where it `moves`,
@@ -13,9 +13,9 @@ replayed with tensors that lie at its addresses, and these are what it reads.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,12 +59,6 @@ def _in_one_piece(tensor: torch.Tensor) -> int:
     return span * tensor.itemsize if span == each.numel() else 0
 
 
-def _is_all_of(item: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a result is a whole tensor: no view with other strides or of another type."""
-    alike = item.shape == tensor.shape and item.stride() == tensor.stride()
-    return alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr()
-
-
 def giver(
     results: Sequence[Any],
     outs: Sequence[tuple[int, torch.Tensor]],
@@ -75,68 +69,60 @@ def giver(
     rest, which no replay writes again. With `others`, what lies in none of these is given as it
     is."""
     storages = None if others is None else {t.untyped_storage().data_ptr() for t in others}
-    held = [_held(item, outs, kept, storages) for item in results]
-    places = [item.index for item in held if isinstance(item, _Given)]
-    if places and len(places) == len(held):
-        if len(places) > 1:
-            return operator.itemgetter(*places)
-        (place,) = places
-        return lambda given: (given[place],)
-    if not any(isinstance(item, tuple | _Copied | _Given) for item in held):
-        same = tuple(held)
+    gives = [_give(item, outs, kept, storages) for item in results]
+    if gives and all(isinstance(give, operator.itemgetter) for give in gives):
+        places = [_place(item, outs) for item in results]
+        return operator.itemgetter(*places) if len(places) > 1 else lambda given: (gives[0](given),)
+    if all(isinstance(give, functools.partial) for give in gives):
+        same = tuple(results)
         return lambda given: same
-    return lambda given: tuple([_lasting(item, given) for item in held])
+    return lambda given: tuple([give(given) for give in gives])
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    index: int
+def _same(item: Any, given: Sequence[torch.Tensor]) -> Any:
+    return item
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A result that is to be copied: its memory is shared with other graphs, or the caller's."""
+def _place(item: Any, outs: Sequence[tuple[int, torch.Tensor]]) -> int | None:
+    """The number of the caller's tensor that a result is: no view of other strides or type."""
+    for index, tensor in outs:
+        alike = item.shape == tensor.shape and item.stride() == tensor.stride()
+        if alike and item.dtype == tensor.dtype and item.data_ptr() == tensor.data_ptr():
+            return index
+    return None
 
-    copy: Callable[[], torch.Tensor]
 
-
-def _held(
+def _give(
     item: Any,
     outs: Sequence[tuple[int, torch.Tensor]],
     kept: Sequence[torch.Tensor],
     storages: set[int] | None,
-) -> Any:
+) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """What gives one result, of the tensors that a replay is given.
+
+    A copy is made from memory that the result does not own: other graphs of the same pool can use
+    it, and so can others where it is the caller's.
+    """
     if isinstance(item, tuple):
-        return tuple([_held(part, outs, kept, storages) for part in item])
-    if not isinstance(item, torch.Tensor):
-        return item
+        parts = [_give(part, outs, kept, storages) for part in item]
+        return lambda given: tuple([part(given) for part in parts])
+    if not isinstance(item, torch.Tensor) or any(item is tensor for tensor in kept):
+        return functools.partial(_same, item)
     made = torch.empty(0, dtype=item.dtype, device=item.device)
     if not item.numel():
-        return _Copied(copier(made.new_empty_strided(item.shape, item.stride())))
-    if any(item is tensor for tensor in kept):
-        return item
-    for index, tensor in outs:
-        if _is_all_of(item, tensor):
-            return _Given(index)
+        copy = copier(made.new_empty_strided(item.shape, item.stride()))
+        return lambda given: copy()
+    if (place := _place(item, outs)) is not None:
+        return operator.itemgetter(place)
     storage = item.untyped_storage()
     if storages is not None and storage.data_ptr() not in storages:
-        return item
+        return functools.partial(_same, item)
     raw = tensor_at(storage.data_ptr(), storage.nbytes(), item.device).untyped_storage()
-    view = made.set_(raw, item.storage_offset(), item.shape, item.stride())  # pyright: ignore
-    return _Copied(copier(view))
+    copy = copier(made.set_(raw, item.storage_offset(), item.shape, item.stride()))  # pyright: ignore
+    return lambda given: copy()
 
 
-def _lasting(item: Any, given: Sequence[torch.Tensor]) -> Any:
-    if isinstance(item, _Copied):
-        return item.copy()
-    if isinstance(item, _Given):
-        return given[item.index]
-    if isinstance(item, tuple):
-        return tuple([_lasting(part, given) for part in item])
-    return item
-
-
-class Captured:
+class GraphPair:
     """Both graphs, what is copied into and out of them, and what gives their results."""
 
     def __init__(
@@ -151,11 +137,9 @@ class Captured:
         the Program changes, `bound` of those whose storage counts: Note [NCCL and addresses]."""
         self.graphs: list[Any] = []
         self.launch: list[Launch] = []
-        """What launches each of them."""
         self.gives: list[Give] = []
         """The results of a replay, by graph: the caller's tensors, or what no replay writes."""
         self.used = 0
-        """The number of its last run."""
         self.moved, self.moves = moved, bool(moved)
         self._num_inputs = num_inputs
         self._still = [

@@ -8,27 +8,26 @@ Note [Words in graphs]
     says. The next run, of the other graph, begins by writing 0 to them again, and then tells the
     peers that the run has ended. A peer writes them for the run after next only once it has heard
     that (in its words `ended`, which it clears), so no word is written while its last value is
-    still awaited. All of this stands on a stream aside, under the computation. Before the first
-    run, of the even graph, its words `ended` say 1; those of the odd one are told by the first run.
-    A word that a peer raises further than the Program waits for is awaited at the end of the graph:
-    what came only after the word was 0 again would be taken for what the run after next awaits.
+    still awaited. All of this stands on a stream aside. Before the first run, of the even graph,
+    its words `ended` say 1; those of the odd one are told by the first run. A word that a peer
+    raises further than the Program waits for is awaited at the end of the graph: it would be taken
+    for what the run after next awaits.
 
 Note [Addresses in graphs]
-    A graph reads and writes at the addresses that it was captured with. An allocator gives a caller
-    the same few again and again, so each set of addresses gets a pair of graphs of its own, up to
-    `MOST`, and nothing is copied. What comes at still others goes through one more pair, in which
-    every tensor that has moved so far has a place that it is copied through; such addresses get
-    graphs of their own when they come again and others have not been used for `STALE` runs.
-    All graphs of the even runs use the same words, slots and memory, and so do those of the odd
-    ones: one run at a time. Capturing runs nothing, so no peer need do the same at that time.
+    An allocator gives a caller the same few addresses again and again, so each set of addresses
+    gets a pair of graphs of its own, up to `MOST`, and nothing is copied. What comes at others goes
+    through one more pair, in which every tensor that has moved so far has a place that it is copied
+    through; such addresses get graphs of their own when they come again and others have not been
+    used for `STALE` runs. All graphs of the even runs use the same words, slots and memory, as do
+    those of the odd ones. Capturing runs nothing, so no peer need do the same at that time.
 
 Note [NCCL and addresses]
-    With NCCL_GRAPH_REGISTER, NCCL's own default, it maps what a captured collective reads into the
-    peers, goes on reading that memory when its address has become another allocation's
-    (github.com/fzyzcjy/torch_memory_saver/issues/88), and with multicast all ranks must do it
-    together. So it is turned off, if it is not too late or the user's wish; and Programs with ops
-    of a backend have the one pair only, in which a tensor that such an op uses counts as moved also
-    when the storage that it was captured with is gone.
+    With NCCL_GRAPH_REGISTER, its default, NCCL maps what a captured collective reads into the
+    peers, and goes on reading it when the address has become another allocation's
+    (github.com/fzyzcjy/torch_memory_saver/issues/88); with multicast all ranks must do it together.
+    So it is turned off, unless the user set it, and Programs with ops of a backend have the one
+    pair only, in which a tensor that such an op uses counts as moved also when its storage is
+    gone.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from interlace.comm.cuda.words import CudaSpace
 from interlace.errors import ExecutorError
 from interlace.ir import Collective, Expect, Group, Recv, Send
 from interlace.runtime.cuda.binding import Binding
-from interlace.runtime.cuda.graphs.captured import Captured, launcher
+from interlace.runtime.cuda.graphs.captured import GraphPair, launcher
 from interlace.runtime.cuda.lanes import Lane, Thunk
 from interlace.runtime.cuda.sharing import reaches
 from interlace.runtime.cuda.waits.words import Words
@@ -75,6 +74,7 @@ class GraphWords:
             self.side.driver.fill(word, int(first), 1)
 
     def begin(self) -> int:
+        """Values count from 0 in every run."""
         return 0
 
     def local(self, count: int) -> int:
@@ -134,14 +134,11 @@ class GraphBinding(Binding):
 
 
 MOST = 8
-"""Sets of addresses that have graphs of their own."""
 STALE = 1000
 """Runs after which graphs that were not used make room for others."""
 SEEN = 64
-"""Other sets of addresses that are remembered."""
 
 Key = tuple[int, ...]
-"""The addresses of all tensors that a run is given."""
 
 
 class Graphs:
@@ -160,9 +157,9 @@ class Graphs:
         self._entry = engine.driver.event()
         self._launcher = launcher(self._context.plan.program, engine.driver)
         self._stream: Any = torch.cuda.Stream(self._context.device)
-        self.at: dict[Key, Captured] = {}
+        self.at: dict[Key, GraphPair] = {}
         """What serves tensors at these addresses, with nothing to copy."""
-        self.through: dict[int, Captured] = {}
+        self.through: dict[int, GraphPair] = {}
         """What serves all other addresses, by the number of tensors."""
         self.seen: dict[Key, None] = {}
         self.single = bool(own_backends(self._context.plan))
@@ -184,12 +181,12 @@ class Graphs:
     def spaces(self) -> Mapping[str, Any]:
         return self.bindings[(self._runs - 1) & 1].spaces
 
-    def turn(self, found: Captured) -> int:
+    def turn(self, found: GraphPair) -> int:
         """Which of a pair the next run is, that begins now."""
         self._runs = found.used = self._runs + 1
         return self._runs - 1 & 1
 
-    def find(self, given: Sequence[torch.Tensor], num_inputs: int) -> Captured:
+    def find(self, given: Sequence[torch.Tensor], num_inputs: int) -> GraphPair:
         """Graphs for these tensors, captured if need be: Note [Addresses in graphs]."""
         key = tuple([tensor.data_ptr() for tensor in given])
         if (known := self.at.get(key)) is not None:
@@ -226,14 +223,14 @@ class Graphs:
         self.through[count] = self._capture(given, num_inputs, frozenset(moved))
         return self.through[count]
 
-    def _give_up(self, where: dict[Any, Captured], key: Any) -> None:
+    def _give_up(self, where: dict[Any, GraphPair], key: Any) -> None:
         """Lets go of a pair of graphs, once their runs have ended, on whatever stream."""
         self._engine.synchronize()
         where.pop(key).reset()
 
     def _capture(
         self, given: Sequence[torch.Tensor], num_inputs: int, moved: frozenset[int]
-    ) -> Captured:
+    ) -> GraphPair:
         """Captures a pair of graphs, in which the `moved` tensors have places of their own."""
         registered, options = self._context.values.registered, self._context.options
         outputs = self._context.outputs.names
@@ -243,7 +240,7 @@ class Graphs:
             for buffers in (self.changed, self.bound)
         )
         others = [*self.at.values(), *self.through.values()]
-        made = Captured(given, num_inputs, moved, changed, bound)
+        made = GraphPair(given, num_inputs, moved, changed, bound)
         tensors = made.tensors(given)
         kept = [held.tensor for held in registered.values()]
         self._engine.synchronize()  # the first capture waits for the device: here it is bounded
@@ -309,7 +306,8 @@ class Graphs:
     def drop(self) -> None:
         """Lets go of the graphs; the next run would capture them anew."""
         dropped = [*self.at.values(), *self.through.values()]
-        self.at, self.through, self.seen, self.made = {}, {}, {}, {}
+        for held in (self.at, self.through, self.seen, self.made):
+            held.clear()
         for captured in dropped:
             captured.reset()
 

@@ -71,16 +71,9 @@ def _matmul(binder: Binder, op: Fused) -> KernelMatmul:
 
 
 def _facts(matmul: KernelMatmul) -> dict[str, Any]:
-    return {
-        "rows": matmul.rows,
-        "inner": matmul.inner,
-        "columns": matmul.columns,
-        "size": matmul.size,
-        "rank": matmul.rank,
-        "dtype": DTYPES[matmul.dtype],
-        "transposed": matmul.transposed,
-        "bias": matmul.bias is not None,
-    }
+    same = ("rows", "inner", "columns", "size", "rank", "transposed")
+    facts = {name: getattr(matmul, name) for name in same}
+    return {**facts, "dtype": DTYPES[matmul.dtype], "bias": matmul.bias is not None}
 
 
 def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
@@ -170,8 +163,6 @@ def _aligned(
 
     return either
 
-
-# -- the sum of a reduction's slots ----------------------------------------------------------------
 
 SUM = "interlace.sum_slots"
 

@@ -30,14 +30,10 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
     src = None if op.src is None else binder.values.own(op.src)
     dst = None if op.dst is None else binder.values.own(op.dst)
     if turn.backend == "peer":
-        issue = bind_exchange(
-            *(binder.spaces[op.team].side, spec, lambda: lane.handle),
-            *(None if place is None else (lambda p=place: items[p]) for place in (src, dst)),
-        )
-        if issue is None:
-            return None
-        if spec.size == 1:
-            return lane.within(issue)
+        side = binder.spaces[op.team].side
+        issue = bind_exchange(side, spec, lambda: lane.handle, items, src, dst)
+        if issue is None or spec.size == 1:
+            return None if issue is None else lane.within(issue)
         return _after_the_last(binder, lane, op.team, issue)
     backend = binder.resources.backends[op.team, turn.backend]
     issue = bind_on_stream(backend, spec, binder.context.time_out_s)
@@ -56,16 +52,10 @@ def _after_the_last(binder: Binder, lane: Lane, team: str, issue: Thunk) -> Thun
     last = binder.exchanged.get(team)
     mine = EventPoint(binder.driver, binder.event())
     binder.exchanged[team] = lane, mine
-    if last is None or last[0] is lane:
-        before: list[Thunk] = []
-    else:
-        before = [last[1].wait(lane)]
+    before = [] if last is None or last[0] is lane else [last[1].wait(lane)]
     # Recorded only where a later one stands on another stream.
-    streams = {
-        op.stream
-        for op in binder.plan.program.ops
-        if isinstance(op, Collective) and op.team == team
-    }
+    ops = binder.plan.program.ops
+    streams = {op.stream for op in ops if isinstance(op, Collective) and op.team == team}
     after = [mine.record(lane)] if len(streams) > 1 else []
     return in_turn([*before, issue, *after])
 
@@ -96,33 +86,29 @@ def messages(binder: Binder, lane: Lane, index: int, ops: Sequence[Send | Recv])
     return lane.within(in_turn([check, lambda: issue([items[place] for place in places])]))
 
 
-# -- by one kernel over peer memory ---------------------------------------------------------------
-
-Tensors = Callable[[], torch.Tensor] | None
-
-
 def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: float) -> None:
     """Staging memory that is large enough for these collectives on every rank."""
     from interlace.kernels.exchange import exchange
 
-    needed = max(
-        (
-            exchange.staging_nbytes(spec.kind, spec.dtype, spec.parts, spec.size)
-            for spec in specs
-            if spec.size > 1
-        ),
-        default=0,
-    )
-    side.ensure_area(
-        *(topic, needed, exchange.FLAG_NBYTES, exchange.WORDS_NBYTES, exchange.STOP_AT),
-        time_out_s,
-    )
+    sizes = [
+        exchange.staging_nbytes(spec.kind, spec.dtype, spec.parts, spec.size)
+        for spec in specs
+        if spec.size > 1
+    ]
+    facts = exchange.FLAG_NBYTES, exchange.WORDS_NBYTES, exchange.STOP_AT
+    side.ensure_area(topic, max(sizes, default=0), *facts, time_out_s)
 
 
 def bind_exchange(
-    side: CudaSide, spec: Spec, handle: Callable[[], int], src: Tensors, dst: Tensors
+    side: CudaSide,
+    spec: Spec,
+    handle: Callable[[], int],
+    items: Sequence[torch.Tensor],
+    src: int | None,
+    dst: int | None,
 ) -> Thunk | None:
-    """The function that issues this collective on the stream that `handle` gives."""
+    """The function that issues this collective on the stream that `handle` gives; `src` and `dst`
+    are places of the table `items`."""
     from interlace.kernels.exchange.exchange import PeerExchange
 
     if spec.reduce is not None:
@@ -130,7 +116,7 @@ def bind_exchange(
     if spec.kind != "barrier" and not sum(spec.parts):
         return None
     if spec.size == 1:
-        return _alone(src, dst)
+        return _alone(items, src, dst)
     area = side.the_area
     bound = PeerExchange(
         *(spec.kind, spec.dtype, spec.parts, spec.me, spec.size, side.device),
@@ -141,20 +127,19 @@ def bind_exchange(
     ).prepare()
 
     def run() -> None:
-        a = src() if src is not None else None
-        b = dst() if dst is not None else None
-        into = 0 if b is None else b.data_ptr()
-        bound.launch(handle(), into if a is None else a.data_ptr(), into)
+        into = 0 if dst is None else items[dst].data_ptr()
+        bound.launch(handle(), into if src is None else items[src].data_ptr(), into)
 
     return run
 
 
-def _alone(src: Tensors, dst: Tensors) -> Thunk | None:
+def _alone(items: Sequence[torch.Tensor], src: int | None, dst: int | None) -> Thunk | None:
+    """A team of one: the source is the result."""
     if src is None or dst is None:
         return None
 
     def run() -> None:
-        a, b = src(), dst()
+        a, b = items[src], items[dst]
         if a.data_ptr() != b.data_ptr():
             b.copy_(a)
 

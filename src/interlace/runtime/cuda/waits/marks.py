@@ -18,7 +18,6 @@ from collections import deque
 from interlace.comm.cuda.driver import Driver, Event
 
 APART = 8
-"""Runs from one probe to the next."""
 
 
 class Marks:
@@ -32,7 +31,6 @@ class Marks:
         self._probes: deque[tuple[int, Event]] = deque()
         """Runs and events that were not seen to be done, in order."""
         self.probes = [driver.event(), driver.event()]
-        """All events of that kind."""
         self._free = deque(self.probes)
         self.next = 0
         """The run that leaves the next one."""

@@ -5,20 +5,18 @@
 Note [Kernels that wait]
     A gather's kernel holds all processors while it waits for what the peers put. Whatever a rank
     has to do before its own puts must not need a processor then: each rank would wait for a put
-    that stands behind a collective or a sum that no processor is left for. So the computing stream
-    waits, before such a kernel, until no such op stands before any put that the peers' kernels
-    wait for. Puts of bytes in a row are copies, and need none. What makes chunks for a reduction
-    waits for nobody.
+    behind a collective or a sum that no processor is left for. So the computing stream waits,
+    before such a kernel, until no such op stands before any put that the peers' kernels wait for.
+    Puts of bytes in a row are copies, and need none.
 
-    Streams may share a queue of the device, which goes by the order of issue. So a sum that runs
-    beside a kernel, on its own stream, stands before all puts that are issued after it. And on a
-    peer whose streams share otherwise, puts may stand behind what it fetches of such sums: where
-    peers are told of a sum, it is done before the kernel begins.
+    Streams may share a queue of the device, which goes by the order of issue: a sum that runs
+    beside a kernel stands before all puts that are issued after it. And on a peer whose streams
+    share otherwise, puts may stand behind what it fetches of such sums: where peers are told of a
+    sum, it is done before the kernel begins.
 
     What awaits a signal that its own stream raised before adds nothing, where all ranks have one
-    list: the peers raise it on that stream too, behind what stands before it in the list, which
-    counts by itself. So a rank that awaits its turn in a reduction does not hold up the kernel of a
-    gather behind it.
+    list: the peers raise it on that stream too, behind what stands before it, which counts by
+    itself.
 """
 
 from __future__ import annotations

@@ -40,11 +40,9 @@ if TYPE_CHECKING:
 
 PERIOD_S = 0.05
 GRACE_S = 5.0
-"""How long released streams get to end."""
 HELD_UP_S = 3.0
 """How long after a failure the driver may be held up: an abort of NCCL may still release it."""
 EXIT_CODE = 70
-"""The exit code of a process that ends itself."""
 PATIENCE_S = 1.0
 """How long a thread that is issuing a run gets to be done, before communicators are aborted."""
 
@@ -114,9 +112,7 @@ class Watched:
     def look(self) -> None:
         """One look: notes progress, finds failures, lets go what is stuck."""
         engine = self._engine()
-        if engine is None or not self._teams:
-            return
-        if self.past:
+        if engine is None or not self._teams or self.past:
             return
         idle = self.idle
         if self.failure is not None:
@@ -133,14 +129,12 @@ class Watched:
             return
         before, ended = self._seen, self.progress(engine)
         self._seen, under_way = ended, engine.issued - ended
-        if under_way == 0 and not idle:
-            if engine.since > self._patience.since:  # the host is at it, or is kept from it
-                self._patience.restart()
-        elif (
-            idle
-            or ended != before
-            or (under_way < engine.marks.num and not engine.marks.begun(ended + 1))
-        ):
+        if under_way == 0 and not idle:  # the host is at it, or is kept from it
+            went_on = engine.since > self._patience.since
+        else:
+            waits = under_way < engine.marks.num and not engine.marks.begun(ended + 1)
+            went_on = idle or ended != before or waits
+        if went_on:
             self._patience.restart()
         for team in self._teams:
             found = team.control.failure() or (None if idle else team.control.disagreement())
@@ -206,9 +200,10 @@ class Watched:
         if issuing and time.monotonic() - self._failed_at < PATIENCE_S:
             return
         with self._lock:
-            begun, self._aborting = self._aborting, True
-        if not begun:
-            self._aborts = abort(self.backends)
+            if self._aborting:
+                return
+            self._aborting = True
+        self._aborts = abort(self.backends)
 
     def _sharers(self) -> list[Watched]:
         """All that use a backend of this one's, itself among them."""
@@ -281,8 +276,7 @@ class Watchdog:
         self._watched.pop(id(watched), None)
 
     def all(self) -> list[Watched]:
-        found = [ref() for ref in self._watched.valuerefs()]
-        return [watched for watched in found if watched is not None]
+        return [found for ref in self._watched.valuerefs() if (found := ref()) is not None]
 
     def later(self, watched: Watched, end: Callable[[], None]) -> None:
         """Calls `end` once nothing of it is under way any more, and looks at it until then."""
@@ -314,12 +308,11 @@ class Watchdog:
                 if watched.past:  # by now: its teams' memory went while it was looked at
                     self.drop(watched)
                     continue
-                told = error
-                if not isinstance(error, InterlaceError):
-                    told = CommTimeoutError(f"the watchdog failed: {error!r}")
-                    told.__cause__ = error
                 with contextlib.suppress(Exception):
-                    watched.fail(told)
+                    if isinstance(error, InterlaceError):
+                        watched.fail(error)
+                    else:
+                        watched.fail(CommTimeoutError(f"the watchdog failed: {error!r}"))
             finally:
                 del watched
         for kept in list(self._later):
@@ -351,9 +344,6 @@ def end_process(report: str) -> None:
         print(report, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)
     os._exit(EXIT_CODE)
-
-
-# -- what a stalled run waits for -----------------------------------------------------------------
 
 
 def stalled(engine: CudaEngine, context: EngineContext, ended: int) -> str:
@@ -421,9 +411,6 @@ def _single_ops(context: EngineContext) -> Iterator[tuple[int, Op]]:
     for index, op in enumerate(context.plan.program.ops):
         for part in op.ops if isinstance(op, Group) else op.steps:
             yield index, part
-
-
-# -- the process's --------------------------------------------------------------------------------
 
 
 @cache
