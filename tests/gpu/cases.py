@@ -270,15 +270,15 @@ def poison(executor: Executor) -> None:
     executor.synchronize()
     torch.cuda.synchronize()
     meet()
-    assert executor._engine is not None
-    context: Any = executor._engine.context
+    assert executor.engine is not None
+    context: Any = executor.engine.context
     whole: list[torch.Tensor] = []
     arena = context.values.arena
     if arena.nbytes():
         whole.append(torch.empty(0, dtype=torch.uint8, device="cuda").set_(arena))
-    for slot in executor._shared.slots.values():
+    for slot in context.resources.slots.values():
         whole += slot.copies[slot.me]
-    spaces: Any = executor._shared.spaces
+    spaces: Any = context.resources.spaces
     for space in spaces.values():
         whole += [_staging(space.side, area) for area in space.side.areas]
     for memory in whole:

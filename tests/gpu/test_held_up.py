@@ -207,7 +207,7 @@ def capture_beside(strategy: str, victim: int, seed: int) -> tuple[str, Outcome]
     heard = ("", "", 0.0)
     if dist.get_rank() != victim:  # which does not come at all
         heard = attempt(only_run)
-        engine, deadline = executor._engine, time.monotonic() + TIME_OUT_S + LATE_S
+        engine, deadline = executor.engine, time.monotonic() + TIME_OUT_S + LATE_S
         assert engine is not None
         while engine.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)  # this thread may not ask for events

@@ -76,7 +76,7 @@ def die_after_consent(victim: int) -> Outcome:
         die()
     store = dist.distributed_c10d._get_default_store()
     board = Board(store, range(3), dist.get_rank(), "after", LIMIT_S)
-    board._next_probe = float("inf")
+    board.next_probe = float("inf")
     return attempt(lambda: board.exchange("t/1", {}, LIMIT_S))
 
 

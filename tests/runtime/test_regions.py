@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.errors import ProgramError
 from interlace.frontend import backend
 from interlace.ir import parse
 from interlace.options import Options
@@ -140,3 +141,19 @@ def test_what_was_compiled_is_kept_until_settings_change(compiled: list[Any]) ->
     regions.forget()
     run(LAYERS.format(factor=0.5), x, x)
     assert len(compiled) == 3
+
+
+def test_a_region_names_all_results_of_an_operator() -> None:
+    text = """
+def f(x: f32[4, 8]):
+    @region
+    def halves(a):
+        b, c = aten.split.Tensor(a, 1)
+        d = aten.add.Tensor(b, c)
+        return d
+    main: call("halves", x, out=(z := f32[1, 8]))
+    return z
+"""
+    with Executor(parse(text), options=Options(regions="eager")).prepare() as executor:
+        with pytest.raises(ProgramError, match="gives 4 results, and the region names 2"):
+            executor.run([torch.ones(4, 8)])

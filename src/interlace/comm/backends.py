@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import BackendError, InterlaceError, TeamError
 from interlace.options import LONGEST_S
@@ -101,21 +102,34 @@ def connect(
     up, `ended` tells whose processes are gone, `whose` is for messages."""
     cls: Any = getattr(c10d, f"ProcessGroup{_CLASSES[name]}")
     limit, own = timedelta(seconds=time_out_s + MARGIN_S), _within(store, time_out_s)
-    call, patience = Errand(lambda: cls(own, me, size, timeout=limit)), Patience(time_out_s)
-    why = f"not all of its ranks came; {LONGER}"
+    call = Errand(lambda: cls(own, me, size, timeout=limit))
     try:
-        while not call.is_back(LOOK_S):
-            look()
-            if gone := sorted(ended()):
-                why = f"the processes of ranks {gone} have ended. Start the job anew"
-            if gone or patience.is_over():
-                raise TimeoutError(why)
-        return call.result()
+        return await_ranks(call, time_out_s, ended, look)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise BackendError(
-            f"the backend {name!r} of {whose} could not be connected within {time_out_s:g} s: "
-            f"{error}"
+            f"the backend {name!r} of {whose} could not be connected: {error}"
         ) from error
+
+
+def await_ranks(
+    call: Errand,
+    time_out_s: float,
+    ended: Callable[[], Collection[int]],
+    look: Callable[[], object],
+) -> Any:
+    """The result of a call in which the ranks of a backend meet. Raises what it or `look` raises;
+    `TimeoutError` where not all come in time, or the process of one has ended."""
+    patience = Patience(time_out_s)
+    while not call.is_back(LOOK_S):
+        look()
+        if gone := sorted(ended()):
+            raise TimeoutError(f"the process of {named(gone)} has ended. Start the job anew")
+        if patience.is_over():
+            raise TimeoutError(
+                f"not all of its ranks came within {time_out_s:g} s: see whether one failed, "
+                f"stalled or took another path through the model; {LONGER}"
+            )
+    return call.result()
 
 
 def cut(backend: Any) -> None:

@@ -230,9 +230,9 @@ class _Binder:
         options = self.options(c10d.BroadcastOptions, rootRank=spec.root)
 
         def run(src: Any, dst: Any, wait: BoundedWait) -> None:
+            place: torch.Tensor = src if dst is None else dst
             if spec.me == spec.root and dst is not None and src is not None:
                 dst.reshape(-1).copy_(src.reshape(-1))
-            place = src if dst is None else dst
             wait.finish(backend.broadcast([as_bytes(place)], options))
 
         return run
@@ -265,7 +265,7 @@ class _Binder:
         options = self.options(c10d.AllToAllOptions)
 
         def run(src: Any, dst: Any, wait: BoundedWait) -> None:
-            device = (dst if src is None else src).device
+            device = next(tensor.device for tensor in (src, dst) if tensor is not None)
             into = as_bytes(dst) if sum(taken) else nothing(device)
             out = as_bytes(src) if sum(given) else nothing(device)
             wait.finish(backend.alltoall_base(into, out, taken, given, options))

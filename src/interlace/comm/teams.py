@@ -20,7 +20,6 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -32,7 +31,7 @@ from interlace.comm.control import NBYTES, Control, called_reset
 from interlace.comm.host.shared_memory import share
 from interlace.comm.host.slots import SlotPool
 from interlace.comm.rendezvous.board import STORE_S, Board, Note, Party, meet, named
-from interlace.comm.rendezvous.liveness import PeerProcess, identity
+from interlace.comm.rendezvous.liveness import PeerProcess, boot_id, identity
 from interlace.errors import BackendError, InterlaceError, TeamError
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ END_S = 10.0
 
 
 def host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+    return f"{socket.gethostname()}/{boot_id()}"
 
 
 class User(Protocol):

@@ -98,10 +98,7 @@ class EngineContext:
     def wait(self, index: int, check: Callable[[], None], member: int | None = None) -> BoundedWait:
         """How op `index` waits (or, if it is a Fused, one of its members)."""
         return BoundedWait(
-            self.time_out_s,
-            lambda: self.flight.describe(index, member),
-            check,
-            self.flight.tail,
+            self.time_out_s, lambda: self.flight.describe(index, member), check, self.flight.tail
         )
 
 
@@ -114,13 +111,13 @@ def unbound(op: Op, device: str) -> UnsupportedError:
 
 
 class Engine(Protocol):
-    """What a device must offer: the runs of one Program. The Executor asks for nothing else."""
+    """What a device must offer: the runs of one Program. The Executor asks for nothing else. What
+    returns None, a device that has nothing to do there inherits."""
 
     context: EngineContext
 
     def __init__(self, context: EngineContext) -> None:
         """Binds every op. Needs no other rank."""
-        ...
 
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:
@@ -129,18 +126,15 @@ class Engine(Protocol):
 
     def warm_up(self, teams: Sequence[TeamComm]) -> None:
         """What must be done once before runs, by all ranks of the teams together."""
-        ...
 
     def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> object | None:
         """Whether a run may begin at once: what `issue` takes as `at`, such as the addresses of the
         tensors; None where the Executor must check the tensors, the device or the teams first."""
-        ...
 
     def look(self) -> None:
         """Raises where the caller must not run anything now, such as inside of a graph capture."""
-        ...
 
     def issue(
         self,
@@ -155,7 +149,6 @@ class Engine(Protocol):
     @property
     def failure(self) -> BaseException | None:
         """What made an earlier run fail after it was issued."""
-        ...
 
     @property
     def spans(self) -> list[tuple[int, float, float]]:
@@ -164,20 +157,17 @@ class Engine(Protocol):
 
     def synchronize(self) -> None:
         """Returns when all runs have ended; raises what made one fail."""
-        ...
 
     def settle(self) -> None:
         """Before a reset: ends what is under way."""
-        ...
 
     def later(self, end: Callable[[], None]) -> bool:
         """No run begins any more. Whether runs are still under way after a while: `end`, which
         closes this and gives back what they use, is then called behind them."""
-        ...
+        return False
 
     def close(self) -> None:
         """Ends threads and gives back what the engine holds."""
-        ...
 
 
 def engine_for(

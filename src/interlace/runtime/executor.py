@@ -89,13 +89,17 @@ class TeamLocks:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Takes all of them, or none."""
-        with contextlib.ExitStack() as taken:
+        taken = 0
+        try:
             for team in self._teams:
                 if not team.lock.acquire(blocking, timeout):
-                    return False
-                taken.callback(team.lock.release)
-            taken.pop_all()
-        return True
+                    break
+                taken += 1
+        finally:
+            if taken < len(self._teams):
+                for team in self._teams[:taken]:
+                    team.lock.release()
+        return taken == len(self._teams)
 
     def release(self) -> None:
         for team in self._teams:
@@ -141,7 +145,8 @@ class Executor:
         self.agreement: Agreement | None = None
         self._shared = TeamResources({}, {}, {})
         self._backends: list[tuple[str, str]] = []
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
+        """Once prepared: what runs the Program on the device."""
         self._kept = Teardown()
         self._finalizer: Any = weakref.finalize(self, self._kept.close)
         self._bound_resets: list[int] = []
@@ -153,7 +158,7 @@ class Executor:
 
         Collective: every rank of the Program's teams calls it, in the same order for all Executors.
         """
-        if self._engine is not None:
+        if self.engine is not None:
             return self
         self._check_open()
         limit = self.limit_s
@@ -238,13 +243,13 @@ class Executor:
         self._kept.engine = engine = self._engine_class(context)
         engine.warm_up(self._ordered())
         # Only now: what is bound in part is bound anew before it runs.
-        self._engine, self._bound_resets = engine, self._resets()
+        self.engine, self._bound_resets = engine, self._resets()
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
-        engine, lock = self._engine, self._lock
+        engine, lock = self.engine, self._lock
         if engine is None or self._poison is not None or not lock.acquire(False):
             return self._check_and_run(inputs, out)
         try:
@@ -271,9 +276,9 @@ class Executor:
                 with torch.inference_mode(False), torch.no_grad():
                     self._bind()  # a reset renewed the backends
             self._check_teams()
-            assert self._engine is not None
+            assert self.engine is not None
             try:
-                return self._engine.issue(inputs, out)
+                return self.engine.issue(inputs, out)
             except BaseException as error:
                 self._fail(error)
                 raise
@@ -309,7 +314,7 @@ class Executor:
 
     def _check_ready(self) -> Engine:
         self._check_open()
-        if self._engine is None:
+        if self.engine is None:
             raise ExecutorError(
                 f"{self.program.name} was not prepared: every rank calls prepare() before run()"
             )
@@ -321,11 +326,11 @@ class Executor:
                     f"({why}): every rank of its teams calls reset(), or interlace.reset() for all"
                 )
             self._poison = None
-        return self._engine
+        return self.engine
 
     def _check_teams(self) -> None:
         """Raises what stopped a peer since the last run, or an earlier Executor of this rank."""
-        found = None if self._engine is None else self._engine.failure
+        found = None if self.engine is None else self.engine.failure
         for error in (found, *(team.control.failure() for team in self._teams.values())):
             if error is not None:
                 self._fail(error)
@@ -334,28 +339,28 @@ class Executor:
     def reset(self) -> None:
         """After a failure: every rank of the teams calls it, and runs may go on."""
         self._check_open()
-        if self._engine is None:
+        if self.engine is None:
             return
-        self._engine.settle()
+        self.engine.settle()
         reset_in_turn(self._ordered(), self.limit_s)
         self._poison = None
 
     def synchronize(self) -> None:
-        if self._engine is not None:
-            self._engine.synchronize()
+        if self.engine is not None:
+            self.engine.synchronize()
 
     def timeline(self) -> Timeline:
         """When each op of the last run ran; needs the option `trace`."""
         if not self.options.trace:
             raise ExecutorError("there is no timeline: make the Executor with Options(trace=True)")
-        spans = self._engine.spans if self._engine is not None else []
+        spans = self.engine.spans if self.engine is not None else []
         return measured(self.program, self.rank, spans)
 
     def close(self) -> None:
         """Ends the threads and lets go of the memory."""
         self._closed = True
         self._finalizer()
-        self._engine = None
+        self.engine = None
         self._shared, self._given = TeamResources({}, {}, {}), {}
 
     def __enter__(self) -> Executor:

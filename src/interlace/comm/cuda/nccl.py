@@ -38,15 +38,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.backends import await_ranks
 from interlace.comm.collectives import Spec, as_bytes, bind_collective
 from interlace.comm.cuda.driver import relax_captures
 from interlace.comm.host.signals import BoundedWait
-from interlace.comm.rendezvous.board import named
-from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
+from interlace.comm.rendezvous.patience import Errand
 from interlace.errors import BackendError
 
 Run = Callable[[torch.Tensor | None, torch.Tensor | None], None]
-LOOK_S = 0.05
 LAST_S = 1.0
 """How much later than the time-out the thread's own wait in the store may end, which is as long for
 a backend that Interlace made. Back while the interpreter ends, it would abort the process."""
@@ -68,32 +67,17 @@ def join(
         relax_captures()
         meet(backend, used, time_out_s)
 
-    call, patience, gone = Errand(act), Patience(time_out_s), list[int]()
+    call = Errand(act)
     try:
-        while not (gone or call.is_back(LOOK_S) or patience.is_over()):
-            gone = sorted(ended())
-            look()
-    except BaseException:
+        await_ranks(call, time_out_s, ended, look)
+    except BaseException as error:
         abort([backend])
-        raise
-    failed: Exception | None = None
-    if call.is_back(0):
-        try:
-            return call.result()
-        except Exception as error:
-            failed = error
-    abort([backend])
-    if gone:
-        why = f"the process of {named(gone)} has ended. Start the job anew"
-    elif failed is None:
+        if not isinstance(error, Exception) or not (
+            isinstance(error, TimeoutError) or call.is_back(0)
+        ):
+            raise  # what `look` raised
         call.is_back(LAST_S)
-        why = (
-            f"not all of its ranks came within {time_out_s:g} s: see whether one failed, stalled "
-            f"or took another path through the model; {LONGER}"
-        )
-    else:
-        why = str(failed)
-    raise BackendError(f"NCCL could not connect {whose}: {why}") from failed
+        raise BackendError(f"NCCL could not connect {whose}: {error}") from error
 
 
 def meet(backend: Any, device: torch.device, time_out_s: float) -> None:

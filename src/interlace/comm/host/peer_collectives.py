@@ -14,14 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from interlace.comm.collectives import (
-    Run,
-    Spec,
-    as_bytes,
-    check_reduction,
-    reduce_into,
-    split,
-)
+from interlace.comm.collectives import Run, Spec, as_bytes, check_reduction, reduce_into, split
 from interlace.comm.host.signals import BoundedWait, stamp
 from interlace.comm.host.workspace import Workspace
 

@@ -123,15 +123,15 @@ class Workspace:
         """Where this rank's Send meets its Recv, or (not `sends`) its Recv its Send."""
         me, nth = self.team.me, message.nth
         sender, receiver = (me, message.member) if sends else (message.member, me)
-        sends = [entry for entry in self._notes[sender]["sends"] if entry[0] == receiver]
+        sent = [entry for entry in self._notes[sender]["sends"] if entry[0] == receiver]
         recvs = [entry for entry in self._notes[receiver]["recvs"] if entry[0] == sender]
-        if nth >= len(sends) or nth >= len(recvs):
+        if nth >= len(sent) or nth >= len(recvs):
             ranks = self.team.ranks
             raise ProgramError(
-                f"rank {ranks[sender]} sends {len(sends)} messages to rank {ranks[receiver]} in "
+                f"rank {ranks[sender]} sends {len(sent)} messages to rank {ranks[receiver]} in "
                 f"team {self.team.name}, which receives {len(recvs)}: each Send needs its Recv"
             )
-        _, sent_at, data_at = sends[nth]
+        _, sent_at, data_at = sent[nth]
         nbytes = message.nbytes
         data = self._segments[sender].bytes(data_at, nbytes) if nbytes else None
         return MessageBox(

@@ -85,7 +85,7 @@ class Board:
         """The processes of ranks, as far as they are known: Note [Who is gone]."""
         self._gone: set[int] = set()
         self._left_word = False
-        self._next_look = self._next_probe = 0.0
+        self._next_look = self.next_probe = 0.0
         self._rounds: dict[str, int] = {}
         self._past: list[tuple[frozenset[int], list[str]]] = []
         """Meetings in which all came, with what this rank left there: `forget` removes it."""
@@ -130,8 +130,8 @@ class Board:
             for rank in ranks:
                 if rank not in self.lives and (life := self._life(rank)) is not None:
                     self.lives[rank] = life
-        if now >= self._next_probe:
-            self._next_probe = now + PROBE_EVERY_S
+        if now >= self.next_probe:
+            self.next_probe = now + PROBE_EVERY_S
             unknown = [r for r in ranks if r not in self.lives or not self.lives[r].seen]
             for rank in unknown:
                 call = Errand(lambda rank=rank: disconnected(rank))  # gloo may connect only now
@@ -282,11 +282,6 @@ class Board:
         if why:
             raise AgreementError(why if rank == self.rank else f"rank {rank} gave up: {why}")
 
-    def give_up(self, topic: str, after: int, why: str) -> None:
-        """Ends the next round of a topic: this rank does not come to it."""
-        with contextlib.suppress(AgreementError):
-            self.decide(f"{topic}/{self.round(topic, after)}", why)
-
     @contextlib.contextmanager
     def attending(self, topics: Sequence[str]) -> Iterator[None]:
         """Who leaves meetings by an error gives them up, since its notes say that it is there."""
@@ -431,4 +426,5 @@ def meet(teams: Sequence[TeamComm], what: str, time_out_s: float) -> None:
                 team.found()
         for team in (team for team in teams if why and team.topic):
             with contextlib.suppress(InterlaceError):
-                team.board.give_up(f"{team.topic}/prepare", team.num_prepared, why)
+                number = team.board.round(f"{team.topic}/prepare", team.num_prepared)
+                team.board.decide(f"{team.topic}/prepare/{number}", why)

@@ -33,13 +33,15 @@ def identity() -> tuple[int, int, str]:
     return os.getpid(), started(os.getpid()), place()
 
 
+def boot_id() -> str:
+    """Names this boot of this host; empty where it is unknown."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else ""
+
+
 def place() -> str:
     """This boot of this host and this pid namespace; empty where either is unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-    return f"{boot}/{namespace()}" if namespace() else ""
+    return f"{boot_id()}/{namespace()}" if boot_id() and namespace() else ""
 
 
 def namespace() -> int:

@@ -91,30 +91,33 @@ def bind_call(
 ) -> Thunk:
     region = regions.get(op.fn)
     fn = resolve(op.fn) if region is None else _region(op, region, values, device, compile_regions)
-    read, fixed = reader(op.args, values, device)
-    names = tuple(name for name, _ in op.kwargs)
-    read_named, named_fixed = reader([value for _, value in op.kwargs], values, device)
-    call: Callable[[], Any]
-    if fixed and named_fixed:
-        call = functools.partial(fn, *read(), **dict(zip(names, read_named(), strict=True)))
-    elif names:
-        call = lambda: fn(*read(), **dict(zip(names, read_named(), strict=False)))  # noqa: E731
-    else:
-        call = lambda: fn(*read())  # noqa: E731
+    call = _invoke(QUICK.get(op.fn, fn), op, values, device)
     if op.fresh:
         return _fresh(op, fn, call, values)
     if op.mutates or not op.outs:
         return call
     out_names = _out_names(fn)
-    fn = QUICK.get(op.fn, fn)
-    outs = [values.own(view) for view in op.outs]
-    if op.fn in QUICK and not names and all(isinstance(arg, View) for arg in op.args):
-        return quick_call(op, fn, values)
+    if op.fn in QUICK and not op.kwargs and all(isinstance(arg, View) for arg in op.args):
+        return quick_call(op, QUICK[op.fn], values)
     if out_names:
-        if len(out_names) != len(outs):
-            raise ProgramError(f"{op.fn} fills {len(out_names)} outputs, not {len(outs)}")
-        return _into(op, functools.partial(_call, fn, read, names, read_named), out_names, values)
-    return _copied(op, call, outs, values)
+        if len(out_names) != len(op.outs):
+            raise ProgramError(f"{op.fn} fills {len(out_names)} outputs, not {len(op.outs)}")
+        return _into(op, call, out_names, values)
+    return _copied(op, call, [values.own(view) for view in op.outs], values)
+
+
+def _invoke(
+    fn: Callable[..., Any], op: Call, values: ValueTable, device: torch.device
+) -> Callable[..., Any]:
+    """The operator with the arguments of a run; it is called with the outputs that it fills."""
+    read, fixed = reader(op.args, values, device)
+    names = tuple(name for name, _ in op.kwargs)
+    read_named, named_fixed = reader([value for _, value in op.kwargs], values, device)
+    if not named_fixed:
+        return lambda **outs: fn(*read(), **dict(zip(names, read_named(), strict=True)), **outs)
+    if names:
+        fn = functools.partial(fn, **dict(zip(names, read_named(), strict=True)))
+    return functools.partial(fn, *read()) if fixed else lambda **outs: fn(*read(), **outs)
 
 
 def _region(
@@ -136,15 +139,6 @@ def _out_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     if schema is not None:
         return tuple(argument.name for argument in schema.arguments if argument.is_out)
     return ("out",) if fn in KERNELS.values() else ()
-
-
-def _call(
-    fn: Callable[..., Any], read: Read, names: tuple[str, ...], read_named: Read, **outs: Any
-) -> None:
-    if names:
-        fn(*read(), **dict(zip(names, read_named(), strict=True)), **outs)
-    else:
-        fn(*read(), **outs)
 
 
 def _into(

@@ -165,6 +165,13 @@ def _lacks_compiler(error: BaseException | None) -> bool:
     return False
 
 
+def unpack(results: Sequence[Any], count: int, fn: str) -> Sequence[Any]:
+    """The results of an operator that gives several, as many as the region has names for."""
+    if len(results) != count:
+        raise ProgramError(f"{fn} gives {len(results)} results, and the region names {count}")
+    return results
+
+
 def graph_module(region: Region, resolve: Resolve, decode: Decode) -> torch.fx.GraphModule:
     """The region as a graph that Inductor takes. Its values have names of our own: FX runs the text
     of a graph, so a name that a schedule gives could be code."""
@@ -185,6 +192,7 @@ def graph_module(region: Region, resolve: Resolve, decode: Decode) -> torch.fx.G
         if len(node.outs) == 1:
             values[node.outs[0]] = made
             continue
+        made = graph.call_function(unpack, (made, len(node.outs), node.fn))
         for index, name in enumerate(node.outs):
             values[name] = graph.call_function(operator.getitem, (made, index))
     for name in (name for name in region.outputs if name not in values):

@@ -158,10 +158,7 @@ class CudaEngine:
         return at
 
     def issue(
-        self,
-        inputs: Sequence[torch.Tensor],
-        out: Sequence[torch.Tensor] | None,
-        at: Any = None,
+        self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None, at: Any = None
     ) -> tuple[Any, ...]:
         """Issues a run and gives its results, which are there once the caller's stream is. Copies
         into and out of a graph are part of the run: the next one uses the same memory."""

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Registered, Slot, TeamComm, Workspace, share_on_host
+from interlace.comm import Registered, Slot, Workspace, share_on_host
 from interlace.comm.control import DONE, ENTERED, PROGRESS, STREAMS, progress_of
 from interlace.comm.rendezvous.patience import Patience
 from interlace.errors import ExecutorError, InterlaceError, PeerError
 from interlace.ir import VALUE_BITS, Call, Collective, Group, Op, Recv, Send, in_order
 from interlace.runtime.calling.calls import Thunk, bind_call
-from interlace.runtime.engine import EngineContext, ShareRequest, TeamResources
+from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
 from interlace.runtime.host.binder import HostBinder
 from interlace.runtime.host.streams import LocalProgress, Stream, StreamOrder, StreamThread
 from interlace.runtime.prepare.plan import releases
@@ -39,12 +39,11 @@ class Stopped(BaseException):
     """Ends a stream whose Executor failed elsewhere. Never leaves the engine."""
 
 
-class CpuEngine:
-    failure: BaseException | None = None
-    """A run raises what made it fail: nothing is found later."""
+class CpuEngine(Engine):
+    """Runs the bound ops of one rank. A run that returned has ended, and raised what failed."""
 
     def __init__(self, context: EngineContext) -> None:
-        self.spans: list[tuple[int, float, float]] = []
+        self._spans: list[tuple[int, float, float]] = []
         self.context = context
         self._program, self._rank = context.plan.program, context.plan.rank
         self._flight, resources = context.flight, context.resources
@@ -172,7 +171,7 @@ class CpuEngine:
                 before_op(rank, index, op)
             run()
             if trace:
-                self.spans.append((index, start, time.perf_counter()))
+                self._spans.append((index, start, time.perf_counter()))
 
         return watched
 
@@ -208,8 +207,7 @@ class CpuEngine:
                 for buffer, slot in self._takes:
                     self._uses[buffer] = slot.next_use()
                 self._order.run += 1
-                if self.spans:
-                    self.spans = []
+                self._spans.clear()
             if out is None:
                 out = self._outputs.new()
             held = self._values.registered
@@ -352,21 +350,9 @@ class CpuEngine:
             time.sleep(0.01)
         return None
 
-    def warm_up(self, teams: Sequence[TeamComm]) -> None:
-        """Nothing: a run needs none before it."""
-
-    def look(self) -> None:
-        """Nothing: a run may come at any time."""
-
-    def settle(self) -> None:
-        """Nothing: a run that returned has ended."""
-
-    def synchronize(self) -> None:
-        """Nothing: a run that returned has ended."""
-
-    def later(self, end: Callable[[], None]) -> bool:
-        """A run that returned has ended: `end` need not wait."""
-        return False
+    @property
+    def spans(self) -> list[tuple[int, float, float]]:
+        return self._spans
 
     def close(self) -> None:
         workers, self._workers = self._workers, []

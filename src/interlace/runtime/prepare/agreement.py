@@ -181,11 +181,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _collect(
-    board: Board,
-    me: int,
-    mine: Note,
-    time_out_s: float,
-    look: Callable[[], object] = lambda: None,
+    board: Board, me: int, mine: Note, time_out_s: float, look: Callable[[], object] = lambda: None
 ) -> dict[int, Note]:
     """The entries of all ranks that teams join to this one, by global rank; all of these ranks get
     them, or none (Note [All or none] in board.py): a rank that sees everybody asks for the verdicts

@@ -111,8 +111,9 @@ def with_backends(program: ir.Program, backend_of: BackendOf, teams: Collection[
         return program
 
     def named(op: ir.Op) -> ir.Op:
-        mine = isinstance(op, ir.Collective) and op.team in teams
-        return replace(op, backend=backend_of(op.team, op.backend)) if mine else op
+        if isinstance(op, ir.Collective) and op.team in teams:
+            return replace(op, backend=backend_of(op.team, op.backend))
+        return op
 
     return program.replace(ops=tuple(map(named, program.ops)))
 

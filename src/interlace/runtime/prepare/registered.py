@@ -90,10 +90,7 @@ def written(program: Program) -> frozenset[str]:
 
 
 def _check(
-    program: Program,
-    buffers: list[Buffer],
-    given: Mapping[str, torch.Tensor],
-    device: torch.device,
+    program: Program, buffers: list[Buffer], given: Mapping[str, torch.Tensor], device: torch.device
 ) -> None:
     names = [buffer.name for buffer in buffers]
     for name in names:

@@ -253,7 +253,7 @@ class Graphs:
                 self._engine.check()  # in a capture it would be told badly
                 pool = others[0].graphs[turn].pool() if others else None
                 with uncollected(), torch.no_grad(), self._capturing(graph, pool):
-                    results = self._issue(turn, named)
+                    results = self.issue(turn, named)
                 made.launch.append(self._launcher(graph))
                 made.keep(results, tensors, kept, options.static_outputs)
         except BaseException:
@@ -278,7 +278,7 @@ class Graphs:
             finally:
                 graph.capture_end()
 
-    def _issue(self, turn: int, named: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    def issue(self, turn: int, named: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
         """Issues the ops into the capture; gives the results."""
         values, binding = self._context.values, self.bindings[turn]
         try:

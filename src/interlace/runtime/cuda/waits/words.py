@@ -14,7 +14,6 @@ Note [In one call]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from interlace.comm.cuda.driver import Batch, Driver
@@ -26,17 +25,14 @@ Part = tuple[str, tuple[int, ...], Callable[[], int]]
 """`wait` or `write`, which words, and what they are to reach, or become, in this run."""
 
 
-@dataclass(frozen=True, slots=True)
 class Words:
-    """What one stream does with words, in this order."""
+    """What one stream does with words, in this order: `run` issues it."""
 
-    driver: Driver
-    lane: Lane
-    parts: tuple[Part, ...]
-    run: Callable[[], None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "run", self._bound())
+    def __init__(self, driver: Driver, lane: Lane, parts: tuple[Part, ...]) -> None:
+        self.driver, self.lane, self.parts = driver, lane, parts
+        self.count = sum(len(words) for _, words, _ in parts)
+        self.kinds = {kind for kind, _, _ in parts}
+        self.run = self._bound()
 
     @classmethod
     def of(
@@ -47,13 +43,6 @@ class Words:
 
     def __call__(self) -> None:
         self.run()
-
-    @property
-    def count(self) -> int:
-        return sum(len(words) for _, words, _ in self.parts)
-
-    def only(self, kind: str) -> bool:
-        return all(each == kind for each, _, _ in self.parts)
 
     def then(self, other: Words) -> Words:
         return Words(self.driver, self.lane, (*self.parts, *other.parts))
@@ -85,12 +74,12 @@ def brought_together(steps: Sequence[tuple[Lane | None, Thunk]]) -> list[Thunk]:
         before = found[index] if index >= 0 else None
         if isinstance(step, Words) and isinstance(before, Words):
             fits = before.count + step.count <= Batch.LIMIT
-            if fits and (step.only("write") or index == len(found) - 1):
+            if fits and (step.kinds == {"write"} or index == len(found) - 1):
                 found[index] = before.then(step)
                 continue
-            if fits and before.only("wait"):
+            if fits and before.kinds == {"wait"}:
                 found[index] = None
                 step = before.then(step)
         last[id(lane)] = len(found)
         found.append(step)
-    return [step for step in found if step is not None]
+    return [step.run if isinstance(step, Words) else step for step in found if step is not None]
