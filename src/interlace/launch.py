@@ -161,8 +161,7 @@ def _threads(world: int) -> int:
 
 @contextlib.contextmanager
 def _environment(world: int) -> Iterator[None]:
-    """What ranks find: the same package, and bit-equal chunks where they can be; libraries read it
-    when they are loaded."""
+    """What ranks find: the same package, and bit-equal chunks where they can be."""
     before, source = dict(os.environ), str(Path(interlace.__file__).resolve().parents[1])
     paths = [source, *filter(None, [before.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

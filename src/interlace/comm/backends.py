@@ -133,8 +133,7 @@ def await_ranks(
 
 
 def cut(backend: Any) -> None:
-    """Ends what a gloo backend has under way, on all ranks: where an op of its own is late, as this
-    one is at once, gloo closes the backend's connections. Of others nothing."""
+    """Ends what a gloo backend has under way, on all ranks: an op that is late at once does."""
     if backend.name() == "gloo" and backend.size() > 1:
         word, peer = torch.empty(1, dtype=torch.uint8), (backend.rank() + 1) % backend.size()
         with contextlib.suppress(RuntimeError):
@@ -161,8 +160,7 @@ def apart(store: Any) -> Any:
 
 
 def end(made: list[Any], time_out_s: float, whose: str) -> None:
-    """Ends what was made, and forgets it (Note [Aborts] in nccl.py); what does not end in time
-    raises `TeamError` and is kept."""
+    """Ends what was made, and forgets it (Note [Aborts] in nccl.py), or raises `TeamError`."""
     left = [backend for backend in made if backend.name() == "nccl"]
     if left:
         from interlace.comm.cuda.nccl import abort, all_ended

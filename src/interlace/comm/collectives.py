@@ -94,8 +94,7 @@ def bind_collective(backend: Any, spec: Spec, time_out_s: float) -> Run:
 
 
 def _apart(run: Run) -> Run:
-    """From a copy of what shares memory with the destination: UCC works in place only where it is
-    told so, and torch does not tell it."""
+    """From a copy of what shares memory with the destination, which UCC does not expect."""
 
     def copied(src: torch.Tensor | None, dst: torch.Tensor | None, wait: BoundedWait) -> None:
         if src is not None and dst is not None:
@@ -275,8 +274,7 @@ class _Binder:
 
 @functools.lru_cache(maxsize=16)
 def nothing(device: torch.device, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """A tensor without elements, for a backend that wants one where a rank gives or gets nothing.
-    It is made once for each device and type."""
+    """A tensor without elements, made once, where a rank gives or gets nothing."""
     with torch.inference_mode(False):  # else runs out of that mode could not take it
         return torch.empty(0, dtype=dtype, device=device)
 

@@ -184,8 +184,7 @@ class Control:
         self._mine[ERROR] = kinds.get(type(error), FAILED) if kind is None else kind
 
     def failure(self) -> InterlaceError | None:
-        """What stopped a rank of this team: its own word, the end of its process, or a word that
-        it passes on from another team."""
+        """What stopped a rank: its own word, the end of its process, or a word passed on."""
         passed_on: InterlaceError | None = None
         for member, cells in enumerate(self._cells):
             kind = cells[ERROR]

@@ -173,8 +173,7 @@ class Engine(Protocol):
 def engine_for(
     device: torch.device | str, graph: bool = False
 ) -> tuple[type[Engine], torch.device]:
-    """The engine of a device (one that captures graphs, if `graph`), and the device as tensors name
-    it."""
+    """The class of the engine of a device, and the device with its index."""
     found = torch.device(device)
     if found.type == "cuda":
         from interlace.runtime.cuda.engine import CudaEngine  # which needs the CUDA driver

@@ -94,8 +94,7 @@ class Parameters:
         host: frozenset[str] = frozenset(),
         registered: Mapping[str, Registered] | None = None,
     ) -> None:
-        """`host` names those that are on the CPU, whatever the device is; `registered` has those
-        that are the same tensors in every run."""
+        """`host` names those on the CPU, `registered` those that are the same in every run."""
         self.program = program
         self.kind = kind
         self.names = tuple(buffer.name for buffer in params)
@@ -130,8 +129,7 @@ class Parameters:
         return made
 
     def zeros(self, written: Collection[str]) -> list[torch.Tensor]:
-        """The same, and the new ones are zero. All but the `written` share memory: a model's
-        parameters may fill half the GPU."""
+        """The same, zero. All but the `written` share memory: parameters may fill half the GPU."""
         plain = [n not in written and i not in self._held for i, n in enumerate(self.names)]
         most = max((box.hull[1] for box, p in zip(self._boxes, plain, strict=True) if p), default=0)
         place = torch.zeros(most, dtype=torch.uint8, device=self._device).untyped_storage()
@@ -159,8 +157,7 @@ class Parameters:
                 )
 
     def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raises `ExecutorError` unless the tensors are what the Program was made for. They are
-        looked at in every run: a tensor's shape can change in place."""
+        """Raises unless the tensors fit; in every run, since a shape can change in place."""
         if not self.fit(tensors):
             self._look(tensors)
 

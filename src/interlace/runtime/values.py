@@ -211,8 +211,7 @@ class ValueTable:
         return place
 
     def address(self, view: ir.View, member: int | None = None) -> Callable[[], int]:
-        """What gives the address of a view in each run, here or in the memory of a team's
-        `member`."""
+        """What gives the address of a view in each run, here or in a member's memory."""
         box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
         skip = box.offset * box.dtype.itemsize
         found = [storage.data_ptr() + start + skip for storage, start in self._memory(name, member)]
@@ -254,8 +253,7 @@ class ValueTable:
     def starter(
         self, names: Sequence[str]
     ) -> Callable[[Sequence[torch.Tensor], Mapping[str, Use]], None]:
-        """`begin` for tensors in the order of these names, without look-ups; made once every op is
-        bound."""
+        """`begin` for tensors in the order of these names; made once every op is bound."""
         items, families = self.items, [self._families[name] for name in names]
         places = [family.place for family in families]
         views = [(*view, family.place) for family in families for view in family.views]
@@ -306,8 +304,7 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copier(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What copies a tensor with its strides, which other Programs are made for: a clone of a view
-    with gaps has others."""
+    """What copies a tensor with its strides; a clone of a view with gaps has others."""
     if torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         return tensor.clone
     facts = {"dtype": tensor.dtype, "device": tensor.device}

@@ -151,8 +151,7 @@ def bind_messages(
 
 
 def _typed(what: str, error: Exception) -> BackendError:
-    """NCCL's error as ours. An abort after a failure ends what connects too; the caller is told the
-    failure."""
+    """NCCL's error as ours. The caller is told a failure instead, if that ended the op."""
     return BackendError(f"NCCL could not issue {what}: {error}")
 
 

@@ -75,8 +75,7 @@ class Registry:
         writes: Collection[str],
         time_out_s: float,
     ) -> dict[str, Registered]:
-        """Makes these tensors reachable on every rank of the team; all ranks call it together.
-        Raises on every rank, `BackendError` as a rule, where a tensor cannot be shared."""
+        """Makes these tensors reachable on every rank of the team, or raises on every rank."""
         team, gone = self._team, list[int]()
         note: Note = {"gone": gone}
         problem: InterlaceError | None = None

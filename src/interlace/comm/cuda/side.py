@@ -120,8 +120,7 @@ class CudaSide:
         ]
 
     def release(self, generation: int) -> None:
-        """Lets go of every stream and kernel of this rank that waits for a peer, unless a reset has
-        ended those of this `generation` before."""
+        """Lets go of every stream and kernel that waits for a peer, but not after a reset."""
         with self._lock:
             if generation != self.generation:
                 return

@@ -113,8 +113,7 @@ class Transfer:
 
 
 class PeerTransfer(Transfer):
-    """One side of a message through the sender's shared memory, where it stays if the sender
-    leaves. A receiver says that it is there once it has taken it."""
+    """One side of a message through shared memory; a receiver is there once it has taken it."""
 
     def begin(self, tensor: torch.Tensor) -> None:
         """The sender puts the message where the receiver finds it, and tells so."""

@@ -68,8 +68,7 @@ def tell(
     problem: InterlaceError | None,
     time_out_s: float,
 ) -> tuple[list[Note], frozenset[str]]:
-    """Exchanges notes on what is registered, and gives the names that any rank writes; a rank with
-    a problem raises it, and all others a like one."""
+    """Exchanges notes on what is registered; gives the names that any rank writes."""
     told = {"note": note, "writes": sorted(writes)}
     place = f"{team.topic}/registered/{topic}/registered parameters"
     notes = team.board.exchange(place, told, time_out_s, problem=problem)

@@ -138,8 +138,7 @@ def sweep(folder: Path) -> None:
 
 
 def _mapped(descriptor: int, nbytes: int) -> mmap.mmap:
-    """The file's memory, mapped in place of anonymous memory: `mmap.mmap` of a file would keep a
-    descriptor, and processes may have few."""
+    """The file's memory. `mmap.mmap` of a file would keep a descriptor, of which there are few."""
     found = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(found))
     access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | MAP_FIXED

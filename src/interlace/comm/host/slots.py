@@ -71,8 +71,7 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of a team, by name and size. What no rank holds goes when Programs are prepared
-    next."""
+    """The slots of a team, by name and size. What no rank holds goes with the next `ensure`."""
 
     def __init__(self, board: Board, topic: str = "") -> None:
         self._board = board

@@ -195,8 +195,7 @@ class Board:
         meetings: Sequence[str] = (),
         look: Callable[[], object] = lambda: None,
     ) -> dict[int, Note]:
-        """The notes of these topics, by rank, that came within the time-out, or before one of the
-        meetings had its verdict, or a missing rank had ended. What `look` raises ends it too."""
+        """The notes of these topics, by rank, that came in time, or before a meeting was over."""
         found: dict[int, Note] = {}
 
         def missing() -> list[int]:
@@ -266,8 +265,7 @@ class Board:
         return number
 
     def next_round(self, topic: str) -> tuple[str, list[str]]:
-        """The first round of a topic after the last that this rank came to that is not over, and
-        the verdicts of those between."""
+        """The first round of a topic that is not over, and the verdicts of those before it."""
         before = self._rounds.get(topic, 0)
         number = self._rounds[topic] = self.round(topic, before)
         return f"{topic}/{number}", [f"{topic}/{n}/verdict" for n in range(before, number) if n]
@@ -320,8 +318,7 @@ class Board:
             raise PeerError(self._lost(error)) from error
 
     def _lost(self, error: RuntimeError) -> str:
-        """The message for a store that is gone: rank 0, which may hold it, leaves when it has heard
-        of the end of another process."""
+        """The message for a store that is gone: rank 0 may have left after the end of another."""
         what = f"the store of torch.distributed does not answer ({error})"
         holder = "the process that holds it (rank 0, or the launcher)"
         if ended := [r for r, life in sorted(self.lives.items()) if r and not life.alive()]:

@@ -28,8 +28,7 @@ CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 
 
 def identity() -> tuple[int, int, str]:
-    """This process: its id, when it started (0 where that is unknown), since ids are reused, and
-    the place in which ids mean something."""
+    """This process: its id, when it started (ids are reused), and where ids mean something."""
     return os.getpid(), started(os.getpid()), place()
 
 
@@ -88,8 +87,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def disconnected(rank: int) -> bool:
-    """Whether the default group's gloo backend says that a rank's process has ended: a message that
-    is never taken raises at once where it cannot be sent."""
+    """Whether the default group's gloo refuses a message to the rank: its process has ended."""
     if not (dist.is_available() and dist.is_initialized()) or rank == dist.get_rank():
         return False
     try:

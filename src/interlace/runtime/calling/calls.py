@@ -238,8 +238,7 @@ def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: Va
 def _missing(
     op: Call, values: ValueTable
 ) -> Callable[[Any, Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]:
-    """The results with zeros for those that an operator left out, as attention without gradients
-    does; None for what nobody uses either."""
+    """The results, with zeros for those that an operator left out and None for what nobody uses."""
     declared = [(*_layout(buffer), buffer.name in values.used) for buffer in op.fresh]
 
     def fill(given: Any, results: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
@@ -286,8 +285,7 @@ def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor
 
 
 def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
-    """A call of one of `QUICK`, of tensors alone. Its result's shape follows from its arguments',
-    so it is compared with the output's once."""
+    """A call of one of `QUICK`, of tensors alone: the shape of its result is compared once."""
     items, (view,) = values.items, op.outs
     first, second, *third = [values.own(arg) for arg in op.args if isinstance(arg, View)]
     out, size, known = values.own(view), values.box(view).sizes, False
@@ -321,8 +319,7 @@ Results = Callable[[], tuple[Any, ...]]
 
 
 def reader_of(returned: Sequence[Arg], plan: Plan, values: ValueTable) -> Results:
-    """A function that reads the results of the run under way, from the table or as the Program
-    fixes them."""
+    """A function that reads the results of the run under way."""
     reads = [_result(arg, plan, values) for arg in returned]
     items = values.items
     places = [read for read in reads if isinstance(read, int)]

@@ -58,8 +58,7 @@ class Here(threading.local):
 
 
 class Changes:
-    """What runs write of the tensors that they are given. Autograd is told, as by torch's own ops:
-    what was saved of them for a backward is stale."""
+    """What runs write of the tensors that they are given. Autograd is told, as by torch itself."""
 
     def __init__(self, context: EngineContext) -> None:
         known, ops = context.values.registered, context.plan.program.ops
@@ -142,8 +141,7 @@ class CudaEngine:
     def admit(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> object | None:
-        """True, or with graphs the addresses of the tensors; None where these do not fit, where the
-        thread's current device is another, as in a new thread, or where something has happened."""
+        """True, or with graphs the addresses of the tensors; None where something does not fit."""
         at = self._fit(inputs)
         if out is not None and at is not False:
             more = self._fit_outputs(out)
@@ -399,8 +397,7 @@ class CudaEngine:
             self.graphs.drop()
 
     def later(self, end: Callable[[], None]) -> bool:
-        """Where runs are still under way after a while, has the watchdog call `end` behind them:
-        what they use is not given back before."""
+        """Has the watchdog call `end` behind runs that are still under way after a while."""
         self.binding.shut()  # then no run begins, and one that has begun is under way
         self.watched.settle()
         if self.watched.idle:

@@ -95,8 +95,7 @@ def _register(request: ShareRequest) -> dict[str, Registered]:
 
 
 def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
-    """The signals that this rank awaits, for every team that it reaches into or that may reach
-    into it, and more than the highest value."""
+    """The signals that this rank awaits, by team, and more than the highest value."""
     found: dict[str, dict[str, None]] = {}
     span = 1
     for op in program.ops:
@@ -112,8 +111,7 @@ def signals_of(program: Program) -> tuple[dict[str, tuple[str, ...]], int]:
 
 
 def reaches(plan: Plan, kind: type[Notify | Expect]) -> dict[str, dict[str, list[int]]]:
-    """By team and signal: the highest value that each member is told by this rank (`Notify`), or
-    is awaited of it (`Expect`)."""
+    """By team and signal: the highest value that each member is told, or is awaited of it."""
     found: dict[str, dict[str, list[int]]] = {}
     for op in plan.program.ops:
         for item in op.steps:

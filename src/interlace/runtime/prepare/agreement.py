@@ -225,8 +225,7 @@ def _unknown(found: Mapping[int, Note]) -> dict[int, tuple[str, str, int]]:
 def _verify_set(
     board: Board, entries: Mapping[int, Note], me: int, text: str, time_out_s: float
 ) -> tuple[Report, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Proves different Programs as a set: the report, and the texts with the ranks that run
-    each."""
+    """Proves different Programs as a set: the report, and the texts with their ranks."""
     place = entries[me]["teams"][0][0]
     board.post(_text_of(me, entries[me]), {"text": text})
     holders = {entry["hash"]: rank for rank, entry in entries.items()}

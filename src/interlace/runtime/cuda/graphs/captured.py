@@ -184,8 +184,7 @@ class GraphPair:
         kept: Sequence[torch.Tensor],
         static: bool,
     ) -> None:
-        """Takes the results of a graph that was captured with these `tensors`: some lie in tensors
-        of the caller's, or in `kept`; the graph's own are given as they are, if `static`."""
+        """Takes the results of a graph that was captured with these `tensors`: `giver`."""
         outs = [(i, tensor) for i, tensor in enumerate(tensors) if i >= self._num_inputs]
         self.gives.append(giver(results, outs, kept, tensors if static else None))
 

@@ -47,8 +47,7 @@ def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk 
 
 
 def _after_the_last(binder: Binder, lane: Lane, team: str, issue: Thunk) -> Thunk:
-    """An exchange after the team's last one in the Program, whatever its stream: they share flags
-    and staging memory."""
+    """An exchange after the team's last one: they share flags and staging memory."""
     last = binder.exchanged.get(team)
     mine = EventPoint(binder.driver, binder.event())
     binder.exchanged[team] = lane, mine

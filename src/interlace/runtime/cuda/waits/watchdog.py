@@ -164,8 +164,7 @@ class Watched:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the error, tells the peers, and ends what waits for them; outside of teams nothing
-        waits."""
+        """Keeps the error, tells the peers, and ends what waits for them, if anything does."""
         if not self._teams:
             return
         with self._lock:
@@ -182,8 +181,7 @@ class Watched:
                 engine.release()
 
     def hear(self) -> None:
-        """Asks for failures that `look` has not come to: a rank that stopped says so before it lets
-        go."""
+        """Asks for failures that `look` has not come to."""
         for team, resets in self._resets:
             found = team.control.failure() if team.resets == resets else None
             if found is not None:
@@ -271,8 +269,7 @@ class Watchdog:
                 self._thread.start()
 
     def drop(self, watched: Watched) -> None:
-        """Looks at this no more. The garbage collector may call it at any moment: it takes no
-        lock."""
+        """Looks at this no more; the garbage collector may call it at any moment."""
         self._watched.pop(id(watched), None)
 
     def all(self) -> list[Watched]:
