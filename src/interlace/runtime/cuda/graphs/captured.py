@@ -106,12 +106,14 @@ def _give(
     if isinstance(item, tuple):
         parts = [_give(part, outs, kept, storages) for part in item]
         return lambda given: tuple([part(given) for part in parts])
-    if not isinstance(item, torch.Tensor) or any(item is tensor for tensor in kept):
+    if not isinstance(item, torch.Tensor):
         return functools.partial(_same, item)
     made = torch.empty(0, dtype=item.dtype, device=item.device)
     if not item.numel():
         copy = copier(made.new_empty_strided(item.shape, item.stride()))
         return lambda given: copy()
+    if any(item is tensor for tensor in kept):
+        return functools.partial(_same, item)
     if (place := _place(item, outs)) is not None:
         return operator.itemgetter(place)
     storage = item.untyped_storage()
