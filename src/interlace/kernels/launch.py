@@ -6,8 +6,6 @@ numbers, and the call goes straight to the C launcher that Triton made for it:
 
     program = kernel_of(device, some_source, "bf16", 128)     # some_source gives a `KernelSource`
     program.launch(stream, grid, (x.data_ptr(), y.data_ptr(), x.numel()))
-
-Callers keep what depends on addresses alone, tensor maps above all, for the `RECENT` ones.
 """
 
 from __future__ import annotations
@@ -146,7 +144,7 @@ def kernel_of(
 
 
 def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
-    """The C function behind Triton's wrapper for tensor descriptors, which encodes at every call.
+    """The C function behind Triton's wrapper, which encodes tensor descriptors at every call.
 
     The wrapper is a closure whose only function is the C launcher; without descriptors there is
     no wrapper.

@@ -1,12 +1,8 @@
 """What layers and losses need of autograd, autocast and torch.compile.
 
-    return first_order(grad)       # at the end of a backward
-    with without_autocast(x.device.type):
-        y = torch.mm(x, w)         # in the types that x and w have
-
-`first_order` makes gradients that cannot be differentiated again say so, instead of giving none:
-torch's own `once_differentiable` raises only where the upstream gradient asks for a gradient; where
-the inputs alone do, what follows from the gradient would silently have none.
+`first_order` makes a gradient raise when it is differentiated again. torch's `once_differentiable`
+does so only where the upstream gradient asks for a gradient; where the inputs alone do, what
+follows from the gradient would silently have none.
 """
 
 from __future__ import annotations

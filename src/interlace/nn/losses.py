@@ -15,20 +15,29 @@ from interlace.nn.functional import cross_entropy, linear_cross_entropy
 
 
 class Loss(nn.Module):
-    """The options of a loss function."""
+    """The options of a loss function; class weights are a buffer of the name `WEIGHT`."""
 
+    WEIGHT = "weight"
     TAKEN = (
         "ignore_index", "reduction", "label_smoothing",
         "group", "z_loss", "softcap", "denominator", "check_targets", "shard_sizes",
     )  # fmt: skip
 
-    def __init__(self, ignore_index: int, reduction: str, smoothing: float, more: Any) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": smoothing}
-        for name in more:
+        own = {"ignore_index": ignore_index, "reduction": reduction}
+        for name in options:
             if name not in self.TAKEN:
                 raise TypeError(f"a loss takes no argument {name!r}; it takes {self.TAKEN}")
-        self.options = own | more
+        self.options = {**own, "label_smoothing": label_smoothing, **options}
+        self.register_buffer(self.WEIGHT, weight)
 
     def given(self, denominator: torch.Tensor | float | None) -> dict[str, Any]:
         """The options, with this denominator if one is given."""
@@ -48,24 +57,13 @@ class CrossEntropyLoss(Loss):
 
     weight: torch.Tensor | None
 
-    def __init__(
-        self,
-        weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        **options: Any,
-    ) -> None:
-        super().__init__(ignore_index, reduction, label_smoothing, options)
-        self.register_buffer("weight", weight)
-
     def forward(
         self,
         logits: torch.Tensor,
         target: torch.Tensor,
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """The loss; a `denominator` stands for that of this call."""
+        """The loss; a `denominator` replaces the option in this call."""
         return cross_entropy(logits, target, self.weight, **self.given(denominator))
 
 
@@ -75,19 +73,14 @@ class LinearCrossEntropyLoss(Loss):
     The weight and the bias are the caller's: an output layer's, often tied to the embedding's.
     """
 
+    WEIGHT = "class_weight"
     TAKEN = (*Loss.TAKEN, "chunk_size", "accumulate_dtype", "overlap")
     class_weight: torch.Tensor | None
 
     def __init__(
-        self,
-        class_weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        **options: Any,
+        self, class_weight: torch.Tensor | None = None, *args: Any, **options: Any
     ) -> None:
-        super().__init__(ignore_index, reduction, label_smoothing, options)
-        self.register_buffer("class_weight", class_weight)
+        super().__init__(class_weight, *args, **options)
 
     def forward(
         self,
@@ -97,8 +90,6 @@ class LinearCrossEntropyLoss(Loss):
         bias: torch.Tensor | None = None,
         denominator: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """The loss; a `denominator` stands for that of this call."""
-        options = self.given(denominator)
-        return linear_cross_entropy(
-            hidden, weight, target, bias, class_weight=self.class_weight, **options
-        )
+        """The loss; a `denominator` replaces the option in this call."""
+        options = {"class_weight": self.class_weight, **self.given(denominator)}
+        return linear_cross_entropy(hidden, weight, target, bias, **options)

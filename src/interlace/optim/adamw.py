@@ -88,23 +88,7 @@ class Adam(Optimizer):
         seed: int = 0,
     ) -> None:
         self._forget()
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "exp_avg_dtype": exp_avg_dtype,
-            "exp_avg_sq_dtype": exp_avg_sq_dtype,
-            "master_weights": master_weights,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
+        defaults = _options(locals())
         check_group(defaults)
         super().__init__(params, defaults)
 
@@ -242,24 +226,12 @@ class AdamW(Adam):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-        )
+        super().__init__(params, **_options(locals()))
+
+
+def _options(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among the local variables of a constructor."""
+    return {n: v for n, v in variables.items() if n not in ("self", "params", "__class__")}
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -6,22 +6,19 @@
 
 A layer that can add to a gradient in place asks `destination()` in its backward, adds there and
 returns None to autograd. What autograd itself brings, from other uses of the same Parameter, is
-added too: the accumulator has the sum of everything. It is *ready* when a backward has done all
-uses of the Parameter that it had. Nothing is kept on the Parameter but hooks of torch's own, and
-no gradient is made up.
+added too. The accumulator is *ready* when a backward has done all uses of the Parameter.
 
 Note [When a gradient is complete]
     A backward that reaches a leaf ends at the leaf's node, once, after every use in that graph has
     run, with the sum of what they returned, or with nothing at all if they returned None. So the
-    hook after that node is the one place that says "complete", for tied weights, for gradients
-    that went into a buffer, and inside checkpoints alike. It is what torch's own DDP hooks.
-    A checkpoint with `use_reentrant=True` runs backwards inside a backward: then, as after several
-    backwards of one graph, a Parameter is ready several times, which a reducer must expect.
+    hook after that node says "complete", for tied weights, for gradients that went into a buffer,
+    and inside checkpoints alike. torch's own DDP hooks it too. With `use_reentrant=True`, and with
+    several backwards of one graph, a Parameter is ready several times.
 
 Note [Streams]
     The node runs on the stream where the leaf was first used, and nothing makes that stream wait
-    for a layer that returned None on another. The accumulator therefore knows who wrote last:
-    the next writer waits for it, and so does the node, and what comes after the node.
+    for a layer that returned None on another. So the accumulator remembers the stream that wrote
+    last: the next writer waits for it, and so does the node.
 """
 
 from __future__ import annotations
@@ -168,17 +165,13 @@ class GradAccumulator:
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise GradientError("an accumulator belongs to one Parameter: make another for the copy")
 
-    # -- inside a backward -----------------------------------------------------------------------
-
     def _accumulates(self) -> bool:
         """Whether the backward under way sums this gradient, as `backward()` does."""
         if torch._C._current_graph_task_id() < 0:
             return True
         try:
             return torch._C._will_engine_execute_node(self._node)
-        except (
-            RuntimeError
-        ):  # torch's answer inside `torch.autograd.grad`, for a leaf that it wants
+        except RuntimeError:  # for a leaf that `torch.autograd.grad` wants
             return False
 
     def _enter(self) -> None:
@@ -212,8 +205,8 @@ class GradAccumulator:
     def _take(self) -> None:
         """Moves what autograd brought into the buffer.
 
-        This hook is the Parameter's, which keeps it when its data is replaced. Its node does not
-        stay if the type or the device of the data is another, and the node's hooks go with it.
+        This hook stays with the Parameter when its data is replaced; those of its node go if the
+        type or the device of the data changes.
         """
         if threading.get_ident() not in self._running:
             raise GradientError(
@@ -229,7 +222,7 @@ class GradAccumulator:
 
 
 class Take:
-    """The hook that moves what autograd brought. By it an accumulator is known to be there."""
+    """The hook that moves what autograd brought; `is_taken` recognises an accumulator by it."""
 
     def __init__(self, accumulator: weakref.ref[GradAccumulator]) -> None:
         self._accumulator = accumulator

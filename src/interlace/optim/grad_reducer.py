@@ -5,7 +5,7 @@
             for batch in batches[:-1]:
                 with reducer.no_sync():
                     loss(model, batch).backward()
-            loss(model, batches[-1]).backward()           # buckets go as they become complete
+            loss(model, batches[-1]).backward()           # buckets are reduced once complete
             reducer.finish()                              # main gradients are the mean from here on
             with reducer.as_grads():
                 optimizer.step()
@@ -15,16 +15,14 @@ Each bucket has a flat buffer of *main gradients*, fp32 by default also for bf16
 Program, an all-reduce of that buffer. Layers with `accumulate_into`, such as `GroupedLinear`, add
 to it in place; other gradients move there as they come, and `.grad` is None again.
 
-Note [When a bucket goes]
-    Buckets go in index order on every rank, whatever order they become complete in, so ranks always
-    meet in the same one. Index 0 holds the Parameters that were registered last. A bucket is
-    complete when each of its Parameters was ready as often as in the first step. In that one all go
-    in `finish()`, while it is counted: a Parameter may be ready several times in a step, by several
-    backwards or reentrant checkpoints, and one that was counted too low would be reduced without
-    its rest. The count is kept, until `relearn()`: a step with fewer is right, but its buckets wait
-    for `finish()`. What was not ready at the end goes in `finish()`, with what there is of it: 0
-    for a Parameter that was not used. A gradient for a bucket that is gone is a `GradientError`,
-    never a wrong sum; `relearn()` before a change of the model's course avoids it.
+Note [When a bucket is reduced]
+    Buckets are reduced in index order on every rank, in whatever order they become complete. Index
+    0 holds the Parameters that were registered last. A bucket is complete when each of its
+    Parameters was ready as often as in the first step. In that one all are reduced in `finish()`,
+    while it is counted: a Parameter may be ready several times in a step, by several backwards or
+    reentrant checkpoints. The count is kept, until `relearn()`: a step with fewer is right, but its
+    buckets wait for `finish()`, with what there is: 0 for a Parameter that was not used. A gradient
+    for a bucket that was reduced is a `GradientError`, never a wrong sum.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -133,10 +132,8 @@ class GradReducer:
         if isinstance(params, nn.Module):
             self.attach(params)
 
-    # -- what it holds ---------------------------------------------------------------------------
-
     def accumulator(self, param: torch.Tensor) -> GradAccumulator:
-        """Where a layer of one's own adds that Parameter's gradient."""
+        """The accumulator of a Parameter, to which a layer of one's own adds its gradient."""
         if param not in self._accumulators:
             raise GradientError(f"the Parameter {list(param.shape)} was not given, or was frozen")
         return self._accumulators[param]
@@ -154,8 +151,6 @@ class GradReducer:
             if attach is not None and layer.weight in self._accumulators:
                 attach(self.accumulator(cast("torch.Tensor", layer.weight)))
                 self._attached.append(layer)
-
-    # -- a step ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -197,11 +192,11 @@ class GradReducer:
         """
         self._check(not self._finished, "main gradients are not reduced yet: finish() first")
         dtypes = {param: param.grad_dtype for param in self._accumulators}
-        for param, accumulator in self._accumulators.items():
-            assert accumulator.buffer is not None
-            if accumulator.buffer.dtype != param.dtype:
-                param.grad_dtype = accumulator.buffer.dtype
-            param.grad = accumulator.buffer
+        for param in dtypes:
+            grad = self.main_grad(param)
+            if grad.dtype != param.dtype:
+                param.grad_dtype = grad.dtype
+            param.grad = grad
         try:
             yield
         finally:
@@ -211,7 +206,7 @@ class GradReducer:
 
     def zero(self) -> None:
         """Begins a new step: main gradients are 0."""
-        self._check(self._gone > 0 and not self._finished, "buckets are on the way: finish() first")
+        self._check_idle()
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.flat.zero_()
@@ -219,7 +214,7 @@ class GradReducer:
 
     def relearn(self) -> None:
         """Forgets how often Parameters were ready: the next step reduces in `finish()` only."""
-        self._check(self._gone > 0 and not self._finished, "buckets are on the way: finish() first")
+        self._check_idle()
         self._wanted = None
 
     def reset(self) -> None:
@@ -236,8 +231,6 @@ class GradReducer:
     def timelines(self) -> list[Timeline]:
         """When each bucket's reduction ran last; needs the option `trace`."""
         return self._reductions.timelines()
-
-    # -- inside a backward -----------------------------------------------------------------------
 
     def _begin(self) -> None:
         """A step without any gradient yet."""
@@ -276,13 +269,15 @@ class GradReducer:
             writers = [self._accumulators[param].writer for param in bucket.params]
             self._reductions.start(index, writers)
 
-    # -- the rest --------------------------------------------------------------------------------
-
     def _check(self, wrong: bool, why: str) -> None:
         if self._closed:
             raise GradientError("this GradReducer is closed: make another")
         if wrong:
             raise GradientError(why)
+
+    def _check_idle(self) -> None:
+        going = self._gone > 0 and not self._finished
+        self._check(going, "buckets are on the way: finish() first")
 
     def close(self) -> None:
         """Takes hooks, thread and process group away; gradients go to `.grad` again."""
@@ -306,27 +301,30 @@ def _fill(
     params: Sequence[nn.Parameter], dtype: torch.dtype | None, bucket_bytes: int
 ) -> list[Bucket]:
     """Parameters in that order, in buckets of one type and at most so many bytes."""
-    filled: list[tuple[torch.dtype, list[nn.Parameter], int]] = []
+    filled: list[list[nn.Parameter]] = []
+    last, size = None, 0
     for param in params:
         kind = dtype or param.dtype
-        whole = ALIGNMENT // kind.itemsize
-        numel = -(-param.numel() // whole) * whole
-        if filled:
-            last, members, size = filled[-1]
-            if last == kind and (size + numel) * kind.itemsize <= bucket_bytes:
-                members.append(param)
-                filled[-1] = kind, members, size + numel
-                continue
-        filled.append((kind, [param], numel))
-    return [_bucket(members, kind, max(size, 1)) for kind, members, size in filled]
+        nbytes = _padded(param, kind) * kind.itemsize
+        if kind != last or size + nbytes > bucket_bytes:
+            filled.append([])
+            last, size = kind, 0
+        filled[-1].append(param)
+        size += nbytes
+    return [_bucket(members, dtype or members[0].dtype) for members in filled]
 
 
-def _bucket(params: list[nn.Parameter], dtype: torch.dtype, size: int) -> Bucket:
-    flat = torch.zeros(size, dtype=dtype, device=params[0].device)
-    whole, views, at = ALIGNMENT // dtype.itemsize, [], 0
-    for param in params:
-        part = flat[at : at + param.numel()]
+def _padded(param: nn.Parameter, dtype: torch.dtype) -> int:
+    """Elements of a main gradient and of what fills up its alignment."""
+    whole = ALIGNMENT // dtype.itemsize
+    return -(-param.numel() // whole) * whole
+
+
+def _bucket(params: list[nn.Parameter], dtype: torch.dtype) -> Bucket:
+    sizes = [_padded(param, dtype) for param in params]
+    flat = torch.zeros(max(sum(sizes), 1), dtype=dtype, device=params[0].device)
+    views: list[torch.Tensor] = []
+    for param, at in zip(params, accumulate(sizes, initial=0), strict=False):
         strides = torch.empty_like(param, device="meta").stride()  # the Parameter's, if it is dense
-        views.append(part.as_strided(param.shape, strides))
-        at += -(-param.numel() // whole) * whole
+        views.append(flat[at : at + param.numel()].as_strided(param.shape, strides))
     return Bucket(tuple(params), flat, tuple(views))

@@ -1,12 +1,12 @@
-"""Runs one all-reduce Program for each of some flat tensors, beside whatever else is going on.
+"""Runs one all-reduce Program for each of some flat tensors, beside other work.
 
     reductions = Reductions(flats, group, "mean", Options())     # every rank, together
     reductions.start(0)                # returns at once; every rank starts them in the same order
     reductions.wait()                  # or raises what made one fail
 
 On CUDA a run is issued at once, on a stream of its own, which the current one joins in `wait`. On
-the CPU a run ends when the reduction has: there one thread of this object's does them, one after
-another. In both cases the Executor bounds what waits for a peer.
+the CPU a thread of this object does the runs one after another. In both cases the Executor bounds
+every wait for a peer.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ def destroy(group: dist.ProcessGroup) -> None:
 class Worker(threading.Thread):
     """A thread that runs the functions whose numbers it is given, in that order.
 
-    After a failure nothing runs until `clear`. It is a daemon: a rank that fails elsewhere ends
-    although a reduction waits for its peers. Each function bounds what it waits for.
+    After a failure nothing runs until `clear`. It is a daemon, so that a failed rank can end.
     """
 
     def __init__(self, runs: Sequence[Callable[[], object]]) -> None:

@@ -20,28 +20,23 @@ What is guaranteed
     - members of a collective agree on kind, reduction, root, splits, element type and shape, the
       two ends of a message on size and element type, and the ranks on the takes of each slot.
 
-    Hence the results of a run do not depend on the interleaving: they are those of the ops done one
-    after another, by any order that the model allows.
-
-    The other way round, a finding is a real fault of the model, with the ops and an interleaving
-    behind it; but `as_strided` counts as the whole buffer, and buffers that share a storage are
-    compared by the hulls of their boxes. (Strided boxes are compared exactly, except for boxes
-    of more than 65,536 separate runs of bytes whose dimensions run into each other or whose strides
-    have no small common multiple.)
+    Hence the results of a run do not depend on the interleaving. The other way round, a finding is
+    a real fault of the model, with the ops and an interleaving behind it; but `as_strided` counts
+    as the whole buffer, and buffers that share a storage are compared by the hulls of their boxes.
+    (Strided boxes are compared exactly, except for boxes of more than 65,536 separate runs of bytes
+    whose dimensions run into each other or whose strides have no small common multiple.)
 
 What is not
     Kernels that touch what they do not declare; numbers (a sound schedule may compute the wrong
     function); time; libraries that break their word; resources of a device, such as a kernel that
     spins while the one it waits for finds no room.
 
-How it is known to work
-    `oracle.explore` runs small programs in every interleaving, shares nothing with `check` but the
-    ops, and agrees with it on hundreds of random programs in every test run, and on as many as one
-    has patience for.
+`oracle.explore` runs small programs in every interleaving, shares nothing with `check` but the
+ops, and must agree with it on hundreds of random programs in every test run.
 
 Reading order: happens_before/ (the order), accesses/ (races and lifetimes), in_place.py (one op
-alone), deadlock.py, matching.py, registered.py, remarks.py, explain.py, uneven.py and report.py
-(what is told), fixing/ (how it is fixed), check.py; then oracle/.
+alone), deadlock.py, matching.py, explain.py, uneven.py and report.py (findings), fixing/ (fixes),
+check.py; then oracle/.
 """
 
 from interlace.verify.check import check

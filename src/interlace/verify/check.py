@@ -21,7 +21,7 @@ from interlace.verify.accesses.sweep import MAX_REPEATS, AccessFault, Sweep
 from interlace.verify.accesses.unwritten import Unwritten
 from interlace.verify.deadlock import deadlocks, launch_order
 from interlace.verify.explain import Explainer
-from interlace.verify.fixing.trials import Trials
+from interlace.verify.fixing.trials import with_fixes
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.source import LoweredProgram, lower
 from interlace.verify.in_place import in_place
@@ -31,9 +31,11 @@ from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
 MAX_PAIRS = 1 << 21
-"""Of ranks, that signals go between in one run, counted for each op."""
+"""Pairs of ranks that signals go between in one run, at most, counted for each op."""
 MAX_FINDINGS = 100
 """More faults than these are counted and not listed."""
+FIRST = ("mismatch", "deadlock", "event", "signal", "race")
+"""Kinds that are listed before the others."""
 
 
 def check(
@@ -61,11 +63,11 @@ def check(
     sweep.run()
 
     explainer = Explainer(sources, Unwritten(sweep))
-    places = {place.source: place for place in reversed(builder.places)}  # the first of each
+    first_places = {place.source: place for place in reversed(builder.places)}
     findings = [
-        explainer.flaw(places[source], flaw)
+        explainer.flaw(first_places[source], flaw)
         for source in sources
-        if source in places
+        if source in first_places
         for flaw in source.flaws
     ]
     agreed = mismatches(builder, explainer, regions)
@@ -74,7 +76,7 @@ def check(
     agreed += deadlocks(builder, explainer)
     findings += [Uneven(builder, explainer).told(finding) for finding in agreed]
     findings += [*launch_order(builder, explainer), *shared_names(builder, explainer)]
-    faults = _told(sweep)
+    faults = _reported(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)
     findings += [explainer.faults(same) for same in listed]
     left_out = len(faults) - len(listed) + max(0, len(findings) - MAX_FINDINGS)
@@ -90,7 +92,7 @@ def check(
     if report.sound:
         return report
     again = partial(check, runs=runs, in_order=in_order, unroll=unroll)
-    return Trials(together, again).of(report)
+    return with_fixes(report, together, again)
 
 
 def _refuse_too_many_pairs(sources: Sequence[LoweredProgram]) -> None:
@@ -109,16 +111,16 @@ def _refuse_too_many_pairs(sources: Sequence[LoweredProgram]) -> None:
                     )
 
 
-def _told(sweep: Sweep) -> list[list[AccessFault]]:
-    """The faults worth telling: what races is not also told as read before it was written."""
-    told: list[list[AccessFault]] = []
+def _reported(sweep: Sweep) -> list[list[AccessFault]]:
+    """The faults to report: a read of bytes that race is not also reported as uninitialized."""
+    reported: list[list[AccessFault]] = []
     for same in sweep.faults.values():
         if same[0].first is None:
             bare = (fault for fault in same if not sweep.raced_for(fault.second))
             same = list(islice(bare, MAX_REPEATS))
         if same:
-            told.append(same)
-    return told
+            reported.append(same)
+    return reported
 
 
 def _of_every_kind(found: list[T], kind: Callable[[T], str]) -> list[T]:
@@ -130,9 +132,6 @@ def _of_every_kind(found: list[T], kind: Callable[[T], str]) -> list[T]:
     return [found[i] for i in sorted(chosen[:MAX_FINDINGS])]
 
 
-_FIRST = ("mismatch", "deadlock", "event", "signal", "race")
-
-
 def _rank_of_kind(finding: Finding) -> tuple[bool, int]:
-    order = _FIRST.index(finding.kind) if finding.kind in _FIRST else len(_FIRST)
+    order = FIRST.index(finding.kind) if finding.kind in FIRST else len(FIRST)
     return finding.level == "remark", order

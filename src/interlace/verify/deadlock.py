@@ -42,126 +42,110 @@ def deadlocks(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     """The findings for everything that cannot finish."""
     graph = builder.graph
     stuck = {node for node, clock in enumerate(graph.clocks) if clock is None}
-    if not stuck:
-        return []
     return [*_never(graph, stuck, explainer), *_cycles(graph, stuck, explainer)]
 
 
 def _never(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list[Finding]:
     """The ops that could start, but for something that never comes."""
-    found: dict[tuple[object, ...], tuple[str, list[OpRef], set[int], Part]] = {}
+    found: dict[tuple[object, int], tuple[str, Part, set[int]]] = {}
     for node, reason in sorted(graph.never.items()):
         if any(before in stuck for before in graph.awaited(node)):
             continue
         part = graph.part[node]
         assert part is not None, "only an op waits for what never comes"
-        frame, item = part
-        key = frame.place.source, item.index
-        if key not in found:
-            refs = [explainer.ref(frame.place, item, f"waits for {reason}")]
-            found[key] = (reason, refs, set(), part)
-        found[key][2].add(frame.place.rank)
-    return [
-        Finding(
-            "deadlock",
-            f"an op waits forever, for {reason}",
-            tuple(refs),
-            f"add what line {refs[0].line} waits for: {reason}; or remove it on every rank",
-            "error",
-            tuple(sorted(ranks)),
-            never(explainer.edges, part),
-        )
-        for reason, refs, ranks, part in found.values()
-    ]
+        place = part[0].place
+        found.setdefault((place.source, part[1].index), (reason, part, set()))[2].add(place.rank)
+    findings: list[Finding] = []
+    for reason, part, ranks in found.values():
+        ref = explainer.ref(part[0].place, part[1], f"waits for {reason}")
+        message = f"an op waits forever, for {reason}"
+        words = f"add what line {ref.line} waits for: {reason}; or remove it on every rank"
+        fixes = never(explainer.edges, part)
+        on = tuple(sorted(ranks))
+        findings.append(Finding("deadlock", message, (ref,), words, "error", on, fixes))
+    return findings
 
 
 def _cycles(graph: HappensBefore, stuck: set[int], explainer: Explainer) -> list[Finding]:
+    """At most `MAX_CYCLES`, those within one run first."""
     found: dict[frozenset[tuple[object, int]], tuple[bool, Finding]] = {}
-    for steps in circles(graph, stuck):
+    for steps in _circles(graph, stuck):
         key = frozenset((part[0].place.source, part[1].index) for part, *_ in steps)
         spans_runs = len({part[0].run for part, _, _ in steps}) > 1
         if key not in found:
-            found[key] = spans_runs, _tell(steps, explainer)
+            found[key] = spans_runs, _explained(steps, explainer)
         if len(found) >= MAX_CYCLES:
             break
     return [finding for _, finding in sorted(found.values(), key=lambda pair: pair[0])]
 
 
-def circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
+def _circles(graph: HappensBefore, stuck: set[int]) -> Iterator[list[CycleLink]]:
     """A shortest cycle of each knot of what cannot finish."""
     for knot in _knots(graph, stuck):
         yield _shortest_cycle(graph, knot)
 
 
 def _knots(graph: HappensBefore, stuck: set[int]) -> list[list[int]]:
-    """The strongly connected components with a cycle, those that hold up others first."""
+    """The strongly connected components with a cycle, those that hold up others first (Tarjan)."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []
-    on_stack: set[int] = set()
     knots: list[list[int]] = []
+    done: set[int] = set()
     for root in sorted(stuck):
-        if root in index:
-            continue
-        index[root] = low[root] = len(index)
-        stack.append(root)
-        on_stack.add(root)
-        work = [(root, iter(graph.awaited(root)))]
-        while work:
-            node, rest = work[-1]
-            for other in rest:
-                if other not in stuck:
-                    continue
-                if other not in index:
-                    index[other] = low[other] = len(index)
-                    stack.append(other)
-                    on_stack.add(other)
-                    work.append((other, iter(graph.awaited(other))))
-                    break
-                if other in on_stack:
-                    low[node] = min(low[node], index[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+        path = [] if root in index else [root]
+        rest: dict[int, Iterator[int]] = {}
+        while path:
+            node = path[-1]
+            if node not in index:
+                index[node] = low[node] = len(index)
+                stack.append(node)
+                rest[node] = iter(graph.awaited(node))
+            other = next((n for n in rest[node] if n in stuck and n not in done), None)
+            if other is None:
+                path.pop()
+                if path:
+                    low[path[-1]] = min(low[path[-1]], low[node])
                 if low[node] == index[node]:
                     cut = stack.index(node)
-                    knot = stack[cut:]
-                    del stack[cut:]
-                    on_stack.difference_update(knot)
+                    knot, stack[cut:] = stack[cut:], []
+                    done.update(knot)
                     if len(knot) > 1 or node in graph.awaited(node):
                         knots.append(knot)
+            elif other in index:
+                low[node] = min(low[node], index[other])
+            else:
+                path.append(other)
     return knots
 
 
 def _shortest_cycle(graph: HappensBefore, knot: list[int]) -> list[CycleLink]:
     """A cycle with the fewest links from one stream to another."""
     inside = set(knot)
-    best: tuple[int, list[CycleLink]] | None = None
-    budget = SEARCH_BUDGET
+    best: list[CycleLink] = []
+    limit, budget = 1 << 60, SEARCH_BUDGET
     for node in sorted(knot):
         if graph.part[node] is None:
             continue
-        if best is not None and budget <= 0:
+        if best and budget <= 0:
             break
-        limit = best[0] if best else 1 << 60
         found, spent = _cycle_through(graph, node, inside, limit)
-        best, budget = found or best, budget - spent
-    assert best is not None
-    return _joined(best[1])
+        budget -= spent
+        if found:
+            best, limit = found, sum(link.why != STREAM for link in found)
+    return _joined(best)
 
 
 def _cycle_through(
     graph: HappensBefore, start: int, inside: set[int], limit: int
-) -> tuple[tuple[int, list[CycleLink]] | None, int]:
-    """The cheapest cycle through a node with its cost, if that is below the limit, and how many
-    steps it took to find out."""
+) -> tuple[list[CycleLink], int]:
+    """The cheapest cycle through a node, if its cost is below the limit, and the steps taken."""
     came_from: dict[int, tuple[int, CycleLink]] = {}
     cost = {start: 0}
     queue = deque([start])
     done: set[int] = set()
     spent = 0
-    best: tuple[int, list[CycleLink]] | None = None
+    best: list[CycleLink] = []
     while queue:
         node = queue.popleft()
         if node in done or cost[node] >= limit:
@@ -170,14 +154,13 @@ def _cycle_through(
         for other, step in _links(graph, node, inside):
             spent += 1
             reached = cost[node] + (step.why != STREAM)
-            if other == start:
-                if reached < limit:
-                    path, back = [step], node
-                    while back != start:
-                        back, link = came_from[back]
-                        path.append(link)
-                    best, limit = (reached, path[::-1]), reached
-            elif reached < cost.get(other, limit):
+            if other == start and reached < limit:
+                path, back = [step], node
+                while back != start:
+                    back, link = came_from[back]
+                    path.append(link)
+                best, limit = path[::-1], reached
+            elif other != start and reached < cost.get(other, limit):
                 cost[other] = reached
                 came_from[other] = node, step
                 if step.why == STREAM:
@@ -220,31 +203,25 @@ def _joined(steps: list[CycleLink]) -> list[CycleLink]:
     return [step for step in joined if step.part != step.other]
 
 
-def _tell(steps: list[CycleLink], explainer: Explainer) -> Finding:
+def _explained(steps: list[CycleLink], explainer: Explainer) -> Finding:
     refs: list[OpRef] = []
-    for part, other, why in steps:
-        line = explainer.line(other[0].place.source, other[1].index)
+    for (frame, item), (other_frame, other), why in steps:
+        rank = other_frame.place.rank
+        line = explainer.line(other_frame.place.source, other.index)
         if why == STREAM:
-            name = part[0].place.source.streams[part[1].stream]
-            why = f"it comes earlier on stream {name}"
+            why = f"it comes earlier on stream {frame.place.source.streams[item.stream]}"
         elif why == MEETS:
-            why = f"it cannot end before rank {other[0].place.rank} is there"
-        refs.append(
-            explainer.ref(
-                part[0].place, part[1], f"waits for rank {other[0].place.rank}, line {line}: {why}"
-            )
-        )
+            why = f"it cannot end before rank {rank} is there"
+        role = f"waits for rank {rank}, line {line}: {why}"
+        refs.append(explainer.ref(frame.place, item, role))
     ranks = sorted({ref.rank for ref in refs})
-    who = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {_listed(ranks)} wait"
-    whom = "itself" if len(ranks) == 1 else "each other"
-    message = f"{who} for {whom}, in a circle"
+    message = f"rank {ranks[0]} waits for itself, in a circle"
+    if len(ranks) > 1:
+        listed = f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+        message = f"ranks {listed} wait for each other, in a circle"
     fixes = cycle(explainer.edges, [(part, other) for part, other, _ in steps])
     words = _advice(steps, explainer)
     return Finding("deadlock", message, tuple(refs), words, "error", tuple(ranks), fixes)
-
-
-def _listed(ranks: list[int]) -> str:
-    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _why(part: Part, earlier: Part) -> str:
@@ -319,44 +296,40 @@ def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     """A remark where ranks would wait for each other if each ran its collectives and messages one
     after another, in the order of its list. NCCL does so with those of a team; of two teams, each
     kernel may hold what the other needs."""
-    graph, spans = builder.graph, defaultdict[int, dict[int, int]](dict)
-    queues = {
-        queue: members for queue, members in builder.meetings.queues.items() if _by_nccl(queue[1])
-    }
+    graph, spans = builder.graph, defaultdict[int, list[tuple[int, int]]](list)
+    queues = [mine for queue, mine in builder.meetings.queues.items() if _by_nccl(queue[1])]
     ends = [at for both in builder.meetings.channels.values() for end in both for at in end]
     ends = [at for at in ends if isinstance(op := at.item.op, Send | Recv) and _by_nccl(op.backend)]
     if (len(queues) < 2 and not ends) or len(graph.order) < len(graph.preds):
         return []
-    ends += [at for members in queues.values() for mine in members.values() for at in mine]
+    ends += [at for members in queues for mine in members.values() for at in mine]
     for at in ends:
-        spans[at.frame.place.rank][at.begin] = at.end
+        spans[at.frame.place.rank].append((at.begin, at.end))
     blocks = dict(graph.blocks)
     for mine in spans.values():
-        for (_, end), (begin, _) in pairwise(sorted(mine.items())):
+        for (_, end), (begin, _) in pairwise(sorted(set(mine))):
             blocks[begin] = [*blocks.get(begin, ()), end]
     serial = replace(graph, blocks=blocks)
     stuck = {*range(len(graph.preds))} - {*serial.sequence()}
-    for steps in circles(serial, stuck):
-        launched = [step for step in steps if step.part[0].place is step.other[0].place]
-        ranks = sorted({step.part[0].place.rank for step in launched})
-        ops = [
-            explainer.ref(step.other[0].place, step.other[1], "is launched first")
-            for step in launched
-        ]
-        return [
-            Finding(
-                "launch-order",
-                "collectives and messages on streams that may run at once wait for each other if "
-                "each rank runs its own one after another, as they are listed: NCCL does so with "
-                "those of one team, and those of two teams may need the same multiprocessors",
-                tuple(ops),
-                "launch them in one order on all ranks, put messages that belong together into one "
-                'group, or name the backend that runs them (backend="peer")',
-                "remark",
-                tuple(ranks),
-            )
-        ]
-    return []
+    steps = next(_circles(serial, stuck), list[CycleLink]())
+    launched = [step.other for step in steps if step.part[0].place is step.other[0].place]
+    if not launched:
+        return []
+    return [
+        Finding(
+            "launch-order",
+            "collectives and messages on streams that may run at once wait for each other if "
+            "each rank runs its own one after another, as they are listed: NCCL does so with "
+            "those of one team, and those of two teams may need the same multiprocessors",
+            tuple(
+                explainer.ref(frame.place, item, "is launched first") for frame, item in launched
+            ),
+            "launch them in one order on all ranks, put messages that belong together into one "
+            'group, or name the backend that runs them (backend="peer")',
+            "remark",
+            tuple(sorted({frame.place.rank for frame, _ in launched})),
+        )
+    ]
 
 
 def _by_nccl(backend: str | None) -> bool:

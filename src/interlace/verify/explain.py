@@ -25,7 +25,7 @@ NEIGHBOURS = 2
 
 
 class Explainer:
-    """Findings from faults; the text of each Program is made once, and only if it is asked for."""
+    """Findings from faults."""
 
     def __init__(self, sources: Sequence[LoweredProgram], unwritten: Unwritten) -> None:
         self.edges = Edges(sources)
@@ -33,11 +33,11 @@ class Explainer:
         self._lines: dict[int, list[int]] = {}
 
     def line(self, source: LoweredProgram, index: int) -> int:
-        """The line that an op (or, after the last, the return) stands on."""
+        """The line of an op or, after the last, of the return; the begin has that of the first."""
         lines = self._lines.get(source.number)
         if lines is None:
             lines = self._lines[source.number] = line_numbers(source.program)
-        return lines[max(index, 0)]  # the begin stands before the first op
+        return lines[max(index, 0)]
 
     def ref(
         self,
@@ -59,16 +59,16 @@ class Explainer:
             text = print_op(item.op, source.program)
             role = f"{text.partition(': ')[2]} {role}"
         return OpRef(
-            place.rank,
-            self.line(source, item.index),
-            "" if item.op is None else source.streams[item.stream],
-            text,
-            role,
-            buffer,
-            extent,
-            _origin(item),
-            tuple(context),
-            (source.number, item.index),
+            rank=place.rank,
+            line=self.line(source, item.index),
+            stream="" if item.op is None else source.streams[item.stream],
+            text=text,
+            role=role,
+            buffer=buffer,
+            bytes=extent,
+            loc=_origin(item),
+            context=tuple(context),
+            at=(source.number, item.index),
         )
 
     def text(self, source: LoweredProgram, index: int) -> str:
@@ -82,48 +82,39 @@ class Explainer:
     def flaw(self, place: RankPlace, flaw: Flaw) -> Finding:
         """A fault of list order, which every rank of the Program has."""
         source = place.source
-        fix = "".join(
-            part if isinstance(part, str) else str(self.line(source, part)) for part in flaw.fix
-        )
-        ops = [self.ref(place, item, role, buffer) for item, role, buffer in flaw.ops]
+        fix = flaw.fix.format(*(self.line(source, index) for index in flaw.lines))
+        ops = tuple(self.ref(place, item, role, buffer) for item, role, buffer in flaw.ops)
         fixes = proposals.flaw(self.edges, source, flaw)
-        return Finding(flaw.kind, flaw.message, tuple(ops), fix, "error", source.ranks, fixes)
+        return Finding(flaw.kind, flaw.message, ops, fix, "error", source.ranks, fixes)
 
     def access(self, entry: ByteAccess) -> OpRef:
         """An op with what it does to which bytes."""
-        name, item = entry.content.name, entry.item
+        name, item, rank = entry.content.name, entry.item, entry.content.rank
         if entry.free:
             verb = "frees" if item.ordering.frees is not None else "takes the slot of"
+        elif entry.by_caller and item.begins_run:
+            verb = "begins: until then its caller may touch"
         elif entry.by_caller:
-            begins = item.begins_run
-            verb = (
-                "begins: until then its caller may touch"
-                if begins
-                else ("ends: from then on its caller may touch")
-            )
-        elif item.ends_run:
-            verb = "returns"
+            verb = "ends: from then on its caller may touch"
         else:
-            verb = "writes" if entry.write else "reads"
-        rank = entry.content.rank
+            verb = "returns" if item.ends_run else "writes" if entry.write else "reads"
         whose = f" of rank {rank}" if rank != entry.frame.place.rank else ""
         extent = (entry.region.lo, entry.region.hi)
         return self.ref(entry.frame.place, item, f"{verb} {name}{whose}", name, extent)
 
     def faults(self, faults: Sequence[AccessFault]) -> Finding:
         """One finding for the same fault on several ranks."""
-        fault = faults[0]
-        first, second = fault.first, fault.second
+        kind, first, second = faults[0].kind, faults[0].first, faults[0].second
         ranks = tuple(sorted({found.second.frame.place.rank for found in faults}))
         if first is None:
-            return self._unwritten(fault, ranks)
+            return self._unwritten(kind, second, ranks)
         pairs = [(one.first, one.second) for one in faults if one.first is not None]
-        if fault.kind == "race" and not first.free and _listed_after(first, second):
+        if kind == "race" and not first.free and _listed_after(first, second):
             pairs = [(two, one) for one, two in pairs]
             first, second = pairs[0]
         ops = (self.access(first), self.access(second))
         name, source = second.content.name, first.frame.place.source
-        match fault.kind:
+        match kind:
             case "use-after-free":
                 message = f"{name} is used after it was freed"
                 fix = f"free {name} after line {ops[1].line}, and in an order that awaits it"
@@ -133,64 +124,68 @@ class Explainer:
                 fix = f"allocate {name} before line {ops[1].line}, in an order that this op awaits"
                 fixes = proposals.alloc_sooner(self.edges, source, first.item.version)
             case _:
-                message = self._race(first, second, ops)
-                fix = self._advice(first, second, ops)
+                message = _race_message(first, second, ops)
+                fix = _race_advice(first, second, ops)
                 fixes = proposals.race(self.edges, pairs)
-        return Finding(fault.kind, message, ops, fix, "error", ranks, tuple(fixes))
+        return Finding(kind, message, ops, fix, "error", ranks, tuple(fixes))
 
-    def _race(self, first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
-        one, two = first.content.name, second.content.name
-        if first.by_caller or second.by_caller:
-            op, end = (0, second) if second.by_caller else (1, first)
-            at = "end" if end.item.ends_run else "begin"
-            return (
-                f"line {ops[op].line} on rank {ops[op].rank} {ops[op].role}, and nothing orders it "
-                f"{'before' if at == 'end' else 'after'} the {at} of the run there, "
-                f"{'after' if at == 'end' else 'before'} which the caller may touch {two}"
-            )
-        what = one if one == two else f"{one} and {two}, which share storage"
-        verbs = [("frees" if e.item.ordering.frees is not None else "allocates") if e.free
-                 else "writes" if e.write else "reads" for e in (first, second)]  # fmt: skip
-        return (
-            f"nothing orders line {ops[0].line} on rank {ops[0].rank}, which {verbs[0]}, and line "
-            f"{ops[1].line} on rank {ops[1].rank}, which {verbs[1]} the same bytes of {what}"
-        )
-
-    def _advice(self, first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
-        """What has to come before what, where no edit is known to bring it about."""
-        one, two = first.frame.place, second.frame.place
-        if one is two and first.item.index == second.item.index:
-            op = None if first.item.op is None else one.source.program.ops[first.item.index]
-            if isinstance(op, Fused):
-                return f"put both in one part of the fused op on line {ops[0].line}"
-            if isinstance(op, Group):
-                return f"take one of the two out of the group on line {ops[0].line}"
-            return f"let line {ops[0].line} write to a buffer of its own, and copy from there"
-        if one is not two and first.item is second.item:
-            return (
-                f"let each rank touch bytes of its own: line {ops[0].line} is one op that all of "
-                "them do at once"
-            )
-        begin = "the begin of the run"
-        said = [
-            f"{begin if op.text == BEGINS else f'line {op.line}'} on rank {op.rank}" for op in ops
-        ]
-        return f"order {said[0]} before {said[1]}, or the other way round"
-
-    def _unwritten(self, fault: AccessFault, ranks: tuple[int, ...]) -> Finding:
-        op, name = self.access(fault.second), fault.second.content.name
-        if fault.kind == "overwritten":
+    def _unwritten(self, kind: str, entry: ByteAccess, ranks: tuple[int, ...]) -> Finding:
+        op, name = self.access(entry), entry.content.name
+        if kind == "overwritten":
             message = f"{name} is read after its bytes were overwritten through another buffer"
             fix = f"free {name} only after line {op.line}, and give the storage away after that"
-            fixes = tuple(proposals.own_storage(self.edges, fault.second))
+            fixes = tuple(proposals.own_storage(entry))
             return Finding("uninitialized", message, (op,), fix, "error", ranks, fixes)
-        what, late = self.unwritten(fault.second)
+        what, late = self.unwritten(entry)
         message = f"{name} is read, and nothing wrote {what} before"
         fix = f"write {what} before line {op.line}"
         if late:
             said = [f"line {self.line(s, i)} on rank {rank}" for s, i, rank in late]
             fix += f" (too late for that: {', '.join(said)})"
         return Finding("uninitialized", message, (op,), fix, ranks=ranks)
+
+
+def _race_message(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
+    one, two = first.content.name, second.content.name
+    if first.by_caller or second.by_caller:
+        op, end = (ops[0], second) if second.by_caller else (ops[1], first)
+        sides = ("before", "end", "after") if end.item.ends_run else ("after", "begin", "before")
+        return (
+            f"line {op.line} on rank {op.rank} {op.role}, and nothing orders it {sides[0]} the "
+            f"{sides[1]} of the run there, {sides[2]} which the caller may touch {two}"
+        )
+    what = one if one == two else f"{one} and {two}, which share storage"
+    verbs = [_verb(entry) for entry in (first, second)]
+    return (
+        f"nothing orders line {ops[0].line} on rank {ops[0].rank}, which {verbs[0]}, and line "
+        f"{ops[1].line} on rank {ops[1].rank}, which {verbs[1]} the same bytes of {what}"
+    )
+
+
+def _verb(entry: ByteAccess) -> str:
+    if entry.free:
+        return "frees" if entry.item.ordering.frees is not None else "allocates"
+    return "writes" if entry.write else "reads"
+
+
+def _race_advice(first: ByteAccess, second: ByteAccess, ops: tuple[OpRef, OpRef]) -> str:
+    """What has to come before what, where no edit is known to bring it about."""
+    one, two = first.frame.place, second.frame.place
+    line = f"line {ops[0].line}"
+    if one is two and first.item.index == second.item.index:
+        op = None if first.item.op is None else one.source.program.ops[first.item.index]
+        if isinstance(op, Fused):
+            return f"put both in one part of the fused op on {line}"
+        if isinstance(op, Group):
+            return f"take one of the two out of the group on {line}"
+        return f"let {line} write to a buffer of its own, and copy from there"
+    if one is not two and first.item is second.item:
+        return f"let each rank touch bytes of its own: {line} is one op that all of them do at once"
+    said = [
+        f"{'the begin of the run' if op.text == BEGINS else f'line {op.line}'} on rank {op.rank}"
+        for op in ops
+    ]
+    return f"order {said[0]} before {said[1]}, or the other way round"
 
 
 def _listed_after(first: ByteAccess, second: ByteAccess) -> bool:

@@ -1,6 +1,4 @@
-"""Whether an op that writes bytes which it also reads, or writes twice, is one that may.
-
-    findings = in_place(builder, explainer, regions)
+"""Ops that write bytes which they also read, or write twice, in a form that they do not allow.
 
 An op reads and writes in no order that the model knows: it may read an element before or after it
 has written another. So its operands share bytes in one of these forms, or not at all:
@@ -17,13 +15,12 @@ which the sweep finds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from interlace.ir.box import Box
 from interlace.ir.operators import is_pointwise
-from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy
+from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op
 from interlace.ir.text.printer import print_view
-from interlace.ir.types import DType, Index
+from interlace.ir.types import DType, Where
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
 from interlace.verify.happens_before.build import GraphBuilder
@@ -38,24 +35,12 @@ COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("all_gather", "reduce_scatter"), ("own", BACKENDS)),
     **dict.fromkeys(("gather", "scatter"), ("own", ("gloo", "peer"))),
 }
-"""Of each kind that may work in place, the form and the backends that do it right."""
+"""For each kind that may work in place, the form and the backends that do it right."""
 
-
-class Rule(NamedTuple):
-    """How two operands of an op may share bytes."""
-
-    form: str = ""
-    """`same` or `own`; empty where they may not."""
-    kind: str = ""
-    """Of a collective, with what its own part depends on."""
-    team: str = ""
-    root: Index | None = None
-    splits: str | None = None
-
-
-NEVER, SAME = Rule(), Rule("same")
-Pair = tuple[Touch, Touch, Rule]
-"""What an op writes, what else it reads or writes of the same storage, and how it may."""
+Pair = tuple[Touch, Touch, str]
+"""What an op writes, what else it reads or writes of the same storage, and the form it may have."""
+Operand = tuple[Box, int]
+"""A box of a buffer, and where the buffer begins in its storage, in bytes."""
 
 
 def in_place(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> list[Finding]:
@@ -86,30 +71,26 @@ class _Finder:
         self.regions = regions
         self.compiled = {region.name: region for region in source.program.regions}
         self.known: dict[tuple[object, ...], tuple[int, ...]] = {}
-        """Of two operands and a rule: the ranks on which they break it."""
         first: dict[str, int] = {}
         self.storage = [
             first.setdefault(version.storage, number) if version.shared else number
             for number, version in enumerate(source.versions)
         ]
-        """Of each version, the number of the first one with the same storage."""
+        """For each version, the number of the first one with the same storage."""
 
     def run(self) -> Iterator[Finding]:
-        storage = self.storage
-        for item in self.source.items:
-            if item.members:
-                for member in item.members:
-                    yield from self.look(member)
-            elif len(item.touches) > 1:
-                if len({storage[touch[1]] for touch in item.touches}) < len(item.touches):
+        for whole in self.source.items:
+            for item in whole.members or (whole,):
+                touches = item.touches
+                if len({self.storage[touch.version] for touch in touches}) < len(touches):
                     yield from self.look(item)
 
     def look(self, item: Item) -> Iterator[Finding]:
         """The first pair of an op's operands that share bytes as they may not."""
-        for write, other, rule in self.pairs(item):
-            ranks = self.breach(write, other, rule)
+        for write, other, form in self.pairs(item):
+            ranks = self.breach(item, write, other, form)
             if ranks:
-                yield self.finding(item, write, other, rule, ranks)
+                yield self.finding(item, write, other, form, ranks)
                 return
 
     def pairs(self, item: Item) -> Iterator[Pair]:
@@ -119,11 +100,11 @@ class _Finder:
         if isinstance(op, Call) and len(set(op.outs)) < len(op.outs):
             twice = next(view for i, view in enumerate(op.outs) if view in op.outs[:i])
             write = next(touch for touch in writes if touch.spot.view == twice)
-            yield write, write, NEVER
+            yield write, write, ""
         for i, write in enumerate(writes):
             for other in writes[:i]:
                 if storage[other.version] == storage[write.version]:
-                    yield write, other, NEVER
+                    yield write, other, ""
             itself = isinstance(op, Call) and op.mutates
             for other in touches:
                 if other.write or storage[other.version] != storage[write.version]:
@@ -131,87 +112,71 @@ class _Finder:
                 if itself and other.spot is write.spot:
                     itself = False  # the argument that is written
                 else:
-                    yield write, other, self.rule(item)
+                    yield write, other, self.form(op)
 
-    def rule(self, item: Item) -> Rule:
-        """How an op may write what it reads."""
-        op = item.op
+    def form(self, op: Op | None) -> str:
+        """How an op may write what it reads: `same`, `own`, or empty for not at all."""
         if isinstance(op, Copy):
-            return SAME
+            return "same"
         if isinstance(op, Call):
             body = self.compiled[op.fn].body if op.fn in self.compiled else (op,)
-            return SAME if all(is_pointwise(node.fn) for node in body) else NEVER
+            return "same" if all(is_pointwise(node.fn) for node in body) else ""
         if isinstance(op, Collective):
             form, backends = COLLECTIVES.get(op.kind, ("", ()))
-            if not {op.backend} - {None} <= set(backends):
-                form = ""
-            elif op.backend is None and len(backends) < len(BACKENDS):
-                form = ""
-            return Rule(form, op.kind, op.team, op.root, op.splits)
-        return NEVER
+            possible = set(BACKENDS) if op.backend is None else {op.backend}
+            return form if possible <= set(backends) else ""
+        return ""
 
-    def breach(self, write: Touch, other: Touch, rule: Rule) -> tuple[int, ...]:
-        """The ranks on which two operands share bytes and break the rule."""
-        key = (rule, *(self._identity(touch) for touch in (write, other)))
+    def breach(self, item: Item, write: Touch, other: Touch, form: str) -> tuple[int, ...]:
+        """The ranks on which two operands share bytes, and not in the form."""
+        touches = (write, other)
+        op = item.op
+        own = (op.kind, op.team, op.root, op.splits) if isinstance(op, Collective) else None
+        key = (form, own, *((t.spot.key, self.base(t), t.peer, t.team) for t in touches))
         found = self.known.get(key)
         if found is None:
-            places = self.places if rule.form == "own" else self.representatives(write, other)
-            broken = [place.rank for place in places if self.broken(place, write, other, rule)]
-            if broken and len(places) < len(self.places):
+            alike = form != "own" and not any(
+                t.spot.by_rank or t.peer is not None or t.root_only for t in touches
+            )
+            places = self.places[:1] if alike else self.places
+            broken = [p.rank for p in places if self.broken(p.where, item, write, other, form)]
+            if alike and broken:
                 broken = [place.rank for place in self.places]
             found = self.known[key] = tuple(broken)
         return found
 
-    def _identity(self, touch: Touch) -> tuple[object, ...]:
-        return touch.spot.key, self.base(touch), touch.peer, touch.team, touch.root_only
-
-    def representatives(self, *touches: Touch) -> Sequence[RankPlace]:
-        """One rank where all touch the same bytes, else all."""
-        for touch in touches:
-            if touch.spot.by_rank or touch.peer is not None or touch.root_only:
-                return self.places
-        return self.places[:1]
-
     def base(self, touch: Touch) -> int:
-        """Where a buffer begins in the storage that it shares, in bytes."""
         version = self.source.versions[touch.version]
         return version.buffer.offset if version.shared else 0
 
-    def bytes_of(self, place: RankPlace, touch: Touch, rule: Rule) -> Bytes | None:
+    def operand(self, where: Where, item: Item, touch: Touch) -> Operand | None:
         """What is touched on a rank; None where that is nothing, or memory of a peer's."""
-        where = place.where
-        if touch.root_only and rule.root is not None:
-            if where.index(rule.root) != where.member(rule.team).index:
-                return None
+        if not item.does(touch, where):
+            return None
         if touch.peer is not None and touch.team is not None:
             if where.index(touch.peer) != where.member(touch.team).index:
                 return None
         box = self.regions.at(touch.spot, where).exact
-        return Bytes(box, self.base(touch)) if box.numel else None
+        return (box, self.base(touch)) if box.numel else None
 
-    def broken(self, place: RankPlace, write: Touch, other: Touch, rule: Rule) -> bool:
-        """Whether two operands share bytes on a rank, and not as the rule says."""
-        to, of = self.bytes_of(place, write, rule), self.bytes_of(place, other, rule)
-        if to is None or of is None or not to.meets(of):
+    def broken(self, where: Where, item: Item, write: Touch, other: Touch, form: str) -> bool:
+        """Whether two operands share bytes on a rank, and not in the form."""
+        to, of = (self.operand(where, item, touch) for touch in (write, other))
+        if to is None or of is None or not _meet(to, of):
             return False
-        if rule.form == "same":
-            return not to.same(of)
-        if rule.form == "own":
-            whole, part = (to, of) if KINDS[rule.kind].scales == "gather" else (of, to)
-            return not part.begins_at(whole, self.own_row(place, whole, rule))
+        if form == "same":
+            return _layout(to) != _layout(of)
+        if form == "own":
+            assert isinstance(item.op, Collective)
+            whole, part = (to, of) if KINDS[item.op.kind].scales == "gather" else (of, to)
+            row = _own_row(where, item.op, whole[0].sizes[0])
+            return not _begins_at(part, whole, row)
         return True
 
-    def own_row(self, place: RankPlace, whole: Bytes, rule: Rule) -> int:
-        """The row of the whole at which a rank's own part of it begins."""
-        where, member = place.where, place.where.member(rule.team)
-        if rule.splits is not None:
-            return where.table(rule.splits).start(member.index)
-        return whole.box.sizes[0] // len(member.ranks) * member.index
-
     def finding(
-        self, item: Item, write: Touch, other: Touch, rule: Rule, ranks: tuple[int, ...]
+        self, item: Item, write: Touch, other: Touch, form: str, ranks: tuple[int, ...]
     ) -> Finding:
-        """What is wrong with an op, and what to do about it."""
+        """What is wrong with an op, and how to fix it."""
         program, op = self.source.program, item.op
         to, of = (print_view(touch.spot.view, program) for touch in (write, other))
         name = op.fn if isinstance(op, Call) else type(op).__name__.lower()
@@ -220,13 +185,12 @@ class _Finder:
         if other.write:
             says, fix = f"writes {to} and {of}", "write each to bytes of its own"
         else:
-            says, fix = f"reads {of} and writes {to}", _advice(op, rule, of, to)
+            says, fix = f"reads {of} and writes {to}", _advice(op, form, of, to)
         place = next(place for place in self.places if place.rank == ranks[0])
         extent = self.regions.at(write.spot, place.where).exact.hull
-        buffer = write.spot.buffer.name
-        ref = self.explainer.ref(place, item, says, buffer, extent)
+        ref = self.explainer.ref(place, item, says, write.spot.buffer.name, extent)
         share = "twice the same bytes" if write is other else "which share bytes"
-        message = f"{name} {says}, {share}" + _WHY[rule.form]
+        message = f"{name} {says}, {share}{_WHY[form]}"
         return Finding("in-place", message, (ref,), fix, ranks=ranks)
 
 
@@ -237,68 +201,59 @@ _WHY = {
 }
 
 
-def _advice(op: object, rule: Rule, of: str, to: str) -> str:
-    """How to mend an op that reads `of` and writes `to`."""
+def _advice(op: Op | None, form: str, of: str, to: str) -> str:
+    """How to fix an op that reads `of` and writes `to`."""
     apart = f"read from a copy of {of}, or write to a buffer that does not share bytes with it"
-    if rule.form == "same":
+    if form == "same":
         return f"{apart}, or give it just the same view to read and to write"
-    if rule.form == "own":
-        part, whole = (of, to) if KINDS[rule.kind].scales == "gather" else (to, of)
+    if not isinstance(op, Collective) or op.kind not in COLLECTIVES:
+        return apart
+    if form == "own":
+        part, whole = (of, to) if KINDS[op.kind].scales == "gather" else (to, of)
         return f"{apart}, or let {part} be this rank's own part of {whole}"
-    if isinstance(op, Collective) and op.kind in COLLECTIVES:
-        return f"{apart}, or name a backend that works in place: {_quoted(COLLECTIVES[op.kind][1])}"
-    return apart
+    backends = " or ".join(f'backend="{name}"' for name in COLLECTIVES[op.kind][1])
+    return f"{apart}, or name a backend that works in place: {backends}"
 
 
-def _quoted(names: Sequence[str]) -> str:
-    return " or ".join(f'backend="{name}"' for name in names)
+def _own_row(where: Where, op: Collective, rows: int) -> int:
+    """The row of the whole at which a rank's own part begins."""
+    member = where.member(op.team)
+    if op.splits is not None:
+        return where.table(op.splits).start(member.index)
+    return rows // len(member.ranks) * member.index
 
 
-class Bytes(NamedTuple):
-    """A box of a buffer, and where the buffer begins in its storage."""
-
-    box: Box
-    base: int
-
-    @property
-    def start(self) -> int:
-        """The first byte, from the start of the storage."""
-        return self.base + self.box.offset * self.box.dtype.itemsize
-
-    def meets(self, other: Bytes) -> bool:
-        """Whether the two share a byte."""
-        (lo, hi), (low, high) = self.box.hull, other.box.hull
-        if self.base + lo >= other.base + high or other.base + low >= self.base + hi:
-            return False
-        if self.base == other.base:
-            return self.box.overlaps(other.box)
-        return self.shifted().overlaps(other.shifted())
-
-    def shifted(self) -> Box:
-        """The box as bytes of the storage."""
-        item = self.box.dtype.itemsize
-        strides = tuple(stride * item for stride in self.box.strides)
-        return Box(self.start, (*self.box.sizes, item), (*strides, 1), DType.u8)
-
-    def same(self, other: Bytes) -> bool:
-        """Whether the two are one view: element for element, of one type."""
-        return (
-            self.start == other.start
-            and self.box.dtype == other.box.dtype
-            and _steps(self.box) == _steps(other.box)
-        )
-
-    def begins_at(self, whole: Bytes, row: int) -> bool:
-        """Whether the bytes are those of the whole from a row on."""
-        width = whole.box.nbytes // whole.box.sizes[0]
-        return (
-            self.box.contiguous
-            and whole.box.contiguous
-            and self.box.dtype == whole.box.dtype
-            and self.start == whole.start + row * width
-        )
+def _start(operand: Operand) -> int:
+    """The first byte, from the start of the storage."""
+    box, base = operand
+    return base + box.hull[0]
 
 
-def _steps(box: Box) -> list[tuple[int, int]]:
-    dims = zip(box.sizes, box.strides, strict=True)
-    return [(size, stride) for size, stride in dims if size != 1]
+def _meet(one: Operand, other: Operand) -> bool:
+    """Whether the two share a byte."""
+    if one[1] == other[1]:
+        return one[0].overlaps(other[0])
+    return _as_bytes(one).overlaps(_as_bytes(other))
+
+
+def _as_bytes(operand: Operand) -> Box:
+    box, item = operand[0], operand[0].dtype.itemsize
+    strides = tuple(stride * item for stride in box.strides)
+    return Box(_start(operand), (*box.sizes, item), (*strides, 1), DType.u8)
+
+
+def _layout(operand: Operand) -> tuple[object, ...]:
+    """What two operands have in common that are one view."""
+    box, dims = operand[0], zip(operand[0].sizes, operand[0].strides, strict=True)
+    return _start(operand), box.dtype, *((size, stride) for size, stride in dims if size != 1)
+
+
+def _begins_at(part: Operand, whole: Operand, row: int) -> bool:
+    """Whether the part is dense, and lies in the dense whole from a row on."""
+    width = whole[0].nbytes // whole[0].sizes[0]
+    return (
+        part[0].contiguous
+        and whole[0].contiguous
+        and part[0].dtype == whole[0].dtype
+        and _start(part) == _start(whole) + row * width
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from interlace.errors import SoundnessError
 
@@ -24,7 +24,7 @@ SCHEMA = 1
 """Version of the JSON that `Report.to_json` gives; it grows when a field changes its meaning."""
 
 MAX_FAULTS = 10_000
-"""Where so many different ones were found, accesses are compared no more."""
+"""After so many different faults, accesses are compared no more."""
 KINDS: dict[str, str] = {
     "race": "two accesses of the same bytes, at least one of them a write, in no order",
     "deadlock": "ops that wait for each other, or for something that never comes",
@@ -65,13 +65,7 @@ class OpRef:
     context: tuple[tuple[int, str], ...] = ()
     """The op's line and its neighbours, as (line, text)."""
     at: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
-    """The Program's place in the set, and the op's in the Program."""
-
-    @property
-    def place(self) -> str:
-        """Where the op stands, in words."""
-        stream = f" ({self.stream})" if self.stream else ""
-        return f"rank {self.rank}, line {self.line}{stream}"
+    """The index of the Program in the set, and of the op in the Program."""
 
     def to_json(self) -> dict[str, Any]:
         """The op as plain data."""
@@ -89,9 +83,9 @@ class OpRef:
 
     def __str__(self) -> str:
         extent = f" [bytes {self.bytes[0]}:{self.bytes[1]}]" if self.bytes is not None else ""
-        head = f"  {self.place}: {self.role}{extent}"
-        if self.loc:
-            head += f"   from {self.loc}"
+        stream = f" ({self.stream})" if self.stream else ""
+        origin = f"   from {self.loc}" if self.loc else ""
+        head = f"  rank {self.rank}, line {self.line}{stream}: {self.role}{extent}{origin}"
         if not self.context:
             return f"{head}\n      {self.text}"
         width = len(str(self.context[-1][0]))
@@ -100,13 +94,6 @@ class OpRef:
             for line, text in self.context
         ]
         return "\n".join([head, *lines])
-
-
-class Chosen(NamedTuple):
-    """The fix that a finding tells: in words, and as edits where it is a change of the ops."""
-
-    text: str
-    edits: tuple[Edit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +110,21 @@ class Finding:
     ranks: tuple[int, ...] = ()
     """The ranks on which the same ops make the same fault."""
     candidates: tuple[tuple[Edit, ...], ...] = field(default=(), compare=False, repr=False)
-    """Edits that may fix it, the likeliest first; nobody has tried them."""
-    chosen: Callable[[], Chosen] | None = field(default=None, compare=False, repr=False)
-    """Tries the candidates, the first time that it is called."""
+    """Edits that may fix it, the likeliest first, not tried yet."""
+    chosen: Callable[[], tuple[str, tuple[Edit, ...]]] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """Tries the candidates, the first time that it is called: the fix in words and as edits."""
 
     @property
     def fix(self) -> str:
         """How to fix it: edits after which a check found it gone, or else advice in words."""
-        return self.words if self.chosen is None else self.chosen().text
+        return self.words if self.chosen is None else self.chosen()[0]
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """The edits that `fix` tells, for `fixing.edits.apply`; none where it is advice."""
-        return () if self.chosen is None else self.chosen().edits
+        """The edits that `fix` describes, for `fixing.edits.apply`; none where it is advice."""
+        return () if self.chosen is None else self.chosen()[1]
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data."""
@@ -153,10 +142,8 @@ class Finding:
         head = f"{self.level}: {self.kind}: {self.message}"
         if set(self.ranks) - {op.rank for op in self.ops}:
             head += f" (the same on ranks {', '.join(map(str, self.ranks))})"
-        parts = [head, *map(str, self.ops)]
-        if self.fix:
-            parts.append(f"  fix: {self.fix}")
-        return "\n".join(parts)
+        fix = [f"  fix: {self.fix}"] if self.fix else []
+        return "\n".join([head, *map(str, self.ops), *fix])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,7 @@
 """Which collective of which rank is one too many, or which rank lacks one.
 
-    found = [uneven(finding, builder, explainer) for finding in findings]
-
 Where the sequences of two ranks part is not where they differ in length: they are compared like two
-texts, and what stands in one alone is told, with the edits that make all ranks issue the same.
+texts, and what stands in one alone is reported, with edits that make all ranks issue the same.
 """
 
 from __future__ import annotations
@@ -23,10 +21,6 @@ from interlace.verify.happens_before.graph import IssuedOp
 from interlace.verify.happens_before.source import LoweredProgram
 from interlace.verify.report import Finding
 
-Facts = tuple[tuple[object, ...], ...]
-"""The collectives that one rank issues, each as what ranks agree on."""
-Issues = dict[int, list[IssuedOp]]
-"""The collectives of a queue that each rank issues in its first run."""
 NEIGHBOURS = 64
 """Ops before a collective that are looked for on a rank that lacks it."""
 MAX_ISSUED = 2_000
@@ -42,7 +36,7 @@ class Uneven:
 
     def told(self, finding: Finding) -> Finding:
         """The finding with what has to be added or removed, if that is what it is about."""
-        if finding.kind == "signal" and len(finding.ops) > 1 and finding.level == "error":
+        if finding.kind == "signal" and len(finding.ops) > 1:
             grown = notifies(self.explainer.edges, [op.at for op in finding.ops])
             return dataclasses.replace(finding, candidates=grown)
         queue = self._queue(finding)
@@ -51,27 +45,21 @@ class Uneven:
         others = [q for q in self.builder.meetings.queues if q[0] == queue[0] and q != queue]
         issues = self._issues(queue)
         sequences = {rank: tuple(map(_fact, mine)) for rank, mine in issues.items()}
-        if len(set(sequences.values())) < 2:
-            return finding
-        backends = tuple(self._backends(queue, others))
         popular = Counter(sequences.values()).most_common()
         popular.sort(key=lambda pair: (-pair[1], len(pair[0])))
         fixes: list[Fix] = []
         words: list[str] = []
         for wanted, _ in popular:
-            edits: list[Edit] = []
             like = next(rank for rank, sequence in sequences.items() if sequence == wanted)
-            for rank, sequence in sequences.items():
-                if sequence != wanted:
-                    edits += self._edits(issues, rank, like, sequence, wanted, words)
-            fixes.append(tuple(dict.fromkeys(edits)))
-        fixes = [fix for fix in fixes if fix]
+            ranks = [rank for rank, sequence in sequences.items() if sequence != wanted]
+            edits = [edit for rank in ranks for edit in self._edits(issues, rank, like, words)]
+            fixes += [tuple(dict.fromkeys(edits))] if edits else []
         if not words:
             return finding
         return dataclasses.replace(
             finding,
             words=finding.words if others else "; ".join(dict.fromkeys(words[:2])),
-            candidates=(*backends, *fixes, *finding.candidates),
+            candidates=(*self._backends(queue, others), *fixes, *finding.candidates),
         )
 
     def _backends(self, queue: Queue, others: list[Queue]) -> Iterator[Fix]:
@@ -81,42 +69,36 @@ class Uneven:
             issues = self._issues(one)
             most = max(map(len, issues.values()))
             edits: list[Edit] = []
-            for mine in issues.values():
-                for at in mine if 0 < len(mine) == most else ():
-                    assert isinstance(at.item.op, Collective)
-                    new = dataclasses.replace(at.item.op, backend=other[1])
-                    edits.append(Edit(at.source.number, new, index=at.item.index))
+            for at in [at for mine in issues.values() if len(mine) == most for at in mine]:
+                assert isinstance(at.item.op, Collective)
+                new = dataclasses.replace(at.item.op, backend=other[1])
+                edits.append(Edit(at.source.number, new, index=at.item.index))
             yield tuple(dict.fromkeys(edits))
 
     def _queue(self, finding: Finding) -> Queue | None:
         """The team and backend of the collective that a finding names."""
         spots = {op.at for op in finding.ops}
         for queue, members in self.builder.meetings.queues.items():
-            for mine in members.values():
-                for at in mine:
-                    if at.frame.run == 0 and (at.source.number, at.item.index) in spots:
-                        return queue
+            for at in [at for mine in members.values() for at in mine]:
+                if at.frame.run == 0 and (at.source.number, at.item.index) in spots:
+                    return queue
         return None
 
-    def _issues(self, queue: Queue) -> Issues:
+    def _issues(self, queue: Queue) -> dict[int, list[IssuedOp]]:
+        """The collectives of a queue that each rank issues in its first run."""
         first = self.builder.first_run(queue[0], self.builder.meetings.queues[queue])
         return {rank: mine[:MAX_ISSUED] for rank, mine in first.items()}
 
     def _edits(
-        self,
-        issues: Issues,
-        rank: int,
-        like: int,
-        sequence: Facts,
-        wanted: Facts,
-        words: list[str],
+        self, issues: dict[int, list[IssuedOp]], rank: int, like: int, words: list[str]
     ) -> list[Edit]:
-        """What makes the sequence of one rank that of another."""
+        """What makes the sequence of one rank that of another; adds to the words."""
         mine, theirs = issues[rank], issues[like]
         source = next(p.source for p in self.builder.places if p.rank == rank)
         k, found = source.number, list[Edit]()
+        facts = (list(map(_fact, mine)), list(map(_fact, theirs)))
         for tag, low, high, start, stop in SequenceMatcher(
-            None, sequence, wanted, autojunk=False
+            None, *facts, autojunk=False
         ).get_opcodes():
             if tag == "equal":
                 continue
@@ -162,10 +144,10 @@ def _alike(one: IssuedOp, two: IssuedOp) -> Edit:
 
 
 def _behind(ops: Sequence[Op], index: int, others: Sequence[Op]) -> int:
-    """The last op of another rank that stands for one before this; -1 where there is none."""
-    near = range(max(0, index - NEIGHBOURS), index)
-    texts, wanted = [_sort(op) for op in others], [_sort(ops[i]) for i in near]
-    blocks = SequenceMatcher(None, wanted, texts, autojunk=False).get_matching_blocks()
+    """The last op of another rank that matches one before this; -1 where there is none."""
+    near = ops[max(0, index - NEIGHBOURS) : index]
+    sorts, wanted = list(map(_sort, others)), list(map(_sort, near))
+    blocks = SequenceMatcher(None, wanted, sorts, autojunk=False).get_matching_blocks()
     return max((block.b + block.size - 1 for block in blocks if block.size), default=-1)
 
 
@@ -182,7 +164,7 @@ def _moved(edits: list[Edit], source: LoweredProgram) -> list[Edit]:
         op = source.program.ops[gone.index or 0]
         new = next((e for e in found if e.index is None and e.op == op), None)
         if new is not None:
-            found[found.index(new)] = Edit(new.program, None, gone.index, new.anchor, new.after)
+            found[found.index(new)] = dataclasses.replace(new, op=None, index=gone.index)
             found.remove(gone)
     return found
 
@@ -191,9 +173,6 @@ def _fact(at: IssuedOp) -> tuple[object, ...]:
     """What two ranks that issue the same collective agree on."""
     op, where = at.item.op, at.frame.place.where
     assert isinstance(op, Collective)
-    return (
-        op.kind,
-        op.reduce,
-        None if op.root is None else where.index(op.root),
-        *(None if view is None else view.buffer for view in (op.src, op.dst)),
-    )
+    root = None if op.root is None else where.index(op.root)
+    buffers = [None if view is None else view.buffer for view in (op.src, op.dst)]
+    return op.kind, op.reduce, root, *buffers

@@ -4,18 +4,16 @@
     exchange = PeerExchange("all_reduce", torch.bfloat16, (4096,), rank, size, device, **memory)
     exchange.prepare().launch(stream, x.data_ptr(), y.data_ptr())      # in the stream's order
 
-A library's collective of a few kilobytes is all latency. This is a single kernel without a barrier
+A library's collective of a few kilobytes is all latency; this is a single kernel without a barrier
 before or after it. All ranks of a team call the same exchanges in the same order, one after
-another (on one stream, or on streams that events order). moves.py says what goes where, kernel.py
-how.
+another (on one stream, or on streams that events order).
 
 Note [Two copies of staging suffice]
-    Call c (counted from 1) uses copy c % 2 of every rank's staging, whatever its kind and size. Let
-    r push into o's copy in call c. In every call each rank waits for flags of all others: at least
-    CTA 0 raises one at every peer and awaits one from every peer, even where a pair has nothing to
-    say. r has ended call c - 1 (kernels of one order), so o had begun call c - 1, so o had ended
-    call c - 2 with all its reads of that copy. Nobody reads that copy in call c - 1. So what r
-    overwrites has been read. One copy would not do: o may still be reading in call c - 1.
+    Call c (counted from 1) uses copy c % 2 of every rank's staging. Let r push into o's copy in
+    call c. In every call each rank waits for flags of all others: at least CTA 0 raises one at
+    every peer and awaits one from every peer. r has ended call c - 1 (kernels of one order), so o
+    had begun call c - 1, so o had ended call c - 2 with all its reads of that copy, and nobody
+    reads that copy in call c - 1. One copy would not do: o may still be reading in call c - 1.
 
 Note [Flags that a call does not use]
     The word (step, CTA, writer) has one place for all calls, and holds the number of the last call

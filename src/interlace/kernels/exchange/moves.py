@@ -6,8 +6,7 @@
 
 `send[o]` says which elements of this rank's source go to rank o, `take[s]` where those of rank s
 belong in its destination. Every kind of collective is a pair of such tables, with or without a
-reduction; a large `all_reduce` is a reduce-scatter whose result is pushed on (`twice`). It is plain
-Python: ranks compute the same sizes without talking to each other.
+reduction; a large `all_reduce` is a reduce-scatter whose result is pushed on (`twice`).
 """
 
 from __future__ import annotations

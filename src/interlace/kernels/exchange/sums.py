@@ -1,8 +1,6 @@
 """`interlace.sum_slots` on the GPU: the twin is in kernels/__init__.py, and the bits are the same.
 
 total = sum_slots_cuda(slots)                  # slots: [W, ...], any stride between them
-kernel = SumSlots(size=4, dtype=torch.bfloat16, device=device)
-kernel.launch(stream, slots, stride, out, out.numel())       # pre-bound: by address
 """
 
 from __future__ import annotations

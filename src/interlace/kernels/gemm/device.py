@@ -1,8 +1,7 @@
 """What the GEMM kernels share on the device: waiting for a word, raising a counter, the tile order.
 
-A tile may be read once a gate's word has come (`wait_gate`) and says that it is written by raising
-a counter (`raise_counter`). Both sides speak to other GPUs and to copy engines, so the scope is the
-system. Used inside other kernels:
+A tile may be read once a gate's word has come (`wait_gate`), and is announced as written by raising
+a counter (`raise_counter`). Peers are other GPUs and copy engines, so the scope is the system:
 
     row += wait_gate(gates + chunk, expected)        # then load the chunk's tiles
     y_desc.store([row, column], tile)

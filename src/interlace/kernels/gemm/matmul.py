@@ -3,9 +3,6 @@
     gather = GatherMatmul(rows=2048, inner=8192, columns=14336, size=4, rank=0,
                           dtype=torch.bfloat16, device=device)
     gather.launch(stream, x, w, slots, y, None, gates, expected)      # y: [4 * 2048, 14336]
-    scatter = ScatterMatmul(rows=1024, inner=3584, columns=4096, size=4, rank=0,
-                            dtype=torch.bfloat16, device=device, subs=2)
-    scatter.launch(stream, x, w, stage, own, None, counters)
 
 `GatherMatmul` is all-gather + GEMM; with one rank it is a plain GEMM. `gates` is the address of
 `size` words of 32 bits, one for each chunk (the own one is not read). The kernel spins on the SMs
@@ -20,9 +17,9 @@ turns come, and where the rows of all lie; see scatter_kernel.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +27,7 @@ from interlace.kernels.gemm import gather_kernel, scatter_kernel
 from interlace.kernels.gemm.support import TileConfig, choose, short_tail, tiles
 from interlace.kernels.launch import RECENT, TYPES, KernelSource, block_type, kernel_of, matrix
 
+Bound = tuple[Callable[..., KernelSource], Mapping[str, tuple[int, int]], Mapping[str, Any]]
 LATE = 6
 """The k-step of a block's next tile at which it raises the counter of the last one."""
 
@@ -142,100 +140,7 @@ def _source(
 class PersistentMatmul:
     """One of the two kernels for one set of sizes: its program, its grid, its operands."""
 
-    def __init__(
-        self,
-        source: Callable[..., KernelSource],
-        config: TileConfig,
-        device: torch.device,
-        grid: int,
-        shapes: Mapping[str, tuple[int, int]],
-        **facts: Any,
-    ) -> None:
-        self._program = kernel_of(device, source, config, **facts)
-        self._grid, self._shapes = grid, shapes
-        self._operands = lru_cache(maxsize=RECENT)(self._make_operands)
-
-    def _make_operands(self, *addresses: int) -> tuple[Any, ...]:
-        """The arguments that the addresses of the matrices, and then of the bias, decide."""
-        at = dict(zip((*self._shapes, "bias"), addresses, strict=True))
-        args: list[Any] = []
-        for index, name in enumerate(self._program.source.kernel.arg_names):
-            operand = name.removesuffix("_desc").removesuffix("_half")
-            if operand not in at:
-                return tuple(args)
-            if name == operand:
-                args.append(at[operand])
-            else:
-                args += matrix(self._program, index, at[operand], self._shapes[operand])
-        raise AssertionError("operands come first")
-
-
-class GatherMatmul(PersistentMatmul):
-    """y[c] = (x if c == rank else slots[c]) @ w, for each chunk c as it comes, own chunk first."""
-
-    def __init__(
-        self,
-        *,
-        rows: int,
-        inner: int,
-        columns: int,
-        size: int,
-        rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        transposed: bool = False,
-        bias: bool = False,
-        config: TileConfig | None = None,
-    ) -> None:
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        config = config or choose(rows=rows, columns=columns, parts=size, processors=processors)
-        self.config = config
-        total = tiles(config, rows, columns, size)
-        super().__init__(
-            gather_source,
-            config,
-            device,
-            min(processors * config.blocks, total),
-            {
-                "x": (rows, inner),
-                "slots": (size * rows, inner),
-                "w": (columns, inner) if transposed else (inner, columns),
-                "y": (size * rows, columns),
-            },
-            size=size,
-            dtype=dtype,
-            transposed=transposed,
-            bias=bias,
-            by_tma=size == 1 or rows % config.bm == 0,
-            tail=config.halves and short_tail(total, processors),
-        )
-        self._numbers = (rows, columns, inner, rank)
-
-    def launch(
-        self,
-        stream: int,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        slots: torch.Tensor | None,
-        y: torch.Tensor,
-        bias: torch.Tensor | None,
-        gates: int,
-        expected: int,
-    ) -> None:
-        """Issues the GEMM on that stream (its handle); waits for nothing."""
-        operands = self._operands(
-            x.data_ptr(),
-            x.data_ptr() if slots is None else slots.data_ptr(),
-            w.data_ptr(),
-            y.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-        )
-        args = (*operands, gates or 0, expected & 0xFFFFFFFF, *self._numbers)
-        self._program.launch(stream, self._grid, args)
-
-
-class ScatterMatmul(PersistentMatmul):
-    """x @ w, with each rank's rows apart; see the module for the rest."""
+    MAY_HALVE: ClassVar[bool]
 
     def __init__(
         self,
@@ -253,42 +158,106 @@ class ScatterMatmul(PersistentMatmul):
         lead: int | None = None,
         config: TileConfig | None = None,
     ) -> None:
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        config = config or choose(
-            rows=rows, columns=columns, parts=size, processors=processors, may_halve=False
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.config = config = config or choose(
+            rows=rows,
+            columns=columns,
+            parts=size,
+            processors=self._processors,
+            may_halve=self.MAY_HALVE,
         )
-        self.config = config
-        m_tiles = -(-rows // config.bm)
+        self._rows, self._columns, self._inner = rows, columns, inner
+        self._size, self._rank = size, rank
+        self._tiles = tiles(config, rows, columns, size)
+        self._grid = min(self._processors * config.blocks, self._tiles)
+        self._weight = (columns, inner) if transposed else (inner, columns)
+        source, self._shapes, more = self._bind(subs, lead)
+        whole = size == 1 or rows % config.bm == 0
+        facts = {"size": size, "dtype": dtype, "transposed": transposed, "bias": bias}
+        self._program = kernel_of(device, source, config, **facts, by_tma=whole, **more)
+        self._operands = lru_cache(maxsize=RECENT)(self._make_operands)
+
+    def _bind(self, subs: int, lead: int | None) -> Bound:
+        """The kernel's source, the shapes of its matrices, and what else it is compiled for."""
+        raise NotImplementedError
+
+    def _make_operands(self, *addresses: int) -> tuple[Any, ...]:
+        """The arguments that the addresses of the matrices, and then of the bias, decide."""
+        at = dict(zip((*self._shapes, "bias"), addresses, strict=True))
+        args: list[Any] = []
+        for index, name in enumerate(self._program.source.kernel.arg_names):
+            operand = name.removesuffix("_desc").removesuffix("_half")
+            if operand not in at:
+                return tuple(args)
+            if name == operand:
+                args.append(at[operand])
+            else:
+                args += matrix(self._program, index, at[operand], self._shapes[operand])
+        raise AssertionError("operands come first")
+
+    def _issue(self, stream: int, matrices: Sequence[torch.Tensor | None], *numbers: int) -> None:
+        operands = self._operands(*[0 if m is None else m.data_ptr() for m in matrices])
+        self._program.launch(stream, self._grid, (*operands, *numbers))
+
+
+class GatherMatmul(PersistentMatmul):
+    """y[c] = (x if c == rank else slots[c]) @ w, for each chunk c as it comes, own chunk first."""
+
+    MAY_HALVE = True
+
+    def _bind(self, subs: int, lead: int | None) -> Bound:
+        rows = self._size * self._rows
+        shapes = {
+            "x": (self._rows, self._inner),
+            "slots": (rows, self._inner),
+            "w": self._weight,
+            "y": (rows, self._columns),
+        }
+        tail = self.config.halves and short_tail(self._tiles, self._processors)
+        return gather_source, shapes, {"tail": tail}
+
+    def launch(
+        self,
+        stream: int,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        slots: torch.Tensor | None,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        gates: int,
+        expected: int,
+    ) -> None:
+        """Issues the GEMM on that stream (its handle); waits for nothing."""
+        numbers = (gates or 0, expected & 0xFFFFFFFF)
+        sizes = (self._rows, self._columns, self._inner, self._rank)
+        self._issue(stream, (x, x if slots is None else slots, w, y, bias), *numbers, *sizes)
+
+
+class ScatterMatmul(PersistentMatmul):
+    """x @ w, with each rank's rows apart; see the module for the rest."""
+
+    MAY_HALVE = False
+
+    def _bind(self, subs: int, lead: int | None) -> Bound:
+        config, rows = self.config, self._size * self._rows
+        m_tiles = -(-self._rows // config.bm)
         self.subs = max(s for s in range(1, subs + 1) if m_tiles % s == 0)
-        self._rows, self._sub = rows, m_tiles // self.subs * config.bm
-        total = tiles(config, rows, columns, size)
+        self._sub = m_tiles // self.subs * config.bm
         halves = 2 if config.specialized else 1  # each half of such a tile raises its counter
-        self.raised = total // size // self.subs * halves
+        self.raised = self._tiles // self._size // self.subs * halves
         """How far one call raises each counter."""
-        super().__init__(
-            scatter_source,
-            config,
-            device,
-            min(processors * config.blocks, total),
-            {
-                "x": (size * rows, inner),
-                "w": (columns, inner) if transposed else (inner, columns),
-                "stage": (size * rows, columns),
-                "own": (rows, columns),
-            },
-            size=size,
-            rank=rank,
-            dtype=dtype,
-            transposed=transposed,
-            bias=bias,
-            subs=self.subs,
-            lead=lead if self.subs == subs and (lead or self._sub * subs == rows) else None,
-            by_tma=size == 1 or rows % config.bm == 0,
-        )
-        self._numbers = (rows, columns, inner)
+        shapes = {
+            "x": (rows, self._inner),
+            "w": self._weight,
+            "stage": (rows, self._columns),
+            "own": (self._rows, self._columns),
+        }
+        led = self.subs == subs and (lead or self._sub * subs == self._rows)
+        more = {"rank": self._rank, "subs": self.subs, "lead": lead if led else None}
+        return scatter_source, shapes, more
 
     def sub_rows(self, sub: int) -> range:
-        """The rows of a chunk that the counter of that range speaks of."""
+        """The rows of a chunk that the counter of that range is for."""
         return range(sub * self._sub, min((sub + 1) * self._sub, self._rows))
 
     def launch(
@@ -302,11 +271,5 @@ class ScatterMatmul(PersistentMatmul):
         counters: int,
     ) -> None:
         """Issues the GEMM on that stream (its handle); waits for nothing."""
-        operands = self._operands(
-            x.data_ptr(),
-            w.data_ptr(),
-            stage.data_ptr(),
-            own.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-        )
-        self._program.launch(stream, self._grid, (*operands, counters, *self._numbers))
+        sizes = (self._rows, self._columns, self._inner)
+        self._issue(stream, (x, w, stage, own, bias), counters, *sizes)

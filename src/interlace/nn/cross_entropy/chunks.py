@@ -1,12 +1,10 @@
-"""The chunks of `linear_cross_entropy`: a chunk's logits, their loss, and all that follows.
-
-    chunks.forward(hidden, weight, bias, grads)      # the losses of all rows, and all gradients
+"""The chunks of `linear_cross_entropy`: a chunk's logits, their loss, and their gradients.
 
 Note [Under the next GEMM]: with a group, two chunks are under way. The next one's logits are
 multiplied out before this one's stats, which the ranks gather meanwhile, are awaited; and a chunk's
 gradient of `hidden` is added up over the ranks while its weight gradient and the next chunk are
-computed. The same calls are made in the same order on all ranks, and each chunk's arithmetic is
-the same whether anything overlaps or not.
+computed. All ranks make the same calls in the same order, and each chunk's arithmetic is the same
+whether anything overlaps or not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Launches the kernels of the cross-entropy, cut as layout.py says.
-
-    found = stats(problem)              # the steps of cross_entropy.py, on CUDA
+"""The steps of the cross-entropy on CUDA (see steps.py): launches of kernel.py, cut by layout.py.
 
 Everything is enqueued on the current stream; nothing waits for the device.
 """
@@ -30,9 +28,8 @@ MERGED_ROWS = 128
 ELEMENTS = {**TYPES, torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32"}
 """Triton's names of the types that a tensor given to a kernel may have."""
 NARROW = ("rows", "local", "parts", "groups_a_part", "groups_a_program")
-"""Numbers of 32 bits; others that count are of 64,"""
+"""Counts of 32 bits; all others are of 64."""
 FLOATS = ("smoothing", "z_loss", "softcap", "number")
-"""and these do not."""
 KERNELS: Mapping[str, Any] = vars(kernel)
 
 
@@ -72,19 +69,15 @@ def launch(
 def stats(problem: Problem) -> torch.Tensor:
     """[parts, K, rows] of this rank's classes, but for the target's logit and weight."""
     layout = RowLayout(problem)
-    count, each = layout.cut.parts()
-    found = torch.empty(
-        count, problem.num_stats, layout.rows, dtype=torch.float32, device=problem.logits.device
-    )
-    _stats(problem, layout, count, each, found, None, None)
+    found = _floats(problem, layout.cut.parts()[0], problem.num_stats, layout.rows)
+    _stats(problem, layout, found, None, None)
     return found
 
 
-def _stats(problem: Problem, layout: RowLayout, count: int, each: int, found: Any, kept: Any,
-           losses: Any) -> None:  # fmt: skip
-    terms = problem.terms
+def _stats(problem: Problem, layout: RowLayout, found: Any, kept: Any, losses: Any) -> None:
     if not layout.rows:
         return
+    terms, (count, each) = problem.terms, layout.cut.parts()
     launch(
         "stats_kernel", (layout.rows, count),
         (layout.logits, layout.target, dense(problem.weight), found, kept, losses, problem.word,
@@ -94,9 +87,9 @@ def _stats(problem: Problem, layout: RowLayout, count: int, each: int, found: An
     )  # fmt: skip
 
 
-def _merge(problem: Problem, layout: RowLayout, found: torch.Tensor, merged: Any, kept: Any,
-           losses: Any, picks: bool) -> None:  # fmt: skip
-    terms = problem.terms
+def _merge(problem: Problem, found: torch.Tensor, merged: Any, kept: Any, losses: Any,
+           picks: bool) -> None:  # fmt: skip
+    terms, layout = problem.terms, RowLayout(problem)
     if not layout.rows:
         return
     launch(
@@ -112,38 +105,37 @@ def _merge(problem: Problem, layout: RowLayout, found: torch.Tensor, merged: Any
 
 def pack(problem: Problem, found: torch.Tensor) -> torch.Tensor:
     """[K, rows]: what this rank sends."""
-    merged = torch.empty(found.shape[1:], dtype=torch.float32, device=found.device)
-    _merge(problem, RowLayout(problem), found, merged, None, None, picks=True)
+    merged = _floats(problem, *found.shape[1:])
+    _merge(problem, found, merged, None, None, picks=True)
     return merged
 
 
-def losses(problem: Problem, found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def losses(
+    problem: Problem, found: torch.Tensor, picks: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row's loss, and what backward needs of it (`num_kept`)."""
     loss, kept = _results(problem)
-    _merge(problem, RowLayout(problem), found, None, kept, loss, picks=False)
+    _merge(problem, found, None, kept, loss, picks)
     return loss, kept
 
 
 def alone(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """`losses` where no other rank has classes: one kernel, unless the rows are few."""
     layout = RowLayout(problem)
-    count, each = layout.cut.parts()
+    if layout.cut.parts()[0] > 1:
+        return losses(problem, stats(problem), picks=True)
     loss, kept = _results(problem)
-    if count == 1:
-        _stats(problem, layout, count, each, None, kept, loss)
-        return loss, kept
-    shape = count, problem.num_stats, layout.rows
-    found = torch.empty(shape, dtype=torch.float32, device=loss.device)
-    _stats(problem, layout, count, each, found, None, None)
-    _merge(problem, layout, found, None, kept, loss, picks=True)
+    _stats(problem, layout, None, kept, loss)
     return loss, kept
 
 
 def _results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    target, device = problem.target, problem.logits.device
-    loss = torch.empty(target.shape, dtype=torch.float32, device=device)
-    kept = torch.empty(problem.num_kept, target.numel(), dtype=torch.float32, device=device)
-    return loss, kept
+    target = problem.target
+    return _floats(problem, *target.shape), _floats(problem, problem.num_kept, target.numel())
+
+
+def _floats(problem: Problem, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=problem.logits.device)
 
 
 def total(
@@ -154,8 +146,7 @@ def total(
     denominator: torch.Tensor | float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of the losses over its divisor, and that."""
-    loss = torch.empty((), dtype=torch.float32, device=losses.device)
-    divisor = torch.empty((), dtype=torch.float32, device=losses.device)
+    loss, divisor = losses.new_empty(()), losses.new_empty(())
     given = denominator if isinstance(denominator, torch.Tensor) else None
     if given is not None and given.device != losses.device:
         given = given.to(losses.device, non_blocking=True)

@@ -1,15 +1,13 @@
 """How the kernels of the cross-entropy are cut, and how they find rows of any strides.
 
-    layout = RowLayout(problem)
-    count, each = layout.cut.parts()
-
-What follows from shapes, strides and options alone is worked out once for each of them and kept
-(`Cut`): it holds no tensor and no address.
+layout = RowLayout(problem)
+count, each = layout.cut.parts()
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -23,9 +21,9 @@ UNROLL = GRAD_UNROLL = 2
 PROGRAMS = 2048
 """Rows are split into parts until there are about so many programs: some four waves of an H200."""
 PART_TILES = 2
-"""Tiles that a part of a row has at least,"""
+"""Tiles that a part of a row has at least."""
 GRAD_TILES = 8
-"""and those of a program of the backward pass."""
+"""Tiles that a program of the backward pass has at least."""
 ALIGNMENT = 16
 """Bytes; the kernels are compiled for pointers that are multiples of it."""
 MAX_DIMS = 3
@@ -35,33 +33,29 @@ Constants = tuple[tuple[str, Any], ...]
 """What a kernel is compiled for, by name."""
 
 
-FLAGS = ("RANK", "WORLD", "MEASURED", "SMOOTH", "WEIGHTED", "ZLOSS", "CAP")
-"""The options that kernels are compiled for,"""
-
-
-def flags_of(problem: Problem) -> tuple[Any, ...]:
-    """and their values for a problem."""
+def flags_of(problem: Problem) -> Constants:
+    """The options of a problem that kernels are compiled for."""
     shards, terms = problem.shards, problem.terms
     return (
-        shards.rank, shards.world, shards.sizes is not None, terms.smoothing != 0.0,
-        problem.weight is not None, terms.z_loss != 0.0, terms.softcap != 0.0,
-    )  # fmt: skip
+        ("RANK", shards.rank),
+        ("WORLD", shards.world),
+        ("MEASURED", shards.sizes is not None),
+        ("SMOOTH", terms.smoothing != 0.0),
+        ("WEIGHTED", problem.weight is not None),
+        ("ZLOSS", terms.z_loss != 0.0),
+        ("CAP", terms.softcap != 0.0),
+    )
 
 
 class Cut:
-    """How kernels go through rows of one shape and place."""
-
-    __slots__ = ("alike", "dims", "flags", "local", "places", "rows", "tile", "vec", "warps",
-                 "ways")  # fmt: skip
+    """How kernels go through rows of one shape and place; it holds no tensor and no address."""
 
     def __init__(
-        self, flags: tuple[Any, ...], groups: list[tuple[int, int, int]], shape: tuple[int, ...],
+        self, flags: Constants, groups: list[tuple[int, int, int]], shape: tuple[int, ...],
         stride: int, size: int, skew: int, unroll: int,
     ) -> None:  # fmt: skip
         self.local = local = shape[-1]
-        self.rows = 1
-        for extent in shape[:-1]:
-            self.rows *= extent
+        self.rows = prod(shape[:-1])
         self.dims = len(groups)
         (_, s0, t0), (n1, s1, t1), (n2, s2, t2) = [(1, 0, 0)] * (MAX_DIMS - self.dims) + groups
         stride = stride if local > 1 else 1
@@ -77,7 +71,7 @@ class Cut:
         while self.warps > 1 and unroll * self.warps * 32 * vec >= 2 * local:
             self.warps //= 2
         self.tile = unroll * self.warps * 32  # in groups of `vec` elements
-        self.flags: Constants = (*zip(FLAGS, flags, strict=True), ("DIMS", self.dims))
+        self.flags: Constants = (*flags, ("DIMS", self.dims))
         self.ways: Constants = (
             *self.flags, ("STRIDED", strided), ("EVEN", even), ("U", unroll),
             ("LANES", 32 * self.warps), ("VEC", vec),
@@ -93,7 +87,7 @@ class Cut:
 
 @lru_cache(maxsize=512)
 def cut_of(
-    flags: tuple[Any, ...], shape: tuple[int, ...], steps: tuple[int, ...],
+    flags: Constants, shape: tuple[int, ...], steps: tuple[int, ...],
     places: tuple[int, ...], size: int, skew: int, unroll: int,
 ) -> Cut | None:  # fmt: skip
     """The cut of logits of that shape, strides, element size and skew; `places`: of the target.
@@ -109,36 +103,28 @@ def cut_of(
 class RowLayout:
     """Where the rows of the logits and of the target lie, and how kernels are cut for them."""
 
-    __slots__ = ("cut", "logits", "numbers", "rows", "target")
-
     def __init__(self, problem: Problem, unroll: int = UNROLL) -> None:
-        logits, target, flags = problem.logits, problem.target, flags_of(problem)
-        size = logits.element_size()
+        logits, target = problem.logits, problem.target
+        flags, size = flags_of(problem), logits.element_size()
         skew = logits.data_ptr() % ALIGNMENT // size
         if skew > logits.storage_offset():  # not even memory that torch allocated
             logits, skew = logits.clone(memory_format=torch.contiguous_format), 0
-
-        def cut() -> Cut | None:
-            places = target.stride()
-            return cut_of(flags, logits.shape, logits.stride(), places, size, skew, unroll)
-
-        found = cut()
-        if found is None:
+        cut = cut_of(flags, logits.shape, logits.stride(), target.stride(), size, skew, unroll)
+        if cut is None:
             target = target.contiguous()
-            found = cut()
-        if found is None:  # the last resort
+            cut = cut_of(flags, logits.shape, logits.stride(), target.stride(), size, skew, unroll)
+        if cut is None:  # the last resort
             logits, target = logits.reshape(-1, logits.shape[-1]).contiguous(), target.view(-1)
             skew = 0
-            found = cut()
-            assert found is not None
+            cut = cut_of(flags, logits.shape, logits.stride(), target.stride(), size, skew, unroll)
+        assert cut is not None
         if skew:  # the kernels are given the boundary below, and how far above it rows begin
             logits = logits.as_strided((1,), (1,), logits.storage_offset() - skew)
-        self.cut, self.rows = found, found.rows
-        self.logits, self.target = logits, target
+        self.cut, self.rows, self.logits, self.target = cut, cut.rows, logits, target
         shards = problem.shards
         self.numbers = (
-            found.rows, found.local, shards.offset, shards.classes, problem.terms.ignore_index,
-            *found.places, problem.first_row,
+            cut.rows, cut.local, shards.offset, shards.classes, problem.terms.ignore_index,
+            *cut.places, problem.first_row,
         )  # fmt: skip
 
 
@@ -150,10 +136,9 @@ def collapse(
     for size, a, b in zip(shape, one, two, strict=True):
         if size == 1:
             continue
-        if found:
-            before, step, other = found[-1]
-            if step == size * a and other == size * b:
-                found[-1] = (before * size, a, b)
-                continue
-        found.append((size, a, b))
+        before, step, other = found[-1] if found else (1, -1, -1)
+        if found and step == size * a and other == size * b:
+            found[-1] = (before * size, a, b)
+        else:
+            found.append((size, a, b))
     return found or [(1, 0, 0)]

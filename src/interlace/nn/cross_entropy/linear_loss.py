@@ -1,9 +1,7 @@
 """Cross-entropy of a linear layer's output, which is never held whole: chunks of rows in turn.
 
-    loss = linear_cross_entropy(hidden, head.weight, target)           # (rows, in), (classes, in)
-    loss = linear_cross_entropy(hidden, weight, target, group=tp)      # some classes on each rank
-
-The arithmetic of one chunk, forward and backward, is in chunks.py.
+loss = linear_cross_entropy(hidden, head.weight, target)           # (rows, in), (classes, in)
+loss = linear_cross_entropy(hidden, weight, target, group=tp)      # some classes on each rank
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ import torch
 from interlace.errors import InputError
 from interlace.nn.autograd import eager, first_order, without_autocast
 from interlace.nn.cross_entropy.chunks import Chunks, Operands
-from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, check_options
-from interlace.nn.cross_entropy.steps import Terms, steps_for
+from interlace.nn.cross_entropy.loss import LOGITS, LossSetup, terms_of
+from interlace.nn.cross_entropy.steps import steps_for
 from interlace.nn.cross_entropy.vocabulary import beside, cut_of, full_of, is_dtensor
 
 
@@ -92,10 +90,9 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     check_operands(hidden, weight, target, bias, class_weight)
-    check_options(target, ignore_index, reduction, label_smoothing, softcap, denominator)
+    terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
     if chunk_size is not None and chunk_size < 1:
         raise InputError(f"chunk_size is {chunk_size}: take a positive number of rows")
-    terms = Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
     setup = LossSetup.of(
         target, hidden.device, weight.shape[0], terms, group, shard_sizes, check_targets
     )

@@ -4,10 +4,9 @@
     loss = cross_entropy(local_logits, target, group=tp)     # each rank has some of the classes
     raise_pending()                          # TargetError, if a target was no class
 
-Note [Two reads and one write]: forward reads the logits once and keeps two figures a row
-(more with smoothing or class weights);
-backward reads them again and writes their gradient, in their type, by the upstream gradient of each
-row. Nothing else of their size is ever held, and the logits are left as they are, so that a second
+Note [Two reads and one write]: forward reads the logits once and keeps two numbers a row (more with
+smoothing or class weights); backward reads them again and writes their gradient, in their type.
+Nothing else of their size is ever held, and the logits are left as they are, so that a second
 backward is as right as the first.
 
 Note [Targets that are no class]: the kernels write the first that they find to host memory that the
@@ -110,8 +109,7 @@ def cross_entropy(
     if weight is not None and is_dtensor(weight):
         weight = cut_of(weight, 0, "weight")[0]
     check_inputs(logits, target, weight)
-    check_options(target, ignore_index, reduction, label_smoothing, softcap, denominator)
-    terms = Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
+    terms = terms_of(target, ignore_index, reduction, label_smoothing, z_loss, softcap, denominator)
     setup = LossSetup.of(
         target, logits.device, logits.shape[-1], terms, group, shard_sizes, check_targets
     )
@@ -152,15 +150,9 @@ class LossSetup:
             check_all(target, count, terms.ignore_index)
         return cls(terms, shards, ready, group, notes.word)
 
-    def problem(
-        self,
-        logits: torch.Tensor,
-        target: torch.Tensor,
-        weight: torch.Tensor | None,
-        first_row: int = 0,
-    ) -> Problem:
-        """Some rows of the call."""
-        return Problem(logits, target, weight, self.terms, self.shards, self.word, first_row)
+    def problem(self, logits: torch.Tensor, target: torch.Tensor, weight: Any, row: int) -> Problem:
+        """Some rows of the call, from `row` on."""
+        return Problem(logits, target, weight, self.terms, self.shards, self.word, row)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -177,7 +169,7 @@ class CrossEntropy(torch.autograd.Function):
         denominator: torch.Tensor | float | None,
     ) -> torch.Tensor:
         steps = steps_for(logits)
-        problem = setup.problem(logits, target, weight)
+        problem = setup.problem(logits, target, weight, 0)
         if setup.group is None:
             loss, kept = steps.alone(problem)
         else:
@@ -195,17 +187,13 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, target, weight, kept, divisor = ctx.saved_tensors
-        problem = ctx.setup.problem(logits, target, weight)
+        problem = ctx.setup.problem(logits, target, weight, 0)
         with torch.no_grad():
             grad = steps_for(logits).gradient(problem, kept, upstream, divisor)
         return (first_order(grad), *(None,) * 5)
 
 
-def check_inputs(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-) -> None:
+def check_inputs(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> None:
     """Raises `InputError` where these do not fit together."""
     if logits.dtype not in LOGITS:
         raise InputError(f"logits are {logits.dtype}: take one of {LOGITS}")
@@ -226,15 +214,16 @@ def check_inputs(
             raise InputError("no gradient flows to class weights: detach them")
 
 
-def check_options(
+def terms_of(
     target: torch.Tensor,
     ignore_index: int,
     reduction: str,
     label_smoothing: float,
+    z_loss: float,
     softcap: float | None,
     denominator: torch.Tensor | float | None,
-) -> None:
-    """Raises `InputError` where an option has a value that it cannot have."""
+) -> Terms:
+    """The terms of a loss; raises `InputError` for a value that an option cannot have."""
     if target.dtype not in (torch.int64, torch.int32):
         raise InputError(f"targets are {target.dtype}: take int64 or int32 indices of classes")
     if not isinstance(ignore_index, SupportsIndex):
@@ -254,6 +243,7 @@ def check_options(
             raise InputError(f"denominator is {denominator!r}: take a number, or a tensor of one")
         if isinstance(denominator, torch.Tensor) and denominator.numel() != 1:
             raise InputError(f"denominator is {tuple(denominator.shape)}: take one number")
+    return Terms(ignore_index, float(label_smoothing), float(z_loss), float(softcap or 0.0))
 
 
 # -- targets that are no class ---------------------------------------------------------------------

@@ -7,8 +7,8 @@
     grad = steps.gradient(problem, kept, upstream, None)
 
 Several ranks gather what `steps.pack` makes of the stats, and all finish from the same numbers in
-the same order: their losses are the same bits. The steps are Triton kernels on CUDA and plain
-torch elsewhere (and for float64); both have these functions:
+the same order: their losses are the same bits. The steps are Triton kernels on CUDA (launch.py) and
+plain torch elsewhere and for float64 (twin.py); both have these functions:
 
     stats(problem)                  [parts, K, rows]: maximum, sum of exponentials, ... of each row
     pack(problem, stats)            [K, rows]: parts joined, and the target's logit

@@ -1,7 +1,5 @@
 """The cross-entropy in plain torch: what the CPU runs, and what the kernels are compared with.
 
-    losses, kept = alone(problem)            # one rank; see cross_entropy.py for the steps
-
 With x a row's logits (softcapped), w the class weights (1 without), y the target, V the number of
 classes, s the smoothing and lse the log of the sum of exp(x) over all ranks:
 

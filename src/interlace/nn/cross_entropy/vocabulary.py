@@ -1,11 +1,8 @@
 """A vocabulary that is cut over the ranks of a group: who has which classes, and the exchange.
 
-    shards, sizes = find_shards(group, logits.shape[-1], None, logits.device)
-    gathered = gather(packed, group)        # [ranks, K, rows]: the same on all ranks
-
-Ranks may have different numbers of classes, or none. Where nobody says how many (`shard_sizes`),
-each call gathers the ranks' numbers on the device, which hides behind the reading of the logits:
-no rank remembers what another might have forgotten, and the host never waits.
+Ranks may have different numbers of classes, or none. Without `shard_sizes` each call gathers the
+ranks' numbers on the device, which hides behind the reading of the logits: no rank relies on what
+another might have forgotten, and the host never waits.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@
     rows_kernel    y[row]  += bias[group of row], and 0 in the rows behind the last group
     ends_kernel    ends[g]  = sum of the sizes up to g           inside the matrix
 
-`ends[g]` is the row behind group g, on the device: no kernel needs to be told a size by the host.
-Every element is written by one block, in an order of additions that only the shapes decide, so
-results are the same bits in every run. Groups may be empty; rows behind the last are padding. The
-twins, and what chooses between them, are in products.py.
+`ends[g]` is the row behind group g, on the device. Every element is written by one block, in an
+order of additions that only the shapes decide, so results are the same bits in every run. Groups
+may be empty; rows behind the last are padding.
 
 Note [Full tiles and the last one]
     A group begins at any row, so its k-tiles are loaded through descriptors of the whole matrices,

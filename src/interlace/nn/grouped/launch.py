@@ -1,14 +1,8 @@
 """Launches the kernels of grouped linear layers with little host work.
 
-    ends = group_ends(group_sizes, tokens=9)
-    finish_rows(y, bias, ends)
-    weight_gradient(dy, x, ends, out, accumulate=True)
-
-A kernel is compiled once for what decides its code, as Triton itself would tell launches apart: the
-types, and which numbers and addresses are multiples of 16. So the code is that of Triton's own
-launch path, which works this out for every argument of every call.
-
-Everything is enqueued on the current stream; nothing waits for the device.
+A kernel is compiled once for what decides its code, as Triton itself would distinguish launches:
+the types, and which numbers and addresses are multiples of 16. Everything is enqueued on the
+current stream; nothing waits for the device.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
     groups = Groups.of([3, 0, 5], num_groups=3, tokens=9, device=x.device, by_kernel=False)
     y = multiply(x, weight, bias, groups)            # [9, out]; row 8 is padding: 0
-    weight_gradient(dy, x, groups, out=main_grad, accumulate=True)
 
 Two ways, chosen by `refuse`, which says why the first one cannot serve:
 
@@ -11,9 +10,9 @@ by kernel   torch's grouped GEMM for the rows, our kernels (grouped/kernel.py) f
 by loop     a matmul for each group, for the CPU, fp32 and odd sizes: the bits of a loop of
             `torch.nn.Linear`. The host needs the sizes, and waits for them if they are on a GPU.
 
-The loop is the kernels' twin. A gradient is rounded once to the type of the buffer that it goes
-to, then added there: what autograd does for a buffer of the parameter's own type, and for an fp32
-buffer beside 16-bit operands the fp32 product, which no tensor held before.
+The loop is the kernels' twin. A gradient is rounded once to the type of its buffer, then added
+there: as autograd does for a buffer of the parameter's own type; beside 16-bit operands an fp32
+buffer gets the fp32 product.
 """
 
 from __future__ import annotations

@@ -10,20 +10,20 @@ or, where `AdamSpec.stochastic`, up with the probability of what would be cut of
 "Adam" (arXiv:1412.6980); Loshchilov and Hutter, "Decoupled weight decay" (arXiv:1711.05101).
 
 Note [Random bits]
-    Rounding needs bits that any rank, a resumed run and the kernel draw alike. They are a hash of
-    (seed, index of the parameter, step, index of the element in the whole parameter), all integer
-    arithmetic. Seed and parameter give a 64-bit key; step and key give two 32-bit keys a tensor;
-    these and the element give one word: its low half rounds the first moment, its high half the
-    second. The high half of its product with an odd constant rounds the parameter: uniform given
-    the first of the others, and nearly so given the second.
+    The bits that round are a hash of (seed, index of the parameter, step, index of the element in
+    the whole parameter), so that all ranks, a resumed run and the kernel draw the same. Seed and
+    parameter give a 64-bit key; step and key give two 32-bit keys a tensor; these and the element
+    give one word: its low half rounds the first moment, its high half the second. The high half of
+    its product with an odd constant rounds the parameter: uniform given the first of the others,
+    and nearly so given the second.
 
 Note [Remainders]
     A master of 32 bits is kept as a bf16 parameter and 16 bits more: master = parameter * 2^16 +
     remainder, as integers, the remainder signed. So the parameter is the master rounded to nearest
     (a tie away from zero), and the two together are exact. NaN is made canonical before it is
-    split: carrying out of its mantissa would make it a zero. A number that somebody else wrote to
-    the parameter is joined with the remainder of the one before, and is at most half a step of
-    bf16 off; but a zero or an infinity may lie beside NaNs, and is then taken as it is.
+    split: a carry out of its mantissa would make it a zero. A number written to the parameter by
+    others is joined with the old remainder, and is at most half a step of bf16 off; but a zero or
+    an infinity may lie beside NaNs, and is then taken as it is.
 """
 
 from __future__ import annotations
@@ -55,11 +55,6 @@ class AdamSpec:
     coupled: bool = False
     """Adam's L2 penalty, through the gradient; AdamW decays the parameter."""
     stochastic: bool = False
-
-    @property
-    def master_name(self) -> str:
-        """The name of the state that holds the master or what is left of it."""
-        return "master" if self.master == "fp32" else "remainder"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,8 @@
 """Adam for many tensors in one launch; the twin, the notes and the arithmetic are in arithmetic.py.
 
-    program = LoadedKernel(adam_source(spec, aligned=True), device)
-    program.launch(stream, blocks, (table, owners, dynamic, rows))
-
-A block takes one chunk of one tensor. `owners` (int32) says which tensor a block's chunk is of; the
-table has FIELDS words for each tensor: addresses, length and key; `dynamic` has what may change at
-each step, the gradients' addresses, and then the tensors' rows. All come by address.
+A block takes one chunk of one tensor. `owners` (int32) gives the tensor of each block; the table
+has FIELDS words for each tensor: addresses, length and key; `dynamic` has what may change at each
+step, the gradients' addresses, and then the number of each tensor's row. All come by address.
 
 Note [Wide accesses]
     A thread has 8 elements in a row, 16 bytes of a 16-bit type; or 4 where fp32 is stored as well
@@ -277,11 +274,7 @@ def tile_of(spec: AdamSpec) -> int:
 
 
 def adam_source(spec: AdamSpec, *, aligned: bool, counted: bool = False) -> KernelSource:
-    """What is compiled.
-
-    `aligned`: every tensor starts at a multiple of 16 bytes. `counted`: `prepare_kernel` has made
-    a row for each tensor.
-    """
+    """`aligned`: all start at a multiple of 16 bytes. `counted`: rows come of `prepare_kernel`."""
     return KernelSource(
         kernel=adam_kernel,
         types=dict.fromkeys(("table", "owners", "dynamic", "count", "rows"), "i64"),

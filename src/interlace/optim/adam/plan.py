@@ -1,24 +1,19 @@
 """How one step runs over all parameters, worked out once and used for as long as nothing moves.
 
-    grads = arrived(params)
-    if plan is None or not plan.holds(optimizer, params, grads):
-        plan = StepPlan(optimizer, params, grads)    # a gradient is None now, a state was replaced
-    plan.run(scale=None, found_inf=None)
-
-Parameters of one kind on one GPU go in one launch (interlace.optim.adam.table). Others, which is
-all on a CPU, go one after another through the twin.
+Parameters of one kind on one GPU go in one launch (table.py). Others, which is all on a CPU, go
+one after another through the twin.
 
 Note [Steps]
     Every parameter has a step of its own, as in torch.optim. Counting hundreds of tensors one by
     one takes longer than all else here, so the steps that the host counts are views of one tensor,
-    the bank. Where the device counts (capturable or fused) they stay the tensors that they are,
-    since a captured graph has their addresses.
+    the bank. Where the device counts (capturable or fused) they stay separate tensors, since a
+    captured graph has their addresses.
 
 Note [What is looked at]
     Anything may have moved since the last step: gradients do, states are offloaded, parameters are
-    cast or cut. A step therefore compares the addresses of all tensors, and how the parameters lie
-    there, with what the plan was made for.
-    It keeps no state tensor alive but through the state's own dict, so who offloads gets memory.
+    cast or cut. A step therefore compares the addresses of all tensors, and the strides of the
+    parameters, with those that the plan was made for. It holds states only through the state's own
+    dict, so that offloading frees memory.
 """
 
 from __future__ import annotations
@@ -78,7 +73,8 @@ class ParamEntry:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """This rank's moments, greatest second moment, and master or remainder."""
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", self.spec.master_name)
+        last = "master" if self.spec.master == "fp32" else "remainder"
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", last)
         return tuple(None if (t := self.state.get(name)) is None else local(t) for name in names)
 
 
@@ -89,19 +85,15 @@ def served(device: torch.device) -> bool:
 
 
 def make_entry(
-    param: Tensor,
-    grad: Tensor,
-    state: dict[str, Any],
-    group: Mapping[str, Any],
-    *,
-    coupled: bool,
-    number: int,
-    at: int,
-) -> ParamEntry:
-    """Makes the state ready of parameter `number` of all, which is in the group at index `at`."""
+    optimizer: Any, at: int, number: int, param: Tensor, grad: Tensor | None
+) -> ParamEntry | None:
+    """Makes the state ready of parameter `number` of all, in group `at`; None without gradient."""
+    if grad is None:
+        return None
+    group, state, part = optimizer.param_groups[at], optimizer.state[param], local(param)
     check_grad(grad, param)
     ready(param, group, state)
-    part, master = local(param), master_of(param, group)
+    master = master_of(param, group)
     m, v = group["exp_avg_dtype"], group["exp_avg_sq_dtype"]
     lossy = torch.bfloat16 in (m, v, part.dtype if master is None else m)
     spec = AdamSpec(
@@ -111,15 +103,15 @@ def make_entry(
         v=v,
         master=master,
         amsgrad=bool(group["amsgrad"]),
-        coupled=coupled,
+        coupled=optimizer.coupled,
         stochastic=lossy and bool(group["stochastic_rounding"]),
     )
     dense = is_dense(part)
     by_kernel = dense and served(part.device)
     there = by_kernel and bool(group["capturable"] or group["fused"])
-    step = state.get("step", 0)
     if there:
-        state["step"] = torch.as_tensor(step, dtype=torch.float32, device=part.device).view(())
+        step = torch.as_tensor(state.get("step", 0), dtype=torch.float32, device=part.device)
+        state["step"] = step.view(())
     key = key_of(group["seed"], number)
     return ParamEntry(param, state, at, spec, key, first_element(param), dense, by_kernel, there)
 
@@ -213,16 +205,11 @@ class StepPlan:
         self._groups, self._coupled = optimizer.param_groups, optimizer.coupled
         self._present = [grad is not None for grad in grads]
         group_of = [i for i, group in enumerate(self._groups) for _ in group["params"]]
-        self.entries = [
-            make_entry(
-                *(param, grad, optimizer.state[param], self._groups[group_of[number]]),
-                coupled=self._coupled,
-                number=number,
-                at=group_of[number],
-            )
-            for number, (param, grad) in enumerate(zip(params, grads, strict=True))
-            if grad is not None
+        made = [
+            make_entry(optimizer, at, number, param, grad)
+            for number, (at, param, grad) in enumerate(zip(group_of, params, grads, strict=True))
         ]
+        self.entries = [entry for entry in made if entry is not None]
         refuse_overlap(self.entries)
         self._bank_steps()
         self._group_of = [entry.group for entry in self.entries]
@@ -257,7 +244,13 @@ class StepPlan:
             with torch.cuda.device(launch.device) if launch.pins else nullcontext():
                 addresses = list(map(self._addresses.__getitem__, members))
                 if there:
-                    self._launch_counting(launch, addresses, members, scale, found_inf)
+                    hypers = [self._hyper_there(group, launch.device) for group in self._groups]
+                    groups = [self._group_of[i] for i in members]
+                    flags = (
+                        None if flag is None else flag.to(launch.device, torch.float32)
+                        for flag in (scale, found_inf)
+                    )
+                    launch.run_counting(addresses, hypers, groups, *flags)
                 elif rows:
                     launch.run(addresses, rows, [row_of[i] for i in members])
         increment_version(self._written)  # autograd does not see what is written by address
@@ -293,11 +286,10 @@ class StepPlan:
         works: dict[int, tuple[int, ...]] = {}
         for i, entry in enumerate(self.entries):
             if entry.by_kernel:
-                tensors = (local(entry.param), *entry.tensors())
-                works[i] = tuple(0 if t is None else t.data_ptr() for t in tensors)
+                part = local(entry.param)
+                works[i] = tuple(0 if t is None else t.data_ptr() for t in (part, *entry.tensors()))
                 aligned = not any(a % 16 for a in (*works[i], self._addresses[i]))
-                device = local(entry.param).device
-                alike[device, entry.spec, aligned, entry.counted_there].append(i)
+                alike[part.device, entry.spec, aligned, entry.counted_there].append(i)
         if not alike:
             return []
         from interlace.optim.adam.table import Launch, TableRow
@@ -351,25 +343,29 @@ class StepPlan:
         if not self._by_host or (found_inf is not None and float(found_inf)):
             return [], []
         factor = 1.0 if scale is None else float(scale)
+
+        def row(group: Mapping[str, Any], step: float) -> Scalars:
+            return scalars(self._hyper(group, float(group["lr"])), int(step), factor)
+
         self._bank.add_(1)
         steps = self._bank.tolist()
         if steps.count(steps[0]) == len(steps):
             used = set(self._group_of)
             rows = [
-                scalars(self._hyper(group), int(steps[0]), factor) if i in used else UNUSED
+                row(group, steps[0]) if i in used else UNUSED
                 for i, group in enumerate(self._groups)
             ]
             return rows, self._group_of
         row_of, rows = [0] * len(self.entries), []
         for i, step in zip(self._by_host, steps, strict=True):
             row_of[i] = len(rows)
-            rows.append(scalars(self._hyper(self._groups[self._group_of[i]]), int(step), factor))
+            rows.append(row(self._groups[self._group_of[i]], step))
         return rows, row_of
 
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
+    def _hyper(self, group: Mapping[str, Any], lr: float) -> Hyper:
         beta1, beta2 = group["betas"]
         return Hyper(
-            lr=float(group["lr"]),
+            lr=lr,
             betas=(float(beta1), float(beta2)),
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
@@ -377,31 +373,13 @@ class StepPlan:
             coupled=self._coupled,
         )
 
-    def _launch_counting(
-        self,
-        launch: Launch,
-        addresses: list[int],
-        members: list[int],
-        scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        """Where the device counts steps; a learning rate that lies there is read there."""
-        rates: list[Any] = []
-        for group in self._groups:
-            lr = group["lr"]
-            there = isinstance(lr, Tensor) and lr.device.type == launch.device.type
-            rates.append(lr.to(launch.device, torch.float32) if there else float(lr))
-        hypers = [
-            (lr, self._hyper({**group, "lr": 0.0}))
-            for lr, group in zip(rates, self._groups, strict=True)
-        ]
-        launch.run_counting(
-            addresses,
-            hypers,
-            [self._group_of[i] for i in members],
-            scale=None if scale is None else scale.to(launch.device, torch.float32),
-            found_inf=None if found_inf is None else found_inf.to(launch.device, torch.float32),
-        )
+    def _hyper_there(
+        self, group: Mapping[str, Any], device: torch.device
+    ) -> tuple[float | Tensor, Hyper]:
+        """For steps counted on the device: a learning rate that lies there is read there."""
+        lr = group["lr"]
+        there = isinstance(lr, Tensor) and lr.device.type == device.type
+        return lr.to(device, torch.float32) if there else float(lr), self._hyper(group, 0.0)
 
 
 def arrived(params: Sequence[Tensor]) -> list[Tensor | None]:

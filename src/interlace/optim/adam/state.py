@@ -1,12 +1,9 @@
-"""What Adam keeps for a parameter: which tensors, of which dtype and layout; made and mended here.
-
-    ready(param, group, state)      # state now holds what a step needs, and nothing else
-    state["exp_avg_sq"].dtype       # group["exp_avg_sq_dtype"]
+"""What Adam keeps for a parameter: which tensors, of which dtype and layout.
 
 States lie as their parameter does (dense memory in the same order; for a DTensor the same
 placements), so a step runs over memory from end to end. What was loaded from elsewhere (fp32
-states of torch.optim, a master where a remainder is kept) is converted when a step first needs it,
-tensor by tensor; what already fits is taken as it is, without a copy.
+states of torch.optim, a master where a remainder is kept) is converted when a step first needs it;
+what already fits is used without a copy.
 """
 
 from __future__ import annotations

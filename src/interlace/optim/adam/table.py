@@ -1,25 +1,21 @@
 """Many parameters in one launch: the table that adam/kernel.py reads, and what changes in it.
 
-    launch = Launch(device, spec, works, aligned=True, counts=False)
-    launch.run([g.data_ptr() for g in grads], rows=[scalars], row_of=[0] * len(grads))
-
 The table holds addresses and lengths and is uploaded once. Gradients may lie elsewhere at each
-step and the scalars change, so these go up at every step, in one small copy from pinned memory:
-a fresh buffer each time, of torch's caching allocators, so nothing that is in use is overwritten
-and nobody waits. See Note [Capture] for CUDA graphs.
+step and the scalars change, so these are uploaded at every step, in one small copy from pinned
+memory, each time in a new buffer of torch's caching allocators.
 
 Note [Capture]
     A captured copy reads its pinned source again at every replay, and a captured kernel the table;
-    both are kept for good (`Launch.baked`). No pinned memory may be asked for during a capture, so
-    a buffer is set aside at the step before. Steps are counted, and scalars worked out, by a small
-    kernel before the large one, so that a replay counts as a step.
+    both are kept for good (`Launch.baked`). No pinned memory may be allocated during a capture, so
+    a buffer is set aside at the step before. A small kernel counts steps and computes the scalars
+    before the large one, so that a replay counts as a step.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +26,7 @@ from interlace.optim.adam.arithmetic import ROW, AdamSpec, Hyper
 from interlace.optim.adam.kernel import CHUNK, FIELDS, PREPARE, adam_source, prepare_source
 
 
-@dataclass(frozen=True, slots=True)
-class TableRow:
+class TableRow(NamedTuple):
     """One parameter: where its memory lies, by address (0: there is none)."""
 
     p: int
@@ -44,11 +39,6 @@ class TableRow:
     key: int
     step: int
     """The address of its count of steps, where the device counts."""
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Of all that the kernel reads wide."""
-        return self.p, self.m, self.v, self.vmax, self.w
 
 
 class Launch:
@@ -74,7 +64,7 @@ class Launch:
         blocks = torch.tensor([-(-work.count // CHUNK) for work in works], device="cpu")
         first = blocks.cumsum(0) - blocks
         words = [
-            [*work.addresses, work.count, work.base, _signed(work.key), at, work.step]
+            [*work[:7], work.key - (work.key >> 63 << 64), at, work.step]
             for work, at in zip(works, first.tolist(), strict=True)
         ]
         assert len(words[0]) == FIELDS
@@ -109,7 +99,6 @@ class Launch:
         grads: Sequence[int],
         hypers: Sequence[tuple[float | Tensor, Hyper]],
         row_of: Sequence[int],
-        *,
         scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
@@ -167,8 +156,7 @@ class Launch:
     def _follow(self, words: int) -> None:
         """Outside of a capture: sets pinned memory aside, and tells the allocator of a new stream.
 
-        A capture sends up as many `words` as any step: more groups would be another launch.
-        Whoever steps on another stream has ordered it after the last one, for the parameters' sake.
+        A capture uploads as many `words` as any step: more groups would be another launch.
         """
         if self._prepare is not None and self._spare is None:
             self._spare = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -196,7 +184,3 @@ def _hyper_row(lr: float | Tensor, hyper: Hyper) -> tuple[float, ...]:
     value = 0.0 if isinstance(lr, Tensor) else lr
     sign = -1.0 if hyper.maximize else 1.0
     return value, at, *hyper.betas, hyper.eps, hyper.weight_decay, sign, float(hyper.coupled)
-
-
-def _signed(key: int) -> int:
-    return key - (1 << 64) if key >> 63 else key

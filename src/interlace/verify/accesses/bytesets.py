@@ -1,16 +1,16 @@
 """Whether several strided boxes cover one.
 
-A box of a large matrix is thousands of byte runs, so runs are not what we count. All boxes in a
-question are written in one mixed radix: its places are the strides that occur (in bytes), or
-multiples of them where one does not divide the next. A box is then a short list of *bricks*, one
-interval for each place, and cover is subtraction of intervals.
+A box of a large matrix is thousands of byte runs, so runs are not counted. All boxes in a question
+are written in one mixed radix: its places are the strides that occur (in bytes), or multiples of
+them where one does not divide the next. A box is then a short list of *bricks*, one interval for
+each place, and cover is subtraction of intervals.
 
     >>> halves = [Box(k * 2048, (8192, 2048), (4096, 1), DType.f32) for k in (0, 1)]
     >>> covered(Box(0, (8192, 4096), (4096, 1), DType.f32), halves)
     True
 
-Where the dimensions of a box run into each other, or a multiple is so large that there are more
-than `MAX_BRICKS`, the byte runs of `Box` answer instead.
+Where the dimensions of a box run into each other, or there are more than `MAX_BRICKS`, the byte
+runs of `Box` answer instead.
 """
 
 from __future__ import annotations

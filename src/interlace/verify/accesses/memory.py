@@ -1,4 +1,4 @@
-"""What is known of memory while the graph is walked: who touched which bytes last, what is written.
+"""Memory while the graph is walked: who touched which bytes last, and what is written.
 
     Content   the bytes of one buffer on one rank: which of them have been written
     Memory    a storage, cut into cells where buffers that share it begin and end
@@ -8,23 +8,25 @@ Note [Frontier]
     Nodes come in an order that agrees with happens-before. Once a write covers an earlier access
     and comes after it, whatever conflicts with the earlier one conflicts with the write as well, so
     the earlier one is dropped. A read displaces a read of the same bytes earlier on the same chain.
-    What stays is small: in a schedule, about as many entries as there are chunks.
+    In a schedule about as many entries stay as there are chunks.
 
     Accesses of one buffer conflict where their boxes meet, those of buffers that share a storage
-    where their hulls do. So what was done through another buffer is covered by a write of a whole
-    buffer alone, as a Free is: a box of its own buffer could pass through the gaps of less.
+    where their hulls do. So what was done through another buffer is covered only by a write of a
+    whole buffer, as a Free is: a box of its own buffer could pass through the gaps of less.
 
 Note [Any order]
-    Which of two unordered accesses is met first is chance, and what is told must not depend on it.
-    What was dropped is covered by what conflicts with all that it conflicted with, and meets all
-    that it met: so whether something races for what a read meets comes out the same in every order,
-    though not which accesses are named. What a read finds written is the same in every order only
-    where nothing does; elsewhere nothing uninitialized is told.
+    Which of two unordered accesses comes first in the walk is chance, and the findings must not
+    depend on it. What was dropped is covered by an access that conflicts with all that it
+    conflicted with, and meets all that it met: so whether something races for what a read meets is
+    the same in every order, though not which accesses are named. What a read finds written is the
+    same in every order only where nothing races for it; elsewhere nothing uninitialized is
+    reported.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -68,7 +70,9 @@ class Content:
         lo, hi = max(lo, 0), min(hi, self.size)
         if lo < hi and (self.full or self.parts):
             if self.log is None:
-                self.log = [_dense(0, self.size)] if self.full else list(self.parts)
+                whole = _dense(0, self.size)
+                all_of_it = ByteRegion(whole, whole, 0, self.size, True, False)
+                self.log = [all_of_it] if self.full else list(self.parts)
             self.full = False
             self.log.append((lo, hi))
 
@@ -77,24 +81,22 @@ class Content:
         if self.full or (self.log is None and region in self.parts):
             return True
         if self.log is None:
-            for part in self.parts:
-                if part.contains(region) and not part.strided:
-                    return True
-            return regions.covered(region, self.parts)
+            within_one = any(part.contains(region) and not part.strided for part in self.parts)
+            return within_one or regions.covered(region, self.parts)
         later: list[Box] = []
         for event in reversed(self.log):
             if isinstance(event, ByteRegion):
                 later.append(event.exact)
             else:
-                outside = [_dense(0, event[0]).exact, _dense(event[1], self.size).exact]
+                lo, hi = event
+                outside = [_dense(0, lo), _dense(hi, self.size)]
                 if not covered(region.exact, [*later, *outside]):
                     return False
         return covered(region.exact, later)
 
 
-def _dense(lo: int, hi: int) -> ByteRegion:
-    box = Box(lo, (hi - lo,), (1,), DType.u8)
-    return ByteRegion(box, box, lo, hi, True, False)
+def _dense(lo: int, hi: int) -> Box:
+    return Box(lo, (hi - lo,), (1,), DType.u8)
 
 
 class ByteAccess(NamedTuple):
@@ -117,18 +119,18 @@ class ByteAccess(NamedTuple):
         return self.write and self.item.op is None
 
 
+@dataclass(slots=True, eq=False)
 class Cell:
     """A range of a storage that no buffer begins or ends within."""
 
-    __slots__ = ("hi", "live", "lo", "reads", "writes")
-
-    def __init__(self, lo: int, hi: int) -> None:
-        self.lo = lo
-        self.hi = hi
-        self.writes: list[ByteAccess] = []
-        self.reads: dict[tuple[ByteRegion, Content, int], ByteAccess] = {}
-        self.live: dict[Content, int] = {}
-        """What has been written here and not freed, with its offset in the storage."""
+    lo: int
+    hi: int
+    writes: list[ByteAccess] = field(default_factory=list[ByteAccess])
+    reads: dict[tuple[ByteRegion, Content, int], ByteAccess] = field(
+        default_factory=dict[tuple[ByteRegion, Content, int], ByteAccess]
+    )
+    live: dict[Content, int] = field(default_factory=dict[Content, int])
+    """What has been written here and not freed, with its offset in the storage."""
 
     def covers(self, new: ByteAccess, old: ByteAccess) -> bool:
         """Whether the new access stands for the old one in this cell: see Note [Frontier]."""
@@ -148,22 +150,13 @@ def by_box(one: ByteAccess, other: ByteAccess) -> bool:
 
 
 class Memory:
-    """A storage and its cells."""
+    """A storage and its cells; `bounds` are those of several buffers that share it."""
 
-    __slots__ = ("arena", "bounds", "cells")
-
-    def __init__(self, bounds: list[int] | None = None) -> None:
-        self.arena = bounds is not None
-        """Whether several buffers share it."""
-        self.bounds = bounds if bounds is not None and len(bounds) > 2 else None
-        if self.bounds is None:
-            last = bounds[-1] if bounds else 1 << 62
-            self.cells = [Cell(0, last)]
-        else:
-            self.cells = [Cell(lo, hi) for lo, hi in pairwise(self.bounds)]
+    def __init__(self, bounds: Sequence[int] = ()) -> None:
+        self.arena = len(bounds) > 0
+        self.bounds = bounds if self.arena else (0, 1 << 62)
+        self.cells = [Cell(lo, hi) for lo, hi in pairwise(self.bounds)]
 
     def within(self, lo: int, hi: int) -> list[Cell]:
         """The cells that the bytes from `lo` to `hi` are in."""
-        if self.bounds is None:
-            return self.cells
         return self.cells[bisect_right(self.bounds, lo) - 1 : bisect_left(self.bounds, hi)]

@@ -1,7 +1,7 @@
 """Boxes resolved once: the same box of the same geometry is one `ByteRegion`, on every rank.
 
 A schedule names few different boxes and uses each many times (every layer, every rank, every
-step of a ring), so boxes are interned, and what was found out about two of them is kept:
+step of a ring), so boxes are interned, and the results of comparisons are kept:
 
     spot = regions.spot(view, buffer, tables)      # once per view of a Program
     region = regions.at(spot, where)               # per rank: a look-up, nearly always

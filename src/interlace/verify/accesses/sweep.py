@@ -6,16 +6,17 @@ in a rank's slot is ordered with that rank's Free by the pool (no slot is taken 
 rank has freed it), so it need not be ordered by the program.
 
 Note [Registered parameters]
-    Their memory is the caller's, one and the same in every run, and peers reach it. Before a run
-    of its rank begins, and once it has ended, the caller may do with it what it likes; so the begin
-    and the return count as writes of the whole of it, which write no content: what a peer does in a
-    run of its own must come after the one and before the other.
+    Their memory is the caller's, the same in every run, and peers reach it. Before a run of its
+    rank begins, and once it has ended, the caller may touch it; so the begin and the return count
+    as writes of the whole of it, which write no content: what a peer does in a run of its own must
+    come after the one and before the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from interlace.ir.order import Slot
 from interlace.verify.accesses.memory import ByteAccess, Cell, Content, Memory, by_box
@@ -47,8 +48,7 @@ class BufferLife:
     """The rank's accesses before the walk passes the Free, wherever the bytes are."""
 
 
-@dataclass(frozen=True, slots=True)
-class AccessFault:
+class AccessFault(NamedTuple):
     """Something found between two accesses, or about one."""
 
     kind: str
@@ -68,9 +68,7 @@ class Sweep:
         self.faults: dict[tuple[object, ...], list[AccessFault]] = {}
         self._races: dict[Memory, dict[Pair, tuple[ByteAccess, ByteAccess]]] = {}
         """Of each memory, accesses that race; of those that touch the same, the first."""
-        self._lives: dict[Frame, list[BufferLife | None]] = {
-            frame: [None] * len(frame.place.source.versions) for frame in graph.frames
-        }
+        self._lives: dict[Frame, dict[int, BufferLife]] = {frame: {} for frame in graph.frames}
         self._arenas: dict[tuple[Frame, str], Memory] = {}
         self._copies: dict[tuple[bool, Slot, int, int], Content] = {}
         self._registered: dict[tuple[Slot, int], Memory] = {}
@@ -103,28 +101,26 @@ class Sweep:
             found.append(AccessFault(kind, first, second))
 
     def _life(self, frame: Frame, version: int) -> BufferLife:
-        lives = self._lives[frame]
-        life = lives[version]
+        life = self._lives[frame].get(version)
         if life is None:
-            life = lives[version] = self._start(frame, version)
+            life = self._lives[frame][version] = self._start(frame, version)
         return life
 
     def _start(self, frame: Frame, number: int) -> BufferLife:
-        version = frame.place.source.versions[number]
+        place = frame.place
+        version, rank = place.source.versions[number], place.rank
         buffer = version.buffer
-        whole = self.regions.at(version.spot, frame.place.where)
-        rank = frame.place.rank
+        size = self.regions.at(version.spot, place.where).hi
+        take, alloc = frame.run, -1
         if version.symmetric:
             take = frame.takes.get(number, -1 - frame.run)
             alloc = frame.nodes[version.alloc] if version.alloc >= 0 else -1
-        else:
-            take, alloc = frame.run, -1
         if version.symmetric or version.registered:
             slot = self.slot(frame, number)
-            content = self._copy(slot, take, rank, version, whole.hi)
+            content = self._copy(slot, take, rank, version, size)
             return BufferLife(version, content, 0, slot, take, alloc)
         memory = self._arena(frame, version.storage) if version.shared else Memory()
-        content = Content(buffer.name, whole.hi, memory, buffer.kind == "input", rank)
+        content = Content(buffer.name, size, memory, buffer.kind == "input", rank)
         return BufferLife(version, content, buffer.offset if version.shared else 0)
 
     def _copy(self, slot: Slot, take: int, rank: int, version: Version, size: int) -> Content:
@@ -180,10 +176,9 @@ class Sweep:
                 self._write(cell, entry, offset)
             else:
                 self._read(cell, entry)
-        if entry.by_caller:
-            pass
-        elif touch.write:
-            content.write(region)
+        if touch.write:
+            if not entry.by_caller:
+                content.write(region)
         elif not content.full and not content.holds(region, self.regions):
             kind = "uninitialized" if content.log is None else "overwritten"
             self._fault(kind, None, entry)
@@ -237,37 +232,13 @@ class Sweep:
 
     def _read(self, cell: Cell, new: ByteAccess) -> None:
         for old in cell.writes:
-            if old.lo < new.hi and new.lo < old.hi and not self._before(old, new):
-                self._conflict(old, new)
+            self._replaces(cell, new, old)
         cell.reads[new.region, new.content, self.graph.chain[new.node]] = new
 
-    def _before(self, old: ByteAccess, new: ByteAccess) -> bool:
-        """Whether two accesses are ordered (those of one op are, for this purpose)."""
-        if old.node == new.node:
-            return old.item is new.item
-        if len(self.faults) >= MAX_FAULTS:
-            return True
-        return self.graph.before(old.node, new.node)
-
     def _write(self, cell: Cell, new: ByteAccess, offset: int) -> None:
-        kept: list[ByteAccess] = []
-        for old in cell.writes:
-            if old.lo < new.hi and new.lo < old.hi:
-                if not self._before(old, new):
-                    self._conflict(old, new)
-                elif cell.covers(new, old):
-                    continue
-            kept.append(old)
-        kept.append(new)
-        cell.writes = kept
-        gone: list[tuple[ByteRegion, Content, int]] = []
-        for key, old in cell.reads.items():
-            if old.lo < new.hi and new.lo < old.hi:
-                if not self._before(old, new):
-                    self._conflict(old, new)
-                elif cell.covers(new, old):
-                    gone.append(key)
-        for key in gone:
+        cell.writes = [old for old in cell.writes if not self._replaces(cell, new, old)]
+        cell.writes.append(new)
+        for key in [key for key, old in cell.reads.items() if self._replaces(cell, new, old)]:
             del cell.reads[key]
         # Else there is one buffer, or one that is registered: another run's writes race with it.
         if new.content.memory.arena and not new.free:
@@ -277,13 +248,25 @@ class Sweep:
             if not new.content.freed:
                 cell.live[new.content] = offset
 
-    def _conflict(self, old: ByteAccess, new: ByteAccess) -> None:
-        """Two unordered accesses whose hulls meet: a race, unless the boxes interleave."""
-        if old.content is new.content and (old.free or new.free):
-            return  # compared by `_check_life` and `_free`
-        if self._meet(old, new, by_box(old, new)):
+    def _replaces(self, cell: Cell, new: ByteAccess, old: ByteAccess) -> bool:
+        """Compares two accesses; whether the old one may be dropped: see Note [Frontier]."""
+        if old.lo >= new.hi or new.lo >= old.hi:
+            return False
+        if self._before(old, new):
+            return new.write and cell.covers(new, old)
+        # Two unordered accesses whose hulls meet: a race, unless the boxes interleave. The Alloc
+        # and the Free of the buffer itself are compared by `_check_life` and `_free`.
+        lives = old.content is new.content and (old.free or new.free)
+        if not lives and self._meet(old, new, by_box(old, new)):
             self._mark(old, new)
             self._fault("race", old, new)
+        return False
+
+    def _before(self, old: ByteAccess, new: ByteAccess) -> bool:
+        """Whether two accesses are ordered (those of one op are, for this purpose)."""
+        if old.node == new.node:
+            return old.item is new.item
+        return len(self.faults) >= MAX_FAULTS or self.graph.before(old.node, new.node)
 
     def _mark(self, one: ByteAccess, other: ByteAccess) -> None:
         """Keeps what is raced for.

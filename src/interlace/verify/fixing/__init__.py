@@ -1,7 +1,5 @@
-"""How a fault is fixed: edits of the Programs that its kind suggests, each tried before it is told.
-
-A finding carries the edits that may fix it; nothing is tried until someone reads its `fix`.
+"""How a fault is fixed: edits that its kind suggests, each tried when someone reads the `fix`.
 
 Reading order: edits.py (what an edit is), edges.py (what orders two ops), proposals.py (what is
-proposed for which fault), trials.py (which of it holds).
+proposed for which fault), trials.py (what holds).
 """

@@ -1,9 +1,4 @@
-"""What orders two ops: an event on one rank, a signal or a barrier between ranks.
-
-    Edges(sources).order(one, two, {(0, 1)})     # the op on rank 0 before that on rank 1
-
-An event can only lead from the op that is listed first to the other.
-"""
+"""Edits that order two ops: an event on one rank, a signal or a barrier between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from interlace.ir.ops import Collective, Expect, Fused, Notify, Op, Record, Wait
+from interlace.ir.ops import Collective, Expect, Fused, FusedMember, Notify, Op, Record, Wait
 from interlace.ir.program import Program, spots
 from interlace.ir.types import Index, Others, RankIndex
 from interlace.verify.accesses.memory import ByteAccess
@@ -23,24 +18,24 @@ RankPair = tuple[int, int]
 
 
 class OpPlace(NamedTuple):
-    """An op of a Program, or its begin (-1) or its return; and the stream that it stands on."""
+    """An op of a Program, its begin (-1) or its return, with its stream."""
 
     program: int
     at: int
     stream: str
     member: int = -1
-    """Which member of a Fused, where it is one that is meant and not the whole."""
+    """The member of a Fused; -1: the whole op."""
 
 
 class Edges:
-    """The places and names of one set of Programs, and what can be added to order its ops."""
+    """The ops and names of one set of Programs, and what can be added to order the ops."""
 
     def __init__(self, sources: Sequence[LoweredProgram]) -> None:
         self.sources = sources
         self._taken: set[str] | None = None
 
     def point(self, source: LoweredProgram, index: int) -> OpPlace:
-        """An op, by its LoweredProgram and index."""
+        """The place of an op."""
         ops = source.program.ops
         op = ops[index] if 0 <= index < len(ops) else None
         stream = op.stream if op is not None else source.streams[0].partition(", part")[0]
@@ -51,11 +46,10 @@ class Edges:
         if self._taken is None:
             programs = [source.program for source in self.sources]
             self._taken = {name for program in programs for name in program.buffers()}
-            for program in programs:
-                for ordering in [op.ordering() for _, op in spots(program.ops)]:
-                    self._taken |= {name for name in (ordering.records, ordering.waits) if name}
-                    levels = (ordering.raises, ordering.expects)
-                    self._taken |= {level.signal for level in levels if level is not None}
+            for ordering in [op.ordering() for program in programs for _, op in spots(program.ops)]:
+                self._taken |= {name for name in (ordering.records, ordering.waits) if name}
+                levels = (ordering.raises, ordering.expects)
+                self._taken |= {level.signal for level in levels if level is not None}
         taken = self._taken
         return (name for name in (f"{letter}{n}" for n in count(1)) if name not in taken)
 
@@ -64,6 +58,7 @@ class Edges:
         cross = {(a, b) for a, b in ranks if a != b}
         event: Fix = ()
         if len(cross) < len(ranks):
+            # An event leads only from the op that is listed first to the other.
             if one.program != two.program or one.at >= two.at or one.stream == two.stream:
                 return []
             event = self.event(one, two, next(self.names("e")))
@@ -74,7 +69,7 @@ class Edges:
         return [(*event, *signals) for signals in self.signals(one, two, cross)]
 
     def recorded_between(self, one: OpPlace, two: OpPlace) -> list[str]:
-        """Events that stand behind one op already, and that a Wait before the other would see."""
+        """An event recorded after one op already, which a Wait before the other would see."""
         last: dict[str, str] = {}
         for op in self.sources[one.program].program.ops[max(one.at, 0) : two.at]:
             for member in op.steps:
@@ -83,57 +78,41 @@ class Edges:
         return [name for name, stream in last.items() if stream == one.stream][:1]
 
     def event(self, one: OpPlace, two: OpPlace, name: str) -> Fix:
-        """What orders one op of a rank before another, on another stream."""
+        """Orders one op of a rank before another on another stream."""
         return (
             self.after(one, Record(event=name, stream=one.stream)),
             self.before(two, Wait(event=name, stream=two.stream)),
         )
 
     def member(self, point: OpPlace, entry: ByteAccess) -> OpPlace:
-        """The member of a Fused that does the access; the op, where it is none."""
+        """The place of the member that does the access, if the op is a Fused."""
         items = self.sources[point.program].items
         if 0 <= point.at < len(items) and items[point.at].is_fused:
-            members = items[point.at].members
-            which = next((k for k, one in enumerate(members) if one is entry.item), -1)
-            return point._replace(member=which)
+            return point._replace(member=items[point.at].position(entry.item))
         return point
 
-    def inside(self, point: OpPlace, op: Op, offset: int) -> Edit:
-        """Adds an op to a part of a Fused, beside one of its members."""
-        fused = self.sources[point.program].program.ops[point.at]
-        assert isinstance(fused, Fused)
-        assert isinstance(op, Wait | Expect | Record | Notify)
-        place, parts = point.member + offset, list(fused.parts)
-        for p, part in enumerate(parts):
-            if point.member < len(part):
-                new = dataclasses.replace(op, stream=fused.stream, site=fused.site)
-                parts[p] = (*part[:place], new, *part[place:])
-                break
-            point, place = point._replace(member=point.member - len(part)), place - len(part)
-        return Edit(
-            point.program,
-            dataclasses.replace(fused, parts=tuple(parts), kernel=None),
-            index=point.at,
-        )
-
-    def after(self, point: OpPlace, op: Op) -> Edit:
+    def after(self, point: OpPlace, op: FusedMember) -> Edit:
         """Adds an op right after another, or at the begin."""
         if point.member >= 0:
-            return self.inside(point, op, 1)
-        if point.at < 0:
-            return Edit(point.program, op, anchor=0)
-        return Edit(point.program, op, anchor=point.at, after=True)
+            return self._inside(point, op, 1)
+        return Edit(point.program, op, anchor=max(point.at, 0), after=point.at >= 0)
 
     def before(self, point: OpPlace, op: Op) -> Edit:
         """Adds an op right before another, or at the end."""
         if point.member >= 0:
-            return self.inside(point, op, 0)
+            return self._inside(point, op, 0)
         return Edit(point.program, op, anchor=max(point.at, 0))
+
+    def _inside(self, point: OpPlace, op: Op, offset: int) -> Edit:
+        fused = self.sources[point.program].program.ops[point.at]
+        assert isinstance(fused, Fused)
+        part, index = member_spots(fused)[point.member]
+        return Edit(point.program, with_members(fused, (part, index + offset, op)), index=point.at)
 
     def signals(self, one: OpPlace, two: OpPlace, ranks: set[RankPair]) -> Iterator[Fix]:
         """Signals from the ranks of one op to those of the other: the fewest, then to all."""
         source, sink = self.sources[one.program].program, self.sources[two.program].program
-        for team, offsets in self.teams(source, sink, ranks):
+        for team, offsets in _shared_teams(source, sink, ranks):
             size = source.team(team).size
             ways: list[list[tuple[Index | Others, Index | Others]]] = []
             if source.rank is not None:
@@ -152,37 +131,51 @@ class Edges:
                     edits += [self.after(one, notify), self.before(two, expect)]
                 yield tuple(edits)
 
-    def teams(
-        self, source: Program, sink: Program, ranks: set[RankPair]
-    ) -> list[tuple[str, list[int]]]:
-        """The teams that hold each of the pairs, with how far apart these are in it."""
-        if (source.rank is None) != (sink.rank is None):
-            return []
-        shared = {team.name for team in sink.teams}
-        found: list[tuple[str, list[int]]] = []
-        for team in source.teams:
-            offsets: set[int] = set()
-            for a, b in ranks:
-                member = source.where(a).members.get(team.name)
-                if team.name not in shared or member is None or b not in member.ranks:
-                    break
-                offsets.add((member.ranks.index(b) - member.index) % len(member.ranks))
-            else:
-                near = {k if 2 * k <= team.size else k - team.size for k in offsets}
-                found.append((team.name, sorted(near, key=abs)))
-        return sorted(found, key=lambda pair: len(pair[1]))[:2]
-
     def barrier(self, one: OpPlace, two: OpPlace, ranks: set[RankPair]) -> list[Fix]:
         """A barrier between two ops of a Program that all ranks of a team run."""
         program = self.sources[one.program].program
         if one.program != two.program or program.rank is not None:
             return []
         low, high = sorted((one, two), key=lambda point: point.at)
-        found: list[Fix] = []
-        for team, _ in self.teams(program, program, {(a, b) for a, b in ranks if a != b}):
-            meet = self.before(high, Collective(kind="barrier", team=team, stream=high.stream))
-            event: Fix = ()
-            if low.stream != high.stream and low.at >= 0:
-                event = self.event(low, high, next(self.names("e")))
-            found.append((*event, meet))
-        return found
+        event: Fix = ()
+        if low.stream != high.stream and low.at >= 0:
+            event = self.event(low, high, next(self.names("e")))
+        teams = _shared_teams(program, program, {(a, b) for a, b in ranks if a != b})
+        meets = [Collective(kind="barrier", team=team, stream=high.stream) for team, _ in teams]
+        return [(*event, self.before(high, meet)) for meet in meets]
+
+
+def _shared_teams(
+    source: Program, sink: Program, ranks: set[RankPair]
+) -> list[tuple[str, list[int]]]:
+    """At most two teams that hold each of the pairs, with the distances in them."""
+    if (source.rank is None) != (sink.rank is None):
+        return []
+    shared = {team.name for team in sink.teams}
+    found: list[tuple[str, list[int]]] = []
+    for team in source.teams:
+        offsets: set[int] = set()
+        for a, b in ranks:
+            member = source.where(a).members.get(team.name)
+            if team.name not in shared or member is None or b not in member.ranks:
+                break
+            offsets.add((member.ranks.index(b) - member.index) % len(member.ranks))
+        else:
+            near = {k if 2 * k <= team.size else k - team.size for k in offsets}
+            found.append((team.name, sorted(near, key=abs)))
+    return sorted(found, key=lambda pair: len(pair[1]))[:2]
+
+
+def member_spots(fused: Fused) -> list[tuple[int, int]]:
+    """The part of each member, and its index there."""
+    return [(p, m) for p, part in enumerate(fused.parts) for m in range(len(part))]
+
+
+def with_members(fused: Fused, *added: tuple[int, int, Op]) -> Fused:
+    """The Fused with each op added to a part, before the member at that index."""
+    parts: list[list[FusedMember]] = [list(part) for part in fused.parts]
+    for part, index, op in added:
+        assert isinstance(op, Wait | Expect | Record | Notify)
+        own = dataclasses.replace(op, stream=fused.stream, site=fused.site)
+        parts[part].insert(index, own)
+    return dataclasses.replace(fused, parts=tuple(map(tuple, parts)), kernel=None)

@@ -1,4 +1,4 @@
-"""Changes of the ops of Programs, as data: applied to the letter, and told line by line.
+"""Changes of the ops of Programs, as data: applied exactly, and described line by line.
 
 edited = apply(programs, fix).programs
 describe(programs, fix)     # "after line 2 add `main: record(e1)`, before line 4 add ..."
@@ -20,14 +20,14 @@ from interlace.ir.text.printer import print_lines, print_op
 class Edit:
     """One change of one Program: an op is added, moved, replaced or removed.
 
-    `index` is the op that leaves its place (None: an op is added), `op` what is written instead of
-    it (None: itself). It goes right after or right before the op `anchor`, which stays where it
-    is; without one it goes where `index` stood, and without `op` nowhere. The op `len(ops)` is the
-    end of the Program. Of several that go to one place, the first told comes first.
+    `index` is the op that leaves its place (None: an op is added) and `op` what is written instead
+    (None: itself). It goes right after or right before the op `anchor`, which stays where it is;
+    without an anchor it goes where `index` stood, and without `op` nowhere. Op `len(ops)` is the
+    end of the Program. Edits with the same anchor keep their order.
     """
 
     program: int
-    """The place of the Program in its set."""
+    """The index of the Program in its set."""
     op: Op | None = None
     index: int | None = None
     anchor: int | None = None
@@ -50,11 +50,9 @@ class Unfit(Exception):
 
 
 def apply(programs: Sequence[Program], fix: Iterable[Edit]) -> Edited:
-    """The Programs with every edit made, to the letter."""
-    edits: dict[int, list[Edit]] = {}
-    for edit in fix:
-        edits.setdefault(edit.program, []).append(edit)
-    pairs = [_edited(program, edits.get(k, [])) for k, program in enumerate(programs)]
+    """The Programs with every edit made."""
+    edits = list(fix)
+    pairs = [_edited(p, [e for e in edits if e.program == k]) for k, p in enumerate(programs)]
     return Edited(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
 
 
@@ -77,49 +75,44 @@ def _edited(program: Program, edits: list[Edit]) -> tuple[Program, tuple[int | N
         places.setdefault((edit.anchor, edit.after), []).append((op, edit.index))
     found: list[tuple[Op, int | None]] = []
     for i, op in enumerate(stays):
-        around = places.get((i, False), []), places.get((i, True), [])
-        if op is None and any(around):
+        before, after = places.get((i, False), []), places.get((i, True), [])
+        if op is None and (before or after):
             raise Unfit("an op that leaves its place is no anchor")
-        found += around[0]
-        found += [] if op is None else [(op, i)]
-        found += around[1]
+        found += [*before, *([] if op is None else [(op, i)]), *after]
     found += places.get((count, False), [])
     return program.replace(ops=tuple(op for op, _ in found)), (*(i for _, i in found), count)
 
 
 def describe(programs: Sequence[Program], fix: Fix) -> str:
-    """The fix in words that say all of it, line by line."""
+    """The fix in words, line by line, complete."""
     said: list[str] = []
-    for k, edit in enumerate(fix):
+    last: Edit | None = None
+    for edit in fix:
         program = programs[edit.program]
-        lines = line_numbers(program)
-        on = _whose(programs, program)
+        lines, on = line_numbers(program), _on_ranks(programs, program)
         text = "" if edit.op is None else f"`{print_op(edit.op, program)}`"
-        where = ""
+        side, where = "after" if edit.after else "before", ""
         if edit.anchor is not None:
-            where = f"{'after' if edit.after else 'before'} line {lines[edit.anchor]}"
-            where = "at the end" if edit.anchor == len(program.ops) else where
+            end = "at the end" if edit.index is None else "to the end"
+            at_end = edit.anchor == len(program.ops)
+            where = f"{end if at_end else f'{side} line {lines[edit.anchor]}'}{on}"
         if edit.index is None:
-            last = fix[k - 1]
-            if k and (last.program, last.anchor, last.after, last.index) == (
-                edit.program, edit.anchor, edit.after, None
-            ):  # fmt: skip
+            if last is not None and last == dataclasses.replace(edit, op=last.op):
                 said[-1] += f" then {text}"
             else:
-                said.append(f"{where}{on} add {text}")
+                said.append(f"{where} add {text}")
         elif edit.anchor is not None:
-            where = where.replace("at the end", "to the end")
-            as_ = f" as {text}" if text else ""
-            said.append(f"move line {lines[edit.index]} {where}{on}{as_}")
+            said.append(f"move line {lines[edit.index]} {where}{text and f' as {text}'}")
         elif edit.op is not None:
             said.append(f"replace line {lines[edit.index]}{on} by {text}")
         else:
             said.append(f"remove line {lines[edit.index]}{on}")
+        last = edit
     return ", ".join(said)
 
 
-def _whose(programs: Sequence[Program], program: Program) -> str:
-    """Which Program of a set a line is of; nothing where there is one."""
+def _on_ranks(programs: Sequence[Program], program: Program) -> str:
+    """The ranks that run a Program of a set; nothing where there is one Program."""
     if len(programs) == 1:
         return ""
     ranks = program.world if program.rank is None else (program.rank,)
@@ -129,14 +122,13 @@ def _whose(programs: Sequence[Program], program: Program) -> str:
 
 
 def line_numbers(program: Program) -> list[int]:
-    """For every op and the return: its line in the file, or in the printed text."""
+    """The line of every op and of the return: in the file, or in the printed text."""
     if program.ops and all(op.loc.file and op.loc.line and not op.loc.module for op in program.ops):
         lines = [op.loc.line for op in program.ops]
         return [*lines, lines[-1] + 1]
     found: dict[int, int] = {}
     end = 0
-    for number, line in enumerate(print_lines(program), 1):
-        end = number
+    for end, line in enumerate(print_lines(program), 1):
         if line.tag[0] == "op":
-            found.setdefault(line.tag[1], number)
+            found.setdefault(line.tag[1], end)
     return [*(found[i] for i in range(len(program.ops))), end + (program.results is None)]

@@ -1,7 +1,7 @@
-"""Which edits may fix a fault, by its kind; trials.py tries them.
+"""Edits that may fix a fault, by its kind, likeliest first; trials.py tries them.
 
 race(edges, pairs)        # an event or a signal, either way round; a barrier; a Free moved; ...
-flaw(edges, source, flaw) # for a fault that list order alone shows
+flaw(edges, source, flaw) # for a fault of the list order alone
 cycle(edges, links)       # in each link, the first op cannot go before the other has
 """
 
@@ -16,7 +16,6 @@ from interlace.ir.ops import (
     Expect,
     Free,
     Fused,
-    FusedMember,
     Group,
     Notify,
     Op,
@@ -28,7 +27,7 @@ from interlace.ir.ops import (
 from interlace.ir.types import Buffer, Index, Others, RankIndex
 from interlace.ir.view import View
 from interlace.verify.accesses.memory import ByteAccess
-from interlace.verify.fixing.edges import Edges
+from interlace.verify.fixing.edges import Edges, member_spots, with_members
 from interlace.verify.fixing.edits import Edit, Fix
 from interlace.verify.happens_before.graph import Part
 from interlace.verify.happens_before.source import Flaw, Item, LoweredProgram
@@ -44,45 +43,41 @@ MAX_PLACES = 8
 def race(edges: Edges, pairs: Sequence[Pair]) -> tuple[Fix, ...]:
     """Orders two accesses, of which the first had better come first."""
     first, second = pairs[0]
-    one = edges.point(first.frame.place.source, first.item.index)
-    two = edges.point(second.frame.place.source, second.item.index)
+    one, two = (edges.point(e.frame.place.source, e.item.index) for e in (first, second))
     ranks = {(a.frame.place.rank, b.frame.place.rank) for a, b in pairs}
     if one[:2] == two[:2]:
         alone = all(a == b for a, b in ranks)
-        return tuple(within(edges, first, second)) if alone else ()
+        return tuple(_within_op(edges, first, second)) if alone else ()
     found = edges.order(one, two, ranks)
-    back = {(b, a) for a, b in ranks}
     inner = edges.member(one, first), edges.member(two, second)
     if inner != (one, two):
         found += edges.order(*inner, ranks)
-    frees = [
-        entry for entry in (first, second) if entry.item.ordering.frees is not None and entry.free
-    ]
-    allocs = [e for e in (first, second) if e.item.ordering.takes is not None and e.free]
+    lives = [entry for entry in (first, second) if entry.free]
+    frees = [entry for entry in lives if entry.item.ordering.frees is not None]
     for entry in frees:
         found += free_later(edges, entry.frame.place.source, entry.item.version)
-    for entry in allocs:
-        found += alloc_sooner(edges, entry.frame.place.source, entry.item.version)
-    found += edges.order(two, one, back)
+    for entry in lives:
+        if entry.item.ordering.takes is not None:
+            found += alloc_sooner(edges, entry.frame.place.source, entry.item.version)
+    found += edges.order(two, one, {(b, a) for a, b in ranks})
     found += edges.barrier(one, two, ranks)
     if first.content is not second.content or frees:
-        found += [fix for entry in (second, first) for fix in own_storage(edges, entry)]
+        found += [fix for entry in (second, first) for fix in own_storage(entry)]
     return tuple(found)
 
 
-def within(edges: Edges, first: ByteAccess, second: ByteAccess) -> Iterator[Fix]:
+def _within_op(edges: Edges, first: ByteAccess, second: ByteAccess) -> Iterator[Fix]:
     """Orders two members of a Fused, or takes one of two out of a Group."""
     source = first.frame.place.source
     index, number = first.item.index, source.number
     op = source.program.ops[index]
-    places = [
-        next((k for k, item in enumerate(source.items[index].members) if item is one), -1)
-        for one in (first.item, second.item)
-    ]
-    if isinstance(op, Fused) and min(places) >= 0:
+    places = [source.items[index].position(one.item) for one in (first, second)]
+    if min(places) < 0:
+        return
+    if isinstance(op, Fused):
         for new in _in_order_of_parts(op, min(places), max(places), next(edges.names("e"))):
             yield (Edit(number, new, index=index),)
-    if isinstance(op, Group) and min(places) >= 0:
+    if isinstance(op, Group):
         for k in dict.fromkeys(places):
             rest = (*op.ops[:k], *op.ops[k + 1 :])
             left = rest[0] if len(rest) == 1 else dataclasses.replace(op, ops=rest)
@@ -91,46 +86,34 @@ def within(edges: Edges, first: ByteAccess, second: ByteAccess) -> Iterator[Fix]
                 yield (Edit(number, left, index=index), beside)
         for k, entry in zip(places, (first, second), strict=True):
             member = op.ops[k]
-            if isinstance(member, Recv) and entry.write:
-                yield through_buffer(edges, number, index, op, k, entry)
-
-
-def through_buffer(
-    edges: Edges, number: int, index: int, op: Group, k: int, entry: ByteAccess
-) -> Fix:
-    """Receives into a buffer of its own, and copies from there after the group."""
-    name, box, member = next(edges.names("t")), entry.region.exact, op.ops[k]
-    assert isinstance(member, Recv)
-    alloc = Alloc(buffer=Buffer(name, box.dtype, box.sizes), stream=op.stream)
-    into = dataclasses.replace(member, dst=View(name))
-    new = dataclasses.replace(op, ops=(*op.ops[:k], into, *op.ops[k + 1 :]))
-    copy = Copy(src=View(name), dst=member.dst, stream=op.stream)
-    return (
-        Edit(number, alloc, anchor=index),
-        Edit(number, new, index=index),
-        Edit(number, copy, anchor=index, after=True),
-    )
+            if isinstance(member, Recv) and entry.write:  # into a buffer of its own
+                name, box = next(edges.names("t")), entry.region.exact
+                alloc = Alloc(buffer=Buffer(name, box.dtype, box.sizes), stream=op.stream)
+                into = dataclasses.replace(member, dst=View(name))
+                new = dataclasses.replace(op, ops=(*op.ops[:k], into, *op.ops[k + 1 :]))
+                copy = Copy(src=View(name), dst=member.dst, stream=op.stream)
+                yield (
+                    Edit(number, alloc, anchor=index),
+                    Edit(number, new, index=index),
+                    Edit(number, copy, anchor=index, after=True),
+                )
 
 
 def _in_order_of_parts(op: Fused, low: int, high: int, event: str) -> Iterator[Fused]:
     """The Fused with one member before another of a later part: by an event, or in one part."""
-    spots = [(p, m) for p, part in enumerate(op.parts) for m in range(len(part))]
+    spots = member_spots(op)
     (p, m), (q, n) = spots[low], spots[high]
     if p == q:
         return
-    parts: list[tuple[FusedMember, ...]] = list(op.parts)
-    record = Record(event=event, stream=op.stream, site=op.site)
-    wait = Wait(event=event, stream=op.stream, site=op.site)
-    parts[p] = (*parts[p][: m + 1], record, *parts[p][m + 1 :])
-    parts[q] = (*parts[q][:n], wait, *parts[q][n:])
-    yield dataclasses.replace(op, parts=tuple(parts), kernel=None)
-    for at in (p, q):
+    record, wait = Record(event=event), Wait(event=event)
+    yield with_members(op, (p, m + 1, record), (q, n, wait))
+    for at in (p, q - 1):
         merged = [part for k, part in enumerate(op.parts) if k not in (p, q)]
-        merged.insert(at if at == p else at - 1, (*op.parts[p], *op.parts[q]))
+        merged.insert(at, (*op.parts[p], *op.parts[q]))
         yield dataclasses.replace(op, parts=tuple(merged), kernel=None)
 
 
-# When a buffer is there
+# Lifetimes
 
 
 def free_later(edges: Edges, source: LoweredProgram, number: int) -> list[Fix]:
@@ -170,71 +153,65 @@ def alloc_sooner(edges: Edges, source: LoweredProgram, number: int) -> list[Fix]
         return []
     k, op, at = source.number, program.ops[version.alloc], uses[0]
     alloc, event = Edit(k, index=version.alloc, anchor=at), next(edges.names("e"))
-    ready = (
-        Edit(k, Record(event=event, stream=op.stream), anchor=at),
-        Edit(k, Wait(event=event, stream=program.ops[at].stream), anchor=at),
-    )
-    return [(alloc,), (alloc, *ready)]
+    record = Edit(k, Record(event=event, stream=op.stream), anchor=at)
+    wait = Edit(k, Wait(event=event, stream=program.ops[at].stream), anchor=at)
+    return [(alloc,), (alloc, record, wait)]
 
 
-def own_storage(edges: Edges, entry: ByteAccess) -> Iterator[Fix]:
+def own_storage(entry: ByteAccess) -> Iterator[Fix]:
     """Takes a buffer out of the storage that it shares with others."""
     source = entry.frame.place.source
-    version = next(
-        (v for v in source.versions if v.shared and v.buffer.name == entry.content.name), None
-    )
-    if version is None or version.alloc < 0:
-        return
-    op = source.program.ops[version.alloc]
-    if isinstance(op, Alloc):
-        own = dataclasses.replace(op.buffer, storage=None, offset=0)
-        new = dataclasses.replace(op, buffer=own)
-        yield (Edit(source.number, new, index=version.alloc),)
-
-
-def made_fresh(edges: Edges, source: LoweredProgram, name: str) -> Iterator[Fix]:
-    """A local buffer made anew in every run, which nobody frees."""
-    k = source.number
     for version in source.versions:
-        op = source.program.ops[version.alloc] if version.alloc >= 0 else None
-        if version.buffer.name == name and not version.symmetric and isinstance(op, Alloc):
-            fresh = dataclasses.replace(op.buffer, kind="fresh", storage=None, offset=0)
-            new = Edit(k, dataclasses.replace(op, buffer=fresh), index=version.alloc)
-            yield (new, *([Edit(k, index=version.free)] if version.free >= 0 else []))
+        if version.shared and version.buffer.name == entry.content.name:
+            yield from _reallocated(source, version.alloc, storage=None, offset=0)
+            return
 
 
-def recorded(
-    edges: Edges, source: LoweredProgram, places: list[int], wait: Op | None
-) -> Iterator[Fix]:
+def _reallocated(source: LoweredProgram, alloc: int, **changes: object) -> Iterator[Fix]:
+    op = source.program.ops[alloc] if alloc >= 0 else None
+    if isinstance(op, Alloc):
+        buffer = dataclasses.replace(op.buffer, **changes)
+        yield (Edit(source.number, dataclasses.replace(op, buffer=buffer), index=alloc),)
+
+
+def _fresh(source: LoweredProgram, name: str) -> Iterator[Fix]:
+    """A local buffer allocated anew in every run and never freed."""
+    for version in source.versions:
+        if version.buffer.name == name and not version.symmetric:
+            removed = (Edit(source.number, index=version.free),) if version.free >= 0 else ()
+            changes = {"kind": "fresh", "storage": None, "offset": 0}
+            for fix in _reallocated(source, version.alloc, **changes):
+                yield (*fix, *removed)
+
+
+def _recorded(source: LoweredProgram, places: list[int], wait: Op | None) -> Iterator[Fix]:
     """A Record before the Wait that has none: the one listed later, or another."""
-    k, op = source.number, source.program.ops[places[0]]
+    k, ops = source.number, source.program.ops
     assert isinstance(wait, Wait)
-    if wait is op and len(places) > 1 and isinstance(source.program.ops[places[1]], Record):
+    if wait is ops[places[0]] and len(places) > 1 and isinstance(ops[places[1]], Record):
         yield (Edit(k, index=places[1], anchor=places[0]),)
         yield (Edit(k, index=places[0], anchor=places[1], after=True),)
     for stream in source.program.streams():
-        if stream != op.stream:
-            record = Record(event=wait.event, stream=stream)
-            yield (Edit(k, record, anchor=places[0]),)
+        if stream != ops[places[0]].stream:
+            yield (Edit(k, Record(event=wait.event, stream=stream), anchor=places[0]),)
 
 
 def flaw(edges: Edges, source: LoweredProgram, flaw: Flaw) -> tuple[Fix, ...]:
-    """For a fault that list order alone shows."""
-    k, items = source.number, [item for item, _, _ in flaw.ops]
+    """For a fault of the list order alone."""
+    items = [item for item, _, _ in flaw.ops]
     places = [item.index for item in items]
-    removed: list[Fix] = [(Edit(k, index=i),) for i in reversed(places)]
     match flaw.kind:
         case "leak":
             return tuple(free_later(edges, source, items[0].version))
         case "double-free" | "bad-free":
-            return tuple(removed)
+            return tuple((Edit(source.number, index=i),) for i in reversed(places))
         case "use-before-alloc":
             number = next(n for n, v in enumerate(source.versions) if v.alloc == places[1])
             return tuple(alloc_sooner(edges, source, number))
         case "result":
-            return tuple(made_fresh(edges, source, flaw.ops[0][2]))
+            return tuple(_fresh(source, flaw.ops[0][2]))
         case "event":
-            return tuple(recorded(edges, source, places, items[0].op))
+            return tuple(_recorded(source, places, items[0].op))
         case _:
             return ()
 
@@ -252,7 +229,7 @@ def _uses(source: LoweredProgram, version: int) -> list[int]:
 
 
 def cycle(edges: Edges, links: Sequence[tuple[Part, Part]]) -> tuple[Fix, ...]:
-    """Opens a circle of waits: in each pair the first cannot go before the other has."""
+    """Opens a cycle of waits: in each pair the first cannot go before the other has."""
     moves: list[tuple[Edit, Edit]] = []
     found: list[Fix] = []
     local = [link for link in links if link[0][0].place is link[1][0].place]
@@ -262,9 +239,9 @@ def cycle(edges: Edges, links: Sequence[tuple[Part, Part]]) -> tuple[Fix, ...]:
         if not (0 <= item.index < num_ops and 0 <= other.index < num_ops):
             continue
         if item.index == other.index:
-            found += members_in_order(edges, source, item, other)
+            found += _members_in_order(source, item, other)
             continue
-        found += grouped(edges, source, item.index, other.index)
+        found += _grouped(source, item.index, other.index)
         k, (low, high) = source.number, sorted((item.index, other.index))
         sooner = Edit(k, index=high, anchor=low)
         moves.append((sooner, Edit(k, index=low, anchor=high, after=True)))
@@ -276,31 +253,26 @@ def cycle(edges: Edges, links: Sequence[tuple[Part, Part]]) -> tuple[Fix, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def members_in_order(edges: Edges, source: LoweredProgram, item: Item, other: Item) -> list[Fix]:
+def _members_in_order(source: LoweredProgram, item: Item, other: Item) -> list[Fix]:
     """One member of a Fused before another, in its part or with all of it."""
-    op = source.program.ops[item.index]
+    op, whole = source.program.ops[item.index], source.items[item.index]
     if not isinstance(op, Fused):
         return []
-    members = source.items[item.index].members
-    places = [(p, m) for p, part in enumerate(op.parts) for m in range(len(part))]
-    mine, theirs = (
-        next((places[k] for k, one in enumerate(members) if one is which), (0, 0))
-        for which in (item, other)
-    )
+    spots = member_spots(op)
+    mine, theirs = (spots[max(whole.position(one), 0)] for one in (item, other))
     if mine <= theirs:
         return []
-    moved = list(op.parts)
+    parts = [list(part) for part in op.parts]
     if mine[0] == theirs[0]:
-        part = list(moved[mine[0]])
+        part = parts[mine[0]]
         part.insert(theirs[1], part.pop(mine[1]))
-        moved[mine[0]] = tuple(part)
     else:
-        moved.insert(theirs[0], moved.pop(mine[0]))
-    new = dataclasses.replace(op, parts=tuple(moved), kernel=None)
+        parts.insert(theirs[0], parts.pop(mine[0]))
+    new = dataclasses.replace(op, parts=tuple(map(tuple, parts)), kernel=None)
     return [(Edit(source.number, new, index=item.index),)]
 
 
-def grouped(edges: Edges, source: LoweredProgram, one: int, two: int) -> list[Fix]:
+def _grouped(source: LoweredProgram, one: int, two: int) -> list[Fix]:
     """Two messages as one group."""
     low, high = sorted((one, two))
     ops = [source.program.ops[low], source.program.ops[high]]
@@ -324,8 +296,9 @@ def never(edges: Edges, part: Part) -> tuple[Fix, ...]:
     """For an op that waits for what never comes."""
     frame, item = part
     source = frame.place.source
+    found: list[Fix] = []
     if item.ordering.expects:
-        found = list(notified(edges, part))
+        found = list(_notified(edges, part))
     elif item.ordering.messages and not item.members:
         found = [(Edit(source.number, index=item.index),)]
     elif item.ordering.takes:
@@ -336,8 +309,6 @@ def never(edges: Edges, part: Part) -> tuple[Fix, ...]:
             if version.symmetric and version.free < 0 <= version.alloc
         ]
         found = [tuple(edit for fixes in leaks if fixes for edit in fixes[n]) for n in (0, -1)]
-    else:
-        found = []
     return tuple(fix for fix in found if fix)
 
 
@@ -354,26 +325,26 @@ def notifies(edges: Edges, places: Sequence[tuple[int, int]]) -> tuple[Fix, ...]
         ends = edges.point(source, low), edges.point(source, high)
         event = edges.event(*ends, next(edges.names("e")))
     more = dataclasses.replace(second, value=max(first.value, second.value) + 1)
-    grow = (Edit(k, more, index=high),)
-    return tuple(fix for fix in (event, (*event, *grow)) if fix)
+    grow = (*event, Edit(k, more, index=high))
+    return (event, grow) if event else (grow,)
 
 
-def notified(edges: Edges, part: Part) -> Iterator[Fix]:
+def _notified(edges: Edges, part: Part) -> Iterator[Fix]:
     """The Notify that an Expect lacks, where the writer has written; or no Expect."""
     (frame, item), op = part, part[1].op
     source, where = frame.place.source, frame.place.where
     assert isinstance(op, Expect)
     member = where.member(op.team)
+    to: Index | Others
     if isinstance(op.peer, Others):
-        to: Index | Others = op.peer
-        writers = [rank for rank in member.ranks if rank != frame.place.rank]
+        to, writers = op.peer, {*member.ranks} - {frame.place.rank}
     else:
-        writers = [member.ranks[where.index(op.peer)]]
-        to = member.index
+        to, writers = member.index, {member.ranks[where.index(op.peer)]}
         if source.program.rank is None:
+            offset = op.peer.offset if isinstance(op.peer, RankIndex) else 0
             relative = isinstance(op.peer, RankIndex) and op.peer.team == op.team
-            to = RankIndex(op.team, -_offset(op.peer)) if relative else Others(op.team)
-    sources = [s for s in edges.sources if set(writers) & set(s.ranks)]
+            to = RankIndex(op.team, -offset) if relative else Others(op.team)
+    sources = [s for s in edges.sources if writers & set(s.ranks)]
     if len(sources) == 1 and (source.program.rank is None or sources[0] is not source):
         ops, k = sources[0].program.ops, sources[0].number
         for i, raising in enumerate(ops):
@@ -382,21 +353,19 @@ def notified(edges: Edges, part: Part) -> Iterator[Fix]:
                     yield (Edit(k, dataclasses.replace(raising, value=op.value), index=i),)
                 elif raising.peer != to:
                     yield (Edit(k, dataclasses.replace(raising, peer=to), index=i),)
-        places = [i for i in range(len(ops)) if _reaches_peers(sources[0], i)]
-        told = [to, Others(op.team)] if isinstance(to, RankIndex) else [to]
+        places = [i for i in range(len(ops)) if _writes_to_team(sources[0], i)]
+        peers = [to, Others(op.team)] if isinstance(to, RankIndex) else [to]
+        notify = Notify(signal=op.signal, peer=to, team=op.team, value=op.value)
         for i in dict.fromkeys([*places[::-1][:MAX_PLACES], len(ops) - 1]):
-            for peer in told:
-                stream, value = ops[i].stream, op.value
-                notify = Notify(
-                    signal=op.signal, peer=peer, team=op.team, value=value, stream=stream
-                )
-                yield (Edit(k, notify, anchor=i, after=True),)
+            for peer in peers:
+                new = dataclasses.replace(notify, peer=peer, stream=ops[i].stream)
+                yield (Edit(k, new, anchor=i, after=True),)
     if source.program.ops[item.index] is op:
         yield (Edit(source.number, index=item.index),)
 
 
 def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
-    """What a circle of waits passes through on each rank: where it comes in and where it leaves.
+    """What a cycle of waits passes through on each rank: where it enters and where it leaves.
 
     A peer waits for the first op, which comes only after the second, which waits for a peer.
     """
@@ -412,15 +381,11 @@ def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
     return found
 
 
-def _offset(index: Index) -> int:
-    return index.offset if isinstance(index, RankIndex) else 0
-
-
-def _reaches_peers(source: LoweredProgram, index: int) -> bool:
-    """Whether an op writes what peers read."""
+def _writes_to_team(source: LoweredProgram, index: int) -> bool:
+    """Whether an op writes a buffer that peers read."""
     item = source.items[index]
     return any(
-        touch.write and (source.versions[touch.version].buffer.team is not None)
+        touch.write and source.versions[touch.version].buffer.team is not None
         for one in (item, *item.members)
         for touch in one.touches
     )

@@ -1,37 +1,36 @@
-"""Which of the fixes that are proposed for a finding holds: tried when someone reads it.
+"""Chooses the fix of a finding: its candidates are applied and checked when someone reads it.
 
     report = check(programs)
     report.errors[0].fix        # "after line 2 add `main: record(e1)`, before line 4 add ..."
     report.errors[0].edits      # the same as data, for `edits.apply`
 
-One fix after another is applied to the Programs, and these are checked again; what is told is the
-first after which the finding is gone and nothing new is wrong. What is left wrong by one may be put
-right by the fix that the second check proposes: both together are tried as well. Where nothing
-holds, the finding says in words what has to change.
+The first candidate after which the finding is gone and nothing new is wrong is the fix. What one
+leaves wrong may be put right by what the second check proposes: both together are tried as well.
+Where nothing holds, the finding says in words what has to change.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from interlace.errors import InterlaceError
 from interlace.ir.program import Program
 from interlace.verify.fixing.edits import Edit, Fix, Unfit, apply, describe
-from interlace.verify.report import Chosen, Finding, Report
+from interlace.verify.report import Finding, Report
 
 MAX_TRIED = 40
 """Fixes that are tried for one finding at most."""
 WEIGHED = ("mismatch", "deadlock")
-"""Kinds of finding of which not the first fix that holds is told, but the one that leaves least."""
+"""Kinds for which the fix that leaves the fewest errors is chosen, and not the first that holds."""
 MAX_STEPS = 3
-"""Suggestions that one fix is put together from at most."""
+"""Proposals that one fix is put together from at most."""
 MAX_OPS_CHECKED = 200_000
 """Ops that all tries of one Report check again at most: some seconds."""
 OPS_A_FINDING = 40
-"""A finding takes about as long to tell as so many ops to check."""
+"""Reporting a finding takes about as long as checking so many ops."""
 
 
 Key = tuple[str, frozenset[tuple[int, int | None]]]
@@ -44,69 +43,53 @@ class TriedFix(NamedTuple):
     fix: Fix
     keys: frozenset[Key]
     num_errors: int
-    """The errors, those that are not listed too."""
+    """All errors, also those not listed."""
     left: tuple[Finding, ...]
     """Errors that were not there before, or that the fix was for."""
     origins: tuple[tuple[int | None, ...], ...]
 
 
 class Trials:
-    """Chooses the fixes of the findings of one Report, in their order, as far as it is asked."""
+    """Chooses the fixes of the findings of one Report, in their order, as they are asked for."""
 
-    def __init__(self, programs: Sequence[Program], again: Callable[..., Report]) -> None:
+    def __init__(
+        self, programs: Sequence[Program], report: Report, again: Callable[..., Report]
+    ) -> None:
         self.programs = tuple(programs)
         self.again = again
         """Checks other Programs as the Report's own were checked."""
-        self.findings: tuple[Finding, ...] = ()
-        self.count = 0
-        self.keys: frozenset[Key] = frozenset()
-        self._unchecked = MAX_OPS_CHECKED
-        self._cost = 1
-        self._all_listed = True
-        self._in_order: bool | None = None
-        self._chosen: list[Chosen] = []
-        self._held: list[TriedFix] = []
-
-    def of(self, report: Report) -> Report:
-        """The Report, with findings that ask for their fixes here."""
         self.findings = report.findings
-        self.count = len(report.errors) + report.num_left_out
+        self.num_errors = len(report.errors) + report.num_left_out
         self.keys = frozenset(map(_key, report.errors))
+        self._unchecked = MAX_OPS_CHECKED
         self._cost = report.num_ops + OPS_A_FINDING * len(report.findings)
         self._all_listed = report.num_left_out == 0
-        findings = tuple(
-            dataclasses.replace(finding, chosen=partial(self.choose, k))
-            if finding.level == "error"
-            else finding
-            for k, finding in enumerate(report.findings)
-        )
-        return dataclasses.replace(report, findings=findings)
+        self._chosen: list[tuple[str, Fix]] = []
+        self._held: list[TriedFix] = []
 
-    def choose(self, number: int) -> Chosen:
-        """The fix of a finding; those before it are chosen first, so what is told is the same
-        however one asks."""
+    def choose(self, number: int) -> tuple[str, Fix]:
+        """The fix of a finding, in words and as edits (none: advice in words).
+
+        Those before it are chosen first, so the result does not depend on the order of asking.
+        """
         while len(self._chosen) <= number:
             self._chosen.append(self._choose(self.findings[len(self._chosen)]))
         return self._chosen[number]
 
-    def _choose(self, finding: Finding) -> Chosen:
+    def _choose(self, finding: Finding) -> tuple[str, Fix]:
         held, why = self._find(finding)
-        if held is None and not finding.candidates:
-            return Chosen(finding.words, ())
         if held is None:
-            return Chosen(f"{finding.words}; {why}", ())
+            return f"{finding.words}; {why}" if finding.candidates else finding.words, ()
         if held not in self._held:
             self._held.append(held)
-        return Chosen(describe(self.programs, held.fix), held.fix)
+        return describe(self.programs, held.fix), held.fix
 
     def _find(self, finding: Finding) -> tuple[TriedFix | None, str]:
-        """The first fix that holds and leaves nothing new; else the first that makes it better.
-
-        Where there is none, the second says why: what stands behind the fault, where that is known.
-        """
+        """The first fix that holds and leaves nothing new, else the first that improves; or why
+        there is none."""
         key, shows = _key(finding), ""
         for outcome in self._held:
-            if self._is_clean(outcome, key) or self._is_better(outcome, finding):
+            if self._is_clean(outcome, key) or self._is_better(outcome, key):
                 return outcome, ""
         better: TriedFix | None = None
         clean: TriedFix | None = None
@@ -121,16 +104,16 @@ class Trials:
                 outcome = self._try(fix, key)
                 if outcome is None:
                     continue
-                if self._is_clean(outcome, key) and self._keeps_order(outcome):
+                if self._is_clean(outcome, key) and self._keeps_order(fix):
                     if finding.kind not in WEIGHED or not outcome.num_errors:
                         return outcome, ""
                     if clean is None or outcome.num_errors < clean.num_errors:
                         clean = outcome
-                if better is None and self._is_better(outcome, finding):
+                if better is None and self._is_better(outcome, key):
                     better = outcome
-                if not shows and key not in outcome.keys and outcome.left:
-                    kinds = {one.kind for one in outcome.left}  # not told of what races
-                    if kinds == {"uninitialized"}:
+                # Where accesses race, reads are not reported as uninitialized: now they are.
+                if not shows and key not in outcome.keys:
+                    if {one.kind for one in outcome.left} == {"uninitialized"}:
                         shows = f"what then shows: {outcome.left[0].message}"
                 following += _extended(outcome)
             if clean is not None:
@@ -156,11 +139,13 @@ class Trials:
         count = len(report.errors) + report.num_left_out
         return TriedFix(fix, frozenset(keys), count, left, edited.origins)
 
-    def _keeps_order(self, outcome: TriedFix) -> bool:
+    def _keeps_order(self, fix: Fix) -> bool:
         """Whether the Programs still run one op after another, as they are listed, if they did."""
-        if self._in_order is None:
-            self._in_order = self._runs_in_order(self.programs)
-        return not self._in_order or self._runs_in_order(apply(self.programs, outcome.fix).programs)
+        return not self._in_order or self._runs_in_order(apply(self.programs, fix).programs)
+
+    @cached_property
+    def _in_order(self) -> bool:
+        return self._runs_in_order(self.programs)
 
     def _runs_in_order(self, programs: Sequence[Program]) -> bool:
         self._unchecked -= self._cost
@@ -170,46 +155,55 @@ class Trials:
         """Whether the finding is gone, and nothing is wrong that was not wrong before."""
         if key in outcome.keys or (self._all_listed and not outcome.keys <= self.keys):
             return False
-        kinds = {kind for kind, _ in self.keys}  # a fault that is new may be one not listed before
-        fewer = outcome.num_errors < self.count
-        return fewer and all(kind in kinds for kind, _ in outcome.keys)
+        return self._has_fewer(outcome, outcome.keys)
 
-    def _is_better(self, outcome: TriedFix, finding: Finding) -> bool:
+    def _is_better(self, outcome: TriedFix, key: Key) -> bool:
         """Whether the finding is gone, less is wrong, and nothing of a new kind is.
 
-        What waits behind a deadlock is not looked at: once that is gone, other faults may show.
+        Ops behind a deadlock are not examined: once it is gone, other faults may show.
         """
-        key = _key(finding)
-        kind, ops = key
-        kinds = {found[0] for found in self.keys}
-        fresh = outcome.keys - self.keys
         if key in outcome.keys:
             return False
-        if kind == "deadlock":
-            mine = {(edit.program, edit.index) for edit in outcome.fix}
-            return all(found[0] != "deadlock" and not found[1] & (ops | mine) for found in fresh)
-        return outcome.num_errors < self.count and all(found[0] in kinds for found in fresh)
+        fresh = outcome.keys - self.keys
+        if key[0] == "deadlock":
+            own = key[1] | {(edit.program, edit.index) for edit in outcome.fix}
+            return all(kind != "deadlock" and not ops & own for kind, ops in fresh)
+        return self._has_fewer(outcome, fresh)
+
+    def _has_fewer(self, outcome: TriedFix, keys: frozenset[Key]) -> bool:
+        """Whether there are fewer errors, and these are of kinds that there were before."""
+        kinds = {kind for kind, _ in self.keys}
+        return outcome.num_errors < self.num_errors and all(kind in kinds for kind, _ in keys)
+
+
+def with_fixes(report: Report, programs: Sequence[Program], again: Callable[..., Report]) -> Report:
+    """The Report with errors that choose their fixes when asked; `again` checks Programs alike."""
+    trials = Trials(programs, report, again)
+    findings = tuple(
+        dataclasses.replace(finding, chosen=partial(trials.choose, k))
+        if finding.level == "error"
+        else finding
+        for k, finding in enumerate(report.findings)
+    )
+    return dataclasses.replace(report, findings=findings)
 
 
 def _key(finding: Finding, origins: Sequence[Sequence[int | None]] | None = None) -> Key:
     """What a finding is about; of edited Programs, in terms of those before."""
     ops: set[tuple[int, int | None]] = set()
-    for op in finding.ops:
-        program, index = op.at
+    for program, index in [op.at for op in finding.ops]:
         begin = index < 0  # of the run, before the first op
         ops.add((program, index if origins is None or begin else origins[program][index]))
     return finding.kind, frozenset(ops)
 
 
 def _extended(outcome: TriedFix) -> list[Fix]:
-    """The fix with what the check after it suggests for the first fault that is left."""
-    if not outcome.left:
-        return []
+    """The fix with what the check after it proposes for the first fault that is left."""
     found: list[Fix] = []
-    for fix in outcome.left[0].candidates:
+    for fix in outcome.left[0].candidates if outcome.left else ():
         mapped = [_mapped(edit, outcome.origins[edit.program]) for edit in fix]
-        if None not in mapped:
-            new = [edit for edit in mapped if edit is not None]
+        new = [edit for edit in mapped if edit is not None]
+        if len(new) == len(fix):
             again = {(edit.program, edit.index) for edit in new if edit.index is not None}
             kept = [edit for edit in outcome.fix if (edit.program, edit.index) not in again]
             found.append((*kept, *new))
@@ -217,7 +211,7 @@ def _extended(outcome: TriedFix) -> list[Fix]:
 
 
 def _mapped(edit: Edit, origins: Sequence[int | None]) -> Edit | None:
-    """An edit of edited Programs as one of those before; None where it is about what was added."""
+    """An edit of edited Programs as one of those before; None where it is about an added op."""
     index = None if edit.index is None else origins[edit.index]
     anchor = None if edit.anchor is None else origins[edit.anchor]
     if (index is None) != (edit.index is None) or (anchor is None) != (edit.anchor is None):

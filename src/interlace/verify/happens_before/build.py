@@ -29,18 +29,16 @@ class GraphBuilder:
     """The graph while it grows, run by run, and what the matching checks need to know about it."""
 
     def __init__(self, sources: Sequence[LoweredProgram], regions: Regions) -> None:
-        self.graph = HappensBefore()
         self.regions = regions
         self.places = _places(sources)
         self.ranks = {place.rank for place in self.places}
         self.meetings = Meetings[IssuedOp]()
         self.num_runs = 0
-        num_chains = 0
-        for place in self.places:
-            num_chains += len(place.source.streams)
-        self.graph.num_chains = num_chains
-        self.heights = [0] * num_chains
+        self.graph = HappensBefore(sum(len(place.source.streams) for place in self.places))
+        self.heights = [0] * self.graph.num_chains
+        """Nodes of each chain so far."""
         self.exits: dict[int, int] = {}
+        """By rank: the node that ends its last run."""
 
     def build(self, runs: int, unroll: bool = False) -> HappensBefore:
         """The solved graph of `runs` runs, or of one where one stands for all."""
@@ -58,20 +56,19 @@ class GraphBuilder:
         self.num_runs += 1
 
     def _balanced(self) -> bool:
+        """See Note [One run stands for all]."""
         met = self.meetings
-        for (team, _), members in met.queues.items():
+        for (team, _), members in [*met.queues.items(), *met.taken.items()]:
             if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
                 return False
-        for sends, receives in met.channels.values():
-            if len(sends) != len(receives):
-                return False
-        for (team, name), members in met.taken.items():
-            if len({len(members.get(rank, ())) for rank in team.ranks}) > 1:
-                return False
-            for rank, taken in members.items():
-                if any(((team, name), n, rank) not in met.freed for n in range(len(taken))):
-                    return False
-        return True
+        if any(len(sends) != len(receives) for sends, receives in met.channels.values()):
+            return False
+        return all(
+            (slot, n, rank) in met.freed
+            for slot, members in met.taken.items()
+            for rank, taken in members.items()
+            for n in range(len(taken))
+        )
 
     def slot(self, place: RankPlace, version: int) -> Slot:
         """The slot that a symmetric buffer of a rank takes; of what is registered, its name."""
@@ -88,7 +85,7 @@ class GraphBuilder:
         }
 
     def _match(self) -> None:
-        """Adds the edges between ranks that wait for the whole to be known."""
+        """Adds the edges between ranks, which need all ops to be known."""
         for queue, k, come in self.meetings.collectives():
             self._meet(queue, k, come)
         for delivery in self.meetings.deliveries():
@@ -108,9 +105,7 @@ class GraphBuilder:
         if others:
             graph.blocks[meeting] = others
         contributors = set(graph.preds[meeting])
-        absent = (
-            None if len(come) == len(team.ranks) else next(r for r in team.ranks if r not in come)
-        )
+        absent = next((r for r in team.ranks if r not in come), None)
         for rank, at in come.items():
             if contributors and self._has_part(at, True):
                 graph.preds[at.end].append(meeting)
@@ -122,18 +117,16 @@ class GraphBuilder:
                 graph.never[at.end] = self._missing(absent, rank, queue)
 
     def _has_part(self, at: IssuedOp, write: bool) -> bool:
-        """Whether a rank gives bytes to what it meets others in, or (`write`) gets some; a barrier
-        is both."""
-        op = at.item.op
+        """Whether a rank gives bytes to a meeting or (`write`) gets some; a barrier does both."""
+        op, where = at.item.op, at.frame.place.where
         if isinstance(op, Collective) and KINDS[op.kind].reads == "none":
             return True
-        where = at.frame.place.where
-        for touch in at.item.touches:
-            if touch.write == write and at.item.does(touch, where):
-                region = self.regions.at(touch.spot, where)
-                if region.lo < region.hi:
-                    return True
-        return False
+        touched = [
+            self.regions.at(touch.spot, where)
+            for touch in at.item.touches
+            if touch.write == write and at.item.does(touch, where)
+        ]
+        return any(region.lo < region.hi for region in touched)
 
     def _deliver(self, delivery: Delivery[IssuedOp]) -> None:
         """A message: a Send with its Recv."""
@@ -167,14 +160,14 @@ class GraphBuilder:
 
     def _await_frees(self, retake: Retake[IssuedOp]) -> None:
         """What every rank has to free before any takes the slot again."""
-        meeting = self.graph.add()
-        found = retake.frees
-        self.graph.preds[meeting] = [free.end for free in found.values() if free is not None]
-        missing = [rank for rank, free in found.items() if free is None]
+        graph, frees = self.graph, retake.frees
+        meeting = graph.add()
+        graph.preds[meeting] = [free.end for free in frees.values() if free is not None]
+        missing = [rank for rank, free in frees.items() if free is None]
         for taker in retake.takers:
-            self.graph.preds[taker.end].append(meeting)
+            graph.preds[taker.end].append(meeting)
             if missing:
-                self.graph.never[taker.end] = (
+                graph.never[taker.end] = (
                     f"rank {missing[-1]} to free take {retake.number - 1} of slot "
                     f"{retake.slot[1]}, which it never does"
                 )
@@ -193,7 +186,7 @@ class GraphBuilder:
 class _FrameBuilder:
     """Adds one run of one rank to the graph: its nodes, and the edges that its list gives.
 
-    What waits for other ranks is noted in the `GraphBuilder`, which matches it at the end.
+    Ops that wait for other ranks go into the `meetings`, which `GraphBuilder` matches at the end.
     """
 
     def __init__(self, builder: GraphBuilder, place: RankPlace, run: int) -> None:
@@ -202,29 +195,29 @@ class _FrameBuilder:
         self.place = place
         source = place.source
         self.frame = Frame(place, run, [-1] * source.num_places)
-        entry = builder.exits.get(place.rank, -1)
-        self.tails = [entry] * len(source.streams)
+        self.tails = [builder.exits.get(place.rank, -1)] * len(source.streams)
+        """The last node of each stream."""
         self.host = -1
+        """The last HostSync, and the one that each stream has been put behind."""
         self.host_seen = [-1] * len(source.streams)
         self.last: dict[Queue, int] = {}
-        self.entry = entry
 
     def run(self) -> None:
+        source = self.place.source
         self.graph.frames.append(self.frame)
-        if self.place.source.enter is not None:
-            self.enter(self.place.source.enter)
-        for item in self.place.source.sequence:
+        if source.enter is not None:  # before the first op of every stream
+            node = self.graph.add()
+            self.put(node, source.enter)
+            self.tails = [node] * len(self.tails)
+        for item in source.sequence:
             if item.is_fused:
                 self.fused(item)
             else:
                 self.issue(item)
-        self.leave()
-
-    def enter(self, item: Item) -> None:
-        """The begin of the run: before the first op of every stream."""
-        node = self.graph.add()
-        self.put(node, item)
-        self.tails = [node] * len(self.tails)
+        node = self.graph.add()  # the end of the run: after the last op of every stream
+        self.put(node, source.exit)
+        self.graph.preds[node] += [tail for tail in self.tails[1:] if tail >= 0]
+        self.builder.exits[self.place.rank] = node
 
     def issue(self, item: Item) -> int:
         """The node at which an op has ended, on its stream."""
@@ -255,52 +248,51 @@ class _FrameBuilder:
         return end
 
     def put(self, node: int, item: Item) -> None:
-        """Places the node behind what its stream holds already."""
+        """Places the node after what its stream holds already."""
         graph, stream = self.graph, item.stream
-        before = graph.preds[node]
-        if self.tails[stream] >= 0:
-            before.append(self.tails[stream])
+        before, tail = graph.preds[node], self.tails[stream]
+        if tail >= 0:
+            before.append(tail)
         if self.host_seen[stream] != self.host:
             self.host_seen[stream] = self.host
-            if self.tails[stream] != self.host:
+            if tail != self.host:
                 before.append(self.host)
         self.tails[stream] = node
         chain = self.place.chain + stream
-        position = self.builder.heights[chain] = self.builder.heights[chain] + 1
-        graph.chain[node], graph.pos[node] = chain, position
+        self.builder.heights[chain] += 1
+        graph.chain[node], graph.pos[node] = chain, self.builder.heights[chain]
         graph.part[node] = (self.frame, item)
         self.frame.nodes[item.place] = node
 
     def order(self, node: int, item: Item) -> None:
         """Adds the edges and the book-keeping of an op that orders others."""
-        ordering, graph, where, run = item.ordering, self.graph, self.place.where, self.frame.run
-        point = IssuedOp(self.frame, item, node, node)
+        ordering, where, run = item.ordering, self.place.where, self.frame.run
+        meetings, point = self.builder.meetings, IssuedOp(self.frame, item, node, node)
         if ordering.waits is not None and item.record >= 0:
-            graph.preds[node].append(self.frame.nodes[item.record])
+            self.graph.preds[node].append(self.frame.nodes[item.record])
         if ordering.holds_host:
-            self.host = node
-            self.host_seen[item.stream] = node
+            self.host = self.host_seen[item.stream] = node
         if ordering.takes is not None:
             version = self.place.source.versions[item.version]
             if version.symmetric:
-                taken = self.builder.meetings.take(where, version.buffer, point, run)
+                taken = meetings.take(where, version.buffer, point, run)
                 self.frame.takes[item.version] = taken
         elif ordering.frees is not None:
             if item.version in self.frame.takes:
-                self.builder.meetings.free(where, ordering.frees, point, run)
+                meetings.free(where, ordering.frees, point, run)
         else:
-            self.builder.meetings.add(where, ordering, point, run)
+            meetings.add(where, ordering, point, run)
 
     def fused(self, item: Item) -> None:
         """A start on the stream, the parts beside each other, and an end on the stream.
 
-        A part also awaits the one before, not as an order of what they touch but because the kernel
-        may come to it no sooner.
+        A part also awaits the one before: not as an order of what they touch, but because the
+        kernel may come to it no sooner.
         """
         graph = self.graph
         start, end, last = graph.add(), graph.add(), -1
         self.put(start, item)
-        ends: dict[int, int] = {}  # by stream: what its part did last
+        ends: dict[int, int] = {}  # by stream: the last op of its part
         for member in item.members:
             begins = member.stream not in ends
             if begins and member.stream != item.stream:
@@ -313,14 +305,6 @@ class _FrameBuilder:
         graph.preds[end] += [node for node in ends.values() if node != own]
         self.put(end, item)
 
-    def leave(self) -> None:
-        """The end of the run: after the last op of every stream."""
-        leave, graph = self.place.source.exit, self.graph
-        node = graph.add()
-        self.put(node, leave)
-        graph.preds[node] += [tail for tail in self.tails[1:] if tail >= 0]
-        self.builder.exits[self.place.rank] = node
-
 
 def _places(sources: Sequence[LoweredProgram]) -> list[RankPlace]:
     places: list[RankPlace] = []
@@ -328,13 +312,12 @@ def _places(sources: Sequence[LoweredProgram]) -> list[RankPlace]:
     seen: dict[int, LoweredProgram] = {}
     for source in sources:
         for where in source.program.wheres(source.ranks):
-            rank = where.rank
-            if rank in seen:
+            first = seen.setdefault(where.rank, source)
+            if first is not source:
                 raise TeamError(
-                    f"rank {rank} runs both {seen[rank].program.name} and {source.program.name}: "
+                    f"rank {where.rank} runs both {first.program.name} and {source.program.name}: "
                     f"the Programs of a set must run on different ranks"
                 )
-            seen[rank] = source
-            places.append(RankPlace(source, rank, where, chain))
+            places.append(RankPlace(source, where.rank, where, chain))
             chain += len(source.streams)
     return places

@@ -23,9 +23,9 @@ Note [Two extremes]
 
 Note [Meetings]
     The members of a collective meet in a node without a place: it comes after the begin of all who
-    contribute, and before the end of all who need that. So a collective of n ranks has n edges to
-    the meeting and n from it, and the ends share its clock. The Frees of one take of a slot meet
-    likewise, before the Allocs of the take after the next.
+    contribute, and before the end of all who need that. So a collective of n ranks has 2n edges,
+    and the ends share one clock. The Frees of one take of a slot meet likewise, before the Allocs
+    of the take after the next.
 
 Note [Clocks]
     A chain is one stream of one rank. A node's clock says how far each chain has surely come when
@@ -37,6 +37,7 @@ Note [Clocks]
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -98,7 +99,7 @@ class Clock(NamedTuple):
 class HappensBefore:
     """Nodes by number, each with its predecessors and the op that it is a point of."""
 
-    num_chains: int = 0
+    num_chains: int
     preds: list[list[int]] = field(default_factory=list[list[int]])
     part: list[Part | None] = field(default_factory=list["Part | None"])
     """The op that the node is a point of; None for a meeting."""
@@ -122,10 +123,10 @@ class HappensBefore:
     order: list[int] = field(default_factory=list[int])
     """The nodes that can finish, in an order in which they can."""
 
-    def add(self, part: Part | None = None) -> int:
+    def add(self) -> int:
         """A node without predecessors or place."""
         self.preds.append([])
-        self.part.append(part)
+        self.part.append(None)
         self.chain.append(-1)
         self.pos.append(0)
         return len(self.preds) - 1
@@ -140,7 +141,11 @@ class HappensBefore:
         self.order, self.clocks = self.sequence(), [None] * len(self.preds)
         start = Clock((0,) * self.num_chains, {})
         for node in self.order:
-            self.clocks[node] = self._clock(node, start)
+            before = self.preds[node]
+            known = self.clocks[before[-1]] if before else start
+            alone = len(before) == 1 and self.chain[before[-1]] == self.chain[node]
+            shares = not before or alone or node in self.after_meeting
+            self.clocks[node] = known if shares else self._joined(before)
 
     def sequence(self) -> list[int]:
         """The nodes that can finish, in an order in which they can."""
@@ -160,33 +165,17 @@ class HappensBefore:
                     order.append(other)
         return order
 
-    def _clock(self, node: int, start: Clock) -> Clock:
-        before, chain = self.preds[node], self.chain
-        if not before:
-            return start
-        last = before[-1]
-        known = self.clocks[last]
-        assert known is not None
-        if len(before) == 1 and chain[last] == chain[node]:
-            return known
-        if node in self.after_meeting:
-            return known
-        return self._joined(before)
-
     def _joined(self, before: list[int]) -> Clock:
         """The clock after several nodes: their clocks, and the nodes themselves."""
         clocks = {id(clock): clock for node in before if (clock := self.clocks[node]) is not None}
         bases = {id(clock.base): clock.base for clock in clocks.values()}
         base = self._joined_base(list(bases.values()))
+        reached = [(self.chain[node], self.pos[node]) for node in before if self.chain[node] >= 0]
         since: dict[int, int] = {}
-        for node in before:
-            chain, position = self.chain[node], self.pos[node]
-            if chain >= 0 and position > base[chain] and position > since.get(chain, 0):
+        later = [clock.since.items() for clock in clocks.values()]
+        for chain, position in itertools.chain(reached, *later):
+            if position > base[chain] and position > since.get(chain, 0):
                 since[chain] = position
-        for clock in clocks.values():
-            for chain, position in clock.since.items():
-                if position > base[chain] and position > since.get(chain, 0):
-                    since[chain] = position
         if not since or len(since) <= MAX_SINCE < self.num_chains:
             return Clock(base, since)
         full = list(base)

@@ -10,7 +10,7 @@ Alloc a name means, which Record a Wait sees), and what is wrong in that order a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class Item:
     index: int
     op: Op | None
     """None: the begin of the run (whose index is -1), or the return."""
-    stream: int
+    stream: int = 0
     """Part k > 0 of a Fused counts as a stream of its own."""
     touches: tuple[Touch, ...] = ()
     version: int = -1
@@ -62,9 +62,9 @@ class Item:
     """The place of the Record that a Wait sees."""
     members: tuple[Item, ...] = ()
     turn: int = -1
-    """When it is issued: of two ops of a stream, the one with the lower turn goes first."""
+    """The order of issue: of two ops of a stream, the one with the lower turn goes first."""
     place: int = -1
-    """Where a frame keeps its node: the index, or for a member of a Fused a number after all."""
+    """The index of its node in a frame; members of a Fused come after all ops."""
     ordering: Ordering = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,12 +72,12 @@ class Item:
 
     @property
     def begins_run(self) -> bool:
-        """Whether this is no op, but the begin of the run."""
+        """Whether this is the begin of the run."""
         return self.op is None and self.index < 0
 
     @property
     def ends_run(self) -> bool:
-        """Whether this is no op, but the return."""
+        """Whether this is the return."""
         return self.op is None and self.index >= 0
 
     @property
@@ -89,6 +89,10 @@ class Item:
     def is_fused(self) -> bool:
         """Whether its members are the parts of a kernel."""
         return isinstance(self.op, Fused)
+
+    def position(self, member: Item) -> int:
+        """The number of a member, -1 for what is none."""
+        return self.members.index(member) if member in self.members else -1
 
     def does(self, touch: Touch, where: Where) -> bool:
         """Whether a rank does what a touch of this op says: some only the root does."""
@@ -116,7 +120,7 @@ class Version:
 
     @property
     def symmetric(self) -> bool:
-        """Whether peers can reach it."""
+        """Whether it lies in a slot that peers can reach."""
         return self.buffer.kind == "symmetric"
 
     @property
@@ -137,8 +141,9 @@ class Flaw(NamedTuple):
     message: str
     ops: tuple[tuple[Item, str, str], ...]
     """Item, role and buffer of each op."""
-    fix: tuple[str | int, ...]
-    """Text, and numbers of ops whose line stands there."""
+    fix: str
+    """With a `{}` for the line of each op in `lines`."""
+    lines: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -146,19 +151,19 @@ class LoweredProgram:
     """One Program, ready to be placed on its ranks."""
 
     number: int
-    """Its place in the set."""
+    """Its index in the set."""
     program: Program
     ranks: tuple[int, ...]
     streams: tuple[str, ...]
     items: list[Item]
     exit: Item
     versions: list[Version]
-    flaws: list[Flaw] = field(default_factory=list[Flaw])
-    sequence: list[Item] = field(default_factory=list[Item])
+    flaws: list[Flaw]
+    sequence: list[Item]
     """The items in the order of issue; checked in order, with members of Fuseds on their own."""
-    num_places: int = 0
+    num_places: int
     """Items, the return, the members of Fuseds, and the begin."""
-    enter: Item | None = None
+    enter: Item | None
     """The begin of the run, where parameters are registered: what their callers do before it."""
 
 
@@ -166,19 +171,18 @@ def lower(
     program: Program, regions: Regions, in_order: bool = False, number: int = 0
 ) -> LoweredProgram:
     """The Program's items and versions; `in_order` puts every op on one stream."""
-    return _Lowering(program, regions, in_order, number).run()
+    return _Lowering(program, regions, in_order).run(number)
 
 
 class _Lowering:
-    def __init__(self, program: Program, regions: Regions, in_order: bool, number: int) -> None:
+    def __init__(self, program: Program, regions: Regions, in_order: bool) -> None:
         self.program = program
-        self.number = number
         self.regions = regions
+        self.in_order = in_order
         self.streams: dict[tuple[str, int], int] = {}
         if in_order or not program.ops:
             self.streams["main", 0] = 0
         self.num_places = len(program.ops) + 1
-        self.in_order = in_order
         self.versions: list[Version] = []
         self.current: dict[str, int] = {}
         self.spots: dict[tuple[int, View], Spot] = {}
@@ -191,32 +195,32 @@ class _Lowering:
         }
         self.ahead: dict[str, int] = {}  # declared, because used before its Alloc
 
-    def run(self) -> LoweredProgram:
+    def run(self, number: int) -> LoweredProgram:
         program = self.program
         for buffer in program.params:
             self.declare(buffer, -1)
         items = [self.item(i, op) for i, op in enumerate(program.ops)]
         end = len(items)
-        callers = self.callers()
-        leave = Item(end, None, 0, (*self.results(end), *callers), place=end)
-        enter: Item | None = None
-        if callers:
-            enter = Item(-1, None, 0, callers, place=self.num_places)
-            self.num_places += 1
-        self.find_sharing()
+        callers = tuple(  # who may do anything to registered parameters, before and after a run
+            Touch(True, number, version.spot, None, None, False)
+            for number, version in enumerate(self.versions)
+            if version.registered
+        )
+        leave = Item(end, None, touches=(*self.results(end), *callers), place=end)
+        enter = Item(-1, None, touches=callers, place=self.new_place()) if callers else None
+        self.mark_shared()
         for version in self.versions:
-            if version.symmetric and version.free < 0 and version.alloc >= 0:
+            if version.symmetric and version.free < 0 <= version.alloc:
                 self.leak(items, version)
-        ranks = program.world if program.rank is None else (program.rank,)
-        streams = tuple(f"{name}, part {k + 1}" if k else name for name, k in self.streams)
         sequence = self.in_sequence(items) if self.in_order else items
-        for turn, item in enumerate([*_with_members(sequence), leave]):
+        issued = [one for item in sequence for one in (item, *item.members)]
+        for turn, item in enumerate([*issued, leave]):
             item.turn = turn
         return LoweredProgram(
-            number=self.number,
+            number=number,
             program=program,
-            ranks=ranks,
-            streams=streams,
+            ranks=program.world if program.rank is None else (program.rank,),
+            streams=tuple(f"{name}, part {k + 1}" if k else name for name, k in self.streams),
             items=items,
             exit=leave,
             versions=self.versions,
@@ -224,14 +228,6 @@ class _Lowering:
             sequence=sequence,
             num_places=self.num_places,
             enter=enter,
-        )
-
-    def callers(self) -> tuple[Touch, ...]:
-        """What the callers may do to registered parameters before a run and after it: all."""
-        return tuple(
-            Touch(True, number, version.spot, None, None, False)
-            for number, version in enumerate(self.versions)
-            if version.registered
         )
 
     def in_sequence(self, items: list[Item]) -> list[Item]:
@@ -264,10 +260,13 @@ class _Lowering:
         key = ("main", 0) if self.in_order else (op.stream, part)
         return self.streams.setdefault(key, len(self.streams))
 
+    def new_place(self) -> int:
+        self.num_places += 1
+        return self.num_places - 1
+
     def member(self, index: int, op: Op, part: int) -> Item:
         """A member of a Fused."""
-        item = Item(index, op, self.stream(op, part), place=self.num_places)
-        self.num_places += 1
+        item = Item(index, op, self.stream(op, part), place=self.new_place())
         self.bind(item)
         item.touches = self.touches(item, op)
         return item
@@ -285,13 +284,11 @@ class _Lowering:
             self.free(item, ordering.frees)
 
     def declare(self, buffer: Buffer, index: int) -> int:
-        if buffer.name in self.ahead:
-            version = self.ahead.pop(buffer.name)
-            self.current[buffer.name] = version
-            return version
-        version = len(self.versions)
-        spot = self.regions.spot(View(buffer.name), buffer, self.program.tables)
-        self.versions.append(Version(buffer, spot, index))
+        version = self.ahead.pop(buffer.name, None)
+        if version is None:
+            version = len(self.versions)
+            spot = self.regions.spot(View(buffer.name), buffer, self.program.tables)
+            self.versions.append(Version(buffer, spot, index))
         self.current[buffer.name] = version
         return version
 
@@ -308,20 +305,25 @@ class _Lowering:
                 f"{self.program.name}, op {item.index}: no buffer named {name!r}: declare "
                 f"it as a parameter, or allocate it before this line"
             )
-        version = self.declare(later[1], later[0])
-        self.ahead[name] = version
-        self.flaws.append(
-            Flaw(
-                "use-before-alloc",
-                f"{name} is used before it is allocated",
-                ((item, f"uses {name}", name), (self.later(*later), f"allocates {name}", name)),
-                ("move line ", later[0], " before line ", item.index),
-            )
+        index, buffer = later
+        version = self.ahead[name] = self.declare(buffer, index)
+        self.flaw(
+            "use-before-alloc",
+            f"{name} is used before it is allocated",
+            [(item, f"uses {name}", name), (self.op_at(index), f"allocates {name}", name)],
+            "move line {} before line {}",
+            index,
+            item.index,
         )
         return version
 
-    def later(self, index: int, buffer: Buffer) -> Item:
-        return Item(index, self.program.ops[index], 0)
+    def op_at(self, index: int) -> Item:
+        return Item(index, self.program.ops[index])
+
+    def flaw(
+        self, kind: str, message: str, ops: list[tuple[Item, str, str]], fix: str, *lines: int
+    ) -> None:
+        self.flaws.append(Flaw(kind, message, tuple(ops), fix, lines))
 
     def touches(self, item: Item, op: Op) -> tuple[Touch, ...]:
         reads = writes = False
@@ -338,14 +340,12 @@ class _Lowering:
         spot = self.spots.get(key)
         if spot is None:
             buffer = self.versions[version].buffer
-            spot = self.regions.spot(access.view, buffer, self.program.tables)
-            self.spots[key] = spot
+            spot = self.spots[key] = self.regions.spot(access.view, buffer, self.program.tables)
         return Touch(write, version, spot, access.peer, access.team, root_only)
 
     def results(self, end: int) -> list[Touch]:
         """What the return reads: the results, and every output parameter."""
-        program = self.program
-        item = Item(end, None, 0)
+        program, item = self.program, Item(end, None)
         views = [view for arg in program.returned() for view in views_in(arg)]
         returned = {view.buffer for view in views if not view.steps}
         for buffer in program.params:
@@ -354,88 +354,66 @@ class _Lowering:
         found: list[Touch] = []
         for view in dict.fromkeys(views):
             found.append(self.touch(item, False, Access(view), False))
-            buffer = self.versions[found[-1].version].buffer
-            if buffer.kind in ("local", "symmetric"):
-                home = "the arena" if buffer.kind == "local" else "a communication slot"
-                self.flaws.append(
-                    Flaw(
-                        "result",
-                        f"the result {view.buffer} lives in {home}, which the next run overwrites",
-                        ((item, f"returns {view.buffer}", view.buffer),),
-                        (f"allocate {view.buffer} as fresh, or copy it to an output at the end",),
-                    )
+            name, kind = view.buffer, self.versions[found[-1].version].buffer.kind
+            if kind in ("local", "symmetric"):
+                home = "the arena" if kind == "local" else "a communication slot"
+                self.flaw(
+                    "result",
+                    f"the result {name} lives in {home}, which the next run overwrites",
+                    [(item, f"returns {name}", name)],
+                    f"allocate {name} as fresh, or copy it to an output at the end",
                 )
         return found
 
     def free(self, item: Item, name: str) -> None:
-        item.version = self.version(item, name)
-        version = self.versions[item.version]
+        number = self.version(item, name)
+        version = self.versions[number]
         if version.alloc < 0 or (version.free < 0 and item.index < version.alloc):
-            self.flaws.append(
-                Flaw(
-                    "bad-free",
-                    f"{name} is freed, and the Program did not allocate it",
-                    ((item, f"frees {name}", name),),
-                    ("remove line ", item.index),
-                )
+            self.flaw(
+                "bad-free",
+                f"{name} is freed, and the Program did not allocate it",
+                [(item, f"frees {name}", name)],
+                "remove line {}",
+                item.index,
             )
-            item.version = -1
         elif version.free >= 0:
-            first = Item(version.free, self.program.ops[version.free], 0)
-            self.flaws.append(
-                Flaw(
-                    "double-free",
-                    f"{name} is freed twice",
-                    ((first, "frees it first", name), (item, "frees it again", name)),
-                    ("remove line ", item.index),
-                )
+            first = self.op_at(version.free)
+            self.flaw(
+                "double-free",
+                f"{name} is freed twice",
+                [(first, "frees it first", name), (item, "frees it again", name)],
+                "remove line {}",
+                item.index,
             )
-            item.version = -1
         else:
-            version.free = item.index
+            item.version, version.free = number, item.index
 
     def unrecorded(self, item: Item, event: str) -> None:
-        later = next(
-            (i for (i, _), other in spots(self.program.ops) if other.ordering().records == event),
-            None,
-        )
         ops = [(item, f"waits for {event}", "")]
-        if later is not None:
-            record = Item(later, self.program.ops[later], 0)
-            ops.append((record, f"records {event} only after that", ""))
-        self.flaws.append(
-            Flaw(
-                "event",
-                f"a wait for {event}, which nothing recorded before it in this run",
-                tuple(ops),
-                (f"record {event} before line ", item.index, ", after what must be awaited"),
-            )
+        for (later, _), other in spots(self.program.ops):
+            if other.ordering().records == event:
+                ops.append((self.op_at(later), f"records {event} only after that", ""))
+                break
+        self.flaw(
+            "event",
+            f"a wait for {event}, which nothing recorded before it in this run",
+            ops,
+            f"record {event} before line {{}}, after what must be awaited",
+            item.index,
         )
 
     def leak(self, items: list[Item], version: Version) -> None:
         name = version.buffer.name
-        self.flaws.append(
-            Flaw(
-                "leak",
-                f"the symmetric buffer {name} is not freed: the slot never comes back",
-                ((items[version.alloc], f"takes a slot for {name}", name),),
-                (f"free {name} after the last op that uses it",),
-            )
+        self.flaw(
+            "leak",
+            f"the symmetric buffer {name} is not freed: the slot never comes back",
+            [(items[version.alloc], f"takes a slot for {name}", name)],
+            f"free {name} after the last op that uses it",
         )
 
-    def find_sharing(self) -> None:
+    def mark_shared(self) -> None:
         """Marks the local buffers whose storage other local buffers use too."""
-        users: dict[str, list[Version]] = {}
-        for version in self.versions:
-            if version.buffer.kind == "local":
-                users.setdefault(version.storage, []).append(version)
-        for versions in users.values():
-            for version in versions if len(versions) > 1 else ():
-                version.shared = True
-
-
-def _with_members(items: Iterable[Item]) -> Iterator[Item]:
-    """The items in the order of issue, those of which they are made after each."""
-    for item in items:
-        yield item
-        yield from item.members
+        local = [version for version in self.versions if version.buffer.kind == "local"]
+        users = Counter(version.storage for version in local)
+        for version in local:
+            version.shared = users[version.storage] > 1
