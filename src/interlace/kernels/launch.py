@@ -119,9 +119,8 @@ class LoadedKernel:
         self._rest = (None,) * len(source.constants)
 
     def launch(self, stream: int, grid: int, args: tuple[Any, ...], columns: int = 1) -> None:
-        """Launches `grid` blocks by `columns`; `args` are the kernel's, in order, no constants.
-
-        Pointers are addresses, or tensors, of which the launcher takes the address (None: 0).
+        """Launches `grid` blocks by `columns`; `args` are the kernel's in order, without constants:
+        pointers are addresses, or tensors, of which the launcher takes the address (None: 0).
         """
         if self._signature is None:
             self._call(
@@ -144,10 +143,8 @@ def kernel_of(
 
 
 def _c_launcher(launch: Callable[..., None]) -> Callable[..., None]:
-    """The C function behind Triton's wrapper, which encodes tensor descriptors at every call.
-
-    The wrapper is a closure whose only function is the C launcher; without descriptors there is
-    no wrapper.
+    """The C function behind Triton's wrapper, which encodes tensor descriptors at every call: a
+    closure whose only function is the C launcher; without descriptors there is no wrapper.
     """
     cells = getattr(launch, "__closure__", None) or ()
     for cell in cells:

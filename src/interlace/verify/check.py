@@ -26,7 +26,7 @@ from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.source import LoweredProgram, lower
 from interlace.verify.in_place import in_place
 from interlace.verify.matching import disagreements, mismatches, shared_names
-from interlace.verify.report import Finding, Report
+from interlace.verify.report import Report
 from interlace.verify.uneven import Uneven
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ MAX_PAIRS = 1 << 21
 """Pairs of ranks that signals go between in one run, at most, counted for each op."""
 MAX_FINDINGS = 100
 """More faults than these are counted and not listed."""
-FIRST = ("mismatch", "deadlock", "event", "signal", "race")
+FIRST = {"mismatch": 0, "deadlock": 1, "event": 2, "signal": 3, "race": 4}
 """Kinds that are listed before the others."""
 
 
@@ -81,7 +81,7 @@ def check(
     findings += [explainer.faults(same) for same in listed]
     left_out = len(faults) - len(listed) + max(0, len(findings) - MAX_FINDINGS)
     findings = _of_every_kind(findings, lambda finding: finding.level + finding.kind)
-    findings.sort(key=_rank_of_kind)
+    findings.sort(key=lambda found: (found.level == "remark", FIRST.get(found.kind, len(FIRST))))
     report = Report(
         tuple(findings),
         sum(len(place.source.items) for place in builder.places),
@@ -130,8 +130,3 @@ def _of_every_kind(found: list[T], kind: Callable[[T], str]) -> list[T]:
     firsts = {kind(one): i for i, one in reversed(list(enumerate(found)))}
     chosen = sorted(range(len(found)), key=lambda i: (firsts[kind(found[i])] != i, i))
     return [found[i] for i in sorted(chosen[:MAX_FINDINGS])]
-
-
-def _rank_of_kind(finding: Finding) -> tuple[bool, int]:
-    order = FIRST.index(finding.kind) if finding.kind in FIRST else len(FIRST)
-    return finding.level == "remark", order

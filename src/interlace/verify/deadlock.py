@@ -293,9 +293,10 @@ def _advice(steps: list[CycleLink], explainer: Explainer) -> str:
 
 
 def launch_order(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
-    """A remark where ranks would wait for each other if each ran its collectives and messages one
-    after another, in the order of its list. NCCL does so with those of a team; of two teams, each
-    kernel may hold what the other needs."""
+    """A remark where ranks that run their collectives and messages one after another, as listed,
+    would wait for each other: NCCL does so with those of a team; kernels of two teams may hold
+    what the other needs.
+    """
     graph, spans = builder.graph, defaultdict[int, list[tuple[int, int]]](list)
     queues = [mine for queue, mine in builder.meetings.queues.items() if _by_nccl(queue[1])]
     ends = [at for both in builder.meetings.channels.values() for end in both for at in end]

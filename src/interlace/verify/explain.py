@@ -58,6 +58,8 @@ class Explainer:
         if item.op is not None and item.place > len(source.items):  # a member of a fused op
             text = print_op(item.op, source.program)
             role = f"{text.partition(': ')[2]} {role}"
+        loc = Loc() if item.op is None else item.op.loc
+        unnamed = loc.file.startswith("<") and not loc.module  # a text that is no file
         return OpRef(
             rank=place.rank,
             line=self.line(source, item.index),
@@ -66,7 +68,7 @@ class Explainer:
             role=role,
             buffer=buffer,
             bytes=extent,
-            loc=_origin(item),
+            loc="" if unnamed else str(loc),
             context=tuple(context),
             at=(source.number, item.index),
         )
@@ -197,9 +199,3 @@ def _listed_after(first: ByteAccess, second: ByteAccess) -> bool:
     if first.item.op is None:
         return first.item.ends_run
     return second.write and not first.write
-
-
-def _origin(item: Item) -> str:
-    """Where the op comes from, unless that is a text without a name."""
-    loc = Loc() if item.op is None else item.op.loc
-    return "" if loc.file.startswith("<") and not loc.module else str(loc)

@@ -95,7 +95,7 @@ class _Matcher:
         self.report(message, fix, (first[most][count], role))
 
     def agree(self, queue: Queue, k: int, met: Sequence[IssuedOp]) -> bool:
-        key = tuple((at.item, *self.rank_facts(at)) for at in met)
+        key = tuple(self.identity(at) for at in met)
         problem = None if key in self.alike else self.differs(met)
         if problem is None:
             self.alike.add(key)
@@ -108,12 +108,12 @@ class _Matcher:
         )
         return False
 
-    def rank_facts(self, at: IssuedOp) -> tuple[object, ...]:
-        """What may differ between ranks that issue the same line: boxes and the root."""
+    def identity(self, at: IssuedOp) -> tuple[object, ...]:
+        """An op, and what differs between the ranks that issue it: boxes and the root."""
         where, op = at.frame.place.where, at.item.op
         assert isinstance(op, Collective)
         root = None if op.root is None else where.index(op.root)
-        return root, *(self.regions.at(touch.spot, where) for touch in at.item.touches)
+        return at.item, root, *(self.regions.at(touch.spot, where) for touch in at.item.touches)
 
     def differs(self, met: Sequence[IssuedOp]) -> Difference | None:
         """The first fact that two members disagree on."""
@@ -309,12 +309,11 @@ def _shape(box: Box | None, with_rows: bool) -> list[object] | None:
 
 
 def disagreements(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> list[Finding]:
-    """A finding of kind `mismatch` for each registered parameter that some rank lacks or has
-    otherwise.
+    """A finding of kind `mismatch` for each registered parameter that ranks do not all have alike.
 
-    What one rank reads or writes of a peer's is the peer's parameter of the same name. So each
-    Program of the set must have it: registered with that team, of the same kind, element type,
-    sizes and strides, since a rank finds a peer's elements where its own would be.
+    What one rank reads or writes of a peer's is the peer's parameter of the same name: registered
+    with that team, of the same kind, element type, sizes and strides, since a rank finds a peer's
+    elements where its own would be.
     """
     frames = {frame.place.rank: frame for frame in builder.graph.frames if frame.run == 0}
     registered: dict[Slot, dict[int, tuple[str, str]]] = {}

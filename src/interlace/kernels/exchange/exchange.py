@@ -33,13 +33,12 @@ Note [A call that cannot end]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from interlace.errors import BackendError, UnsupportedError
-from interlace.kernels.exchange.moves import in_one_shot, moves_of
+from interlace.kernels.exchange.moves import MERGING, in_one_shot, moves_of
 
 if TYPE_CHECKING:
     from interlace.kernels.launch import KernelSource, LoadedKernel
@@ -115,11 +114,14 @@ class PeerExchange:
         assert size >= 2, "a team of one exchanges nothing"
         if one_shot is None:
             one_shot = in_one_shot(sum(parts) * dtype.itemsize, size)
-        unit = min(dtype.itemsize, 8)
-        moved = partial(moves_of, kind, rank=rank, size=size, root=root, merges=merges)
-        moves = moved(parts, one_shot=one_shot)
+        unit = dtype.itemsize
+        reduces = kind in MERGING
+        if not reduces:  # elements are words of up to 8 bytes
+            unit = min(unit, 8)
+            parts = [part * (dtype.itemsize // unit) for part in parts]
+        moves = moves_of(kind, parts, rank, size, root=root, merges=merges, one_shot=one_shot)
         self.op: str | None = None
-        if moves.reduces:
+        if reduces:
             self.op = reduce or "sum"
             if dtype not in REDUCED or (dtype == torch.bool and self.op not in ("min", "max")):
                 raise UnsupportedError(
@@ -128,10 +130,6 @@ class PeerExchange:
                 )
             self.element, self.accumulator = REDUCED[dtype]
         else:
-            scale = dtype.itemsize // unit
-            if scale > 1:
-                parts = [part * scale for part in parts]
-                moves = moved(parts)
             self.element, self.accumulator = f"i{8 * unit}", "int8"
         self.dtype, self.device, self.moves = dtype, device, moves
         self.half = min(staging_nbytes // 2 // 256 * 256 // unit, MOST_STAGED)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 GRAIN = 128
 """Elements that a rank's area of staging, and a rank's part of a two-shot reduction, are multiples
@@ -85,10 +86,7 @@ def _end(at: Sequence[int], num: Sequence[int]) -> int:
 
 def starts(parts: Sequence[int]) -> tuple[int, ...]:
     """Where each part begins."""
-    at = [0]
-    for part in parts[:-1]:
-        at.append(at[-1] + part)
-    return tuple(at)
+    return tuple(accumulate(parts[:-1], initial=0))
 
 
 def balanced(total: int, size: int) -> tuple[int, ...]:
@@ -98,7 +96,7 @@ def balanced(total: int, size: int) -> tuple[int, ...]:
 
 
 def in_one_shot(nbytes: int, size: int) -> bool:
-    """Whether an all-reduce of so many bytes goes in one step."""
+    """Whether an all-reduce of so many bytes is done in one step."""
     return size <= 2 or nbytes <= ONE_SHOT_NBYTES
 
 
@@ -113,7 +111,6 @@ def moves_of(
     one_shot: bool = True,
 ) -> Moves:
     """The tables of a collective; `parts` has the elements of each rank's part, or the whole once.
-
     `merges`: an all-to-all in which every rank sends a part of its own size to all.
     """
     parts = tuple(parts)
@@ -123,16 +120,10 @@ def moves_of(
     from_root = tuple(int(member == root) for member in everyone)
 
     def tables(
-        send_at: Sequence[int],
-        send_n: Sequence[int],
-        take_at: Sequence[int],
-        take_n: Sequence[int],
-        reduces: bool = False,
-        twice: bool = False,
-        largest: int = most,
+        *found: Sequence[int], reduces: bool = False, twice: bool = False, largest: int = most
     ) -> Moves:
-        found = tuple(tuple(table) for table in (send_at, send_n, take_at, take_n))
-        return Moves(rank, size, *found, reduces=reduces, twice=twice, largest=largest)
+        send_at, send_n, take_at, take_n = map(tuple, found)
+        return Moves(rank, size, send_at, send_n, take_at, take_n, reduces, twice, largest)
 
     match kind:
         case "all_gather":
@@ -163,7 +154,8 @@ def moves_of(
             return tables(none, alike, none, alike, reduces=True, largest=total)
         case "all_reduce":
             cut = balanced(total, size)
-            return tables(starts(cut), cut, starts(cut), cut, True, True, largest=cut[0])
+            at = starts(cut)
+            return tables(at, cut, at, cut, reduces=True, twice=True, largest=cut[0])
         case "barrier":
             return tables(none, none, none, none, largest=0)
         case _:

@@ -87,9 +87,8 @@ def raise_counter(counter):
 
 @triton.jit
 def now():
-    """A 0 that no pass knows: what is computed from it cannot be computed earlier.
-
-    Addresses of several stores or loads in a row would else all be worked out first, and spill.
+    """A 0 that no pass knows, so that what is computed from it cannot be computed earlier:
+    addresses of several stores or loads in a row would all be worked out first, and spill.
     """
     return tl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1

@@ -28,7 +28,6 @@ def find(
     SIZE: tl.constexpr, BM: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Where a tile lies: (part, chunk, tile's row and column in the part, row of its operand).
-
     `before` is the tile that this block did last: the gate of a part is read once.
     """
     per_part = m_tiles * n_tiles

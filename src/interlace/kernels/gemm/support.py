@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
+from math import ceil
 
 import torch
 
@@ -122,15 +123,12 @@ def choose(
     """The candidate whose waves take the least time; the first where two are equal."""
 
     def cost(candidate: tuple[TileConfig, float]) -> float:
-        config, time = candidate
-        total = tiles(config, rows, columns, parts)
-        return -(-total // (processors * config.blocks)) * time
+        waves = tiles(candidate[0], rows, columns, parts) / (processors * candidate[0].blocks)
+        return ceil(waves) * candidate[1]
 
     fits = has_gluon() and (parts == 1 or rows % SPECIALIZED[0].bm == 0)
     candidates = (SPECIALIZED, *CONFIGS) if fits else CONFIGS
-    config, time = min(candidates, key=cost)
+    best = min(candidates, key=cost)
     total = tiles(WITH_TAIL, rows, columns, parts)
-    if may_halve and short_tail(total, processors):
-        if total // processors + HALF < cost((config, time)):
-            return WITH_TAIL
-    return config
+    halved = may_halve and short_tail(total, processors)
+    return WITH_TAIL if halved and total // processors + HALF < cost(best) else best[0]

@@ -57,15 +57,14 @@ class Operands(NamedTuple):
 
 @dataclass(slots=True)
 class RowChunk:
-    """Rows `start` to `stop`, with their logits and what the ranks gather of them."""
+    """Rows `start` to `stop`, with their logits."""
 
     start: int
     stop: int
     problem: Problem
-    gathered: torch.Tensor | None = None
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
+    """The losses and what backward needs; or, once `wait` returned, what the ranks gathered."""
     wait: Waiting = done
-    loss: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,23 +84,23 @@ class Chunks:
         """Each row's loss and what backward needs of it; gradients by 1 / divisor, if asked for."""
         steps = steps_for(operands.hidden)
         sums: list[Waiting] = []
-        ended: list[RowChunk] = []
+        losses: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
         for chunk in self._begun(operands):
-            if chunk.gathered is not None:
+            found: Any = chunk.found
+            if isinstance(found, torch.Tensor):
                 chunk.wait()
-                chunk.loss, chunk.kept = steps.losses(chunk.problem, chunk.gathered)
-                chunk.gathered = None
+                found = steps.losses(chunk.problem, found)
+            losses.append(found[0])
+            kept.append(found[1])
             if grads is not None:
-                steps.gradient(chunk.problem, chunk.kept, None, divisor, chunk.problem.logits)
+                steps.gradient(chunk.problem, found[1], None, divisor, chunk.problem.logits)
                 sums.append(self._add(operands, chunk, grads))
-            ended.append(chunk)
         for wait in sums:
             wait()
-        if not ended:
+        if not losses:
             return steps.alone(self._problem(self._buffer(operands), 0, 0))
-        losses = [chunk.loss for chunk in ended if chunk.loss is not None]
-        kept = [chunk.kept for chunk in ended if chunk.kept is not None]
-        if len(ended) == 1:
+        if len(losses) == 1:
             return losses[0], kept[0]
         return torch.cat(losses), torch.cat(kept, 1)
 
@@ -124,10 +123,9 @@ class Chunks:
     def divisor(
         self, hidden: torch.Tensor, reduction: str, denominator: torch.Tensor | float | None
     ) -> torch.Tensor | None:
-        """What the sum of the losses is divided by, if that is known before any of them is.
-
-        The gradients of the logits are then rounded where those of the unfused are. Not in float16,
-        in which they would vanish before the upstream gradient, a loss scale, is there.
+        """What the sum of the losses is divided by, if that is known before any of them is:
+        gradients of the logits are then rounded as those of the unfused. Not in float16, in
+        which they would vanish before the upstream gradient, a loss scale, is there.
         """
         if hidden.dtype == torch.float16:
             return None
@@ -172,14 +170,14 @@ class Chunks:
         """A chunk's stats: started to be gathered, or, where nobody else has any, its losses."""
         steps, setup = steps_for(chunk.problem.logits), self.setup
         if setup.group is None:
-            chunk.loss, chunk.kept = steps.alone(chunk.problem)
+            chunk.found = steps.alone(chunk.problem)
             return chunk
         found = steps.stats(chunk.problem)
         if chunk.start == 0:
             setup.ready()
         packed = steps.pack(chunk.problem, found)
-        chunk.gathered = gathered = packed.new_empty(setup.shards.world, *packed.shape)
-        chunk.wait = start_gather(gathered, packed, setup.group)
+        chunk.found = packed.new_empty(setup.shards.world, *packed.shape)
+        chunk.wait = start_gather(chunk.found, packed, setup.group)
         return chunk
 
     def _add(self, operands: Operands, chunk: RowChunk, grads: Grads) -> Waiting:

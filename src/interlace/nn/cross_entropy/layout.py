@@ -90,9 +90,8 @@ def cut_of(
     flags: Constants, shape: tuple[int, ...], steps: tuple[int, ...],
     places: tuple[int, ...], size: int, skew: int, unroll: int,
 ) -> Cut | None:  # fmt: skip
-    """The cut of logits of that shape, strides, element size and skew; `places`: of the target.
-
-    None: there are more dimensions than `MAX_DIMS`.
+    """The cut of logits of that shape, strides, element size and skew, and of a target with strides
+    `places`; None: there are more dimensions than `MAX_DIMS`.
     """
     groups = collapse(shape[:-1], steps[:-1], places)
     if len(groups) > MAX_DIMS:

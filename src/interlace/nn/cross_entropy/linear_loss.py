@@ -178,12 +178,12 @@ def each_row(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
 
 
 def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
-    """The gradients that forward computed, by one upstream gradient; in place in the last backward.
-
-    Nobody but the graph holds them then, so that autograd need not copy them into `.grad`.
+    """The gradients that forward computed, by one upstream gradient; in place in the last backward,
+    so that autograd need not copy them into `.grad`.
     """
     (divisor,) = ctx.saved_tensors
-    found, last = ctx.grads, not keeps_graph()
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # pyright: ignore
+    found, last = ctx.grads, keeps is not None and not keeps()
     if last:
         ctx.grads = None
     scale = upstream
@@ -203,12 +203,6 @@ def scaled_by(ctx: Any, upstream: torch.Tensor) -> list[torch.Tensor | None]:
     if here:
         steps_for(here[0]).scale(here, scale)
     return results
-
-
-def keeps_graph() -> bool:
-    """Whether the backward that runs now may be followed by another through the same graph."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # pyright: ignore
-    return asked is None or bool(asked())
 
 
 def check_operands(

@@ -37,7 +37,6 @@ from interlace.nn.cross_entropy.vocabulary import (
     gather,
     group_of,
     is_dtensor,
-    replicated,
 )
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -114,7 +113,11 @@ def cross_entropy(
         target, logits.device, logits.shape[-1], terms, group, shard_sizes, check_targets
     )
     loss = CrossEntropy.apply(logits, target, weight, setup, reduction, denominator)
-    return loss if mesh is None else replicated(loss, mesh)
+    if mesh is None:
+        return loss
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 @dataclass(frozen=True, slots=True)

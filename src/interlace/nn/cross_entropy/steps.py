@@ -68,10 +68,8 @@ class Shards:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Logits (..., local classes) with their targets (...), class weights, and the rest.
-
-    `word` is where a target out of range is noted (see `new_word`), its row counted from
-    `first_row`.
+    """Logits (..., local classes) with their targets (...), class weights, and the rest; `word` is
+    where a target out of range is noted (see `new_word`), its row counted from `first_row`.
     """
 
     logits: torch.Tensor
@@ -89,9 +87,8 @@ class Problem:
 
     @property
     def num_kept(self) -> int:
-        """Figures a row that backward needs: maximum, log of the sum, with smoothing mass; weight.
-
-        The log of the sum is inf in rows that do not count, and in no others.
+        """Numbers a row that backward needs: maximum, log of the sum (inf where a row does not
+        count), with smoothing mass; weight.
         """
         return 2 + (self.terms.smoothing != 0.0) + (self.weight is not None)
 

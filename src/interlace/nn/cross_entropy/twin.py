@@ -28,9 +28,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def blocks(tensor: torch.Tensor, first: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-    """Blocks of rows (rows, classes) that cover (..., classes), each with its first row's number.
-
-    None is copied: rows that no two strides can describe come in several parts.
+    """Blocks of rows (rows, classes) that cover (..., classes), each with its first row's number;
+    none is copied: rows that no two strides can describe come in several parts.
     """
     if tensor.dim() == 1:
         tensor = tensor[None]

@@ -115,8 +115,8 @@ def cut_of(tensor: Any, dim: int, what: str) -> tuple[torch.Tensor, Any, list[in
 def beside(vector: Any, cut: Any, dim: int, what: str) -> torch.Tensor | None:
     """This rank's part of one number for each class, beside a DTensor with classes along `dim`.
 
-    The vector is a DTensor that is cut alike or replicated, or all classes' on every rank; all of a
-    gradient goes back to it (collective, if it was not cut). What is of another length is left.
+    The vector is a DTensor that is cut alike or replicated, or all classes' on every rank, and gets
+    all of a gradient (collective, if it was not cut). One of another length is left as it is.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -149,10 +149,3 @@ def full_of(tensor: Any, what: str) -> torch.Tensor:
 def is_dtensor(tensor: object) -> bool:
     """Whether this is a DTensor."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
-
-
-def replicated(loss: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """A result that every rank has, as a DTensor."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(loss, mesh, [Replicate()] * mesh.ndim, run_check=False)

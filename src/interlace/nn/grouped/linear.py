@@ -148,9 +148,8 @@ def _check(layer: GroupedLinear, x: torch.Tensor) -> torch.dtype:
 
 
 def dense_rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor cast, row by row and at an address that kernels take; itself if it is all that.
-
-    A single row is contiguous whatever its stride, which kernels look at all the same.
+    """The tensor cast, row by row and at an address that kernels take; itself if it is all that. A
+    single row is contiguous whatever its stride, which kernels look at all the same.
     """
     tensor = _cast(tensor, dtype).contiguous()
     odd = tensor.stride(0) != tensor.shape[1] or (tensor.is_cuda and tensor.data_ptr() % ALIGNMENT)
@@ -198,27 +197,16 @@ class GroupedProduct(torch.autograd.Function):
                 dx = grouped.input_gradient(dy, _cast(weight, ctx.dtype), groups)
                 dx = _cast(dx, ctx.x_dtype)
             if ctx.needs_input_grad[1]:
-                dw = _weight_gradient(dy, rows, groups, ctx.weight_dtype, accumulator)
+                into = None if accumulator is None else accumulator.destination()
+                if into is not None:
+                    grouped.weight_gradient(dy, rows, groups, out=into, accumulate=True)
+                else:  # of dy's type first: under autocast autograd casts it to the weight's last
+                    made = dy.new_empty(groups.num, dy.shape[1], rows.shape[1])
+                    grouped.weight_gradient(dy, rows, groups, out=made, accumulate=False)
+                    dw = _cast(made, ctx.weight_dtype)
             if ctx.needs_input_grad[2]:
                 db = _cast(grouped.bias_gradient(dy, groups), ctx.bias_dtype)
         return first_order(dx), first_order(dw), first_order(db), None, None, None
-
-
-def _weight_gradient(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    groups: Groups,
-    dtype: torch.dtype,
-    accumulator: GradAccumulator | None,
-) -> torch.Tensor | None:
-    """Adds the gradient where it is summed, or makes it for autograd to do so."""
-    into = None if accumulator is None else accumulator.destination()
-    if into is not None:
-        grouped.weight_gradient(dy, x, groups, out=into, accumulate=True)
-        return None
-    # Of dy's type first: under autocast autograd casts a gradient to the weight's type at last.
-    made = dy.new_empty(groups.num, dy.shape[1], x.shape[1])
-    return _cast(grouped.weight_gradient(dy, x, groups, out=made, accumulate=False), dtype)
 
 
 def _traceable(layer: GroupedLinear, x: torch.Tensor, group_sizes: object) -> bool:
@@ -241,10 +229,8 @@ def grouped_linear_ops(
     group_sizes: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`GroupedLinear` in differentiable operators of torch.
-
-    What torch's grouped GEMM leaves in padding, here and in the gradient of x, is masked. Sizes are
-    cut off at `tokens`: it would read and write behind the rows.
+    """`GroupedLinear` in differentiable operators of torch: padding is masked, here and in the
+    gradient of x, and sizes are cut off at `tokens`, beyond which they would read and write.
     """
     ends = group_sizes.cumsum(0, dtype=torch.int32).clamp(0, x.shape[0])
     at = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)

@@ -30,6 +30,7 @@ from interlace.kernels.gemm.support import ALIGNMENT, LIMIT, refuse_device
 TILE = {"BM": 128, "BN": 256, "BK": 64, "GROUP_M": 8}
 SUMS = {"BK": 32, "BN": 128}
 ROWS = {"BK": 16, "BN": 256}
+_refuse_device = cache(refuse_device)
 
 
 def refuse(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> str | None:
@@ -48,12 +49,7 @@ def refuse(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> str | N
         return f"the weight has strides {weight.stride()}, or begins at an odd address"
     if min(x.shape[0], rows, columns) < 1 or max(x.shape[0], rows, columns) >= LIMIT:
         return f"{x.shape[0]} rows of {columns} to {rows} features are none, or too many"
-    return _refuse_gpu(x.device)
-
-
-@cache
-def _refuse_gpu(device: torch.device) -> str | None:
-    return refuse_device(device, newer=True)
+    return _refuse_device(x.device, newer=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +112,7 @@ class Groups:
     @property
     def total(self) -> int:
         """Rows that belong to a group."""
-        assert self.sizes is not None
-        return sum(self.sizes)
+        return sum(self.sizes or ())
 
 
 def check_sizes(sizes: torch.Tensor, num_groups: int, device: torch.device) -> None:
@@ -173,9 +168,8 @@ def weight_gradient(
     """`out[g] (+)= dy[rows of g].T @ x[rows of g]`, rounded to `out`'s type before it is added.
 
     dy [tokens, out] and x [tokens, in], both contiguous; out [groups, out, in]. An empty group
-    gives zeros, and leaves `out[g]` alone where it accumulates. No temporary is larger than one
-    group's gradient; by kernel there is none. If `out` is not contiguous it is done by loop, and
-    the host waits for the sizes.
+    gives zeros, or adds nothing. No temporary is larger than one group's gradient; by kernel there
+    is none. If `out` is not contiguous it is done by loop, and the host waits for the sizes.
     """
     if groups.ends is not None and out.is_contiguous():
         from interlace.nn.grouped.launch import weight_gradient as launch

@@ -226,9 +226,8 @@ def update_twin(
     base: int = 0,
     chunk: int | None = None,
 ) -> None:
-    """One step, in place. `base` is the number of the first element in the whole parameter.
-
-    It goes by chunks, so temporaries stay small (and in the cache, on a CPU).
+    """One step, in place, by chunks, so that temporaries stay small (and in the cache, on a CPU).
+    `base` is the number of the first element in the whole parameter.
     """
     chunk = chunk or (1 << 16 if flat.p.device.type == "cpu" else 1 << 24)
     keys = step_keys(key, int(row.step))

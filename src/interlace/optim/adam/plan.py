@@ -383,21 +383,14 @@ class StepPlan:
 
 
 def arrived(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """This rank's parts of the gradients, placed as their parameters.
-
-    That may communicate, so it is done once a step, whatever else is found on this rank alone.
+    """This rank's parts of the gradients, placed as their parameters; it may communicate, so it is
+    done once a step on every rank.
     """
     grads = [param.grad for param in params]
     if set(map(type, grads)) <= {Tensor, NoneType}:
         return grads
-    return [
-        None if grad is None else _placed(grad, param)
-        for grad, param in zip(grads, params, strict=True)
-    ]
-
-
-def _placed(grad: Tensor, param: Tensor) -> Tensor:
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        if grad.placements != param.placements:
-            grad = grad.redistribute(param.device_mesh, param.placements)
-    return local(grad)
+    for i, (grad, param) in enumerate(zip(grads, params, strict=True)):
+        if isinstance(grad, DTensor) and isinstance(param, DTensor):
+            if grad.placements != param.placements:
+                grads[i] = grad.redistribute(param.device_mesh, param.placements)
+    return [None if grad is None else local(grad) for grad in grads]

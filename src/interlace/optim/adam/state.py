@@ -86,15 +86,19 @@ def master_of(param: Tensor, group: Mapping[str, Any]) -> str | None:
 
 def tensors_of(param: Tensor, group: Mapping[str, Any]) -> dict[str, torch.dtype]:
     """The names and dtypes of the state tensors that lie like the parameter."""
-    names = {"exp_avg": group["exp_avg_dtype"], "exp_avg_sq": group["exp_avg_sq_dtype"]}
-    if group["amsgrad"]:
-        names["max_exp_avg_sq"] = group["exp_avg_sq_dtype"]
+    names = moments_of(group)
+    if not group["amsgrad"]:
+        del names["max_exp_avg_sq"]
     kind = master_of(param, group)
     if kind is not None:
-        names[{"fp32": "master", "remainder": "remainder"}[kind]] = (
-            torch.float32 if kind == "fp32" else REMAINDER
-        )
+        names |= {"master": torch.float32} if kind == "fp32" else {"remainder": REMAINDER}
     return names
+
+
+def moments_of(group: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """The names and dtypes of all moments that there can be."""
+    first, second = group["exp_avg_dtype"], group["exp_avg_sq_dtype"]
+    return {"exp_avg": first, "exp_avg_sq": second, "max_exp_avg_sq": second}
 
 
 def empty_like(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,9 +170,4 @@ def fit(name: str, value: Any, param: Tensor, group: Mapping[str, Any]) -> Any:
         return torch.as_tensor(value, dtype=torch.float32).clone()  # it is counted in place
     if not isinstance(value, Tensor):
         return value
-    moments = {
-        "exp_avg": group["exp_avg_dtype"],
-        "exp_avg_sq": group["exp_avg_sq_dtype"],
-        "max_exp_avg_sq": group["exp_avg_sq_dtype"],
-    }
-    return value.to(device=param.device, dtype=moments.get(name, value.dtype))
+    return value.to(device=param.device, dtype=moments_of(group).get(name, value.dtype))

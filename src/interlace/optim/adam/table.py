@@ -42,9 +42,8 @@ class TableRow(NamedTuple):
 
 
 class Launch:
-    """Parameters of one kind on one device, and the kernel that updates them.
-
-    `counts`: the device counts steps, and `run_counting` is called; else the host, and `run`.
+    """Parameters of one kind on one device, and the kernel that updates them. `counts`: the device
+    counts steps, by `run_counting`; else the host, and `run` is called.
     """
 
     def __init__(
@@ -103,9 +102,8 @@ class Launch:
         found_inf: Tensor | None,
     ) -> None:
         """The same where the device counts; a learning rate that lies there is read there.
-
-        `found_inf` (fp32, one element) skips the step if it is not 0; gradients come multiplied by
-        `scale`.
+        `found_inf` (fp32, one element) skips the step if it is not 0; gradients come multiplied
+        by `scale`.
         """
         assert self._prepare is not None
         assert self.rows is not None
@@ -154,9 +152,8 @@ class Launch:
         return self._upload(host)
 
     def _follow(self, words: int) -> None:
-        """Outside of a capture: sets pinned memory aside, and tells the allocator of a new stream.
-
-        A capture uploads as many `words` as any step: more groups would be another launch.
+        """Outside of a capture: sets pinned memory aside for one, which uploads as many `words` as
+        any step, and tells the allocator of a new stream.
         """
         if self._prepare is not None and self._spare is None:
             self._spare = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)

@@ -271,8 +271,8 @@ class Sweep:
     def _mark(self, one: ByteAccess, other: ByteAccess) -> None:
         """Keeps what is raced for.
 
-        A Free is kept with the uses that it races with where others share the storage: there it
-        may stand for accesses that race with them.
+        A Free is kept with the uses that it races with where others share the storage: it may stand
+        for accesses that race with them.
         """
         pair = (one.region, one.content, other.region, other.content)
         self._races.setdefault(one.content.memory, {}).setdefault(pair, (one, other))

@@ -1,7 +1,4 @@
-"""Which rows of a buffer a read finds unwritten, and which ops write them too late.
-
-what, late = Unwritten(sweep)(entry)     # "rows 4 to 7 of full", [...]
-"""
+"""Which rows of a buffer a read finds unwritten, and which ops write them too late."""
 
 from __future__ import annotations
 
@@ -19,59 +16,64 @@ from interlace.verify.happens_before.graph import Frame, RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 
 Run = tuple[int, int]
+WriteOf = tuple[Frame, Item, Item, Touch]
 MAX_LISTED = 4
 """Ranges and ops that are listed."""
 
 
 class Unwritten:
-    """Looks through the writes of all ranks for those that a read lacks."""
+    """Finds among the writes of all ranks those that a read lacks."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.sweep = sweep
-        self.graph = sweep.graph
         self.regions = sweep.regions
-        self._known: defaultdict[Content, list[tuple[Frame, Item, Item, Touch]]] | None = None
+        self._known: defaultdict[Content, list[WriteOf]] | None = None
 
     def __call__(self, entry: ByteAccess) -> tuple[str, list[tuple[LoweredProgram, int, int]]]:
         """The rows in words, and the ops that write some of them, but not before the read."""
-        frame, name = entry.frame, entry.content.name
-        touch = next((t for t in entry.item.touches if self._is(t, entry)), None)
-        if touch is None:
-            return f"all of these bytes of {name}", []
-        exact, before = entry.region.exact, self.graph.before
-        writes = list(self._writes(entry.content))
-        there = [box for box, node, _, _ in writes if before(node, entry.node)]
-        missing, all_of_it = _missing(exact, there)
+        place, content = entry.frame.place, entry.content
+        versions = place.source.versions
+        touches = [
+            touch
+            for touch in entry.item.touches
+            if not touch.write
+            and versions[touch.version].buffer.name == content.name
+            and self.regions.at(touch.spot, place.where) is entry.region
+        ]
+        if not touches:
+            return f"all of these bytes of {content.name}", []
+        exact, before = entry.region.exact, self.sweep.graph.before
+        done: list[Box] = []
+        others: list[tuple[Box, RankPlace, Item]] = []
+        for box, node, writer, item in self._writes(content):
+            if before(node, entry.node):
+                done.append(box)
+            else:
+                others.append((box, writer, item))
+        missing, all_of_it = _missing(exact, done)
         late = {
-            (id(place.source), item.index): (place.source, item.index, place.rank)
-            for box, node, place, item in writes
-            if not before(node, entry.node) and _writes_some(box, missing, exact)
+            (id(writer.source), item.index): (writer.source, item.index, writer.rank)
+            for box, writer, item in others
+            if _writes_some(box, missing, exact)
         }
-        version = frame.place.source.versions[touch.version]
-        whole = self.regions.at(version.spot, frame.place.where).box
+        version = versions[touches[0].version]
+        whole = self.regions.at(version.spot, place.where).box
         more = " and more" if missing and not all_of_it else ""
-        what = f"{_rows(missing, whole, version.buffer.strides is None)}{more} of {name}"
-        if entry.content.rank != frame.place.rank:
-            what += f" on rank {entry.content.rank}"
+        what = f"{_rows(missing, whole, version.buffer.strides is None)}{more} of {content.name}"
+        if content.rank != place.rank:
+            what += f" on rank {content.rank}"
         return what, list(late.values())[:MAX_LISTED]
 
-    def _is(self, touch: Touch, entry: ByteAccess) -> bool:
-        where = entry.frame.place.where
-        name = entry.frame.place.source.versions[touch.version].buffer.name
-        same = name == entry.content.name and not touch.write
-        return same and self.regions.at(touch.spot, where) is entry.region
-
     def _writes(self, content: Content) -> Iterator[tuple[Box, int, RankPlace, Item]]:
-        """The writes of these bytes: each with when it is done and who does it."""
+        """The writes of these bytes: each with the node at which it is done, its rank and op."""
         if self._known is None:
             self._known = defaultdict(list)
-            for frame in self.graph.frames:
+            for frame in self.sweep.graph.frames:
                 for item, one, touch in _written(frame):
                     self._known[self.sweep.content(frame, touch)].append((frame, item, one, touch))
         for frame, item, one, touch in self._known.get(content, ()):
             box = self.regions.at(touch.spot, frame.place.where).exact
-            spot = one.place if one.place >= 0 else one.index
-            yield box, frame.nodes[spot], frame.place, item
+            yield box, frame.nodes[one.place if one.place >= 0 else one.index], frame.place, item
 
 
 def _written(frame: Frame) -> Iterator[tuple[Item, Item, Touch]]:
@@ -84,9 +86,8 @@ def _written(frame: Frame) -> Iterator[tuple[Item, Item, Touch]]:
 
 
 def _missing(wanted: Box, there: Sequence[Box]) -> tuple[list[Run], bool]:
-    """The runs of bytes that are wanted and not there, and whether these are all.
-
-    Where there are too many to count it is the first element.
+    """The runs of bytes that are wanted and not there, and whether these are all: where there are
+    too many to count it is the first element.
     """
     found, holes = byte_runs(wanted), [byte_runs(box) for box in there]
     if found is not None and None not in holes:
@@ -161,8 +162,7 @@ def _ranges(runs: Sequence[Run], word: str) -> str:
         else:
             joined.append((lo, hi))
     said = [str(lo) if hi == lo + 1 else f"{lo} to {hi - 1}" for lo, hi in joined[:MAX_LISTED]]
-    if len(joined) > MAX_LISTED:
-        said.append("more")
-    listed = said[0] if len(said) == 1 else f"{', '.join(said[:-1])} and {said[-1]}"
+    said += ["more"] if len(joined) > MAX_LISTED else []
+    listed = " and ".join(filter(None, (", ".join(said[:-1]), said[-1])))
     many = len(joined) > 1 or joined[0][1] > joined[0][0] + 1
     return f"{word}{'s' if many else ''} {listed}"

@@ -1,9 +1,4 @@
-"""Edits that may fix a fault, by its kind, likeliest first; trials.py tries them.
-
-race(edges, pairs)        # an event or a signal, either way round; a barrier; a Free moved; ...
-flaw(edges, source, flaw) # for a fault of the list order alone
-cycle(edges, links)       # in each link, the first op cannot go before the other has
-"""
+"""Edits that may fix a fault, by its kind, likeliest first; trials.py tries them."""
 
 from __future__ import annotations
 
@@ -365,9 +360,8 @@ def _notified(edges: Edges, part: Part) -> Iterator[Fix]:
 
 
 def segments(links: Sequence[tuple[Part, Part]]) -> list[tuple[Part, Part]]:
-    """What a cycle of waits passes through on each rank: where it enters and where it leaves.
-
-    A peer waits for the first op, which comes only after the second, which waits for a peer.
+    """Where a cycle of waits enters and leaves each rank: a peer waits for the first op, which
+    comes only after the second, which waits for a peer.
     """
     found: list[tuple[Part, Part]] = []
     for part, other in links:

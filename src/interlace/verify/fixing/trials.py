@@ -1,9 +1,5 @@
 """Chooses the fix of a finding: its candidates are applied and checked when someone reads it.
 
-    report = check(programs)
-    report.errors[0].fix        # "after line 2 add `main: record(e1)`, before line 4 add ..."
-    report.errors[0].edits      # the same as data, for `edits.apply`
-
 The first candidate after which the finding is gone and nothing new is wrong is the fix. What one
 leaves wrong may be put right by what the second check proposes: both together are tried as well.
 Where nothing holds, the finding says in words what has to change.
@@ -13,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 from interlace.errors import InterlaceError
@@ -64,13 +60,13 @@ class Trials:
         self._unchecked = MAX_OPS_CHECKED
         self._cost = report.num_ops + OPS_A_FINDING * len(report.findings)
         self._all_listed = report.num_left_out == 0
+        self._in_order: bool | None = None
         self._chosen: list[tuple[str, Fix]] = []
         self._held: list[TriedFix] = []
 
     def choose(self, number: int) -> tuple[str, Fix]:
-        """The fix of a finding, in words and as edits (none: advice in words).
-
-        Those before it are chosen first, so the result does not depend on the order of asking.
+        """The fix of a finding, in words and as edits (none: advice in words); those before it are
+        chosen first, so the result does not depend on the order of asking.
         """
         while len(self._chosen) <= number:
             self._chosen.append(self._choose(self.findings[len(self._chosen)]))
@@ -141,14 +137,13 @@ class Trials:
 
     def _keeps_order(self, fix: Fix) -> bool:
         """Whether the Programs still run one op after another, as they are listed, if they did."""
-        return not self._in_order or self._runs_in_order(apply(self.programs, fix).programs)
+        if self._in_order is None:
+            self._in_order = self._runs_in_order(())
+        return not self._in_order or self._runs_in_order(fix)
 
-    @cached_property
-    def _in_order(self) -> bool:
-        return self._runs_in_order(self.programs)
-
-    def _runs_in_order(self, programs: Sequence[Program]) -> bool:
+    def _runs_in_order(self, fix: Fix) -> bool:
         self._unchecked -= self._cost
+        programs = apply(self.programs, fix).programs
         return "deadlock" not in self.again(programs, in_order=True).kinds()
 
     def _is_clean(self, outcome: TriedFix, key: Key) -> bool:
@@ -158,9 +153,8 @@ class Trials:
         return self._has_fewer(outcome, outcome.keys)
 
     def _is_better(self, outcome: TriedFix, key: Key) -> bool:
-        """Whether the finding is gone, less is wrong, and nothing of a new kind is.
-
-        Ops behind a deadlock are not examined: once it is gone, other faults may show.
+        """Whether the finding is gone, less is wrong, and nothing of a new kind is; once a deadlock
+        is gone, other faults may show behind it.
         """
         if key in outcome.keys:
             return False

@@ -184,9 +184,8 @@ class GraphBuilder:
 
 
 class _FrameBuilder:
-    """Adds one run of one rank to the graph: its nodes, and the edges that its list gives.
-
-    Ops that wait for other ranks go into the `meetings`, which `GraphBuilder` matches at the end.
+    """Adds one run of one rank: its nodes, and the edges that its list gives. Ops that wait for
+    other ranks go into the `meetings`, which `GraphBuilder` matches at the end.
     """
 
     def __init__(self, builder: GraphBuilder, place: RankPlace, run: int) -> None:
@@ -286,8 +285,7 @@ class _FrameBuilder:
     def fused(self, item: Item) -> None:
         """A start on the stream, the parts beside each other, and an end on the stream.
 
-        A part also awaits the one before: not as an order of what they touch, but because the
-        kernel may come to it no sooner.
+        A part also awaits the one before, because the kernel may come to it no sooner.
         """
         graph = self.graph
         start, end, last = graph.add(), graph.add(), -1

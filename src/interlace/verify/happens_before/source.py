@@ -212,7 +212,10 @@ class _Lowering:
         for version in self.versions:
             if version.symmetric and version.free < 0 <= version.alloc:
                 self.leak(items, version)
-        sequence = self.in_sequence(items) if self.in_order else items
+        sequence = items
+        if self.in_order:  # with the members of Fuseds one after another
+            places = [(items[i], k) for i, k in in_order(program.ops)]
+            sequence = [item.members[k] if item.is_fused else item for item, k in places]
         issued = [one for item in sequence for one in (item, *item.members)]
         for turn, item in enumerate([*issued, leave]):
             item.turn = turn
@@ -229,11 +232,6 @@ class _Lowering:
             num_places=self.num_places,
             enter=enter,
         )
-
-    def in_sequence(self, items: list[Item]) -> list[Item]:
-        """The items, and the members of Fuseds, one after another."""
-        found = in_order(self.program.ops)
-        return [items[i].members[k] if items[i].is_fused else items[i] for i, k in found]
 
     def item(self, index: int, op: Op) -> Item:
         item = Item(index, op, self.stream(op), place=index)
