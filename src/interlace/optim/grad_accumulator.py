@@ -184,7 +184,7 @@ class GradAccumulator:
         self.mark_ready()
 
     def _settle(self) -> None:
-        """The current stream comes after who wrote last; see Note [Streams]."""
+        """The current stream waits for the one that wrote last; see Note [Streams]."""
         if self._refusal is not None:
             raise GradientError(
                 f"a gradient of a Parameter {list(self.param.shape)} came late: {self._refusal}"

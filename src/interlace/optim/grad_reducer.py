@@ -261,7 +261,7 @@ class GradReducer:
             self._launch(complete)
 
     def _launch(self, end: int) -> None:
-        """Starts the reductions of the buckets up to `end` that have not gone."""
+        """Starts the reductions of the buckets up to `end` that were not started."""
         for index in range(self._gone, end):
             bucket = self.buckets[index]
             self._refuse(GONE, bucket)

@@ -125,7 +125,7 @@ class Reductions:
 
 
 def destroy(group: dist.ProcessGroup) -> None:
-    """Lets go of a process group, unless all have gone already."""
+    """Destroys a process group, unless all have been destroyed already."""
     if dist.is_initialized():
         dist.destroy_process_group(group)
 

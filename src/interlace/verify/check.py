@@ -70,11 +70,12 @@ def check(
         if source in first_places
         for flaw in source.flaws
     ]
+    uneven = Uneven(builder, explainer)
     agreed = mismatches(builder, explainer, regions)
     findings += disagreements(builder, explainer, regions)
     findings += in_place(builder, explainer, regions)
     agreed += deadlocks(builder, explainer)
-    findings += [Uneven(builder, explainer).told(finding) for finding in agreed]
+    findings += [uneven.explained(finding) for finding in agreed]
     findings += [*launch_order(builder, explainer), *shared_names(builder, explainer)]
     faults = _reported(sweep)
     listed = _of_every_kind(faults, lambda same: same[0].kind)

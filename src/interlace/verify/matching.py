@@ -15,6 +15,7 @@ from interlace.ir.types import contiguous_strides
 from interlace.ir.view import Box
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
+from interlace.verify.fixing.proposals import notifies
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import Frame, IssuedOp
 from interlace.verify.happens_before.source import Version
@@ -237,16 +238,16 @@ class _Matcher:
 
     def signals(self) -> None:
         awaited = {signal for signal, *_ in self.meetings.awaited}
-        told: set[tuple[object, ...]] = set()
+        reported: set[tuple[object, ...]] = set()
         for (signal, run), raised in self.meetings.raised.items():
             if run:
                 continue
             name, _, writer, reader = signal
             for (value, one), (higher, two) in pairwise(raised):
                 grows, key = higher > value, (one.source, one.item.index, two.item.index)
-                if key in told or (grows and self.ordered(one.end, two.end)):
+                if key in reported or (grows and self.ordered(one.end, two.end)):
                     continue
-                told.add(key)
+                reported.add(key)
                 message = f"signal {name} from rank {writer} to rank {reader} does not grow"
                 fix = "give the later notify a larger value"
                 if grows:
@@ -254,11 +255,14 @@ class _Matcher:
                     fix = "raise a signal on one stream alone, or order the two with an event"
                 values = ((one, value), (two, higher))
                 ops = tuple(self.ref(at, f"raises it to {level}") for at, level in values)
-                self.findings.append(Finding("signal", message, ops, fix, ranks=(writer,)))
+                fixes = notifies(self.explainer.edges, [op.at for op in ops])
+                self.findings.append(
+                    Finding("signal", message, ops, fix, "error", (writer,), fixes)
+                )
             first = raised[0][1]
             key = (first.source, first.item.index)
-            if signal not in awaited and key not in told:
-                told.add(key)
+            if signal not in awaited and key not in reported:
+                reported.add(key)
                 message = f"rank {reader} never awaits signal {name} of rank {writer}"
                 ops = (self.ref(first, f"raises {name}"),)
                 fix = "expect it where it is needed, or take the notify out"

@@ -15,7 +15,6 @@ from interlace.ir.ops import Collective, Op
 from interlace.ir.order import Queue
 from interlace.verify.explain import Explainer
 from interlace.verify.fixing.edits import Edit, Fix
-from interlace.verify.fixing.proposals import notifies
 from interlace.verify.happens_before.build import GraphBuilder
 from interlace.verify.happens_before.graph import IssuedOp
 from interlace.verify.happens_before.source import LoweredProgram
@@ -34,11 +33,8 @@ class Uneven:
         self.builder = builder
         self.explainer = explainer
 
-    def told(self, finding: Finding) -> Finding:
-        """The finding with what has to be added or removed, if that is what it is about."""
-        if finding.kind == "signal" and len(finding.ops) > 1:
-            grown = notifies(self.explainer.edges, [op.at for op in finding.ops])
-            return dataclasses.replace(finding, candidates=grown)
+    def explained(self, finding: Finding) -> Finding:
+        """The finding with what to add or remove, if it is about collectives that ranks lack."""
         queue = self._queue(finding)
         if queue is None:
             return finding

@@ -51,7 +51,7 @@ setp.ne.s32 quit, stop, 0;
 ended:
 mov.b32 $0, word;
 }""")
-"""Spins until a word is a number or the next one, or until the call is told to stop."""
+"""Spins until a word is a number or the next one, or until the call is stopped."""
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from interlace.nn.cross_entropy.vocabulary import Waiting, done, start_gather, s
 
 
 class Grads(NamedTuple):
-    """Gradients as they are added up; None where nobody wants one."""
+    """Gradients as they are added up; None where none is wanted."""
 
     hidden: torch.Tensor | None
     weight: torch.Tensor | None
@@ -167,7 +167,7 @@ class Chunks:
         yield from under_way
 
     def _begin(self, chunk: RowChunk) -> RowChunk:
-        """A chunk's stats: started to be gathered, or, where nobody else has any, its losses."""
+        """A chunk's stats, their gathering started; without a group, its losses."""
         steps, setup = steps_for(chunk.problem.logits), self.setup
         if setup.group is None:
             chunk.found = steps.alone(chunk.problem)

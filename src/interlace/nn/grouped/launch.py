@@ -36,7 +36,7 @@ ELEMENTS = {
 SIZES = {torch.int32: "*i32", torch.int64: "*i64"}
 BF, INT = "*bf16", "*i32"
 STAGES = 3
-"""Of loops, as Triton has them where nobody says."""
+"""Triton's own default."""
 MOST_GROUPS = 4096
 """One block adds up the sizes of no more."""
 

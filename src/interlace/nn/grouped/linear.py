@@ -162,7 +162,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class GroupedProduct(torch.autograd.Function):
-    """Takes the original Parameters: a cast copy is made here and is nobody else's business."""
+    """The product, of the original Parameters: cast copies are made here."""
 
     @staticmethod
     def forward(

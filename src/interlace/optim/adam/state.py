@@ -150,7 +150,7 @@ def ready(param: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> Non
 
 
 def _convert_master(param: Tensor, names: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """A master where a remainder is kept, or the other way round: the exact value goes over."""
+    """A master where a remainder is kept, or the other way round, of the same exact value."""
     if "remainder" in names and "remainder" not in state and "master" in state:
         master = conform("master", state.pop("master"), param, torch.float32)
         state["remainder"] = empty_like(param, REMAINDER)

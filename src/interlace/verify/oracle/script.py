@@ -40,7 +40,7 @@ from interlace.ir.types import Buffer, Index, Others
 from interlace.ir.view import AsStrided, Box, View
 
 Clause = tuple[int, ...]
-"""Moves, one of which has to be done first. Without any: what awaits it never goes."""
+"""Moves, one of which has to be done first; none: the move that awaits it is never done."""
 Key = tuple[Hashable, ...]
 
 
