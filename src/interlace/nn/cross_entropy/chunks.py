@@ -176,8 +176,8 @@ class Chunks:
         if chunk.start == 0:
             setup.ready()
         packed = steps.pack(chunk.problem, found)
-        chunk.found = packed.new_empty(setup.shards.world, *packed.shape)
-        chunk.wait = start_gather(chunk.found, packed, setup.group)
+        chunk.found = gathered = packed.new_empty(setup.shards.world, *packed.shape)
+        chunk.wait = start_gather(gathered, packed, setup.group)
         return chunk
 
     def _add(self, operands: Operands, chunk: RowChunk, grads: Grads) -> Waiting:
