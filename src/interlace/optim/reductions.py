@@ -52,8 +52,7 @@ class Reductions:
         op: str,
         options: Options,
     ) -> None:
-        self._flats, self._options = list(flats), options
-        self._device = flats[0].device
+        self._flats, self._device = list(flats), flats[0].device
         self._worker: Any = None
         self._stream: Any = None
         with contextlib.ExitStack() as made:  # undone here if ranks do not agree, else by close()
@@ -61,7 +60,15 @@ class Reductions:
             if group is None and self._device.type == "cpu":
                 given = dist.new_group(backend="gloo")
                 made.callback(destroy, given)
-            self._executors = self._prepare(given, op, made)
+            size = len(dist.get_process_group_ranks(given))
+            self._executors: list[Executor] = []
+            for index, flat in enumerate(flats):
+                program, groups = reduction(index, flat, size, op), {"dp": given}
+                executor = Executor(program, groups=groups, device=self._device, options=options)
+                made.callback(executor.close)
+                executor.prepare()
+                made.callback(executor.synchronize)
+                self._executors.append(executor)
             if self._device.type == "cuda":
                 self._stream = torch.cuda.Stream(self._device)
                 self._ends = [torch.cuda.Event() for _ in flats]
@@ -70,18 +77,6 @@ class Reductions:
                 self._worker = Worker([partial(executor.run, [flat]) for executor, flat in each])
                 made.callback(weakref.finalize(self, self._worker.stop))
             self._made = made.pop_all()
-
-    def _prepare(self, group: Any, op: str, made: contextlib.ExitStack) -> list[Executor]:
-        size, executors = len(dist.get_process_group_ranks(group)), []
-        for index, flat in enumerate(self._flats):
-            program = reduction(index, flat, size, op)
-            executors.append(
-                Executor(program, groups={"dp": group}, device=self._device, options=self._options)
-            )
-            made.callback(executors[-1].close)
-            executors[-1].prepare()
-            made.callback(executors[-1].synchronize)
-        return executors
 
     def start(self, index: int, writers: Sequence[Any] = ()) -> None:
         """Starts one; on CUDA after the current stream and `writers`, the streams that wrote it."""

@@ -12,7 +12,7 @@ from 1; the place after the last op is the return.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from interlace.errors import SoundnessError
@@ -69,17 +69,10 @@ class OpRef:
 
     def to_json(self) -> dict[str, Any]:
         """The op as plain data."""
-        return {
-            "rank": self.rank,
-            "line": self.line,
-            "stream": self.stream,
-            "text": self.text,
-            "role": self.role,
-            "buffer": self.buffer,
-            "bytes": None if self.bytes is None else list(self.bytes),
-            "loc": self.loc,
-            "context": [{"line": line, "text": text} for line, text in self.context],
-        }
+        plain = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+        plain["bytes"] = None if self.bytes is None else list(self.bytes)
+        plain["context"] = [{"line": line, "text": text} for line, text in self.context]
+        return plain
 
     def __str__(self) -> str:
         extent = f" [bytes {self.bytes[0]}:{self.bytes[1]}]" if self.bytes is not None else ""
