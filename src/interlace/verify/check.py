@@ -71,9 +71,9 @@ def check(
         for flaw in source.flaws
     ]
     uneven = Uneven(builder, explainer)
-    agreed = mismatches(builder, explainer, regions)
-    findings += disagreements(builder, explainer, regions)
-    findings += in_place(builder, explainer, regions)
+    agreed = mismatches(builder, explainer)
+    findings += disagreements(builder, explainer)
+    findings += in_place(builder, explainer)
     agreed += deadlocks(builder, explainer)
     findings += [uneven.explained(finding) for finding in agreed]
     findings += [*launch_order(builder, explainer), *shared_names(builder, explainer)]

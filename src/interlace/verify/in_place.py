@@ -43,7 +43,7 @@ Operand = tuple[Box, int]
 """A box of a buffer, and where the buffer begins in its storage, in bytes."""
 
 
-def in_place(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> list[Finding]:
+def in_place(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     """A finding of kind `in-place` for each op whose operands share bytes as they may not."""
     placed: dict[LoweredProgram, list[RankPlace]] = {}
     for place in builder.places:
@@ -51,7 +51,7 @@ def in_place(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> l
     return [
         finding
         for source, places in placed.items()
-        for finding in _Finder(source, places, explainer, regions).run()
+        for finding in _Finder(source, places, explainer, builder.regions).run()
     ]
 
 

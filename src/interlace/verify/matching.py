@@ -25,9 +25,9 @@ Difference = tuple[str, tuple[int, str], tuple[int, str]]
 """What two members disagree on, and for each its number and what it says."""
 
 
-def mismatches(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> list[Finding]:
+def mismatches(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     """All findings of disagreement, and the remarks on signals that nobody awaits."""
-    matcher = _Matcher(builder, explainer, regions)
+    matcher = _Matcher(builder, explainer)
     matcher.collectives()
     matcher.messages()
     matcher.slots()
@@ -36,11 +36,11 @@ def mismatches(builder: GraphBuilder, explainer: Explainer, regions: Regions) ->
 
 
 class _Matcher:
-    def __init__(self, builder: GraphBuilder, explainer: Explainer, regions: Regions) -> None:
+    def __init__(self, builder: GraphBuilder, explainer: Explainer) -> None:
         self.builder = builder
         self.meetings = builder.meetings
         self.explainer = explainer
-        self.regions = regions
+        self.regions = builder.regions
         self.findings: list[Finding] = []
         self.alike: set[tuple[object, ...]] = set()
         """Sets of members that were found to agree."""
@@ -312,7 +312,7 @@ def _shape(box: Box | None, with_rows: bool) -> list[object] | None:
     return [*(box.sizes[:1] if with_rows else ("*",)), *box.sizes[1:]]
 
 
-def disagreements(builder: GraphBuilder, explainer: Explainer, regions: Regions) -> list[Finding]:
+def disagreements(builder: GraphBuilder, explainer: Explainer) -> list[Finding]:
     """A finding of kind `mismatch` for each registered parameter that ranks do not all have alike.
 
     What one rank reads or writes of a peer's is the peer's parameter of the same name: registered
@@ -325,7 +325,7 @@ def disagreements(builder: GraphBuilder, explainer: Explainer, regions: Regions)
         for number, version in enumerate(frame.place.source.versions):
             if version.registered:
                 slot = builder.slot(frame.place, number)
-                registered.setdefault(slot, {})[rank] = _facts(frame, version, regions)
+                registered.setdefault(slot, {})[rank] = _facts(frame, version, builder.regions)
     findings: list[Finding] = []
     for (team, name), has in registered.items():
         first, wanted = next(iter(has.items()))
