@@ -159,4 +159,6 @@ class Memory:
 
     def within(self, lo: int, hi: int) -> list[Cell]:
         """The cells that the bytes from `lo` to `hi` are in."""
+        if len(self.cells) == 1:
+            return self.cells
         return self.cells[bisect_right(self.bounds, lo) - 1 : bisect_left(self.bounds, hi)]

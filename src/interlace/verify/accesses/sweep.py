@@ -232,14 +232,22 @@ class Sweep:
 
     def _read(self, cell: Cell, new: ByteAccess) -> None:
         for old in cell.writes:
-            self._replaces(cell, new, old)
+            if old.lo < new.hi and new.lo < old.hi:
+                self._replaces(cell, new, old)
         cell.reads[new.region, new.content, self.graph.chain[new.node]] = new
 
     def _write(self, cell: Cell, new: ByteAccess, offset: int) -> None:
-        cell.writes = [old for old in cell.writes if not self._replaces(cell, new, old)]
+        lo, hi = new.lo, new.hi
+        cell.writes = [
+            old
+            for old in cell.writes
+            if old.lo >= hi or lo >= old.hi or not self._replaces(cell, new, old)
+        ]
         cell.writes.append(new)
-        for key in [key for key, old in cell.reads.items() if self._replaces(cell, new, old)]:
-            del cell.reads[key]
+        near = [(key, old) for key, old in cell.reads.items() if old.lo < hi and lo < old.hi]
+        for key, old in near:
+            if self._replaces(cell, new, old):
+                del cell.reads[key]
         # Else there is one buffer, or one that is registered: another run's writes race with it.
         if new.content.memory.arena and not new.free:
             for content, start in cell.live.items():
@@ -249,13 +257,11 @@ class Sweep:
                 cell.live[new.content] = offset
 
     def _replaces(self, cell: Cell, new: ByteAccess, old: ByteAccess) -> bool:
-        """Compares two accesses; whether the old one may be dropped: see Note [Frontier]."""
-        if old.lo >= new.hi or new.lo >= old.hi:
-            return False
+        """Compares accesses whose hulls meet; whether the old one may go: Note [Frontier]."""
         if self._before(old, new):
             return new.write and cell.covers(new, old)
-        # Two unordered accesses whose hulls meet: a race, unless the boxes interleave. The Alloc
-        # and the Free of the buffer itself are compared by `_check_life` and `_free`.
+        # Unordered: a race, unless the boxes interleave. The Alloc and the Free of the buffer
+        # itself are compared by `_check_life` and `_free`.
         lives = old.content is new.content and (old.free or new.free)
         if not lives and self._meet(old, new, by_box(old, new)):
             self._mark(old, new)
