@@ -37,7 +37,6 @@ Note [Clocks]
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -170,12 +169,15 @@ class HappensBefore:
         clocks = {id(clock): clock for node in before if (clock := self.clocks[node]) is not None}
         bases = {id(clock.base): clock.base for clock in clocks.values()}
         base = self._joined_base(list(bases.values()))
-        reached = [(self.chain[node], self.pos[node]) for node in before if self.chain[node] >= 0]
         since: dict[int, int] = {}
-        later = [clock.since.items() for clock in clocks.values()]
-        for chain, position in itertools.chain(reached, *later):
-            if position > base[chain] and position > since.get(chain, 0):
+        for node in before:
+            chain, position = self.chain[node], self.pos[node]
+            if chain >= 0 and position > base[chain] and position > since.get(chain, 0):
                 since[chain] = position
+        for clock in clocks.values():
+            for chain, position in clock.since.items():
+                if position > base[chain] and position > since.get(chain, 0):
+                    since[chain] = position
         if not since or len(since) <= MAX_SINCE < self.num_chains:
             return Clock(base, since)
         full = list(base)
