@@ -1,8 +1,8 @@
 """Every strategy on real processes: what an Executor gives equals plain torch.distributed.
 
 Data are small integers, exact in bf16 as well, so equality is exact whatever the order of a sum.
-Each test runs all shapes (even, uneven, one row, empty) of one site, strategy and team; the dtype is
-drawn. The slow tests take every dtype.
+Each test runs all shapes (even, uneven, one row, empty) of one site, strategy and team with a drawn
+dtype. The slow tests take every dtype.
 """
 
 from __future__ import annotations
