@@ -19,12 +19,14 @@ from interlace.strategies import names
 
 LONGEST_S = 30 * 86_400.0
 """The longest time-out, in seconds: every wait is bounded."""
+BACKENDS = ("gloo", "nccl", "ucc", "peer")
+"""What moves the bytes of collectives."""
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "protocol": ("get", "put"),
     "resharding": ("auto", "before", "after"),
     "regions": ("auto", "eager", "inductor"),
-    "transport": ("auto", "gloo", "nccl", "ucc", "peer"),
+    "transport": ("auto", *BACKENDS),
     "regather": ("auto", True, False),
 }
 

@@ -26,13 +26,13 @@ import torch.distributed as dist
 
 from interlace.bench.ranks import WAIT_S, Ranks
 from interlace.bench.timing import burst, describe
-from interlace.comm.backends import BACKENDS, require_backend
+from interlace.comm.backends import require_backend
 from interlace.comm.host.shared_memory import Segment, share
 from interlace.comm.teams import reset_teams
 from interlace.cost.fit import Sample
 from interlace.errors import BackendError, InterlaceError
 from interlace.ir import parse
-from interlace.options import Options
+from interlace.options import BACKENDS, Options
 from interlace.runtime import Executor
 
 ROOF_SIZES = (64 << 20, 256 << 20)

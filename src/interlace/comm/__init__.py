@@ -10,7 +10,7 @@ host/            what the processes of one host share: memory, signals, slots, m
 cuda/            the same on GPUs
 """
 
-from interlace.comm.backends import BACKENDS, limit_s
+from interlace.comm.backends import limit_s
 from interlace.comm.collectives import Spec, bind_collective
 from interlace.comm.control import Control
 from interlace.comm.host.messages import PeerTransfer, Transfer, exchange

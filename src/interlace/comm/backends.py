@@ -32,14 +32,12 @@ from torch.distributed import distributed_c10d as c10d
 from interlace.comm.rendezvous.board import named
 from interlace.comm.rendezvous.patience import LONGER, Errand, Patience
 from interlace.errors import BackendError, InterlaceError, TeamError
-from interlace.options import LONGEST_S
+from interlace.options import BACKENDS, LONGEST_S
 
 if TYPE_CHECKING:
     from interlace.comm.teams import TeamComm
 
 Key = tuple[str, str]
-
-BACKENDS = ("gloo", "nccl", "ucc", "peer")
 
 _CLASSES = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC"}
 MARGIN_S = 300.0

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm import BACKENDS, TeamComm, limit_s, team_of
+from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.teams import check_size, reset_in_turn
 from interlace.cost import Timeline
 from interlace.errors import ExecutorError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.call_names import refuse_others
-from interlace.options import Options
+from interlace.options import BACKENDS, Options
 from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.engine import (
     BeforeOp,

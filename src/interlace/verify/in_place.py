@@ -21,6 +21,7 @@ from interlace.ir.operators import is_pointwise
 from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Where
+from interlace.options import BACKENDS
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.explain import Explainer
 from interlace.verify.happens_before.build import GraphBuilder
@@ -28,8 +29,6 @@ from interlace.verify.happens_before.graph import RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 from interlace.verify.report import Finding
 
-BACKENDS = ("gloo", "nccl", "peer", "ucc")
-"""A collective that names no backend may come to run on any of these."""
 COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("all_reduce", "broadcast", "reduce"), ("same", BACKENDS)),
     **dict.fromkeys(("all_gather", "reduce_scatter"), ("own", BACKENDS)),
@@ -123,6 +122,7 @@ class _Finder:
             return "same" if all(is_pointwise(node.fn) for node in body) else ""
         if isinstance(op, Collective):
             form, backends = COLLECTIVES.get(op.kind, ("", ()))
+            # A collective that names no backend may come to run on any.
             possible = set(BACKENDS) if op.backend is None else {op.backend}
             return form if possible <= set(backends) else ""
         return ""

@@ -16,7 +16,6 @@ from functools import partial
 
 from interlace import ir
 from interlace.comm import (
-    BACKENDS,
     PeerTransfer,
     Transfer,
     bind_collective,
@@ -24,6 +23,7 @@ from interlace.comm import (
     exchange,
 )
 from interlace.comm.backends import cut
+from interlace.options import BACKENDS
 from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.engine import EngineContext, unbound
 from interlace.runtime.host.streams import StreamOrder
