@@ -34,7 +34,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, options: Options, host: str = "") -> 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("interlace.runtime.machine.gpus_of", lambda device: "")
     names = frozenset(filter(None, [host]))
-    imported = Imported(parse(TEXT), (0, 1), (), (0,), names, frozenset({"x"}))
+    imported = Imported(parse(TEXT), (0, 1), (), (0,), names)
     executor: Any = binding.bind("forward", imported, {}, options, "cuda").executor
     return executor
 

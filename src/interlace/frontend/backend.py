@@ -30,7 +30,7 @@ from interlace.frontend.calling.arguments import with_sizes, without_waiting
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.explain import notice
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import argument, is_state, label
+from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
 from interlace.frontend.partition import Partition
 from interlace.options import Options
@@ -43,8 +43,6 @@ class Compilation:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.graphs: list[CompiledGraph] = []
-        self._static: set[str] = set()
-        """Placeholders of the forward graph that are parameters; backward has them by name."""
 
     def compilers(self) -> dict[str, Any]:
         """The keyword arguments that AOTAutograd takes."""
@@ -78,22 +76,12 @@ class Compilation:
             found = meshes_in(node.meta.get("val") for node in places)
             meshes = dict.fromkeys((*self.setting.meshes, *found))
             setting = replace(self.setting, meshes=tuple(meshes))
-            graph = CompiledGraph(kind, gm, setting, self._stays(kind, places))
+            graph = CompiledGraph(kind, gm, setting)
             self.graphs.append(graph)
             notice(graph)
             return graph
 
         return compiler
-
-    def _stays(self, kind: str, nodes: Sequence[fx.Node]) -> frozenset[int]:
-        """Positions of the arguments of a graph that are the module's parameters and buffers."""
-        if kind != "backward":
-            self._static = {
-                node.name
-                for node in nodes
-                if isinstance(found := argument(node), str) or found in self.setting.state
-            }
-        return frozenset(i for i, node in enumerate(nodes) if node.name in self._static)
 
 
 class NotCompiled(ShortenTraceback):
@@ -155,7 +143,6 @@ class Backend:
             meshes_in(example_inputs),
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
-            frozenset(i for i, source in enumerate(sources) if is_state(source)),
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
@@ -165,7 +152,8 @@ class Backend:
         self._graphs.update(compilation.graphs)
         # Example inputs are the tensors of this call; what was traced has symbols where sizes vary.
         traced = [node.meta.get("example_value") for node in places]
-        return wrap(with_sizes(traced, setting.labels, setting.state, compiled))
+        state = {i for i, source in enumerate(sources) if is_state(source)}
+        return wrap(with_sizes(traced, setting.labels, state, compiled))
 
 
 backend = Backend()

@@ -109,14 +109,14 @@ class _Entry:
     direct: Direct | None = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the function gives for arguments of this combination."""
-        if self.direct is not None:
-            return self.outputs.join(self.direct(tensors))
+        """A call through AOTAutograd; the second one shows whether others need it."""
+        if self.direct is not None:  # its Executor was closed
+            self.direct, self.calls = None, 0
         graphs = self.compilation.graphs
         if self.calls != 1 or [a.kind for a in graphs] != ["inference"]:
             results = self.call(*tensors)
         else:
-            results, self.direct = observed(self.call, graphs[0], tensors)
+            results, self.direct = observed(self.call, graphs[0], tensors, self.outputs.join)
         self.calls += 1
         return self.outputs.join(results)
 
@@ -135,13 +135,26 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What `fn` gives for these arguments."""
-        entry, tensors = self._entry(args, kwargs)
-        return entry.run(tensors)
+        call = self._keys.of(args, kwargs)
+        entry = self._entries.get(call.key)
+        if entry is None:
+            call, entry = self._add(call, args, kwargs)
+        elif len(self._entries) > 1:
+            self._entries.move_to_end(call.key)
+        self._examples = (args, kwargs)
+        direct = entry.direct
+        if direct is not None and direct.executor.engine is not None:
+            return direct(call.tensors)
+        return entry.run(call.tensors)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for arguments like these and runs nothing. All ranks call it together."""
         self._examples = (args, kwargs)
-        self._entry(args, kwargs)
+        call = self._keys.of(args, kwargs)
+        if call.key in self._entries:
+            self._entries.move_to_end(call.key)
+        else:
+            self._add(call, args, kwargs)
         return self
 
     @property
@@ -228,32 +241,27 @@ class Compiled:
         leaves = [*self._state.tensors().values(), *pytree.tree_leaves((args, kwargs))]
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def _entry(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Entry, list[torch.Tensor]]:
-        call = self._keys.of(args, kwargs)
-        entry = self._entries.get(call.key)
-        if entry is None:
-            anew: Any = torch.compiler.disable(self._compile)  # within what it compiles too
-            try:
-                entry = anew(call)
-            except Unreached:
-                if self._state.root is not None:
-                    raise
-            if entry is None:
-                self._state = State.reached(self.fn)
-                self._keys = CallKeys(self._state)
-                return self._entry(args, kwargs)
-            self._entries[call.key] = entry
+    def _add(
+        self, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[FunctionCall, _Entry]:
+        """Compiles for a call; anew, with all that `fn` reaches, where it uses what is unknown."""
+        compile: Any = torch.compiler.disable(self._compile)  # within what it compiles too
+        try:
+            entry = self._entries[call.key] = compile(call, args, kwargs)
+        except Unreached:
+            if self._state.root is not None:
+                raise
+        else:
             while len(self._entries) > self.options.cache_size:
                 _close(self._entries.popitem(last=False)[1])
-        self._entries.move_to_end(call.key)
-        self._examples = (args, kwargs)
-        return entry, call.tensors
+            return call, entry
+        self._state = State.reached(self.fn)
+        self._keys = CallKeys(self._state)
+        return self._add(self._keys.of(args, kwargs), args, kwargs)
 
-    def _compile(self, call: FunctionCall) -> _Entry:
+    def _compile(self, call: FunctionCall, *given: Any) -> _Entry:
         refuse_sharded(self._state)
-        leaves, spec, tensors = call.leaves, call.spec, call.tensors
+        leaves, spec = pytree.tree_flatten(given)
         names = (*call.names, *call.held)
         found: list[Outputs] = []
 
@@ -268,14 +276,13 @@ class Compiled:
             found.append(outputs)
             return results
 
-        meshes = meshes_in([*tensors, self._mesh])
+        meshes = meshes_in([*call.tensors, self._mesh])
         count = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
         arguments = [f"arg{i}" for i in range(count)] if count > 1 else ["x"] * count
         labels = (*(unwrapped(name).replace(".", "_") for name in names), *arguments)
-        state = frozenset(range(len(call.names)))
-        setting = Setting(self.options, meshes, labels, device_of(tensors), state)
+        setting = Setting(self.options, meshes, labels, device_of(call.tensors))
         compilation = Compilation(setting)
-        plain, wrap = without_waiting(tensors)
+        plain, wrap = without_waiting(call.tensors)
         with compiling(), tracing(self.fn):
             compiled = aot_module_simplified(
                 _Function(flat),  # pyright: ignore[reportArgumentType]

@@ -31,7 +31,6 @@ from interlace.frontend.calling.specialise import (
     signature,
 )
 from interlace.frontend.importing.importer import import_graph
-from interlace.frontend.importing.nodes import awaited
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 
@@ -45,8 +44,6 @@ class Setting:
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
     device: str = "cpu"
-    state: frozenset[int] = frozenset()
-    """Positions of the arguments that are parameters or buffers: as a rule they stay in place."""
 
 
 class Shelf:
@@ -96,21 +93,12 @@ class Shelf:
 class CompiledGraph:
     """One graph of a compilation, called with boxed arguments."""
 
-    def __init__(
-        self,
-        kind: str,
-        gm: fx.GraphModule,
-        setting: Setting,
-        static: frozenset[int] = frozenset(),
-    ) -> None:
-        """`static` has the positions of the graph's arguments that stay where they are."""
+    def __init__(self, kind: str, gm: fx.GraphModule, setting: Setting) -> None:
         self._boxed_call = True  # AOTAutograd looks for it on the object itself
         self.kind = kind
         self.setting = setting
         self._gm = gm
-        self._static = static
         self._traced = recorded_signature(gm)
-        self._awaited = awaited(gm.graph)
         self._shelf = Shelf(setting.options.cache_size)
         self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
         """Is told the arguments of every call before it runs; what it gives is told the outputs."""
@@ -131,8 +119,6 @@ class CompiledGraph:
             self._shelf.last = last = (key, self._shelf.get(key) or self._bind(key, args))
         given = list(args)
         args.clear()
-        for i in self._awaited:
-            torch.ops._c10d_functional.wait_tensor.default(given[i])
         tell = self.listener(given) if self.listener is not None else None
         results = last[1].run(given)
         if tell is not None:
@@ -164,7 +150,6 @@ class CompiledGraph:
             teams=teams,
             values=values,
             labels=setting.labels,
-            static=self._static,
         )
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, setting.options, setting.device)

@@ -20,29 +20,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from interlace.frontend.calling.specialise import signature
+from interlace.frontend.calling.specialise import strides_of
 from interlace.frontend.calling.state import State
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_LEAVES = {*_PLAIN, DTensor, int, float, bool, str, type(None)}
-"""Types of most arguments, which nest nothing."""
+_VALUES = {int, float, bool, str, type(None)}
+"""Types of most arguments that are no tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionCall:
-    """The arguments of a call, taken apart, and what it is known by."""
+class FunctionCall(NamedTuple):
+    """What a call is known by, and its tensors."""
 
     key: Hashable
-    leaves: list[Any]
-    spec: pytree.TreeSpec
     names: tuple[str, ...]
     """Of the modules' tensors, which come first among `tensors`."""
     held: tuple[str, ...]
@@ -56,7 +53,6 @@ class CallKeys:
     def __init__(self, state: State) -> None:
         self._state = state
         self._snapshot: Snapshot | None = None
-        self._flat: dict[tuple[Any, ...], Hashed] = {}
 
     def __reduce__(self) -> Any:  # a copy has modules of its own
         return CallKeys, (self._state,)
@@ -69,28 +65,40 @@ class CallKeys:
             named = self._state.tensors()
             snapshot = self._snapshot = Snapshot(self._state, named)
             own = list(named.values())
-        leaves, spec = self._flatten(args, kwargs)
         held = self._state.held()
-        given = [*held.values(), *(x for x in leaves if isinstance(x, torch.Tensor))]
-        fixed = [None if isinstance(x, torch.Tensor) else x for x in leaves]
+        given = list(held.values())
+        reached = tuple((name, _kind(tensor)) for name, tensor in held.items())
+        described = _described(args, given), _described(kwargs, given)
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_autocast())
-        tensors = [*own, *given]
+        tensors = own + given
         shared = None if snapshot.apart_from(given) else _sharing(tensors)
-        kinds = tuple(map(_kind, given))
-        key = (spec, _hashable(fixed), snapshot.known, tuple(held), kinds, shared, modes)
-        return FunctionCall(key, leaves, spec.value, snapshot.names, tuple(held), tensors)
+        key = described, snapshot.known, reached, shared, modes
+        return FunctionCall(key, snapshot.names, tuple(held), tensors)
 
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Hashed]:
-        """The leaves and how they nest, which is remembered where none does."""
-        leaves = [*args, *kwargs.values()]
-        if not all(type(leaf) in _LEAVES for leaf in leaves):
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            return leaves, Hashed(spec)
-        names = len(args), *kwargs
-        spec = self._flat.get(names)
-        if spec is None:
-            spec = self._flat[names] = Hashed(pytree.tree_structure((args, kwargs)))
-        return leaves, spec
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> Hashable:
+    """An argument as part of a key; its tensors are added to `tensors`, in the order of pytree.
+
+    What is neither nested nor a tensor counts by its value; as itself alone where it has no hash.
+    """
+    kind = type(value)
+    if kind in _VALUES:
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _kind(value)
+    if kind is tuple or kind is list:
+        return kind, *[_described(item, tensors) for item in value]
+    if kind is dict:
+        return kind, *value, *[_described(item, tensors) for item in value.values()]
+    leaves, spec = pytree.tree_flatten(value)
+    if not spec.is_leaf():
+        return spec, *[_described(leaf, tensors) for leaf in leaves]
+    try:
+        hash(value)
+    except TypeError:
+        return kind, id(value)
+    return kind, value
 
 
 class Snapshot:
@@ -211,9 +219,14 @@ def _marks(held: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 def _kind(tensor: torch.Tensor) -> Hashable:
-    spec = getattr(tensor, "_spec", None)
-    types = type(tensor), type(getattr(tensor, "_local_tensor", None))  # which may still be awaited
-    return signature([tensor]), tensor.requires_grad, tensor.device, types, spec
+    """A tensor as part of a key, with the tensors that it is a wrapper of."""
+    kind = type(tensor)
+    own = kind, tensor.shape, strides_of(tensor), tensor.dtype, tensor.device, tensor.requires_grad
+    if kind in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+        return own
+    held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    inner = [_kind(item) for item in held if isinstance(item, torch.Tensor)]
+    return *own, getattr(tensor, "_spec", None), *inner
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> Hashable:
@@ -234,15 +247,3 @@ def _autocast() -> tuple[Hashable, ...]:
         return ()
     types = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
     return tuple((name, torch.get_autocast_dtype(name)) for name in types)
-
-
-def _hashable(fixed: Sequence[Any]) -> Hashable:
-    """Plain arguments as part of a key; one that has no hash counts as itself alone."""
-    found: list[Hashable] = []
-    for value in fixed:
-        try:
-            hash(value)
-            found.append((type(value), value))
-        except TypeError:
-            found.append((type(value), id(value)))
-    return tuple(found)

@@ -1,7 +1,7 @@
 """Calls of an inference graph without AOTAutograd between, which only takes tensors apart for it.
 
-    results, direct = observed(call, graph, tensors)   # a call, and what it was seen to do
-    results = direct(tensors)                             # the same again
+    outputs, direct = observed(call, graph, tensors, join)  # a call, and what it was seen to do
+    result = direct(tensors)                                # the same again, with outputs joined
 
 AOTAutograd hands a graph what DTensors hold, and makes DTensors of what it gives. It may do more:
 write to arguments behind the graph, give out views of them or themselves, merge those that overlap.
@@ -15,7 +15,7 @@ that compiles shows nothing: what it traced may have left another gradient mode 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from interlace.frontend.compiled_graph import CompiledGraph
+from interlace.runtime import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,51 +32,62 @@ class _Wrapped:
     """An output that is a tensor around others, in the terms of torch's protocol for those."""
 
     kind: Any
-    inner: tuple[str, ...]
+    inner: tuple[tuple[str, int], ...]
+    """What it is made of, with the place among the results."""
+    fixed: dict[str, Any]
+    """What it is made of in every call, such as a DeviceMesh."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
 
+    def around(self, results: Sequence[Any]) -> Any:
+        """The output made of these results."""
+        inner = self.fixed | {name: results[i] for name, i in self.inner}
+        return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """A graph, where its arguments are found, and what is made of its results."""
+    """An Executor, where its inputs are found, and what is made of its results."""
 
-    graph: CompiledGraph
-    arguments: tuple[tuple[int, str | None], ...]
-    """For each of the graph's: the position of the tensor, and the name of what is taken of it."""
-    outputs: tuple[_Wrapped | None, ...]
-    """None: the result as it is."""
+    executor: Executor
+    inputs: tuple[tuple[int, str | None], ...]
+    """For each: the position of the tensor, and the name of what is taken of it."""
+    settle: Callable[[list[Any]], list[Any]] | None
+    """What else is done to the inputs, if anything."""
+    outputs: tuple[int | _Wrapped, ...] | None
+    """Results by place, or what is made of them; None: the results as they are."""
+    join: Callable[[Sequence[Any]], Any]
+    """Makes what the function gives of the outputs."""
     written: tuple[int, ...]
     """The tensors that AOTAutograd says the graph writes: autograd is told by their versions."""
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The outputs for these tensors."""
-        if torch.is_grad_enabled():  # an argument may want a gradient that no output has
-            with torch.no_grad():
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the function gives for these tensors."""
+        # An argument may want a gradient that no output has; and Note [Autocast is in the graph].
+        if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            with torch.no_grad(), torch._C._DisableAutocast():
                 return self(tensors)
         if self.written:
             increment_version([tensors[i] for i in self.written])
-        results = iter(
-            self.graph(
-                [
-                    tensors[i] if inner is None else getattr(tensors[i], inner)
-                    for i, inner in self.arguments
-                ]
-            )
-        )
-        return [
-            next(results)
-            if made is None
-            else made.kind.__tensor_unflatten__(
-                {name: next(results) for name in made.inner}, made.context, made.size, made.stride
-            )
-            for made in self.outputs
+        given = [
+            tensors[i] if inner is None else getattr(tensors[i], inner) for i, inner in self.inputs
         ]
+        if self.settle is not None:
+            given = self.settle(given)
+        results = self.executor.run(given)
+        if self.outputs is None:
+            return self.join(results)
+        return self.join(
+            [results[made] if type(made) is int else made.around(results) for made in self.outputs]
+        )
 
 
 def observed(
-    call: Callable[..., Any], graph: CompiledGraph, tensors: Sequence[torch.Tensor]
+    call: Callable[..., Any],
+    graph: CompiledGraph,
+    tensors: Sequence[torch.Tensor],
+    join: Callable[[Sequence[Any]], Any],
 ) -> tuple[Sequence[Any], Direct | None]:
     """The outputs of a call of this inference graph, and how to get them without AOTAutograd."""
     heard: list[tuple[Any, ...]] = []
@@ -96,18 +108,23 @@ def observed(
     own = {id(tensor) for tensor in tensors}
     if _versions(tensors) != left or any(id(output) in own for output in outputs):
         return outputs, None
-    arguments, made = _arguments(tensors, given), _outputs(outputs, results)
-    if arguments is None or made is None:
+    bound = graph.bound[-1]
+    inputs = _inputs(tensors, [given[i] for i in bound.imported.inputs])
+    made = _outputs(outputs, results, bound.imported.outputs)
+    if inputs is None or made is None:
         return outputs, None
+    plain = made == tuple(range(len(results)))
     written = tuple(i for i, version in enumerate(before) if version != entered[i])
-    return outputs, Direct(graph, arguments, made, written)
+    settle = bound.imported.settled if bound.imported.settles else None
+    direct = Direct(bound.executor, inputs, settle, None if plain else made, join, written)
+    return outputs, direct
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _arguments(
+def _inputs(
     tensors: Sequence[torch.Tensor], given: Sequence[Any]
 ) -> tuple[tuple[int, str | None], ...] | None:
     places: dict[int, tuple[int, str | None]] = {}
@@ -121,17 +138,30 @@ def _arguments(
     return None if None in found else found  # pyright: ignore[reportReturnType]
 
 
-def _outputs(outputs: Sequence[Any], results: Sequence[Any]) -> tuple[_Wrapped | None, ...] | None:
-    made: list[_Wrapped | None] = []
-    expected: list[Any] = []
-    for output in outputs:
-        if is_traceable_wrapper_subclass(output):
-            inner, context = output.__tensor_flatten__()
-            expected += [getattr(output, name) for name in inner]
-            kind, shape = type(output), output.shape
-            made.append(_Wrapped(kind, tuple(inner), context, shape, output.stride()))
-        else:
-            expected.append(output)
-            made.append(None)
-    same = len(expected) == len(results) and all(map(operator.is_, expected, results))
-    return tuple(made) if same else None
+def _outputs(
+    outputs: Sequence[Any], results: Sequence[Any], places: Sequence[Any]
+) -> tuple[int | _Wrapped, ...] | None:
+    """What makes the outputs of the Program's results, where they are the graph's `results`."""
+    parts = [
+        output.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(output) else ()
+        for output in outputs
+    ]
+    expected = [
+        value
+        for output, names in zip(outputs, parts, strict=True)
+        for value in ([getattr(output, name) for name in names] if names else [output])
+    ]
+    if len(expected) != len(results) or not all(map(operator.is_, expected, results)):
+        return None
+    rest = iter(places)
+    return tuple(
+        _wrapped(output, dict(zip(names, rest, strict=False))) if names else next(rest)
+        for output, names in zip(outputs, parts, strict=True)
+    )
+
+
+def _wrapped(output: Any, places: Mapping[str, Any]) -> _Wrapped:
+    inner = tuple((name, place) for name, place in places.items() if type(place) is int)
+    fixed = {name: getattr(output, name) for name, at in places.items() if type(at) is not int}
+    context = output.__tensor_flatten__()[1]
+    return _Wrapped(type(output), inner, fixed, context, output.shape, output.stride())

@@ -26,7 +26,7 @@ def signature(args: Sequence[Any]) -> Hashable:
     between calls and ranks.
     """
     return tuple(
-        (arg.shape, _strides(arg), arg.dtype)
+        (arg.shape, strides_of(arg), arg.dtype)
         if isinstance(arg, torch.Tensor)
         else (arg if isinstance(arg, bool | int | float) else None)
         for arg in args
@@ -45,14 +45,14 @@ def has_signature(args: Sequence[Any], key: Hashable) -> bool:
             shape, strides, dtype = known
             if arg.dtype is not dtype or arg.shape != shape:
                 return False
-            if arg.stride() != strides and _strides(arg) != strides:
+            if arg.stride() != strides and strides_of(arg) != strides:
                 return False
         elif (arg if isinstance(arg, bool | int | float) else None) != known:
             return False
     return True
 
 
-def _strides(arg: torch.Tensor) -> tuple[int, ...]:
+def strides_of(arg: torch.Tensor) -> tuple[int, ...]:
     shape, strides = arg.shape, arg.stride()
     if 0 in shape:
         return (0,) * len(shape)

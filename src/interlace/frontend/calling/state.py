@@ -66,6 +66,8 @@ class State:
 
     def held(self) -> dict[str, torch.Tensor]:
         """Every tensor that is reached by other ways, as things are now."""
+        if self.root is None:
+            return {}
         found: dict[int, tuple[str, torch.Tensor]] = {}
         names: set[str] = set()
         for place in self._places():

@@ -15,7 +15,7 @@ one, `inplace.py` puts updates of inputs back in place. What cannot be lowered i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from interlace.frontend.importing.inplace import InPlace
 from interlace.frontend.importing.lowerings import LOWERINGS
 from interlace.frontend.importing.nodes import (
     aliases,
+    awaited,
     bound,
     describe,
     draws_random_numbers,
@@ -86,37 +87,37 @@ class Imported:
 
     host: frozenset[str] = frozenset()
     """Buffers on the CPU although the Program runs on a GPU: see types.py."""
-    static: frozenset[str] = frozenset()
-    """Parameters that have the same addresses in every run, as a rule."""
-
-    direct: bool = False
-    """Whether the outputs are the results, one for one and in order."""
-
     lazy: tuple[int, ...] = ()
     """Inputs that may come conjugated or negated only by a mark, which an Executor refuses."""
+    awaited: tuple[int, ...] = ()
+    """Inputs that the graph waits for: a caller's collective may be at them."""
 
-    def gather(self, args: Sequence[Any]) -> list[Any]:
-        """The Program's inputs, from the graph's arguments."""
-        given = [*(args[position] for position in self.inputs), *self.constants]
+    @property
+    def settles(self) -> bool:
+        """Whether `settled` does anything."""
+        return bool(self.constants or self.awaited or self.lazy)
+
+    def settled(self, given: list[Any]) -> list[Any]:
+        """The Program's inputs, from those among the graph's arguments."""
+        for index in self.awaited:
+            torch.ops._c10d_functional.wait_tensor.default(given[index])
+        given += self.constants
         for index in self.lazy:
             given[index] = resolved(given[index])
         return given
 
+    def gather(self, args: Sequence[Any]) -> list[Any]:
+        """The Program's inputs, from the graph's arguments."""
+        return self.settled([args[position] for position in self.inputs])
+
     def scatter(self, results: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The graph's outputs, from the Program's results and the graph's arguments."""
-        if self.direct:
-            return list(results)
-
-        def output(place: int | Opaque | Fixed) -> Any:
-            match place:
-                case Opaque(position):
-                    return args[position]
-                case Fixed(value):
-                    return value
-                case _:
-                    return results[place]
-
-        return list(map(output, self.outputs))
+        return [
+            results[place]
+            if isinstance(place, int)
+            else (args[place.position] if isinstance(place, Opaque) else place.value)
+            for place in self.outputs
+        ]
 
 
 class Importer(SerialEmitter):
@@ -162,8 +163,8 @@ class Importer(SerialEmitter):
         """Whether a node that copies `views` may be a view of them instead."""
         return node not in self.leaving and all(view.buffer not in self.written for view in views)
 
-    def run(self, static: Collection[int] = ()) -> Imported:
-        """The Program of the whole graph; `static` arguments stay at their addresses."""
+    def run(self) -> Imported:
+        """The Program of the whole graph."""
         live = live_nodes(self.gm.graph)
         outputs: list[Value] = []
         position = 0
@@ -190,9 +191,7 @@ class Importer(SerialEmitter):
             ranks=ranks,
         )
         self._check_host()
-        pairs = zip(self.inputs, self.params, strict=True)
-        staying = {buffer.name for position, buffer in pairs if position in static}
-        staying |= {buffer.name for buffer in self.constant_params}
+        waits = awaited(self.gm.graph)
         changed = {access.view.buffer for op in self.ops for access in op.writes()}
         lazy = [may_be_lazy(whole(b)) and b.name not in changed for b in program.params]
         return Imported(
@@ -201,9 +200,8 @@ class Importer(SerialEmitter):
             tuple(self.constants),
             tuple(places),
             frozenset(self.host),
-            frozenset(staying),
-            direct=places == list(range(len(places))),
             lazy=tuple(index for index, may in enumerate(lazy) if may),
+            awaited=tuple(i for i, at in enumerate(self.inputs) if at in waits),
         )
 
     def _check_host(self) -> None:
@@ -423,16 +421,14 @@ def import_graph(
     teams: Teams | None = None,
     values: Mapping[fx.Node, Any] | None = None,
     labels: Sequence[str] = (),
-    static: Collection[int] = (),
 ) -> Imported:
     """The serial Program of an AOT graph.
 
     `values` gives each node's (fake) value; without it they are read from `meta["val"]`, and must
     have concrete sizes. `teams` names the process groups; None takes those of torch.distributed.
-    `labels` are the user's names of the arguments, by position, before AOTAutograd. `static` has
-    the positions of the graph's arguments that stay at their addresses, such as parameters.
+    `labels` are the user's names of the arguments, by position, before AOTAutograd.
     """
     values = complete(gm) if values is None else values
     with unset_fake_temporarily():  # compilers are called in a mode where no tensor is real
         importer = Importer(gm, name, teams or Teams.of_torch(), values, labels)
-        return importer.run(static)
+        return importer.run()
