@@ -79,7 +79,10 @@ class Direct:
         if self.outputs is None:
             return self.join(results)
         return self.join(
-            [results[made] if type(made) is int else made.around(results) for made in self.outputs]
+            [
+                results[made] if isinstance(made, int) else made.around(results)
+                for made in self.outputs
+            ]
         )
 
 
