@@ -10,7 +10,7 @@ from typing import Any
 from tests.trace.samples import RANKS, run, sample
 
 from interlace.cost.timeline import Timeline
-from interlace.trace import arrows, write_perfetto
+from interlace.trace import Run, arrows, write_perfetto
 
 
 def read(path: Path, phase: str) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def read(path: Path, phase: str) -> list[dict[str, Any]]:
 def test_tracks_slices_and_arguments_parse_back(tmp_path: Path):
     program = sample()
     predicted, measured = run(program), run(program, "measured", 1.2)
-    path = write_perfetto([predicted, measured], tmp_path / "t.pftrace", program=program)
+    path = write_perfetto([Run((program,), predicted, measured)], tmp_path / "t.pftrace")
     facts = {
         (event["name"], event["pid"], event.get("tid")): event["args"] for event in read(path, "M")
     }
@@ -65,7 +65,7 @@ def test_tracks_slices_and_arguments_parse_back(tmp_path: Path):
 
 def test_every_arrow_becomes_one_flow_with_two_ends(tmp_path: Path):
     program = sample()
-    path = write_perfetto(run(program), tmp_path / "deep" / "t.json", program=program)
+    path = write_perfetto([Run((program,), run(program))], tmp_path / "deep" / "t.json")
     out, into = ([event["id"] for event in read(path, phase)] for phase in ("s", "f"))
     assert len(out) == len(arrows([program])) > 0
     assert len(set(out)) == len(out)
@@ -73,12 +73,12 @@ def test_every_arrow_becomes_one_flow_with_two_ends(tmp_path: Path):
 
 
 def test_an_empty_timeline_is_a_trace(tmp_path: Path):
-    path = write_perfetto(Timeline((), "nothing"), tmp_path / "t.json")
+    path = write_perfetto([Run((), Timeline((), "nothing"))], tmp_path / "t.json")
     (event,) = json.loads(path.read_bytes())["traceEvents"]
     assert event["args"] == {"name": "predicted · nothing"}
 
 
 def test_names_are_shown_as_they_are_spelled(tmp_path: Path):
     timeline = Timeline((), "a\u202eb\ud800")
-    (event,) = read(write_perfetto(timeline, tmp_path / "t.json"), "M")
+    (event,) = read(write_perfetto([Run((), timeline)], tmp_path / "t.json"), "M")
     assert event["args"] == {"name": "predicted · a\\u202eb\\ud800"}

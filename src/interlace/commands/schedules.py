@@ -216,16 +216,14 @@ def simulate(
     report = check(programs)
     machine = read_machine(calibration, device)
     timeline = simulated(programs, machine)
+    runs = [Run(tuple(programs), timeline)]
     written: list[Path] = []
     if output is not None:
-        write_whole(output, timeline.to_json() + "\n")
-        written.append(output)
+        written.append(write_whole(output, timeline.to_json() + "\n"))
     if html is not None:
-        facts = [("machine", machine.name)]
-        write_page([Run(tuple(programs), timeline)], html, facts=facts)
-        written.append(html)
+        written.append(write_page(runs, html, facts=[("machine", machine.name)]))
     if perfetto is not None:
-        written.append(write_perfetto(timeline, perfetto, program=programs))
+        written.append(write_perfetto(runs, perfetto))
     if json:
         rows = figures_json([timeline])
         verdict = "sound" if report.sound else "unsound"

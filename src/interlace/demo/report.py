@@ -134,9 +134,7 @@ def _write(
     written: list[Path] = []
     for outcome, suffix in ((overlapped, ""), (serial, ".serial")):
         for graph in outcome.graphs:
-            path = out / f"{graph.kind}{suffix}.ilc"
-            write_whole(path, f"{graph.program}\n")
-            written.append(path)
+            written.append(write_whole(out / f"{graph.kind}{suffix}.ilc", f"{graph.program}\n"))
     runs = [
         Run((graph.program,), simulate(graph.program, machine), graph.measured, graph.kind)
         for graph in overlapped.graphs

@@ -1,11 +1,13 @@
 """Timelines, predicted and measured, for people to look at.
 
 perfetto.py   a trace for Perfetto, with arrows between ops that order each other
-html.py       one self-contained page: rows, text, sites and overlap figures
+html.py       one self-contained page: rows, text, sites and overlap figures (its parts: page/)
 figures.py    the overlap figures as text or data
 tracks.py     runs, what stands in one row, the arrows, and how files are written
 
-from interlace.trace import write_html, write_perfetto
+    runs = [Run((executor.program,), simulated, executor.timeline())]
+    write_page(runs, "step.html")
+    write_perfetto(runs, "step.json")
 """
 
 from interlace.trace.figures import figures_json, figures_rows, figures_text

@@ -4,11 +4,11 @@ Rows are ranks x streams, the predicted run above the measured one; a colour is 
 zooms, pans, shows an op's text under the pointer, and has the Program's text, its sites and the
 overlap figures beside it.
 
-    write_html(simulated, executor.timeline(), "step.html", program=executor.program)
+    write_page([Run((executor.program,), simulated, executor.timeline())], "step.html")
 
-Every string is escaped, and the page's own policy lets no script run but the one written here (by
-its hash), so a module path or a remark cannot become markup or code. Script and style stand in
-`page/`; the script reads `page_data`: names and sites stand there once, Programs are numbered
+Every string is escaped, and the page's own policy lets no script run but ours (by its hash), so a
+module path or a remark cannot become markup or code. Markup, script and style stand in `page/`;
+the script reads `page_data`: names and sites stand there once, Programs are numbered
 through all runs, and so are the keys of ops and sites (`program:op`, `program:site`).
 """
 
@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 from interlace.cost.timeline import KINDS, Timeline
 from interlace.ir import Program, Site
 from interlace.ir.text.printer import print_lines
 from interlace.trace.figures import HEADINGS, figures_rows
-from interlace.trace.tracks import Run, arrows, as_set, ranks_of, title, tracks, write_whole
+from interlace.trace.tracks import Run, arrows, ranks_of, title, tracks, write_whole
 
 PageSite = tuple[int, int]
 """A Program's place in the page, and a site's id."""
@@ -43,78 +44,43 @@ def write_html(
     name: str = "",
     facts: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Writes the page of one run, whole or not at all; returns the path.
-
-    `program` is what ran (a sequence for a set of Programs). `facts` are shown at the top, such as
-    `("verifier", "sound")`.
-    """
-    return write_page([Run(tuple(as_set(program)), predicted, measured)], path, name, facts)
+    """Writes the page of one run; `program` is what ran (a sequence for a set of Programs)."""
+    programs = (program,) if isinstance(program, Program) else tuple(program or ())
+    return write_page([Run(programs, predicted, measured)], path, name, facts)
 
 
 def write_page(
     runs: Sequence[Run], path: str | Path, name: str = "", facts: Sequence[tuple[str, str]] = ()
 ) -> Path:
-    """Writes the page of several runs, such as forward and backward; see `write_html`."""
-    path = Path(path)
-    write_whole(path, html_page(runs, name, facts))
-    return path
+    """Writes the page of runs, such as forward and backward, whole or not at all; returns the path.
+
+    `facts` are shown at the top, such as `("verifier", "sound")`.
+    """
+    return write_whole(path, html_page(runs, name, facts))
 
 
 def html_page(runs: Sequence[Run], name: str = "", facts: Sequence[tuple[str, str]] = ()) -> str:
     """The page as text."""
     programs = [program for run in runs for program in run.programs]
     name = name or " + ".join(dict.fromkeys(p.name for p in programs)) or "timeline"
-    page = files("interlace.trace").joinpath("page")
-    style = page.joinpath("page.css").read_text(encoding="utf-8")
-    parts = [page.joinpath(part).read_text(encoding="utf-8") for part in SCRIPTS]
-    script = "\n" + "\n".join(parts)
-    data = script_json(page_data(runs))
+    style, script = _part("page.css"), "\n" + "\n".join(map(_part, SCRIPTS))
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
-    listings = "".join(_listing(place, program) for place, program in enumerate(programs))
-    chips = "".join(f"<li><b>{escape(key)}</b> {escape(value)}</li>" for key, value in facts)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(name)} · interlace</title>
-<style>{style}</style>
-</head>
-<body>
-<header>
-<h1>{escape(name)}</h1>
-<ul class="facts">{chips}</ul>
-<div class="tools" role="toolbar" aria-label="view">
-<button id="zoom-in" title="zoom in (+)">+</button>
-<button id="zoom-out" title="zoom out (-)">&minus;</button>
-<button id="fit" title="show everything (0)">fit</button>
-<label><input type="checkbox" id="same-scale"> same time scale</label>
-<label><input type="checkbox" id="all-arrows"> all arrows</label>
-<button id="theme" title="light or dark">light / dark</button>
-</div>
-</header>
-<main>
-<section id="timelines" aria-label="timelines">
-<noscript><p>The timelines are drawn by a script; the tables and the text below do without.</p>
-</noscript>
-<p class="hint">drag to pan · ctrl + wheel or pinch to zoom · shift + drag to zoom into a
-span of time · click an op for its line<br>
-<span><i class="key"></i>compute</span> <span><i class="key comm"></i>communication</span>
-<span><i class="key sync"></i>waiting and memory</span> · one colour for each site</p>
-</section>
-<section id="text" aria-label="program text">{listings}</section>
-</main>
-<section id="tables">
-<div><h2>Overlap</h2>{_table(HEADINGS, _figures(runs))}</div>
-{_sites(programs)}
-</section>
-<div id="tip" role="tooltip" hidden></div>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+    return Template(_part("page.html")).substitute(
+        policy=escape(policy),
+        name=escape(name),
+        style=style,
+        facts="".join(f"<li><b>{escape(key)}</b> {escape(value)}</li>" for key, value in facts),
+        listings="".join(_listing(place, program) for place, program in enumerate(programs)),
+        figures=_table(HEADINGS, _figures(runs)),
+        sites=_sites(programs),
+        data=script_json(page_data(runs)),
+        script=script,
+    )
+
+
+def _part(name: str) -> str:
+    """A file of `page/`."""
+    return files("interlace.trace").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def script_json(value: object) -> str:

@@ -1,10 +1,10 @@
 """Timelines as a trace for https://ui.perfetto.dev, in Chrome's JSON format.
 
 Each timeline is a process (predicted, measured), each stream of each rank a track below it, each
-op a slice with its text, site and module as arguments. Where the Program is given, arrows lead from
-`record` to `wait`, from `notify` to `expect` and from a send to its receive.
+op a slice with its text, site and module as arguments. Where a run has its Programs, arrows lead
+from `record` to `wait`, from `notify` to `expect` and from a send to its receive.
 
-    write_perfetto([simulated, executor.timeline()], "step.json", program=executor.program)
+    write_perfetto([Run((executor.program,), simulated, executor.timeline())], "step.json")
 """
 
 from __future__ import annotations
@@ -18,36 +18,12 @@ from interlace.cost.timeline import Span, Timeline
 from interlace.ir import Program
 from interlace.ir.text.printer import print_op
 from interlace.ir.text.spelling import visible
-from interlace.trace.tracks import (
-    Arrow,
-    OpKey,
-    Run,
-    arrows,
-    as_set,
-    ranks_of,
-    title,
-    tracks,
-    write_whole,
-)
+from interlace.trace.tracks import Arrow, OpKey, Run, arrows, ranks_of, title, tracks, write_whole
 
 
-def write_perfetto(
-    timelines: Timeline | Sequence[Timeline] | Sequence[Run],
-    path: str | Path,
-    *,
-    program: Program | Sequence[Program] | None = None,
-) -> Path:
-    """Writes the timelines as one trace, whole or not at all; returns the path.
-
-    `program` is what they ran (a sequence for a set of Programs); it adds arrows and the ops' text.
-    Runs have their Programs with them.
-    """
-    given = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    programs = as_set(program)
-    runs = [item if isinstance(item, Run) else Run(programs, item) for item in given]
-    path = Path(path)
-    write_whole(path, json.dumps(trace_events(runs)))
-    return path
+def write_perfetto(runs: Sequence[Run], path: str | Path) -> Path:
+    """Writes the timelines of the runs as one trace, whole or not at all; returns the path."""
+    return write_whole(path, json.dumps(trace_events(runs)))
 
 
 class _Details:

@@ -119,13 +119,6 @@ def ranks_of(program: Program) -> Sequence[int]:
     return (program.rank,) if program.rank is not None else program.world
 
 
-def as_set(program: Program | Sequence[Program] | None) -> tuple[Program, ...]:
-    """A Program, a set of them, or none, as a tuple."""
-    if program is None:
-        return ()
-    return (program,) if isinstance(program, Program) else tuple(program)
-
-
 def title(timeline: Timeline, run: str = "") -> str:
     """What a timeline of a run is called."""
     if run:
@@ -133,8 +126,9 @@ def title(timeline: Timeline, run: str = "") -> str:
     return f"{timeline.source} · {timeline.name}" if timeline.name else timeline.source
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: str | Path, text: str) -> Path:
     """Writes a file beside its place and moves it there, so that nobody reads half of it."""
+    path = Path(path)
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,3 +139,4 @@ def write_whole(path: Path, text: str) -> None:
             part.unlink(missing_ok=True)
     except OSError as error:
         raise InterlaceError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
