@@ -173,14 +173,15 @@ def test_the_largest_case_comes_last_and_gets_the_time_that_is_left(pool: Pool) 
 def test_what_auto_chose_is_timed_once() -> None:
     """A Program is a twin only of one that reads the same, in the same mode."""
 
-    def entry(name: str, text: str, mode: str = "eager") -> overlap.CandidateRun:
+    def entry(name: str, text: str, mode: str = "eager") -> Any:
         odd: Any = Odd(name)
         odd.text, odd.mode = text, mode
-        return overlap.CandidateRun(odd)
+        return odd
 
     put, fused = entry("put", "one"), entry("fused", "two")
     others = [put, fused, entry("put", "one", "graph"), entry("sequential", "")]
-    assert overlap._twins([*others, entry("auto", "two")]) == {"auto/eager": fused}
+    auto = entry("auto", "two")
+    assert overlap._twins([*others, auto]) == {auto: fused}
     assert overlap._twins([*others, entry("auto", "two", "graph")]) == {}
     assert overlap._twins([*others, entry("auto", "")]) == {}
     assert overlap._twins([put, entry("get", "one")]) == {}

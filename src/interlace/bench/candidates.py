@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import DTYPES, SiteCase
-from interlace.bench.timing import burst
+from interlace.bench.timing import burst, captured
 from interlace.bench.transfers import assert_no_multicast, enable_symmetric_memory
 from interlace.errors import UnsupportedError
 from interlace.options import Options
@@ -156,8 +156,8 @@ class Sequential(Candidate):
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         place = first.clone()
-        replay_copied, copied = self._captured(launch, place, weight)
-        each = {x.data_ptr(): self._captured(launch, x, weight) for x, _ in self._sets}
+        replay_copied, copied = captured(lambda: launch(place, weight))
+        each = {x.data_ptr(): captured(lambda x=x: launch(x, weight)) for x, _ in self._sets}
 
         def copy_in(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             place.copy_(x)
@@ -178,16 +178,6 @@ class Sequential(Candidate):
                 took[name] = min(took[name], *self.ranks.maximum([spent]))
         self.chosen = min(took, key=lambda name: took[name])
         return ways[self.chosen]
-
-    def _captured(
-        self, launch: Launch, x: torch.Tensor, w: torch.Tensor
-    ) -> tuple[Callable[[], None], torch.Tensor]:
-        """What replays it, and where the result lies."""
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks about events meanwhile, which only this mode allows it.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = launch(x, w)
-        return graph.replay, result
 
     def close(self) -> None:
         """Lets go of the inputs; the graphs go with what replays them."""

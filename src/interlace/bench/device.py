@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from interlace.bench.ranks import Ranks
 from interlace.bench.sites import CACHE, DTYPES, PRESETS
-from interlace.bench.timing import host_times
+from interlace.bench.timing import captured, host_times
 from interlace.bench.transfers import BenchMemory, timed
 from interlace.cost.fit import Sample
 
@@ -90,11 +90,12 @@ def _copy(ranks: Ranks, nbytes: int) -> Sample:
 
 def _event(ranks: Ranks) -> Sample:
     """What a wait for an event of another stream adds to two small kernels."""
-    here, there = torch.cuda.current_stream(), torch.cuda.Stream()
+    there = torch.cuda.Stream()
     one, other = (torch.zeros(1, device=ranks.device) for _ in range(2))
     forth, back = torch.cuda.Event(), torch.cuda.Event()
 
-    def run() -> None:
+    def across() -> None:
+        here = torch.cuda.current_stream()
         one.zero_()
         forth.record(here)
         there.wait_event(forth)
@@ -103,20 +104,19 @@ def _event(ranks: Ranks) -> Sample:
         back.record(there)
         here.wait_event(back)
 
-    graph = torch.cuda.CUDAGraph()
+    def plain() -> None:
+        one.zero_()
+        other.zero_()
+
     ranks.synchronize()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        here = torch.cuda.current_stream()
-        for _ in range(20):
-            run()
-    both = timed(ranks, graph.replay, 1e-4) / 20
-    plain = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(plain, capture_error_mode="thread_local"):
-        for _ in range(20):
-            one.zero_()
-            other.zero_()
-    alone = timed(ranks, plain.replay, 1e-4) / 20
+    both, alone = (_replayed(ranks, run) for run in (across, plain))
     return Sample(kind="event", seconds=max(1e-7, (both - alone) / 2))
+
+
+def _replayed(ranks: Ranks, run: Callable[[], None], count: int = 20) -> float:
+    """Seconds of a run, of so many in one CUDA graph."""
+    replay, _ = captured(lambda: [run() for _ in range(count)])
+    return timed(ranks, replay, 1e-4) / count
 
 
 def _host(ranks: Ranks) -> list[Sample]:

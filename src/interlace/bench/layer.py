@@ -10,10 +10,10 @@ interleaved on the same weights, each checked against eager DTensor before it is
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,8 @@ import interlace
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.sites import DTYPES
-from interlace.bench.timing import ahead, describe, race
+from interlace.bench.timing import ahead, race
+from interlace.bench.ways import Opened, Racer, Way, close, free, prepare, running, time_ways, worst
 from interlace.demo.model import Attention, Block, rotary_table
 from interlace.demo.plan import ModelConfig
 from interlace.demo.train import registered
@@ -225,12 +226,11 @@ def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Row | None:
         left = settings.seconds - max(ranks.maximum([time.monotonic() - begun]))
         with torch.no_grad():
             found = _step(step, settings, mesh, ranks, ways, left / (2 - number), tell)
+        free(ranks)
         for row in found:
             row |= {"world": ranks.size, **common}
         tell({"event": "rows", "rows": found})
         rows += found
-    torch.compiler.reset()  # with it go graphs that hold collectives, which NCCL would wait for
-    gc.collect()
     return None if ranks.me else {"rows": rows, "facts": common}
 
 
@@ -245,58 +245,55 @@ def _step(
 ) -> list[Row]:
     module = make(step, settings, mesh, ranks)
     given = inputs(step, settings, ranks)
-    wanted = [_local(module(*each)) for each in given[:2]]
-    runs: dict[str, Callable[..., Any]] = {}
-    problems: dict[str, str] = {}
-    for way in ways:
-        tell({"event": "step", "doing": f"{step}: {way}"})
-        problem: str | None = None
-        try:
-            if way == ways[0]:
-                torch.compiler.reset()
-            run = compiled(way, module, settings, mesh)
-            for each, want in [*zip(given[:2], wanted, strict=True)] * 2:
-                off = _apart(_local(run(*each)), want)
-                if not off <= CLOSE:
-                    raise ArithmeticError(f"wrong: {off:.3g} off, of the root mean square")
-            runs[way] = run
-        except Exception as error:
-            problem = describe(error, ranks)
-        told = ranks.agree(problem)
-        if told is not None:
-            problems[way] = told
-            runs.pop(way, None)
-    timed = race(ranks, runs, {way: given for way in runs}, seconds=max(1.0, seconds / 4))
-    hosts = dict(zip(runs, ranks.maximum([timed[w].host_median for w in runs]), strict=True))
-    runs = {way: run for way, run in runs.items() if timed[way].problem is None}
-    device = ahead(ranks, runs, {way: given for way in runs}, hosts)
-    for run in runs.values():
+    known = [(each, _local(module(*each))) for each in given[:2]]
+    racers: dict[str, Racer] = {}
+    for name in ways:
+        tell({"event": "step", "doing": f"{step}: {name}"})
+        racers[name] = prepare(ranks, _way(name, module, settings, mesh, known), given)
+    share = max(1.0, seconds / 4)
+    time_ways(racers.values(), lambda runs, sets: race(ranks, runs, sets, share))
+    hosts = ranks.maximum([racer.timed.host_median for racer in racers.values()])
+    host_s = dict(zip(racers, hosts, strict=True))
+    device_s = ahead(ranks, *running(racers.values()), host_s)
+    close(racers.values())
+    base = [racer.median for way, racer in racers.items() if way.startswith("inductor")]
+    best = min((median for median in base if not math.isnan(median)), default=math.nan)
+    return [
+        {
+            "step": step,
+            "way": way,
+            "dtype": settings.dtype,
+            "dim": settings.dim,
+            "hidden": settings.hidden,
+            "heads": settings.heads,
+            "rows": settings.prefill if step == "prefill" else settings.decode,
+            **racer.columns("median_us", "p90_us"),
+            "host_us": host_s[way] * 1e6,
+            "device_us": device_s.get(way, math.nan) * 1e6,
+            "speedup": best / racer.median,
+            **racer.columns("sm_mhz", "error"),
+        }
+        for way, racer in racers.items()
+    ]
+
+
+def _way(
+    name: str,
+    module: nn.Module,
+    settings: LayerSettings,
+    mesh: DeviceMesh,
+    known: Sequence[tuple[tuple[Tensor], Tensor]],
+) -> Way:
+    """The layer computed one way, which is right where the `known` results come out, twice."""
+    made = contextlib.ExitStack()
+
+    def opened() -> Opened:
+        run = compiled(name, module, settings, mesh)
         if isinstance(run, Compiled):
-            run.close()
-    base = [timed[w].median for w in runs if w.startswith("inductor") and timed[w].rounds]
-    found: list[Row] = []
-    for way in ways:
-        one = timed.get(way)
-        median = one.median if one is not None and one.problem is None else math.nan
-        found.append(
-            {
-                "step": step,
-                "way": way,
-                "dtype": settings.dtype,
-                "dim": settings.dim,
-                "hidden": settings.hidden,
-                "heads": settings.heads,
-                "rows": settings.prefill if step == "prefill" else settings.decode,
-                "median_us": median * 1e6,
-                "p90_us": one.p90 * 1e6 if one is not None else math.nan,
-                "host_us": hosts.get(way, math.nan) * 1e6,
-                "device_us": device.get(way, math.nan) * 1e6,
-                "speedup": min(base, default=math.nan) / median,
-                "sm_mhz": one.clock if one is not None else math.nan,
-                "error": problems.get(way) or (one.problem if one is not None else "") or "",
-            }
-        )
-    return found
+            made.callback(run.close)
+        return Opened(run, lambda: worst(_apart(run(*at), y) / CLOSE for at, y in (*known, *known)))
+
+    return Way(name, opened, made.close)
 
 
 def _local(value: Any) -> Tensor:
@@ -304,8 +301,9 @@ def _local(value: Any) -> Tensor:
     return local.clone()  # a graph writes its results into the same place again
 
 
-def _apart(found: Tensor, want: Tensor) -> float:
+def _apart(result: Any, want: Tensor) -> float:
     """The difference, of the root mean square: its own, or a 16th of its largest element."""
+    found = _local(result)
     if found.shape != want.shape:
         return math.inf
     off, size = found.double() - want.double(), want.double().square().mean().sqrt()

@@ -9,24 +9,23 @@ A candidate that raises or is wrong becomes a row with its error and no time.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from interlace.bench.candidates import OURS, Candidate, Launch, ours, rivals, whole_gemms
+from interlace.bench.candidates import OURS, Candidate, WholeGemm, ours, rivals, whole_gemms
 from interlace.bench.jax_rival import jax_rows
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
-from interlace.bench.sites import Inputs, SiteCase, deviation, make_inputs, whole_check
-from interlace.bench.timing import Timing, describe, host_times, race
+from interlace.bench.sites import SiteCase, deviation, make_inputs, whole_check
+from interlace.bench.timing import host_times, race
 from interlace.bench.transfers import ROOF_SIZES, Roof, best_copy
-from interlace.comm.teams import reset_teams
-from interlace.errors import InterlaceError, OptionError
+from interlace.bench.ways import Opened, Racer, Way, also, close, free, prepare, time_ways, worst
+from interlace.errors import OptionError
 from interlace.launch import Tell
 
 RIVALS = ("sequential", "async-tp")
@@ -58,19 +57,6 @@ class OverlapSettings:
                 raise OptionError(f"--only {name}: choose from {known}")
 
 
-@dataclass(slots=True)
-class CandidateRun:
-    """A candidate under way."""
-
-    candidate: Candidate
-    launch: Launch | None = None
-    deviation: float = math.nan
-    problem: str | None = None
-    timed: Timing = field(default_factory=Timing)
-    host_s: float = math.nan
-    host_runs: int = 0
-
-
 @torch.no_grad()
 def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
     """Measures every case; rank 0 gets the report."""
@@ -94,11 +80,11 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
             skipped.append(str(case))
             continue
         small = case.m * case.k * case.n == smallest[case.op]
-        entries, gemm_s = _case(case, settings, ranks, share, small, tell)
-        found = _rows(case, entries, gemm_s, roof, ranks, common)
-        measured[index] = found
-        tell({"event": "rows", "rows": found})
-        del entries
+        racers = _case(case, settings, ranks, share, small, tell)
+        measured[index] = [row | common for row in _rows(case, racers, roof, ranks)]
+        del racers
+        free(ranks)
+        tell({"event": "rows", "rows": measured[index]})
     rows = [row for index in sorted(measured) for row in measured[index]]
     if "jax" in settings.only:
         tell({"event": "doing", "doing": "jax"})
@@ -110,181 +96,110 @@ def work(settings: OverlapSettings, ranks: Ranks, tell: Tell) -> Row | None:
     return {"rows": rows, "skipped": skipped, "roof": asdict(roof), "facts": common}
 
 
+Racers = dict[Candidate, Racer]
+
+
 def _case(
     case: SiteCase, settings: OverlapSettings, ranks: Ranks, share: float, small: bool, tell: Tell
-) -> tuple[list[CandidateRun], float]:
+) -> Racers:
+    """Every candidate, timed and closed; whole matmuls come first."""
     begun = time.monotonic()
     inputs = make_inputs(case, ranks, settings.seed)
-    gemms = [CandidateRun(item) for item in whole_gemms(case, ranks)]
-    entries = [
-        CandidateRun(item)
-        for item in (
-            *rivals(case, ranks, settings.only, inputs.sets),
-            *ours(case, ranks, settings.only, settings.calibration, settings.graphs),
-        )
-    ]
-    for entry in gemms:
-        _open(entry, [whole_check(inputs)], ranks, tell, case)
-    for entry in entries:
-        _open(entry, 2 * inputs.checks[entry.candidate.mode], ranks, tell, case)
-    running = {_key(e): e for e in (*gemms, *entries) if e.problem is None and e.launch is not None}
-    twins = _twins(list(running.values()))
-    for key in twins:
-        running.pop(key)
+    sites = (
+        *rivals(case, ranks, settings.only, inputs.sets),
+        *ours(case, ranks, settings.only, settings.calibration, settings.graphs),
+    )
+    racers: Racers = {}
+    for candidate in (*whole_gemms(case, ranks), *sites):
+        whole = isinstance(candidate, WholeGemm)
+        sets = inputs.whole if whole else inputs.of(candidate.mode)
+        checks = [whole_check(inputs)] if whole else 2 * inputs.checks[candidate.mode]
+        way = _way(candidate, checks)
+        tell({"event": "doing", "doing": f"{case}: {way.name}"})
+        racers[candidate] = prepare(ranks, way, sets, candidate.loose)
+    twins = _twins([one for one, racer in racers.items() if racer.opened is not None])
     spent = max(ranks.maximum([time.monotonic() - begun]))
-    sets = {
-        key: inputs.whole if e in gemms else inputs.of(e.candidate.mode)
-        for key, e in running.items()
-    }
-    runs = {key: e.launch for key, e in running.items() if e.launch is not None}
-    for key, timed in race(ranks, runs, sets, max(share - spent, MARGIN_S * share)).items():
-        entry = running[key]
-        entry.timed, entry.problem = timed, timed.problem
-        entry.host_s, entry.host_runs = timed.host_median, len(timed.host)
-    fastest = min((e.timed.median for e in entries if e.timed.rounds), default=math.inf)
+    left = max(share - spent, MARGIN_S * share)
+    running = {one: racer for one, racer in racers.items() if one not in twins}
+    time_ways(running.values(), lambda runs, sets: race(ranks, runs, sets, left))
+    found = [running[one].timed for one in sites if one in running]
+    fastest = min((timed.median for timed in found if timed.rounds), default=math.inf)
     if small or max(ranks.maximum([fastest])) <= BRIEF_S:
-        for entry in running.values():
-            if entry not in gemms:
-                _host(entry, inputs, ranks, settings.host_runs)
-    for entry in entries:
-        twin = twins.get(_key(entry))
-        if twin is not None:
-            entry.timed, entry.problem = twin.timed, twin.problem
-            entry.host_s, entry.host_runs = twin.host_s, twin.host_runs
-    for entry in (*gemms, *entries):
-        entry.launch = None
-        entry.candidate.close()
-    best = min((e.timed.median for e in gemms if e.timed.rounds), default=math.nan)
-    del inputs, runs, sets, running
-    gc.collect()
-    if ranks.cuda:
-        torch.cuda.empty_cache()
-    return [*gemms, *entries], best
+        for one in sites:
+            if one in running:
+                also(ranks, running[one], _hosts(ranks, running[one], settings.host_runs))
+    for one, twin in twins.items():
+        racers[one].timed, racers[one].problem = racers[twin].timed, racers[twin].problem
+    close(racers.values())
+    return racers
 
 
-def _key(entry: CandidateRun) -> str:
-    return f"{entry.candidate.name}/{entry.candidate.mode}"
+def _way(candidate: Candidate, checks: Sequence[tuple[Any, Any]]) -> Way:
+    """A candidate as a way, which is right where all `checks` come out."""
+
+    def make() -> Opened:
+        launch = candidate.open()
+        return Opened(launch, lambda: worst(deviation(launch(*at), want) for at, want in checks))
+
+    return Way(f"{candidate.name}/{candidate.mode}", make, candidate.close)
 
 
-def _twins(entries: Sequence[CandidateRun]) -> dict[str, CandidateRun]:
-    """By key: candidates whose Program is that of another, which is timed for both: what `auto`
-    chose is the same launches as the fixed strategy, and would differ by noise alone."""
-    found: dict[str, CandidateRun] = {}
-    for entry in entries:
-        one = entry.candidate
+def _twins(candidates: Sequence[Candidate]) -> dict[Candidate, Candidate]:
+    """Candidates whose Program is that of another, which is timed for both: what `auto` chose is
+    the same launches as the fixed strategy, and would differ by noise alone."""
+    found: dict[Candidate, Candidate] = {}
+    for one in candidates:
         if one.name == "auto" and one.text:
-            same = [e for e in entries if e is not entry and _runs(e) == (one.text, one.mode)]
-            found |= {_key(entry): twin for twin in same[:1]}
+            runs = one.text, one.mode
+            same = [c for c in candidates if c is not one and (c.text, c.mode) == runs]
+            if same:
+                found[one] = same[0]
     return found
 
 
-def _runs(entry: CandidateRun) -> tuple[str, str]:
-    return entry.candidate.text, entry.candidate.mode
+def _hosts(ranks: Ranks, racer: Racer, calls: int) -> Callable[[Opened], None]:
+    """What times many calls of this rank's host, in place of those of the bursts."""
+
+    def measure(opened: Opened) -> None:
+        racer.timed.host = host_times(ranks, opened.run, racer.sets, calls)
+
+    return measure
 
 
-def _open(
-    entry: CandidateRun, checks: Sequence[tuple[Any, Any]], ranks: Ranks, tell: Tell, case: SiteCase
-) -> None:
-    """Opens a candidate on all ranks, and lets it compute what is known."""
-    tell({"event": "doing", "doing": f"{case}: {_key(entry)}"})
-    problem: str | None = None
-    try:
-        entry.launch = entry.candidate.open()
-    except Exception as error:
-        problem = describe(error, ranks)
-    entry.problem = ranks.agree(problem)
-    if entry.problem is None:
-        assert entry.launch is not None
-        try:
-            entry.deviation = 0.0
-            for (x, w), expected in checks:
-                off = deviation(entry.launch(x, w), expected)
-                entry.deviation = max(entry.deviation, off) if off == off else math.inf
-            if entry.deviation > entry.candidate.loose:
-                problem = f"wrong: off by {entry.deviation:.3g} times what rounding may change"
-        except Exception as error:
-            problem = describe(error, ranks)
-        entry.problem = ranks.agree(problem)
-    if entry.problem is not None:
-        _recover(entry, ranks)
-
-
-def _recover(entry: CandidateRun, ranks: Ranks) -> None:
-    """Leaves a failed candidate behind, so that the next one can run."""
-    entry.launch = None
-    try:
-        entry.candidate.close()
-        reset_teams()
-    except InterlaceError as error:
-        entry.problem = f"{entry.problem} (and then {describe(error, ranks)})"
-    ranks.agree(None)
-
-
-def _host(entry: CandidateRun, inputs: Inputs, ranks: Ranks, runs: int) -> None:
-    """The median time of many calls, of this rank's host."""
-    if ranks.agree(entry.problem) is not None or entry.launch is None:
-        return
-    problem: str | None = None
-    spent: list[float] = []
-    try:
-        spent = host_times(ranks, entry.launch, inputs.of(entry.candidate.mode), runs)
-    except Exception as error:
-        problem = describe(error, ranks)
-    entry.problem = ranks.agree(problem)
-    if entry.problem is None:
-        entry.host_s, entry.host_runs = sorted(spent)[len(spent) // 2], len(spent)
-    else:
-        _recover(entry, ranks)
-
-
-def _rows(
-    case: SiteCase,
-    entries: Sequence[CandidateRun],
-    gemm_s: float,
-    roof: Roof,
-    ranks: Ranks,
-    common: dict[str, str],
-) -> list[Row]:
-    """The rows of a case; times in microseconds. Slowest host of all ranks."""
-    hosts = ranks.maximum([entry.host_s for entry in entries])
-    offs = ranks.maximum([entry.deviation for entry in entries])
-    link_s = case.link_bytes(ranks.size) / roof.bandwidth
-    limit = max(gemm_s, link_s)
+def _rows(case: SiteCase, racers: Racers, roof: Roof, ranks: Ranks) -> list[Row]:
+    """The rows of a case; of host times and deviations the greatest of all ranks'."""
+    hosts = ranks.maximum([racer.timed.host_median for racer in racers.values()])
+    offs = ranks.maximum([racer.off for racer in racers.values()])
     base = {
-        e.candidate.mode: e.timed.median
-        for e in entries
-        if e.candidate.name == "sequential" and e.timed.rounds
+        one.mode: racer.timed.median
+        for one, racer in racers.items()
+        if one.name == "sequential" and racer.timed.rounds
     }
+    gemms = [racer.timed for one, racer in racers.items() if isinstance(one, WholeGemm)]
+    gemm_s = min((timed.median for timed in gemms if timed.rounds), default=math.nan)
+    link_s = case.link_bytes(ranks.size) / roof.bandwidth
     rows: list[Row] = []
-    for entry, host_s, off in zip(entries, hosts, offs, strict=True):
-        candidate, median = entry.candidate, entry.timed.median
-        if entry.problem is not None:
-            median = math.nan
-        known = not math.isnan(median)
+    for (one, racer), host_s, off in zip(racers.items(), hosts, offs, strict=True):
+        median = racer.median
         rows.append(
             {
                 **asdict(case),
                 "world": ranks.size,
-                "strategy": candidate.name,
-                "mode": candidate.mode,
-                "chosen": candidate.chosen if candidate.name in ("auto", "sequential") else "",
-                "median_us": median * 1e6,
-                "p90_us": entry.timed.p90 * 1e6 if known else math.nan,
-                "least_us": entry.timed.least * 1e6 if known else math.nan,
+                "strategy": one.name,
+                "mode": one.mode,
+                "chosen": one.chosen if one.name in ("auto", "sequential") else "",
+                **racer.columns("median_us", "p90_us", "least_us"),
                 "host_us": host_s * 1e6,
-                "host_runs": entry.host_runs,
+                **racer.columns("host_runs"),
                 "speedup_eager": base.get("eager", math.nan) / median,
                 "speedup_graph": base.get("graph", math.nan) / median,
-                "r": median / limit,
+                "r": median / max(gemm_s, link_s),
                 "gemm_us": gemm_s * 1e6,
                 "link_us": link_s * 1e6,
                 "bandwidth_gbs": roof.bandwidth / 1e9,
-                "predicted_us": candidate.predicted_s * 1e6,
+                "predicted_us": one.predicted_s * 1e6,
                 "deviation": off,
-                "rounds": len(entry.timed.rounds),
-                "sm_mhz": entry.timed.clock,
-                "error": entry.problem or "",
-                **common,
+                **racer.columns("rounds", "sm_mhz", "error"),
             }
         )
     return rows

@@ -102,6 +102,10 @@ class Alone(Ranks):
         """The note."""
         return [note]
 
+    def agree(self, problem: str | None) -> str | None:
+        """The problem."""
+        return problem
+
     def align(self) -> None:
         """Waits for the device."""
         self.synchronize()

@@ -157,27 +157,32 @@ def reference(
     Products of 16-bit numbers are exact in fp32, so its sums tell them from wrong ones; wider ones
     are added in fp64. The allowance is half an ulp of the partial results and of their sum.
     """
-    wide = torch.float32 if x.dtype.itemsize < 4 else torch.float64
-    part = x.to(wide) @ w.to(wide)
+    part = _product(x, w)
     sizes = part.abs()
     if case.op != "ag_gemm":
         dist.all_reduce(part)
         dist.all_reduce(sizes)
         if case.op == "gemm_rs":
             part, sizes = (t.chunk(ranks.size)[ranks.me].clone() for t in (part, sizes))
-    unit = max(torch.finfo(x.dtype).eps / 2, 2.0**-20)
-    allowed = sizes.add_(part.abs()).mul_(unit)
-    return part, allowed.add_(part.square().mean().sqrt().item() * 2.0**-12)
+    return part, _allowed(part, sizes.add_(part.abs()), x.dtype)
+
+
+def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    wide = torch.float32 if x.dtype.itemsize < 4 else torch.float64
+    return x.to(wide) @ w.to(wide)
+
+
+def _allowed(want: torch.Tensor, sizes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What rounding numbers of these sizes may change, in place of the sizes."""
+    unit = max(torch.finfo(dtype).eps / 2, 2.0**-20)
+    return sizes.mul_(unit).add_(want.square().mean().sqrt().item() * 2.0**-12)
 
 
 def whole_check(inputs: Inputs) -> tuple[Pair, Pair]:
     """Inputs of the matmul alone, with its result and what that may be off by."""
     x, w = inputs.whole[0]
-    wide = torch.float32 if x.dtype.itemsize < 4 else torch.float64
-    want = x.to(wide) @ w.to(wide)
-    unit = max(torch.finfo(x.dtype).eps / 2, 2.0**-20)
-    allowed = want.abs().mul_(unit).add_(want.square().mean().sqrt().item() * 2.0**-12)
-    return (x, w), (want, allowed)
+    want = _product(x, w)
+    return (x, w), (want, _allowed(want, want.abs(), x.dtype))
 
 
 def deviation(found: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> float:

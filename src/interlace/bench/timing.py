@@ -155,6 +155,15 @@ class _NoEvent:
         """Nothing."""
 
 
+def captured(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A CUDA graph of what `run` launches: what replays it, and the result, which lies in it."""
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog asks about events meanwhile, which only this mode allows it.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+    return graph.replay, result
+
+
 def race(
     ranks: Ranks,
     runs: Mapping[str, Run],

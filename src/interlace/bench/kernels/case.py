@@ -10,18 +10,18 @@ rate, in the same minute on the same warm device, is what theirs is a share of.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row
-from interlace.bench.timing import LAUNCHES, Run, Timing, describe, race, time_in_turn
+from interlace.bench.timing import LAUNCHES, Run, Timing, race, time_in_turn
+from interlace.bench.ways import Opened, Racer, Sets, Way, also, close, prepare, time_ways
 from interlace.errors import UnsupportedError
 from interlace.launch import Tell
 
@@ -32,32 +32,12 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 """Size of what is copied: twice as many bytes move."""
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A way, ready to run."""
-
-    run: Run
-    off: Callable[[], float]
-    """Lets it compute something known: how far it is off, in units of what rounding may do."""
-    state: Callable[[], int] = lambda: 0
-    """Bytes that it keeps from call to call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """How an op may be computed; `open` raises where that cannot be."""
-
-    name: str
-    open: Callable[[], Opened]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltCase:
     """A case with its tensors."""
 
     ways: Sequence[Way]
-    sets: Sequence[tuple[Any, ...]] = ((),)
-    """Inputs, which take turns."""
+    sets: Sets = ((),)
     nbytes: int = 0
     """Bytes that must move, where they bound the op."""
     flops: int = 0
@@ -84,20 +64,6 @@ class KernelCase:
         return f"{self.op} {self.shape} {self.dtype} {self.does}"
 
 
-@dataclass(slots=True)
-class Measured:
-    """A way under way."""
-
-    name: str
-    opened: Opened | None = None
-    off: float = math.nan
-    peak: float = math.nan
-    kept: float = math.nan
-    state: int = 0
-    problem: str = ""
-    timed: Timing = field(default_factory=Timing)
-
-
 def needed(module: str, package: str, device: torch.device) -> Any:
     """A rival's module; raises `UnsupportedError` where it is not installed or there is no GPU."""
     try:
@@ -115,51 +81,37 @@ def time_case(
 ) -> list[Row]:
     """Builds, checks and times all ways of a case; a row for each."""
     work = case.build(ranks.device)
-    ways = [*work.ways, *([_copy(ranks.device)] if work.nbytes else [])]
-    entries = [_open(way, work, case, ranks, tell) for way in ways]
-    running = {e.name: e for e in entries if e.opened is not None and not e.problem}
-    runs = {name: e.opened.run for name, e in running.items() if e.opened is not None}
-    sets = {name: ((),) if name == COPY else work.sets for name in running}
+    memory: dict[str, Row] = {}
+    racers: list[Racer] = []
+    for way in (*work.ways, *([_copy(ranks.device)] if work.nbytes else [])):
+        tell({"event": "doing", "doing": f"{case}: {way.name}"})
+        sets = [()] if way.name == COPY else work.sets
+        racers.append(prepare(ranks, way, sets, work.limit))
+        memory[way.name] = _memory(ranks, racers[-1])
     tell({"event": "doing", "doing": f"{case}: timing"})
-    if work.host:
-        found = time_in_turn(ranks, runs, work.sets, seconds)
-    else:
-        found = race(ranks, runs, sets, seconds, launches=work.launches)
-    for name, timed in found.items():
-        running[name].timed, running[name].problem = timed, timed.problem or ""
-    rows = _rows(case, work, entries, ranks)
-    del work, ways, entries, running, runs, sets
-    free(ranks)
+
+    def timer(runs: Mapping[str, Run], sets: Mapping[str, Sets]) -> dict[str, Timing]:
+        if work.host:
+            return time_in_turn(ranks, runs, work.sets, seconds)
+        return race(ranks, runs, sets, seconds, launches=work.launches)
+
+    time_ways(racers, timer)
+    rows = _rows(case, work, racers, memory, ranks)
+    close(racers)
     return rows
 
 
-def free(ranks: Ranks) -> None:
-    """Gives back what a case held."""
-    torch._dynamo.reset()
-    gc.collect()
-    if ranks.cuda:
-        torch.cuda.empty_cache()
+def _memory(ranks: Ranks, racer: Racer) -> Row:
+    """What a call takes of memory, as columns."""
+    found: Row = {"peak_bytes": math.nan, "kept_bytes": math.nan, "state_bytes": 0}
 
+    def measure(opened: Opened) -> None:
+        opened.run(*racer.sets[0])
+        most, kept = peak(opened.run, racer.sets[0], ranks)
+        found.update(peak_bytes=most, kept_bytes=kept, state_bytes=opened.state())
 
-def _open(way: Way, work: BuiltCase, case: KernelCase, ranks: Ranks, tell: Tell) -> Measured:
-    tell({"event": "doing", "doing": f"{case}: {way.name}"})
-    entry = Measured(way.name)
-    try:
-        opened = way.open()
-        entry.off = opened.off()
-        if not entry.off <= work.limit:
-            entry.problem = f"wrong: off by {entry.off:.3g} times what rounding may change"
-            return entry
-        inputs = () if way.name == COPY else work.sets[0]
-        opened.run(*inputs)
-        entry.peak, entry.kept = peak(opened.run, inputs, ranks)
-        entry.state = opened.state()
-        entry.opened = opened
-    except Exception as error:
-        entry.problem = describe(error, ranks)
-    if entry.problem:
-        free(ranks)
-    return entry
+    also(ranks, racer, measure)
+    return found
 
 
 def peak(run: Run, inputs: Sequence[Any], ranks: Ranks) -> tuple[float, float]:
@@ -191,16 +143,19 @@ def _copy(device: torch.device) -> Way:
 
 
 def _rows(
-    case: KernelCase, work: BuiltCase, entries: Sequence[Measured], ranks: Ranks
+    case: KernelCase,
+    work: BuiltCase,
+    racers: Sequence[Racer],
+    memory: Mapping[str, Row],
+    ranks: Ranks,
 ) -> list[Row]:
     copied = 2 * COPY_BYTES[ranks.device.type]
-    times = {e.name: e.timed.median for e in entries if not e.problem}
+    times = {racer.way.name: racer.median for racer in racers}
     copy_rate = copied / times.get(COPY, math.nan)
     rows: list[Row] = []
-    for entry in entries:
-        median = times.get(entry.name, math.nan)
-        known = not math.isnan(median)
-        nbytes = copied if entry.name == COPY else work.nbytes or math.nan
+    for racer in racers:
+        name, median = racer.way.name, racer.median
+        nbytes = copied if name == COPY else work.nbytes or math.nan
         rows.append(
             {
                 "op": case.op,
@@ -208,25 +163,18 @@ def _rows(
                 "dtype": case.dtype,
                 "does": case.does,
                 "device": ranks.device.type,
-                "way": entry.name,
-                "median_us": median * 1e6,
-                "p90_us": entry.timed.p90 * 1e6 if known else math.nan,
-                "least_us": entry.timed.least * 1e6 if known else math.nan,
-                "host_us": entry.timed.host_median * 1e6 if known else math.nan,
+                "way": name,
+                **racer.columns("median_us", "p90_us", "least_us", "host_us"),
                 "bytes": nbytes,
                 "gbs": nbytes / median / 1e9,
                 "copy_gbs": copy_rate / 1e9,
                 "share": nbytes / median / copy_rate,
                 "tflops": (work.flops or math.nan) / median / 1e12,
                 "speedup_torch": times.get("torch", math.nan) / median,
-                "peak_bytes": entry.peak,
-                "kept_bytes": entry.kept,
-                "state_bytes": entry.state,
+                **memory[name],
                 "calls": work.calls or math.nan,
-                "deviation": entry.off,
-                "rounds": len(entry.timed.rounds),
-                "sm_mhz": entry.timed.clock if known else math.nan,
-                "error": entry.problem,
+                "deviation": racer.off,
+                **racer.columns("rounds", "sm_mhz", "error"),
             }
         )
     return rows

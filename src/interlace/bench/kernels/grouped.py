@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, Opened, Way
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase
 from interlace.bench.kernels.losses import BOTH, relative, unit
 from interlace.bench.sites import DTYPES
+from interlace.bench.ways import Opened, Way, worst
 from interlace.nn import GroupedLinear
 from interlace.optim import GradAccumulator
 
@@ -155,4 +155,4 @@ def _off(
         w, part, up = (t.to(wide) for t in (weight[g], x[rows], dy[rows]))
         far += [relative(y[rows], part @ w.t()), relative(dx[rows], up @ w)]
         far.append(relative(main[g], up.t() @ part))
-    return max(far) / unit(x.dtype) if all(map(math.isfinite, far)) else math.inf
+    return worst(far) / unit(x.dtype)

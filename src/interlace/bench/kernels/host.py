@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, Opened, Way, time_case
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, time_case
 from interlace.bench.kernels.grouped import grouped_layer, torch_layer
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
+from interlace.bench.ways import Opened, Way
 from interlace.ir import Program, parse
 from interlace.launch import Report, Tell
 from interlace.nn.functional import cross_entropy, linear_cross_entropy

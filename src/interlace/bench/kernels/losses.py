@@ -9,7 +9,6 @@ Each way's loss, and its gradient of the first rows, are compared with wide arit
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, Opened, Way, needed
+from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, needed
 from interlace.bench.sites import CACHE, DTYPES
+from interlace.bench.ways import Opened, Way, worst
 from interlace.nn.functional import cross_entropy, linear_cross_entropy
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -178,10 +178,10 @@ def _reference(x: Tensor, y: Tensor, smoothing: float, z_loss: float) -> tuple[T
 def _off(found: tuple[Tensor, Tensor | None], known: tuple[Tensor, Tensor], dtype: torch.dtype
          ) -> float:  # fmt: skip
     (loss, grad), (true_loss, true_grad) = found, known
-    far = abs(float(loss) - float(true_loss)) / abs(float(true_loss))
+    far = [abs(float(loss) - float(true_loss)) / abs(float(true_loss))]
     if grad is not None:
-        far = max(far, relative(grad[:CHECKED], true_grad))
-    return far / unit(dtype) if math.isfinite(far) else math.inf
+        far.append(relative(grad[:CHECKED], true_grad))
+    return worst(far) / unit(dtype)
 
 
 def relative(found: Tensor, known: Tensor) -> float:
@@ -209,7 +209,7 @@ def _linear(rows: int, width: int, classes: int, dtype: str, device: torch.devic
             pairs = zip((found[1][:CHECKED], found[2]), known[1:], strict=True)
             far = [relative(a[: len(b)], b) for a, b in pairs]
             far.append(abs(float(found[0]) - float(known[0])) / abs(float(known[0])))
-            return max(far) / unit(kind) if all(map(math.isfinite, far)) else math.inf
+            return worst(far) / unit(kind)
 
         return Opened(run, off)
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from interlace.bench.kernels.adam import adam_cases
-from interlace.bench.kernels.case import KernelCase, free, time_case
+from interlace.bench.kernels.case import KernelCase, time_case
 from interlace.bench.kernels.grouped import grouped_cases
 from interlace.bench.kernels.host import host_cases, team_work
 from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
 from interlace.bench.ranks import Alone, on_rank
 from interlace.bench.rows import Row, facts
+from interlace.bench.ways import free
 from interlace.errors import OptionError
 from interlace.launch import Tell, launch
 
@@ -86,7 +87,7 @@ def work(
         found = [{**row, **common} for row in time_case(case, ranks, share, tell)]
         rows += found
         tell({"event": "rows", "rows": found})
-    free(ranks)
+        free(ranks)
     if "host" in settings.only and not ranks.cuda:
         left = settings.seconds - (time.monotonic() - begun)
         if left > TEAM_S:
