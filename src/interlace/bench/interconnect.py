@@ -123,12 +123,9 @@ def engine_share(rows: list[Row]) -> list[Row]:
 
 def row(figure: Figure, ranks: Ranks, common: dict[str, str]) -> Row:
     """A figure as a row."""
+    shared = ("kind", "backend", "protocol", "pattern", "nbytes")
     return {
-        "kind": figure.kind,
-        "backend": figure.backend,
-        "protocol": figure.protocol,
-        "pattern": figure.pattern,
-        "nbytes": figure.nbytes,
+        **{name: getattr(figure, name) for name in shared},
         "world": ranks.size,
         "us": figure.seconds * 1e6,
         "gbs": figure.bandwidth / 1e9,

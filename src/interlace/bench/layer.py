@@ -226,6 +226,7 @@ def work(settings: LayerSettings, ranks: Ranks, tell: Tell) -> Row | None:
         left = settings.seconds - max(ranks.maximum([time.monotonic() - begun]))
         with torch.no_grad():
             found = _step(step, settings, mesh, ranks, ways, left / (2 - number), tell)
+        torch.compiler.reset()  # with it go graphs that hold collectives: NCCL would wait for them
         free(ranks)
         for row in found:
             row |= {"world": ranks.size, **common}

@@ -1,6 +1,6 @@
 """The ranks of a benchmark: processes of our own or torchrun's, on gloo, on GPUs also on NCCL.
 
-    report = run("overlap", overlap.work, settings, device="auto", world=None, time_out_s=600)
+    report = run("overlap", overlap.work, settings, BenchOptions(device="cpu"), world=4)
 
     def work(settings, ranks, tell):        # on every rank; rank 0's result is the report
         x = torch.ones(8, device=ranks.device)
@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +30,9 @@ from interlace.bench.rows import append
 from interlace.comm import Board
 from interlace.errors import BackendError, TeamError
 from interlace.launch import Report, Tell, joined, launch
+
+if TYPE_CHECKING:
+    from interlace.commands.options import BenchOptions
 
 WAIT_S = 60.0
 """How long ranks wait for one another before they give up."""
@@ -116,30 +118,29 @@ Work = Callable[[Any, Ranks, Tell], Report | None]
 
 
 def run(
-    name: str,
-    work: Work,
-    settings: Any,
-    *,
-    device: str,
-    world: int | None,
-    time_out_s: float,
-    verbose: bool = False,
-    path: Path | None = None,
+    name: str, work: Work, settings: Any, given: BenchOptions, world: int | None = None
 ) -> Report | None:
-    """Rank 0's report; None on other ranks of torchrun. Rows go to `path` as they come."""
-    device = pick_device(device)
+    """Rank 0's report; None on other ranks of torchrun. By default a rank for each GPU, or two."""
+    device, limit_s = pick_device(given.device), given.time_out
     if os.environ.get("RANK", "0") != "0":
-        return on_rank(name, work, device, time_out_s, settings, lambda event: None)
-    with progress(name, verbose, path) as hear:
+        return on_rank(name, work, device, limit_s, settings, lambda event: None)
+    with progress(name, given) as hear:
         if "WORLD_SIZE" in os.environ:
-            return on_rank(name, work, device, time_out_s, settings, hear)
+            return on_rank(name, work, device, limit_s, settings, hear)
         size = world or (torch.cuda.device_count() if device == "cuda" else 2)
         if size < 2:
             raise TeamError(
                 f"{size} rank: a benchmark needs two at least; --device cpu runs anywhere"
             )
-        each = functools.partial(on_rank, name, work, device, time_out_s)
-        return launch(each, settings, size, hear, time_out_s, f"bench {name}")
+        return start(name, work, settings, device, size, limit_s, hear)
+
+
+def start(
+    name: str, work: Work, settings: Any, device: str, size: int, time_out_s: float, hear: Tell
+) -> Report:
+    """Rank 0's report of ranks that are processes of this one."""
+    each = functools.partial(on_rank, name, work, device, time_out_s)
+    return launch(each, settings, size, hear, time_out_s, f"bench {name}")
 
 
 def on_rank(
@@ -164,8 +165,8 @@ def pick_device(device: str) -> str:
 
 
 @contextlib.contextmanager
-def progress(name: str, verbose: bool, path: Path | None) -> Iterator[Tell]:
-    """Appends the rows that a benchmark tells to `path`, as they come, and shows its steps: as
+def progress(name: str, given: BenchOptions) -> Iterator[Tell]:
+    """Appends the rows that a benchmark tells to a file, as they come, and shows its steps: as
     lines where it is to be `verbose`, else as a bar where stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -177,18 +178,18 @@ def progress(name: str, verbose: bool, path: Path | None) -> Iterator[Tell]:
     task = bar.add_task("starting", total=None)
 
     def hear(event: dict[str, Any]) -> None:
-        if event["event"] == "rows" and path is not None:
-            append(path, event["rows"])  # what was measured stays, whatever comes next
+        if event["event"] == "rows" and given.path is not None:
+            append(given.path, event["rows"])  # what was measured stays, whatever comes next
         if "total" in event:
             bar.update(task, total=event["total"], completed=0)
         if "doing" in event:
             advance = 1 if event["event"] == "step" else 0
             bar.update(task, advance=advance, description=event["doing"])
-            if verbose:
+            if given.verbose:
                 since = time.monotonic() - begun
                 print(f"[{since:6.1f} s] {event['doing']}", file=sys.stderr, flush=True)
 
-    with bar if terminal.is_terminal and not verbose else contextlib.nullcontext():
+    with bar if terminal.is_terminal and not given.verbose else contextlib.nullcontext():
         yield hear
 
 

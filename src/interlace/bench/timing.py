@@ -179,8 +179,8 @@ def race(
     """
     found = {name: Timing() for name in runs}
     clock = SMClock(ranks.device)
-    bursts = _launches(ranks, runs, inputs, found, launches)
-    names = [name for name in runs if found[name].problem is None]
+    bursts, failed = _launches(ranks, runs, inputs, launches)
+    names = _without(ranks, failed, found, list(runs))
     number, least, most = 0, *rounds
     begun = time.perf_counter()
     while names and number < most:
@@ -199,12 +199,8 @@ def race(
                 found[name].clocks.append(mhz)
         number += 1
         spent = time.perf_counter() - begun
-        notes = ranks.exchange({"failed": failed, "spent": spent})
-        for rank, note in enumerate(notes):
-            for name, problem in note["failed"].items():
-                found[name].problem = found[name].problem or f"rank {rank}: {problem}"
-        names = [name for name in names if found[name].problem is None]
-        if number >= least and max(note["spent"] for note in notes) * (1 + 1 / number) > seconds:
+        names = _without(ranks, failed, found, names)
+        if number >= least and max(ranks.maximum([spent])) * (1 + 1 / number) > seconds:
             break
     return _slowest(ranks, found, names)
 
@@ -300,29 +296,32 @@ def _launches(
     ranks: Ranks,
     runs: Mapping[str, Run],
     inputs: Mapping[str, Sequence[Sequence[Any]]],
-    found: Mapping[str, Timing],
     bounds: tuple[int, int],
-) -> dict[str, int]:
-    """Launches of a burst, by candidate, from a first short one that is not counted."""
-    quick: dict[str, float] = {}
-    problems: dict[str, str] = {}
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Launches of a burst, by candidate, from a first short one that is not counted; and what
+    failed in it here."""
+    quick: list[float] = []
+    failed: dict[str, str] = {}
     for name, run in runs.items():
         try:
             # What graphs are captured for, they are captured for here.
-            quick[name] = burst(ranks, run, inputs[name], 2, warm=len(inputs[name]))[0]
+            quick.append(burst(ranks, run, inputs[name], 2, warm=len(inputs[name]))[0])
         except Exception as error:
-            problems[name] = describe(error, ranks)
-            quick[name] = 1.0
-    names = list(runs)
-    for rank, note in enumerate(ranks.exchange({"problems": problems})):
-        for name, problem in note["problems"].items():
-            found[name].problem = found[name].problem or f"rank {rank}: {problem}"
-    slowest = ranks.maximum([quick[name] for name in names])
+            failed[name] = describe(error, ranks)
+            quick.append(1.0)
     low, high = bounds
-    return {
-        name: min(high, max(low, round(BURST_S / max(seconds, 1e-9))))
-        for name, seconds in zip(names, slowest, strict=True)
-    }
+    counts = [round(BURST_S / max(seconds, 1e-9)) for seconds in ranks.maximum(quick)]
+    return {n: min(high, max(low, count)) for n, count in zip(runs, counts, strict=True)}, failed
+
+
+def _without(
+    ranks: Ranks, failed: Mapping[str, str], found: Mapping[str, Timing], names: Sequence[str]
+) -> list[str]:
+    """The names without those that failed on some rank, whose problem is noted."""
+    for rank, note in enumerate(ranks.exchange({"failed": failed})):
+        for name, problem in note["failed"].items():
+            found[name].problem = found[name].problem or f"rank {rank}: {problem}"
+    return [name for name in names if found[name].problem is None]
 
 
 def _slowest(ranks: Ranks, found: dict[str, Timing], names: Sequence[str]) -> dict[str, Timing]:

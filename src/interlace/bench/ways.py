@@ -155,8 +155,7 @@ def close(racers: Iterable[Racer]) -> None:
 
 
 def free(ranks: Ranks) -> None:
-    """Gives back the memory of ways that are closed, and what the compiler keeps."""
-    torch.compiler.reset()  # with it go graphs that hold collectives, which NCCL would wait for
+    """Gives back the memory of ways that are closed."""
     gc.collect()
     if ranks.cuda:
         torch.cuda.empty_cache()

@@ -22,27 +22,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from interlace.commands.output import UNSOUND, command, print_json, say, table, words
+from interlace.commands.options import BenchOptions, Seconds, Shapes, World, benchmark
+from interlace.commands.output import UNSOUND, print_json, say, table, words
 from interlace.errors import BackendError, OptionError
 
 if TYPE_CHECKING:
     from interlace.bench.bars import BarVerdict
 
-RESULTS = Path("benchmarks/results")
-"""Where rows go that are meant to be committed."""
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-Commit = Annotated[str, typer.Option(help="Commit, where git cannot tell.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the rows for scripts.")]
-Name = Annotated[str, typer.Option(help="Name of the CSV file.")]
-Out = Annotated[Path, typer.Option(help="Folder of the CSV rows.")]
-TimeOut = Annotated[float, typer.Option(help="Seconds after which all ranks end.")]
-Verbose = Annotated[bool, typer.Option(help="Say on stderr what is under way.")]
-World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")]
 
-
-@command
+@benchmark
 def interconnect(
     least: Annotated[str, typer.Option(help="Smallest message.")] = "1KiB",
     most: Annotated[str, typer.Option(help="Largest; default: 1GiB on GPUs, 16MiB on CPUs.")] = "",
@@ -54,23 +44,17 @@ def interconnect(
         Path | None, typer.Option(help="Calibration file to write; default: where auto looks.")
     ] = None,
     calibrate: Annotated[bool, typer.Option(help="Write a calibration file.")] = True,
-    out: Annotated[Path, typer.Option(help="Folder of the CSV rows and the plot.")] = RESULTS,
-    name: Name = "interconnect",
     plot: Annotated[bool, typer.Option(help="Draw the rows, where matplotlib is there.")] = True,
-    device: Device = "auto",
     world: World = None,
-    commit: Commit = "",
-    time_out: TimeOut = 580,
-    verbose: Verbose = False,
-    json: Json = False,
+    *,
+    given: BenchOptions,
 ) -> None:
     """Measure copies between ranks, collectives and matmuls; calibrate the cost model by them."""
     from interlace.bench.interconnect import InterconnectSettings, work
     from interlace.bench.ranks import pick_device, run
     from interlace.bench.rows import plain
 
-    device = pick_device(device)
-    on_cpu = device == "cpu"
+    on_cpu = pick_device(given.device) == "cpu"
     settings = InterconnectSettings(
         least=nbytes(least),
         most=nbytes(most or ("16MiB" if on_cpu else "1GiB")),
@@ -78,18 +62,16 @@ def interconnect(
         collectives=collectives,
         device=compute,
         calibration=(_place(calibration) if calibrate else ""),
-        commit=commit,
+        commit=given.commit,
         dtypes=tuple(words(dtype or ("f32" if on_cpu else "bf16"))),
     )
-    path = out / f"{name}.csv"
-    ranks: dict[str, Any] = {"device": device, "world": world, "time_out_s": time_out}
-    report = run("interconnect", work, settings, **ranks, verbose=verbose, path=path)
+    report = run("interconnect", work, settings, given, world)
     if report is None:
         return
-    written = [str(path), *filter(None, [report["calibration"]])]
+    written = [str(path) for path in (given.path, report["calibration"]) if path]
     if plot:
-        written += _drawn(report["rows"], path.with_suffix(".png"))
-    if json:
+        written += _drawn(report["rows"], given.out / f"{given.name}.png")
+    if given.json:
         print_json({"schema": 1, **plain(report), "files": written})
         return
     _show_interconnect(report)
@@ -98,33 +80,26 @@ def interconnect(
         say(f"wrote {item}")
 
 
-@command
+@benchmark
 def overlap(
     preset: Annotated[
         str, typer.Option(help="Shapes: bars, others, tiny, or several with commas.")
     ] = "bars",
-    shapes: Annotated[
-        str, typer.Option(help="Shapes instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
-    ] = "",
+    shapes: Shapes = "",
     dtype: Annotated[str, typer.Option(help="Element types, with commas.")] = "bf16",
     only: Annotated[str, typer.Option(help="Candidates, with commas; default: all.")] = "",
     graphs: Annotated[bool, typer.Option(help="CUDA graphs of ours as well.")] = True,
-    seconds: Annotated[float, typer.Option(help="Time for all of it; the rest is left out.")] = 90,
+    seconds: Seconds = 90,
     host_runs: Annotated[int, typer.Option(help="Calls by which host time is measured.")] = 1000,
     check: Annotated[
         bool, typer.Option(help="Judge the bars; code 1 where auto misses one.")
     ] = False,
-    out: Out = RESULTS,
-    name: Name = "overlap",
-    device: Device = "auto",
     world: World = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file that auto asks.")
     ] = None,
-    commit: Commit = "",
-    time_out: TimeOut = 580,
-    verbose: Verbose = False,
-    json: Json = False,
+    *,
+    given: BenchOptions,
 ) -> None:
     """Time AG+GEMM, GEMM+RS and GEMM+AR by every strategy and rival, and append rows of CSV."""
     from interlace.bench.bars import judge_overlap
@@ -140,13 +115,11 @@ def overlap(
         graphs=graphs,
         seconds=seconds,
         host_runs=host_runs,
-        commit=commit,
+        commit=given.commit,
         calibration=_place(calibration),
         **_only(only),
     )
-    path = out / f"{name}.csv"
-    ranks: dict[str, Any] = {"device": device, "world": world, "time_out_s": time_out}
-    report = run("overlap", work, settings, **ranks, verbose=verbose, path=path)
+    report = run("overlap", work, settings, given, world)
     if report is None:
         return
     roof = report["roof"]
@@ -167,13 +140,12 @@ def overlap(
             "MHz": "{sm_mhz:.0f}",
         },
         "{op} {m},{k},{n} {strategy} {mode}",
-        path,
+        given,
         judge_overlap(report["rows"]) if check else [],
-        json,
     )
 
 
-@command
+@benchmark
 def layer(
     dim: Annotated[int, typer.Option(help="Width of the model.")] = 4096,
     hidden: Annotated[int, typer.Option(help="Width of the feed-forward.")] = 14336,
@@ -185,15 +157,10 @@ def layer(
     only: Annotated[str, typer.Option(help="Ways, with commas; default: all.")] = "",
     strategy: Annotated[str, typer.Option(help="Interlace's strategy.")] = "auto",
     seconds: Annotated[float, typer.Option(help="Time for timing, compiling apart.")] = 60,
-    out: Out = RESULTS,
-    name: Name = "layer",
     calibration: Annotated[Path | None, typer.Option(help="Calibration file.")] = None,
-    device: Device = "auto",
     world: World = None,
-    commit: Commit = "",
-    time_out: TimeOut = 580,
-    verbose: Verbose = False,
-    json: Json = False,
+    *,
+    given: BenchOptions,
 ) -> None:
     """Time a layer compiled by Interlace against torch.compile with NCCL, without gradients."""
     from interlace.bench.layer import LayerSettings, work
@@ -210,12 +177,10 @@ def layer(
         strategy=strategy,
         seconds=seconds,
         calibration=_place(calibration),
-        commit=commit,
+        commit=given.commit,
         **_only(only),
     )
-    path = out / f"{name}.csv"
-    ranks: dict[str, Any] = {"device": device, "world": world, "time_out_s": time_out}
-    report = run("layer", work, settings, **ranks, verbose=verbose, path=path)
+    report = run("layer", work, settings, given, world)
     if report is None:
         return
     columns = {
@@ -229,26 +194,21 @@ def layer(
         "x inductor": "{speedup:.2f}",
         "MHz": "{sm_mhz:.0f}",
     }
-    _conclude(report, "one layer", columns, "{step} {way}", path, [], json)
+    _conclude(report, "one layer", columns, "{step} {way}", given)
 
 
-@command
+@benchmark
 def kernels(
     only: Annotated[str, typer.Option(help="Ops, with commas; default: all.")] = "",
-    seconds: Annotated[float, typer.Option(help="Time for all of it; the rest is left out.")] = 80,
+    seconds: Seconds = 80,
     small: Annotated[
         bool | None, typer.Option("--small/--large", help="Small sizes; default: on a CPU.")
     ] = None,
     check: Annotated[
         bool, typer.Option(help="Judge the bars; code 1 where one is missed.")
     ] = False,
-    out: Out = RESULTS,
-    name: Name = "kernels",
-    device: Device = "auto",
-    commit: Commit = "",
-    time_out: Annotated[float, typer.Option(help="Seconds after which it ends.")] = 580,
-    verbose: Verbose = False,
-    json: Json = False,
+    *,
+    given: BenchOptions,
 ) -> None:
     """Time losses, optimizers, layers and the host against torch and others; append rows of CSV."""
     import torch
@@ -259,12 +219,11 @@ def kernels(
 
     if seconds <= 0:
         raise OptionError("nothing to measure: give --seconds > 0")
-    settings = KernelSettings(seconds=seconds, small=small, commit=commit, **_only(only))
-    path = out / f"{name}.csv"
-    where = torch.device(pick_device(device))
-    faulthandler.dump_traceback_later(time_out, exit=True, file=sys.__stderr__ or sys.stderr)
+    settings = KernelSettings(seconds=seconds, small=small, commit=given.commit, **_only(only))
+    where = torch.device(pick_device(given.device))
+    faulthandler.dump_traceback_later(given.time_out, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
-        with progress("kernels", verbose, path) as tell:
+        with progress("kernels", given) as tell:
             report = work(settings, where, tell)
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -287,9 +246,8 @@ def kernels(
             "MHz": "{sm_mhz:.0f}",
         },
         "{op} {shape} {dtype} {way}",
-        path,
+        given,
         judge_kernels(report["rows"]) if check else [],
-        json,
     )
 
 
@@ -306,16 +264,15 @@ def _conclude(
     headline: str,
     columns: Mapping[str, str],
     place: str,
-    path: Path,
-    verdicts: Sequence[BarVerdict],
-    json: bool,
+    given: BenchOptions,
+    verdicts: Sequence[BarVerdict] = (),
 ) -> None:
     """The rows for scripts or for people: a table, what was not timed, the bars; code 1 where one
     is missed. `columns` and `place` are formats of a row."""
     from interlace.bench.bars import missed
     from interlace.bench.rows import plain
 
-    if json:
+    if given.json:
         bars = [verdict.to_json() for verdict in verdicts]
         print_json({"schema": 1, **plain(report), "bars": bars})
     else:
@@ -332,7 +289,7 @@ def _conclude(
             say(f"no time left for: {'; '.join(report['skipped'])}")
         if verdicts:
             _show_bars(verdicts)
-        say(f"\nwrote {path}")
+        say(f"\nwrote {given.path}")
     if missed(verdicts):
         raise typer.Exit(UNSOUND)
 
@@ -390,58 +347,59 @@ def _show_interconnect(report: dict[str, Any]) -> None:
     for row in report["rows"]:
         key = (row["kind"], row["backend"], row["protocol"], row["pattern"])
         groups.setdefault(key, []).append(row)
-    lines: list[tuple[str, ...]] = []
-    for key, rows in groups.items():
-        good = [row for row in rows if not row["error"]]
-        rates = [row for row in good if not math.isnan(row["gbs"])]
-        best = max(rates, key=lambda row: row["gbs"], default=None)
-        lines.append(
-            (
-                *key,
-                f"{good[0]['us']:.1f} us" if good else "-",
-                f"{rates[-1]['us']:.0f} us" if rates else "-",
-                f"{best['gbs']:.2f} GB/s at {size(best['nbytes'])}" if best else "-",
-                next((row["error"] for row in rows if row["error"]), ""),
-            )
-        )
     headings = ("kind", "backend", "by", "who", "smallest", "largest", "best", "error")
+    lines = [(*key, *_rates(rows)) for key, rows in groups.items()]
     table(headings, lines, title="between ranks")
-    if report["engine"]:
-        say("")
-        cells = [
-            (e["pattern"], f"{e['gbs']:.1f} GB/s", f"{e['share']:.1%}", e["by"])
-            for e in report["engine"]
-        ]
-        title = "copies of 64 MiB and more by engine (95 % of the best is the bar)"
-        table(("who", "best", "of the best of all", "which is"), cells, title=title)
-    gemms = [sample for sample in report["device"] if sample["kind"] == "gemm"]
-    if gemms:
-        say("")
-        cells = [
-            (
-                "x".join(map(str, g["shape"])),
-                g["dtype"],
-                f"{g['seconds'] * 1e6:.1f} us",
-                f"{2 * math.prod(g['shape']) / g['seconds'] / 1e12:.4g} TFLOP/s",
-            )
-            for g in gemms
-        ]
-        table(("matmul", "dtype", "time", "speed"), cells, title="matmuls")
-    others = [s for s in report["device"] if s["kind"] != "gemm"]
-    if others:
-        say("")
-        cells = [
-            (
-                s["kind"],
-                s["protocol"],
-                size(s["nbytes"]) if s["nbytes"] else "",
-                f"{s['seconds'] * 1e6:.2f} us",
-            )
-            for s in others
-        ]
-        table(("what", "of", "size", "time"), cells, title="device and host")
+    engine = [
+        (e["pattern"], f"{e['gbs']:.1f} GB/s", f"{e['share']:.1%}", e["by"])
+        for e in report["engine"]
+    ]
+    title = "copies of 64 MiB and more by engine (95 % of the best is the bar)"
+    _more(title, ("who", "best", "of the best of all", "which is"), engine)
+    gemms = [
+        (
+            "x".join(map(str, g["shape"])),
+            g["dtype"],
+            f"{g['seconds'] * 1e6:.1f} us",
+            f"{2 * math.prod(g['shape']) / g['seconds'] / 1e12:.4g} TFLOP/s",
+        )
+        for g in report["device"]
+        if g["kind"] == "gemm"
+    ]
+    _more("matmuls", ("matmul", "dtype", "time", "speed"), gemms)
+    others = [
+        (
+            s["kind"],
+            s["protocol"],
+            size(s["nbytes"]) if s["nbytes"] else "",
+            f"{s['seconds'] * 1e6:.2f} us",
+        )
+        for s in report["device"]
+        if s["kind"] != "gemm"
+    ]
+    _more("device and host", ("what", "of", "size", "time"), others)
     for name, why in report["absent"].items():
         say(f"{name} is absent: {why}")
+
+
+def _rates(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The times of the smallest and the largest, the best rate, the error."""
+    good = [row for row in rows if not row["error"]]
+    rates = [row for row in good if not math.isnan(row["gbs"])]
+    best = max(rates, key=lambda row: row["gbs"], default=None)
+    return (
+        f"{good[0]['us']:.1f} us" if good else "-",
+        f"{rates[-1]['us']:.0f} us" if rates else "-",
+        f"{best['gbs']:.2f} GB/s at {size(best['nbytes'])}" if best else "-",
+        next((row["error"] for row in rows if row["error"]), ""),
+    )
+
+
+def _more(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """One more table, where it has rows."""
+    if cells:
+        say("")
+        table(headings, cells, title=title)
 
 
 bench = typer.Typer(

@@ -17,6 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from interlace.commands.options import (
+    BenchOptions,
+    Device,
+    JsonFacts,
+    Shapes,
+    TimeOut,
+    Verbose,
+    World,
+)
 from interlace.commands.output import command, print_json, say, table, words
 from interlace.errors import CalibrationError, OptionError
 
@@ -36,20 +45,18 @@ def calibrate(
         typer.Option("--from", help="CSV of `bench overlap`, or of samples; measures nothing."),
     ] = None,
     preset: Annotated[str, typer.Option(help="Sites: bars, others, tiny, cpu; or several.")] = "",
-    shapes: Annotated[
-        str, typer.Option(help="Sites instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
-    ] = "",
+    shapes: Shapes = "",
     dtype: Annotated[str, typer.Option(help="Element types; default: bf16, on CPUs f32.")] = "",
     most: Annotated[int, typer.Option(help="Largest message in bytes; 0: by device.")] = 0,
     seconds: Annotated[float, typer.Option(help="Time for the sites; the rest is left out.")] = 240,
     out: Annotated[
         Path | None, typer.Option(help="The file to write; default: where auto looks.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    world: Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")] = None,
-    time_out: Annotated[float, typer.Option(help="Seconds after which all ranks end.")] = 580,
-    verbose: Annotated[bool, typer.Option(help="Say on stderr what is under way.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
+    device: Device = "auto",
+    world: World = None,
+    time_out: TimeOut = 580,
+    verbose: Verbose = False,
+    json: JsonFacts = False,
 ) -> None:
     """Measure links, matmuls and whole sites of this machine, for `auto` to choose by."""
     parts = words(measure) or ([] if given else list(PARTS))
@@ -69,7 +76,7 @@ def calibrate(
 
         wanted = preset or ("bars" if place.cuda else "cpu")
         dtypes = words(dtype or ("bf16" if place.cuda else "f32"))
-        ranks: dict[str, Any] = {"device": place.device, "world": world, "time_out_s": time_out}
+        options = BenchOptions(device=place.device, time_out=time_out, verbose=verbose)
         with tempfile.TemporaryDirectory() as folder:
             settings = calibration_settings(
                 calibration=f"{folder}/machine.json" if "interconnect" in parts else "",
@@ -78,7 +85,7 @@ def calibrate(
                 cases=cases_of(wanted, shapes, dtypes) if "overlap" in parts else (),
                 seconds=seconds,
             )
-            report = run("calibrate", calibrate_work, settings, **ranks, verbose=verbose)
+            report = run("calibrate", calibrate_work, settings, options, world)
             if report is None:
                 return  # another rank than 0, of torchrun
             if report["calibration"]:

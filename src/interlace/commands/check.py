@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from interlace.commands.files import on_mesh, parse_mesh, read_programs
+from interlace.commands.options import JsonReport, Mesh, Schedule
 from interlace.commands.output import UNSOUND, command, print_json, say
 from interlace.errors import ProgramError
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @command
 def check(
-    file: Annotated[Path, typer.Argument(help="A schedule, or - for standard input.")],
+    file: Schedule,
     world: Annotated[
         int | None, typer.Option(help="Ranks in all: a multiple of the Program's own.")
     ] = None,
-    mesh: Annotated[str | None, typer.Option(help="Sizes of the teams, such as dp=2,tp=4.")] = None,
+    mesh: Mesh = None,
     in_order: Annotated[
         bool, typer.Option("--in-order", help="Check the twin that runs one op after another.")
     ] = False,
@@ -36,7 +36,7 @@ def check(
         list[str] | None,
         typer.Option(help="An operator of your own that may be called, or a namespace; repeat it."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a report for scripts.")] = False,
+    json: JsonReport = False,
 ) -> None:
     """Prove that a schedule has no race and no deadlock, or show how it goes wrong.
 

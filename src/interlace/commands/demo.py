@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from interlace.commands.files import make_folder, read_machine
+from interlace.commands.options import Calibration, Strategy
 from interlace.commands.output import command, print_json, say, table
 from interlace.errors import BackendError, OptionError, TeamError
 
@@ -41,10 +42,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for schedules, trace and page.")] = Path(
         "interlace-demo"
     ),
-    strategy: Annotated[str, typer.Option(help="How sites are overlapped.")] = "auto",
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
-    ] = None,
+    strategy: Strategy = "auto",
+    calibration: Calibration = None,
     in_order: Annotated[
         bool, typer.Option("--in-order", help="Train a fourth way: the same ops one by one.")
     ] = False,

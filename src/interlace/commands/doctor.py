@@ -16,13 +16,14 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from interlace.commands.files import read_machine
+from interlace.commands.options import JsonFacts
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 from interlace.errors import CalibrationError, InterlaceError
 
@@ -49,7 +50,7 @@ def doctor(
     calibration: Annotated[
         Path | None, typer.Option(help="A calibration file to look at as well.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
+    json: JsonFacts = False,
 ) -> None:
     """Say what is installed on this machine, what is missing and how to fix it.
 
@@ -58,11 +59,7 @@ def doctor(
     found = list(look(calibration))
     broken = any(item.state == "broken" for item in found)
     if json:
-        checks = [
-            {"name": item.name, "state": item.state, "found": item.found, "mend": item.mend}
-            for item in found
-        ]
-        print_json({"schema": 1, "ok": not broken, "checks": checks})
+        print_json({"schema": 1, "ok": not broken, "checks": [asdict(item) for item in found]})
     else:
         table(("what", "state", "found"), [(i.name, i.state, i.found) for i in found])
         mends = [item for item in found if item.mend]

@@ -7,12 +7,14 @@ $ interlace explain serial.ilc --device cuda --calibration h200.json     # and a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from interlace.commands.files import read_machine, read_programs
+from interlace.commands.options import JsonFacts, Schedule, Strategy
 from interlace.commands.output import UNSOUND, command, print_json, say, table
 
 if TYPE_CHECKING:
@@ -26,14 +28,14 @@ CANDIDATES = ("site", "strategy", "predicted", "measured", "expected")
 
 @command
 def explain(
-    file: Annotated[Path, typer.Argument(help="A schedule, or - for standard input.")],
+    file: Schedule,
     calibration: Annotated[
         Path | None, typer.Option(help="Calibration file; without it, this host's, if it has one.")
     ] = None,
     device: Annotated[str, typer.Option(help="Without --calibration: cpu or cuda.")] = "cpu",
-    strategy: Annotated[str, typer.Option(help="How sites are overlapped.")] = "auto",
+    strategy: Strategy = "auto",
     graph: Annotated[bool, typer.Option("--graph", help="As a replayed CUDA graph.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
+    json: JsonFacts = False,
 ) -> None:
     """Say how each communication is overlapped, why, and what that is predicted to gain.
 
@@ -183,20 +185,7 @@ def _ms(value: float | None) -> str:
 def explanation(program: Program) -> dict[str, object]:
     """Sites and remarks as plain data."""
     return {
-        "sites": [
-            {
-                "id": site.id,
-                "kind": site.kind,
-                "module": site.module,
-                "strategy": site.strategy,
-                "protocol": site.protocol,
-                "chunks": site.chunks,
-                "serial_ms": site.serial_ms,
-                "predicted_ms": site.predicted_ms,
-                "reason": site.reason,
-            }
-            for site in program.sites
-        ],
+        "sites": [asdict(site) for site in program.sites],
         "remarks": [
             {"pass": remark.pass_name, "text": remark.text, "site": remark.site}
             for remark in program.remarks

@@ -23,6 +23,7 @@ from interlace.commands.files import (
     read_programs,
     read_text,
 )
+from interlace.commands.options import Calibration, JsonFacts, Mesh, Schedule
 from interlace.commands.output import UNSOUND, code, command, print_json, say, table
 from interlace.errors import InputError
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from interlace.cost import Timeline
     from interlace.ir import Program
     from interlace.passes import Pass
-
-Schedule = Annotated[Path, typer.Argument(help="A schedule, or - for standard input.")]
 
 
 @command
@@ -114,7 +113,7 @@ def show(
     program: Annotated[
         Path | None, typer.Option(help="The schedule that a timeline in JSON belongs to.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")] = False,
+    json: JsonFacts = False,
 ) -> None:
     """Show a schedule or a timeline, as text or as an HTML page."""
     from interlace.cost import Timeline
@@ -188,11 +187,9 @@ def _facts(program: Program) -> dict[str, object]:
 @command
 def simulate(
     file: Schedule,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
-    ] = None,
+    calibration: Calibration = None,
     device: Annotated[str, typer.Option(help="Built-in model: cpu or cuda.")] = "cpu",
-    mesh: Annotated[str | None, typer.Option(help="Sizes of the teams, such as dp=2,tp=4.")] = None,
+    mesh: Mesh = None,
     html: Annotated[Path | None, typer.Option(help="Write the timeline as a page.")] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="Write it as a trace for ui.perfetto.dev.")

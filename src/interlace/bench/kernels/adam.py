@@ -74,7 +74,7 @@ def adam_cases(small: bool) -> list[KernelCase]:
             shape=f"{text} {kind.name}",
             dtype=kind.dtype,
             does="step",
-            build=functools.partial(_build, kind, shapes),
+            build=functools.partial(adam_case, kind, shapes),
         )
         for kind in FORMATS
     ]
@@ -87,7 +87,7 @@ def layer_shapes() -> list[tuple[int, ...]]:
     return [*LAYERS * [*layer, (WIDTH,), (WIDTH,)], (CLASSES, WIDTH), (WIDTH,)]
 
 
-def _build(kind: Format, shapes: list[tuple[int, ...]], device: torch.device) -> BuiltCase:
+def adam_case(kind: Format, shapes: list[tuple[int, ...]], device: torch.device) -> BuiltCase:
     params = _params(shapes, DTYPES[kind.dtype], device)
     makers: dict[str, Make] = {
         OURS: lambda given: AdamW(given, lr=LR, **kind.options),

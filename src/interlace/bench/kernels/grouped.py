@@ -48,7 +48,7 @@ def grouped_cases(small: bool) -> list[KernelCase]:
             shape=f"{groups}x{tokens}x{inner}x{outer} {how}",
             dtype=dtype,
             does=BOTH,
-            build=functools.partial(_build, groups, tokens, inner, outer, how, dtype),
+            build=functools.partial(grouped_case, groups, tokens, inner, outer, how, dtype),
         )
         for groups, tokens, inner, outer, how in (SMALL if small else SHAPES)
     ]
@@ -64,7 +64,7 @@ def group_sizes(groups: int, tokens: int, how: str) -> list[int]:
     return sizes
 
 
-def _build(
+def grouped_case(
     groups: int, tokens: int, inner: int, outer: int, how: str, dtype: str, device: torch.device
 ) -> BuiltCase:
     kind, sizes = DTYPES[dtype], group_sizes(groups, tokens, how)

@@ -5,47 +5,58 @@
 Tensors are so small that the host is what takes the time; each figure is the median of 1,000 calls,
 a hundred of each way in turn (of fewer where a call takes milliseconds). Of an Executor it is a run
 of a Program of 1, 8 or 32 calls on one stream against the same calls of torch, one after another,
-with the same operators and outputs.
+with the same operators and outputs; the others are cases of the other ops.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from interlace.bench.kernels.adam import FORMATS, adam_case
 from interlace.bench.kernels.case import OURS, BuiltCase, KernelCase, time_case
-from interlace.bench.kernels.grouped import grouped_layer, torch_layer
+from interlace.bench.kernels.grouped import grouped_case
+from interlace.bench.kernels.losses import BOTH, cross_entropy_case, linear_case
 from interlace.bench.ranks import Ranks
 from interlace.bench.rows import Row, facts
 from interlace.bench.ways import Opened, Way
 from interlace.ir import Program, parse
 from interlace.launch import Report, Tell
-from interlace.nn.functional import cross_entropy, linear_cross_entropy
-from interlace.optim import AdamW
 from interlace.runtime import Executor
 
 COUNTS = (1, 8, 32)
 WIDTH = 64
 NUM_PARAMS, PARAM = 300, 1024
+LOSS = (64, 512, "f32", 0.0, 0.0, BOTH)
 
 
 def host_cases(device: torch.device) -> list[KernelCase]:
     """The cases: `Executor.run()` first."""
-    work: dict[str, Callable[[torch.device], BuiltCase]] = {
-        **{f"Executor.run, {n} calls": functools.partial(_executor, n) for n in reversed(COUNTS)},
-        "cross_entropy 64x512": _cross_entropy,
-        "linear_cross_entropy 64x64x512": _linear_cross_entropy,
-        f"AdamW.step, {NUM_PARAMS} parameters": _adam,
-    }
-    cases = [_case(shape, build) for shape, build in work.items()]
-    grouped = "bf16" if device.type == "cuda" else "f32"
-    return [*cases, _case("GroupedLinear 4x64x64x64", _grouped, grouped)]
+    shapes: list[tuple[int, ...]] = [(PARAM,)] * NUM_PARAMS
+    dtype = "bf16" if device.type == "cuda" else "f32"
+    small: list[tuple[str, str, Callable[[torch.device], BuiltCase]]] = [
+        ("cross_entropy 64x512", "f32", partial(cross_entropy_case, *LOSS)),
+        ("linear_cross_entropy 64x64x512", "f32", partial(linear_case, 64, 64, 512, "f32")),
+        (f"AdamW.step, {NUM_PARAMS} parameters", "f32", partial(adam_case, FORMATS[0], shapes)),
+        ("GroupedLinear 4x64x64x64", dtype, partial(grouped_case, 4, 64, 64, 64, "even", dtype)),
+    ]
+    return [
+        *(_case(f"Executor.run, {n} calls", partial(_executor, n)) for n in reversed(COUNTS)),
+        *(_case(shape, partial(_host, build), dtype) for shape, dtype, build in small),
+    ]
+
+
+def _host(build: Callable[[torch.device], BuiltCase], device: torch.device) -> BuiltCase:
+    """The case of another op, of which the host's time counts: ours against torch alone."""
+    case = build(device)
+    ways = [way for way in case.ways if way.name in (OURS, "torch", "torch foreach")]
+    return replace(case, ways=ways, nbytes=0, flops=0, host=True)
 
 
 def _case(shape: str, build: Callable[[torch.device], BuiltCase], dtype: str = "f32") -> KernelCase:
@@ -125,93 +136,3 @@ def team_work(commit: str, ranks: Ranks, tell: Tell) -> Report:
 def _executor(calls: int, device: torch.device) -> BuiltCase:
     ways, sets = executor_ways(calls, device)
     return BuiltCase(ways=ways, sets=sets, calls=calls, host=True)
-
-
-# -- losses, optimizer, layer --------------------------------------------------------------------
-
-
-def _cross_entropy(device: torch.device) -> BuiltCase:
-    x = torch.randn(64, 512, device=device, requires_grad=True)
-    y = torch.randint(512, (64,), device=device)
-    return _losses({OURS: cross_entropy, "torch": F.cross_entropy}, (x, y), (x,))
-
-
-def _linear_cross_entropy(device: torch.device) -> BuiltCase:
-    h = torch.randn(64, 64, device=device, requires_grad=True)
-    w = torch.randn(512, 64, device=device, requires_grad=True)
-    y = torch.randint(512, (64,), device=device)
-
-    def unfused(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(h, w), y)
-
-    return _losses({OURS: linear_cross_entropy, "torch": unfused}, (h, w, y), (h, w))
-
-
-def _losses(
-    ways: Mapping[str, Callable[..., Tensor]], given: tuple[Tensor, ...], wanted: Sequence[Tensor]
-) -> BuiltCase:
-    truth = ways["torch"](*given).detach()
-
-    def opened(loss: Callable[..., Tensor]) -> Opened:
-        def run(*given: Tensor) -> Tensor:
-            made = loss(*given)
-            torch.autograd.grad(made, wanted)
-            return made
-
-        def off() -> float:
-            return abs(float(run(*given).detach()) - float(truth)) / (1e-5 * abs(float(truth)))
-
-        return Opened(run, off)
-
-    made = [Way(name, functools.partial(opened, loss)) for name, loss in ways.items()]
-    return BuiltCase(ways=made, sets=[given], host=True)
-
-
-def _adam(device: torch.device) -> BuiltCase:
-    def opened(make: Callable[..., Any]) -> Opened:
-        params = [nn.Parameter(torch.ones(PARAM, device=device)) for _ in range(NUM_PARAMS)]
-        for param in params:
-            param.grad = torch.full_like(param, 0.5)
-        optimizer = make(params, lr=1e-3, weight_decay=0.0)
-
-        def off() -> float:  # the first step is lr against the gradient's sign
-            optimizer.step()
-            return abs(float(params[-1].detach().mean()) - 0.999) / 1e-5
-
-        return Opened(lambda: optimizer.step(), off)
-
-    ways = (
-        Way(OURS, lambda: opened(AdamW)),
-        Way("torch", lambda: opened(functools.partial(torch.optim.AdamW, fused=True))),
-        Way("torch foreach", lambda: opened(functools.partial(torch.optim.AdamW, foreach=True))),
-    )
-    return BuiltCase(ways=ways, host=True)
-
-
-def _grouped(device: torch.device) -> BuiltCase:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.randn(4, 64, 64, device=device, dtype=dtype)
-    main = torch.zeros(4, 64, 64, device=device)
-    sizes = torch.full((4,), 16, device=device, dtype=torch.int32)
-    dy = torch.randn(64, 64, device=device, dtype=dtype)
-    truth = torch.cat([part @ w.t() for part, w in zip(x.detach().split(16), weight, strict=True)])
-
-    def opened(make: Callable[..., Any]) -> Opened:
-        layer, add = make(weight, main, sizes)
-
-        def run(x: Tensor) -> Tensor:
-            y = layer(x)
-            y.backward(dy)
-            add()
-            x.grad = None
-            return y
-
-        def off() -> float:
-            far = (run(x).detach() - truth).abs().max() / truth.abs().max()
-            return float(far) / (4 * torch.finfo(dtype).eps)
-
-        return Opened(run, off)
-
-    ways = (Way(OURS, lambda: opened(grouped_layer)), Way("torch", lambda: opened(torch_layer)))
-    return BuiltCase(ways=ways, sets=[(x,)], host=True)

@@ -52,7 +52,7 @@ def cross_entropy_cases(small: bool) -> list[KernelCase]:
     found: list[KernelCase] = []
     for rows, classes, dtype, smoothing, z_loss, does in SMALL if small else SHAPES:
         terms = f" smoothing {smoothing:g} z-loss {z_loss:g}" if smoothing or z_loss else ""
-        build = functools.partial(_cross_entropy, rows, classes, dtype, smoothing, z_loss, does)
+        build = functools.partial(cross_entropy_case, rows, classes, dtype, smoothing, z_loss, does)
         shape = f"{rows}x{classes}{terms}"
         found.append(
             KernelCase(op="cross-entropy", shape=shape, dtype=dtype, does=does, build=build)
@@ -63,7 +63,7 @@ def cross_entropy_cases(small: bool) -> list[KernelCase]:
 def linear_cases(small: bool) -> list[KernelCase]:
     """The case of `linear_cross_entropy`."""
     rows, width, classes, dtype = LINEAR_SMALL if small else LINEAR
-    build = functools.partial(_linear, rows, width, classes, dtype)
+    build = functools.partial(linear_case, rows, width, classes, dtype)
     shape = f"{rows}x{width}x{classes}"
     return [
         KernelCase(op="linear-cross-entropy", shape=shape, dtype=dtype, does=BOTH, build=build),
@@ -78,7 +78,7 @@ def unit(dtype: torch.dtype) -> float:
 # -- cross-entropy -------------------------------------------------------------------------------
 
 
-def _cross_entropy(
+def cross_entropy_case(
     rows: int, classes: int, dtype: str, smoothing: float, z_loss: float, does: str,
     device: torch.device,
 ) -> BuiltCase:  # fmt: skip
@@ -192,7 +192,7 @@ def relative(found: Tensor, known: Tensor) -> float:
 # -- of a linear layer's output ------------------------------------------------------------------
 
 
-def _linear(rows: int, width: int, classes: int, dtype: str, device: torch.device) -> BuiltCase:
+def linear_case(rows: int, width: int, classes: int, dtype: str, device: torch.device) -> BuiltCase:
     kind = DTYPES[dtype]
     h = torch.randn(rows, width, device=device, dtype=kind, requires_grad=True)
     w = (torch.randn(classes, width, device=device, dtype=kind) * width**-0.5).requires_grad_()

@@ -5,7 +5,6 @@ report = work(KernelSettings(only=("cross-entropy",), seconds=30), torch.device(
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from interlace.bench.kernels.case import KernelCase, time_case
 from interlace.bench.kernels.grouped import grouped_cases
 from interlace.bench.kernels.host import host_cases, team_work
 from interlace.bench.kernels.losses import cross_entropy_cases, linear_cases
-from interlace.bench.ranks import Alone, on_rank
+from interlace.bench.ranks import Alone, start
 from interlace.bench.rows import Row, facts
 from interlace.bench.ways import free
 from interlace.errors import OptionError
-from interlace.launch import Tell, launch
+from interlace.launch import Tell
 
 OPS = ("cross-entropy", "linear-cross-entropy", "adam", "grouped", "host")
 REST = ("host", "adam", "grouped", "linear-cross-entropy", "cross-entropy")
@@ -87,12 +86,12 @@ def work(
         found = [{**row, **common} for row in time_case(case, ranks, share, tell)]
         rows += found
         tell({"event": "rows", "rows": found})
+        torch.compiler.reset()
         free(ranks)
     if "host" in settings.only and not ranks.cuda:
         left = settings.seconds - (time.monotonic() - begun)
         if left > TEAM_S:
-            team = functools.partial(on_rank, "host", team_work, "cpu", TEAM_MOST_S)
-            report = launch(team, settings.commit, 2, tell, TEAM_MOST_S, "bench kernels")
+            report = start("kernels", team_work, settings.commit, "cpu", 2, TEAM_MOST_S, tell)
             found = report["rows"]
             rows += found
             tell({"event": "rows", "rows": found})

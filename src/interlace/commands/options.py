@@ -1,0 +1,81 @@
+"""Options and arguments that several commands have, each written once.
+
+@command
+def check(file: Schedule, mesh: Mesh = None, json: JsonReport = False) -> None: ...
+
+@benchmark
+def layer(dim: ... = 4096, *, shared: OnRanks) -> None: ...     # and with --device, --out, ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from interlace.commands.output import command
+
+RESULTS = Path("benchmarks/results")
+"""BenchPlace rows go that are meant to be committed."""
+
+Calibration = Annotated[
+    Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+JsonFacts = Annotated[bool, typer.Option("--json", help="Print the facts for scripts.")]
+JsonReport = Annotated[bool, typer.Option("--json", help="Print a report for scripts.")]
+Mesh = Annotated[str | None, typer.Option(help="Sizes of the teams, such as dp=2,tp=4.")]
+Schedule = Annotated[Path, typer.Argument(help="A schedule, or - for standard input.")]
+Seconds = Annotated[float, typer.Option(help="Time for all of it; the rest is left out.")]
+Shapes = Annotated[
+    str, typer.Option(help="Sites instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
+]
+Strategy = Annotated[str, typer.Option(help="How sites are overlapped.")]
+TimeOut = Annotated[float, typer.Option(help="Seconds after which it ends, with all ranks.")]
+Verbose = Annotated[bool, typer.Option(help="Say on stderr what is under way.")]
+World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options of every benchmark, with which `interlace.bench.ranks` runs it."""
+
+    out: Annotated[Path, typer.Option(help="Folder of the rows and of their picture.")] = RESULTS
+    name: Annotated[str, typer.Option(help="Name of the CSV file.")] = ""
+    device: Device = "auto"
+    commit: Annotated[str, typer.Option(help="Commit, where git cannot tell.")] = ""
+    time_out: TimeOut = 580
+    verbose: Verbose = False
+    json: Annotated[bool, typer.Option("--json", help="Print the rows for scripts.")] = False
+
+    @property
+    def path(self) -> Path | None:
+        """The file to which rows are appended as they come."""
+        return self.out / f"{self.name}.csv" if self.name else None
+
+
+def benchmark(function: Callable[..., None]) -> Callable[..., None]:
+    """A command that has the options of `BenchOptions` in place of its parameter `given`."""
+    name, hints = function.__name__, get_type_hints(BenchOptions, include_extras=True)
+    defaults = {item.name: item.default for item in fields(BenchOptions)} | {"name": name}
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        function(given=BenchOptions(**{key: values.pop(key) for key in defaults}), **values)
+
+    own = inspect.signature(function, eval_str=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    both = [item for key, item in own.parameters.items() if key != "given"]
+    both += [
+        inspect.Parameter(key, kind, default=default, annotation=hints[key])
+        for key, default in defaults.items()
+    ]
+    made: Any = command(run)
+    made.__signature__ = own.replace(parameters=both)
+    made.__annotations__ = {}
+    return made
