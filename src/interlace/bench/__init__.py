@@ -2,6 +2,7 @@
 
 ranks.py         the ranks of a benchmark: starting, joining, meeting; progress
 timing.py        bursts of back-to-back launches, in rounds that interleave the candidates
+ways.py          ways to compute one thing: opened, checked, timed in turn, closed
 rows.py          rows of CSV, and what a row says of the machine: commit, versions
 bars.py          the bars that rows must clear
 transfers.py     copies between ranks, messages, collectives

@@ -27,6 +27,7 @@ from interlace.errors import InterlaceError
 
 Sets = Sequence[Sequence[Any]]
 """Inputs, which take turns."""
+Timer = Callable[[Mapping[str, Run], Mapping[str, Sets]], Mapping[str, Timing]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +128,8 @@ def _give_up(ranks: Ranks, racer: Racer) -> None:
             reset_teams()
     except InterlaceError as error:
         racer.problem = f"{racer.problem} (and then {describe(error, ranks)})"
+    free(ranks)
     ranks.agree(None)
-
-
-Timer = Callable[[Mapping[str, Run], Mapping[str, Sets]], Mapping[str, Timing]]
 
 
 def running(racers: Iterable[Racer]) -> tuple[dict[str, Run], dict[str, Sets]]:

@@ -1,5 +1,6 @@
 """The commands of `interlace`, each a function in a file with its like; `cli.py` joins them.
 
+options.py    the options that several commands have
 output.py     tables, JSON and errors, on a terminal and off it
 files.py      reading schedules, and laying them on another mesh or world
 check.py      whether a schedule can go wrong

@@ -115,9 +115,8 @@ def overlap(
         graphs=graphs,
         seconds=seconds,
         host_runs=host_runs,
-        commit=given.commit,
         calibration=_place(calibration),
-        **_only(only),
+        **_asked(given, only),
     )
     report = run("overlap", work, settings, given, world)
     if report is None:
@@ -177,8 +176,7 @@ def layer(
         strategy=strategy,
         seconds=seconds,
         calibration=_place(calibration),
-        commit=given.commit,
-        **_only(only),
+        **_asked(given, only),
     )
     report = run("layer", work, settings, given, world)
     if report is None:
@@ -219,7 +217,7 @@ def kernels(
 
     if seconds <= 0:
         raise OptionError("nothing to measure: give --seconds > 0")
-    settings = KernelSettings(seconds=seconds, small=small, commit=given.commit, **_only(only))
+    settings = KernelSettings(seconds=seconds, small=small, **_asked(given, only))
     where = torch.device(pick_device(given.device))
     faulthandler.dump_traceback_later(given.time_out, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
@@ -255,8 +253,9 @@ def _place(calibration: Path | None) -> str | None:
     return None if calibration is None else str(calibration.resolve())
 
 
-def _only(text: str) -> dict[str, Any]:
-    return {"only": tuple(words(text))} if text else {}
+def _asked(given: BenchOptions, only: str) -> dict[str, Any]:
+    """What all settings have: the commit, and what alone is run, if that is said."""
+    return {"commit": given.commit, **({"only": tuple(words(only))} if only else {})}
 
 
 def _conclude(
