@@ -44,7 +44,9 @@ def interconnect(
         Path | None, typer.Option(help="Calibration file to write; default: where auto looks.")
     ] = None,
     calibrate: Annotated[bool, typer.Option(help="Write a calibration file.")] = True,
-    plot: Annotated[bool, typer.Option(help="Draw the rows, where matplotlib is there.")] = True,
+    plot: Annotated[
+        bool, typer.Option(help="Draw the rows, beside them, if matplotlib is there.")
+    ] = True,
     world: World = None,
     *,
     given: BenchOptions,

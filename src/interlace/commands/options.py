@@ -4,7 +4,7 @@
 def check(file: Schedule, mesh: Mesh = None, json: JsonReport = False) -> None: ...
 
 @benchmark
-def layer(dim: ... = 4096, *, shared: OnRanks) -> None: ...     # and with --device, --out, ...
+def layer(dim: ... = 4096, *, given: BenchOptions) -> None: ...  # with --device, --out, ...
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from interlace.commands.output import command
 
 RESULTS = Path("benchmarks/results")
-"""BenchPlace rows go that are meant to be committed."""
+"""Where rows go that are meant to be committed."""
 
 Calibration = Annotated[
     Path | None, typer.Option(help="Calibration file; without it, the built-in model.")
@@ -33,10 +33,10 @@ Mesh = Annotated[str | None, typer.Option(help="Sizes of the teams, such as dp=2
 Schedule = Annotated[Path, typer.Argument(help="A schedule, or - for standard input.")]
 Seconds = Annotated[float, typer.Option(help="Time for all of it; the rest is left out.")]
 Shapes = Annotated[
-    str, typer.Option(help="Sites instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
+    str, typer.Option(help="Shapes instead: 'ag_gemm:M,K,N gemm_rs:M,K,N gemm_ar:M,K,N'.")
 ]
 Strategy = Annotated[str, typer.Option(help="How sites are overlapped.")]
-TimeOut = Annotated[float, typer.Option(help="Seconds after which it ends, with all ranks.")]
+TimeOut = Annotated[float, typer.Option(help="Seconds after which all ranks end.")]
 Verbose = Annotated[bool, typer.Option(help="Say on stderr what is under way.")]
 World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each GPU.")]
 
@@ -45,7 +45,7 @@ World = Annotated[int | None, typer.Option(help="Ranks; default: a rank for each
 class BenchOptions:
     """The options of every benchmark, with which `interlace.bench.ranks` runs it."""
 
-    out: Annotated[Path, typer.Option(help="Folder of the rows and of their picture.")] = RESULTS
+    out: Annotated[Path, typer.Option(help="Folder of the CSV rows.")] = RESULTS
     name: Annotated[str, typer.Option(help="Name of the CSV file.")] = ""
     device: Device = "auto"
     commit: Annotated[str, typer.Option(help="Commit, where git cannot tell.")] = ""
