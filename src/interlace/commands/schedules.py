@@ -135,7 +135,7 @@ def show(
         for item in programs:
             validate(item)
         predicted = None if rank is not None else simulated(programs, read_machine(None))
-        _page(html, programs, predicted)
+        _page(html, predicted, None, programs)
     if json:
         print_json({"schema": 1, "programs": [_facts(item) for item in programs]})
     elif html is None:
@@ -156,17 +156,19 @@ def _timeline(timeline: Timeline, program: Path | None, html: Path | None, json:
         )
     if html is not None:
         measured = timeline.source == "measured"
-        _page(html, programs, *((None, timeline) if measured else (timeline,)))
+        _page(html, None if measured else timeline, timeline if measured else None, programs)
     if json:
         print_json({"schema": 1, "figures": figures_json([timeline])})
     elif html is None:
         table(HEADINGS, figures_rows([timeline]))
 
 
-def _page(path: Path, programs: list[Program], *timelines: Timeline | None) -> None:
+def _page(
+    path: Path, predicted: Timeline | None, measured: Timeline | None, programs: list[Program]
+) -> None:
     from interlace.trace import Run, write_page
 
-    say(f"wrote {write_page([Run(tuple(programs), *timelines)], path)}")
+    say(f"wrote {write_page([Run(tuple(programs), predicted, measured)], path)}")
 
 
 def _facts(program: Program) -> dict[str, object]:
