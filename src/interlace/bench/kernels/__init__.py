@@ -1,8 +1,8 @@
 """`interlace bench kernels`: losses, optimizers and layers against torch and what else there is.
 
-    from interlace.bench.kernels.work import Settings, work
+    from interlace.bench.kernels.work import KernelSettings, work
 
-    report = work(Settings(only=("adam",)), torch.device("cuda"))
+    report = work(KernelSettings(only=("adam",)), torch.device("cuda"))
 
 A case (case.py) is one op at one size, computed in several ways: ours, torch's, torch.compile's and
 those of packages that happen to be installed. losses.py, adam.py and grouped.py have the cases,
