@@ -1,0 +1,112 @@
+"""docs/architecture.md: what it lists is there, and calls go the ways that it lists."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from tests.conftest import ROOT
+from tests.support.pool import Pool
+
+import interlace
+
+SOURCE = Path(interlace.__file__).parent
+PAGE = (Path(ROOT) / "docs" / "architecture.md").read_text()
+STEP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", re.MULTILINE)
+Step = tuple[str, str]
+
+
+def steps(title: str) -> list[Step]:
+    """The files and functions that a section lists."""
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    return STEP.findall(section)
+
+
+COMPILING = steps("From a model to the first run")
+REPLAYED = steps("One call, replayed")
+
+
+class Calls:
+    """The functions of Interlace that any thread called, in the order of their first calls."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Step, None] = {}
+
+    def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(SOURCE):
+            name = str(path.relative_to(SOURCE)), frame.f_code.co_qualname
+            self.seen.setdefault(name)
+
+    def __enter__(self) -> Calls:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def compile_and_run() -> tuple[list[Step], list[Step]]:
+    """What compiling a two-layer tensor-parallel model calls, and what a later run of it calls."""
+    import torch
+    import torch.nn as nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mlp = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    parallelize_module(mlp, mesh, plan)
+    x = torch.randn(64, 256)
+    with torch.no_grad():
+        with Calls() as compiling:
+            step = interlace.compile(mlp, x, mesh=mesh)
+        for _ in range(2):  # the second call shows that AOTAutograd is not needed between
+            step(x)
+        with Calls() as running:
+            step(x)
+    return list(compiling.seen), list(running.seen)
+
+
+@pytest.fixture(scope="module")
+def walks(pool: Pool) -> tuple[list[Step], list[Step]]:
+    return pool(2).run(compile_and_run)[0]
+
+
+def assert_in_order(listed: list[Step], seen: list[Step]) -> None:
+    assert [step for step in listed if step not in seen] == []
+    assert sorted(listed, key=seen.index) == listed
+
+
+def test_compiling_goes_the_way_that_is_listed(walks: tuple[list[Step], list[Step]]) -> None:
+    assert_in_order(COMPILING, walks[0])
+    assert 10 < len({file for file, _ in COMPILING}) <= 30
+
+
+def test_a_call_goes_the_way_that_is_listed(walks: tuple[list[Step], list[Step]]) -> None:
+    assert_in_order(REPLAYED, walks[1])
+    assert 3 < len(REPLAYED) <= 7
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    named = set(re.findall(r"`([a-z_]+/[\w/]+\.py)`", PAGE))
+    missing = [
+        name for name in named if not any((top / name).is_file() for top in (SOURCE, Path(ROOT)))
+    ]
+    assert named
+    assert not missing
