@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from interlace.frontend.importing.lowerings import passed_on
+from interlace.frontend.importing.nodes import flatten
 from interlace.ir import Alloc, Collective, Copy, Group, Recv, Send, Team, View
 
 if TYPE_CHECKING:
@@ -26,72 +28,76 @@ REDUCTIONS = {"sum": "sum", "avg": "avg", "product": "prod", "prod": "prod"} | {
 }
 
 
-def _reduction(imp: Importer, node: fx.Node, name: str) -> str:
-    found = REDUCTIONS.get(str(name).lower())
-    if found is None:
-        raise imp.unsupported(node, f"reduction {name!r}", f"Use one of {sorted(REDUCTIONS)}")
-    return found
-
-
 def _emit(
-    imp: Importer, kind: str, team: Team, src: View, sizes: tuple[int, ...], **more: Any
+    imp: Importer,
+    node: fx.Node,
+    kind: str,
+    team: Team,
+    src: View,
+    sizes: tuple[int, ...],
+    reduce: str | None = None,
+    root: int | None = None,
 ) -> View:
-    """One collective into a fresh buffer of `sizes`."""
+    """One collective into a fresh buffer of `sizes`; a copy where there is one rank."""
+    if team.size == 1:
+        return imp.copied(src)
+    named = None if reduce is None else REDUCTIONS.get(str(reduce).lower())
+    if named is None and reduce is not None:
+        raise imp.unsupported(node, f"reduction {reduce!r}", f"Use one of {sorted(REDUCTIONS)}")
     src = imp.contiguous(src)
     dst = imp.empty(kind, imp.box(src).dtype, sizes)
-    imp.emit(Collective(kind=kind, team=team.name, src=src, dst=dst, loc=imp.loc, **more))
+    at = {"team": team.name, "src": src, "dst": dst, "loc": imp.loc}
+    imp.emit(Collective(kind=kind, reduce=named, root=root, **at))
     return dst
 
 
 def all_gather(imp: Importer, node: fx.Node, src: View, group: Any) -> View:
     """Every rank's `src`, one after another along dimension 0."""
-    team = imp.team(node, group)
-    first, *rest = imp.sizes(src) or (1,)
-    if team.size == 1:
-        return imp.reshaped(imp.copied(src), (first, *rest))
-    return _emit(
-        imp, "all_gather", team, imp.reshaped(src, (first, *rest)), (first * team.size, *rest)
-    )
+    team, (first, *rest) = imp.team(node, group), imp.sizes(src) or (1,)
+    rows = imp.reshaped(src, (first, *rest))
+    return _emit(imp, node, "all_gather", team, rows, (first * team.size, *rest))
 
 
 def reduce_scatter(imp: Importer, node: fx.Node, src: View, reduce: str, group: Any) -> View:
     """This rank's part, along dimension 0, of the reduction of every rank's `src`."""
     team, (first, *rest) = imp.team(node, group), imp.sizes(src)
-    if team.size == 1:
-        return imp.copied(src)
     if first % team.size:
         raise imp.unsupported(
             node,
             f"{first} rows do not divide among the {team.size} ranks of {team.name}",
             "Pad dimension 0 to a multiple, as DTensor does",
         )
-    sizes = (first // team.size, *rest)
-    return _emit(imp, "reduce_scatter", team, src, sizes, reduce=_reduction(imp, node, reduce))
+    return _emit(imp, node, "reduce_scatter", team, src, (first // team.size, *rest), reduce)
 
 
 def all_reduce(imp: Importer, node: fx.Node, src: View, reduce: str, group: Any) -> View:
     """The reduction of every rank's `src`."""
-    team = imp.team(node, group)
-    if team.size == 1:
-        return imp.copied(src)
-    return _emit(imp, "all_reduce", team, src, imp.sizes(src), reduce=_reduction(imp, node, reduce))
+    return _emit(imp, node, "all_reduce", imp.team(node, group), src, imp.sizes(src), reduce)
+
+
+def broadcast(imp: Importer, node: fx.Node, src: View, root: int, group: Any) -> View:
+    """The root's `src` on every rank."""
+    team, sizes = imp.team(node, group), imp.sizes(src)
+    return _emit(imp, node, "broadcast", team, src, sizes, root=int(root))
 
 
 def _of(lower: Callable[..., View], *places: int) -> Lowering:
-    """A collective of one tensor; `places` has the positions of what `lower` takes beside it."""
-    return lambda imp, node, args: lower(imp, node, imp.view(args[0]), *(args[i] for i in places))
+    """A collective of a tensor, or of each of a list; `places` has the positions of what `lower`
+    takes beside it."""
+
+    def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+        given = [args[i] for i in places]
+        if isinstance(args[0], list | tuple):
+            return tuple(lower(imp, node, src, *given) for src in imp.arg(args[0]))
+        return lower(imp, node, imp.view(args[0]), *given)
+
+    return lowering
 
 
-def _of_each(lower: Callable[..., View], *places: int) -> Lowering:
-    """The same of each tensor of a list."""
-    return lambda imp, node, args: tuple(
-        lower(imp, node, src, *(args[i] for i in places)) for src in imp.arg(args[0])
-    )
-
-
-_all_gather, _all_gathers = _of(all_gather, 2), _of_each(all_gather, 2)
-_reduce_scatter, _reduce_scatters = _of(reduce_scatter, 1, 3), _of_each(reduce_scatter, 1, 3)
-_all_reduce, _all_reduces = _of(all_reduce, 1, 2), _of_each(all_reduce, 1, 2)
+_all_gather = _of(all_gather, 2)
+_reduce_scatter = _of(reduce_scatter, 1, 3)
+_all_reduce = _of(all_reduce, 1, 2)
+_broadcast = _of(broadcast, 1, 2)
 
 
 def _in_place(lower: Lowering, out: int | None = None) -> Lowering:
@@ -100,10 +106,8 @@ def _in_place(lower: Lowering, out: int | None = None) -> Lowering:
     def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
         targets = imp.arg(args[0] if out is None else args[out])
         start = len(imp.ops)
-        results = lower(imp, node, args)
-        single = isinstance(targets, View)
-        pairs = zip([targets] if single else targets, [results] if single else results, strict=True)
-        for target, result in pairs:
+        results = flatten(lower(imp, node, args))
+        for target, result in zip(flatten(targets), results, strict=True):
             _into(imp, start, result, target)
         return targets
 
@@ -127,13 +131,6 @@ def _into(imp: Importer, start: int, result: View, target: View) -> None:
     imp.copy_into(result, target)
 
 
-def _broadcast(imp: Importer, node: fx.Node, args: list[Any]) -> View:
-    src, team = imp.view(args[0]), imp.team(node, args[2])
-    if team.size == 1:
-        return imp.copied(src)
-    return _emit(imp, "broadcast", team, src, imp.sizes(src), root=int(args[1]))
-
-
 def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     src, team = imp.contiguous(imp.view(args[0])), imp.team(node, args[3])
     received, sent = imp.arg(args[1]), imp.arg(args[2])
@@ -142,7 +139,7 @@ def _all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     _, *rest = imp.sizes(src)
     sizes = (sum(received), *rest)
     if imp.evenly(team, len({*received, *sent}) == 1):
-        return _emit(imp, "all_to_all", team, src, sizes)
+        return _emit(imp, node, "all_to_all", team, src, sizes)
     me = imp.teams.index(team.name)
     dst = imp.empty("all_to_all", imp.box(src).dtype, sizes)
     site = imp.site("all_to_all", "its parts are uneven on some rank: they travel as messages")
@@ -182,47 +179,32 @@ def _shard_dim_all_to_all(imp: Importer, node: fx.Node, args: list[Any]) -> View
     pieces = [src.slice(shard_dim, i * width, (i + 1) * width) for i in range(team.size)]
     stacked = [block[0] * team.size, *block[1:]]
     sent = imp.concatenated(pieces, 0, tuple(stacked), f"{node.name}_in")
-    got = _emit(imp, "all_to_all", team, sent, tuple(stacked))
+    got = _emit(imp, node, "all_to_all", team, sent, tuple(stacked))
     parts = [got.slice(0, i * block[0], (i + 1) * block[0]) for i in range(team.size)]
     block[gather_dim] *= team.size
     return imp.concatenated(parts, gather_dim, tuple(block), node.name)
 
 
-def _wait(imp: Importer, node: fx.Node, args: list[Any]) -> View:
-    return imp.view(args[0])
+def _point_to_point(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
+    raise imp.unsupported(
+        node,
+        "point-to-point messages carry tags, and a Program matches them in order",
+        "Write the exchange as a Program with Send and Recv (`interlace.program`)",
+    )
 
-
-def _refused(why: str, fix: str) -> Lowering:
-    def lowering(imp: Importer, node: fx.Node, args: list[Any]) -> Any:
-        raise imp.unsupported(node, why, fix)
-
-    return lowering
-
-
-_POINT_TO_POINT = _refused(
-    "point-to-point messages carry tags, and a Program matches them in order",
-    "Write the exchange as a Program with Send and Recv (`interlace.program`)",
-)
 
 _PLAIN: dict[str, Lowering] = {
-    "all_gather_into_tensor": _all_gather,
-    "reduce_scatter_tensor": _reduce_scatter,
-    "all_reduce": _all_reduce,
+    **dict.fromkeys(("all_gather_into_tensor", "all_gather_into_tensor_coalesced"), _all_gather),
+    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"), _reduce_scatter),
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced"), _all_reduce),
     "broadcast": _broadcast,
     "all_to_all_single": _all_to_all,
-    "all_gather_into_tensor_coalesced": _all_gathers,
-    "reduce_scatter_tensor_coalesced": _reduce_scatters,
-    "all_reduce_coalesced": _all_reduces,
-    "all_reduce_": _in_place(_all_reduce),
-    "all_reduce_coalesced_": _in_place(_all_reduces),
+    **dict.fromkeys(("all_reduce_", "all_reduce_coalesced_"), _in_place(_all_reduce)),
     "broadcast_": _in_place(_broadcast),
     "all_gather_into_tensor_out": _in_place(_all_gather, out=3),
     "reduce_scatter_tensor_out": _in_place(_reduce_scatter, out=4),
-    "wait_tensor": _wait,
-    "_wrap_tensor_autograd": _wait,
-    "isend": _POINT_TO_POINT,
-    "irecv": _POINT_TO_POINT,
-    "batch_p2p_ops": _POINT_TO_POINT,
+    **dict.fromkeys(("wait_tensor", "_wrap_tensor_autograd"), passed_on),
+    **dict.fromkeys(("isend", "irecv", "batch_p2p_ops"), _point_to_point),
 }
 
 COLLECTIVES: dict[str, Callable[[Importer, fx.Node, list[Any]], Any]] = {

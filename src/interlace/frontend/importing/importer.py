@@ -45,7 +45,7 @@ from interlace.frontend.importing.nodes import (
     parameter_name,
 )
 from interlace.frontend.importing.types import buffer_like, device_of, scalar_word
-from interlace.frontend.importing.views import RULES, SPLITS, extend, split_dim, strided
+from interlace.frontend.importing.views import RULES, SPLITS, extend, strided
 from interlace.frontend.teams import Teams
 from interlace.ir import Alloc, Buffer, Call, Program, Team, View
 from interlace.runtime.inputs import may_be_lazy
@@ -359,7 +359,7 @@ class Importer(SerialEmitter):
 
     def _split(self, node: fx.Node, name: str, args: list[Any], parts: Any) -> tuple[View, ...]:
         source = self.view(args[0])
-        dim = split_dim(name, [None, *map(self.arg, args[1:])], len(self.sizes(source)))
+        dim = self.arg(args[SPLITS[name]]) % len(self.sizes(source))
         start, found = 0, []
         for i, part in enumerate(parts):
             if name == "aten.unbind.int":

@@ -86,9 +86,9 @@ def _bmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
 
 def _addmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     """`addmm` with a scaled operand stays as it is written; a plain one has no factors."""
-    if (args[3], args[4]) == (1, 1):
-        return imp.call_like(node, "aten.addmm.default", args[:3], {}, imp.value(node))
-    return _plain(imp, node)
+    scaled = (args[3], args[4]) != (1, 1)
+    given = (node.args, node.kwargs) if scaled else (args[:3], {})
+    return imp.call_like(node, str(node.target), *given, imp.value(node))
 
 
 def _clone(imp: Importer, node: fx.Node, args: list[Any]) -> View:
@@ -127,17 +127,9 @@ def _joined(imp: Importer, views: list[View], dim: int, value: torch.Tensor) -> 
     return joined if joined is not None and same_layout(imp.box(joined), value) else None
 
 
-def _computed(fn: str) -> Lowering:
-    """Conjugation and negation may be lazy in torch (a bit on the tensor); a Program computes."""
-    return lambda imp, node, args: _plain(imp, node, fn)
-
-
-def _alias(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+def passed_on(imp: Importer, node: fx.Node, args: list[Any]) -> View:
+    """The argument itself."""
     return imp.view(args[0])
-
-
-def _nothing(imp: Importer, node: fx.Node, args: list[Any]) -> None:
-    return None
 
 
 def _copy(imp: Importer, node: fx.Node, args: list[Any]) -> View:
@@ -192,17 +184,15 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
 
 def _save(imp: Importer, name: str, like: torch.Tensor) -> View:
     state = buffer_like(imp.name(name), like, "fresh")
-    view = imp.declare(state, like)
     imp.emit(Call(fn=GET_STATE, args=("@device",), fresh=(state,), rng=True, loc=imp.loc))
-    return view
+    return imp.declare(state, like)
 
 
 def _restore(imp: Importer, state: View) -> None:
     imp.emit(Call(fn=SET_STATE, args=(state, "@device"), rng=True, loc=imp.loc))
 
 
-def _inner(imp: Importer, node: fx.Node, args: Any, value: Any) -> Value:
-    target = node.args[0] if isinstance(node.args[0], torch._ops.OpOverload) else node.args[1]
+def _inner(imp: Importer, node: fx.Node, target: Any, args: Any, value: Any) -> Value:
     result = imp.call_like(node, str(target), args, node.kwargs, value)
     last = imp.ops[-1]
     assert isinstance(last, Call)
@@ -213,14 +203,14 @@ def _inner(imp: Importer, node: fx.Node, args: Any, value: Any) -> Value:
 def _run_and_save(imp: Importer, node: fx.Node, args: list[Any]) -> Value:
     state, value = imp.value(node)
     saved = _save(imp, f"{node.name}_state", state)
-    return saved, _inner(imp, node, node.args[1:], value)
+    return saved, _inner(imp, node, node.args[0], node.args[1:], value)
 
 
 def _run_with(imp: Importer, node: fx.Node, args: list[Any]) -> Value:
     state = imp.view(node.args[0])
     before = _save(imp, f"{node.name}_before", imp.value(node.args[0]))
     _restore(imp, state)
-    result = _inner(imp, node, node.args[2:], imp.value(node))
+    result = _inner(imp, node, node.args[1], node.args[2:], imp.value(node))
     _restore(imp, before)
     return result
 
@@ -237,14 +227,15 @@ LOWERINGS: dict[str, Lowering] = {
     "aten._to_copy.default": _to_copy,
     "aten.cat.default": _cat,
     "aten.copy.default": _copy,
-    "aten._conj.default": _computed("aten.conj_physical.default"),
-    "aten._neg_view.default": _computed("aten.neg.default"),
-    "aten.resolve_conj.default": _alias,
-    "aten.resolve_neg.default": _alias,
+    # These may be lazy in torch (a bit on the tensor); a Program computes.
+    "aten._conj.default": lambda imp, node, _: _plain(imp, node, "aten.conj_physical.default"),
+    "aten._neg_view.default": lambda imp, node, _: _plain(imp, node, "aten.neg.default"),
+    "aten.resolve_conj.default": passed_on,
+    "aten.resolve_neg.default": passed_on,
     "run_and_save_rng_state": _run_and_save,
     "run_with_rng_state": _run_with,
-    "aten._assert_scalar.default": _nothing,
-    "aten.sym_constrain_range.default": _nothing,
-    "aten.sym_constrain_range_for_size.default": _nothing,
+    "aten._assert_scalar.default": lambda *_: None,
+    "aten.sym_constrain_range.default": lambda *_: None,
+    "aten.sym_constrain_range_for_size.default": lambda *_: None,
 }
 """Lowerings by operator."""

@@ -5,7 +5,7 @@ with the sizes and strides that torch recorded, so a rule that is wrong for some
 taken: such a view becomes `AsStrided`, which counts as the whole buffer where accesses are
 compared.
 
-    >>> steps("aten.t", (x,), box_of_x, recorded)
+    >>> RULES["aten.t.default"]((x,), box_of_x, recorded)
     (Permute(dims=(1, 0)),)
 """
 
@@ -40,31 +40,6 @@ def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(int(size) for size in tensor.shape)
 
 
-def _reshape(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    return (Reshape(_sizes(out)),)
-
-
-def _permute(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    rank = len(box.sizes)
-    return (Permute(tuple(dim % rank for dim in args[1])),)
-
-
-def _transpose(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    dims = list(range(len(box.sizes)))
-    if dims:
-        first, second = args[1], args[2]
-        dims[first], dims[second] = dims[second], dims[first]
-    return (Permute(tuple(dims)),)
-
-
-def _t(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    return (Permute(tuple(reversed(range(len(box.sizes))))),)
-
-
-def _expand(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    return (Expand(_sizes(out)),)
-
-
 def slice_bounds(args: Sequence[Any], size: int) -> tuple[int, int, int]:
     """Start, stop and step of `slice(x, dim, start, stop, step)` for a dimension of `size`."""
     start = args[2] if len(args) > 2 and args[2] is not None else 0
@@ -80,59 +55,61 @@ def _slice(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]
     return (Slice(dim, start, stop),) if step == 1 else ()
 
 
+def _transpose(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
+    dims = list(range(len(box.sizes)))
+    if dims:
+        first, second = args[1], args[2]
+        dims[first], dims[second] = dims[second], dims[first]
+    return (Permute(tuple(dims)),)
+
+
+def _permute(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
+    return (Permute(tuple(dim % len(box.sizes) for dim in args[1])),)
+
+
 def _select(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     dim = args[1] % len(box.sizes)
     return (Select(dim, args[2] % box.sizes[dim]),)
-
-
-def _view_dtype(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    return (Cast(dtype_of(out.dtype)),)
-
-
-def _as_real(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
-    return Reshape((*box.sizes, 1)), Cast(dtype_of(out.dtype))
 
 
 def _as_complex(args: Sequence[Any], box: Box, out: torch.Tensor) -> tuple[Step, ...]:
     return Cast(dtype_of(out.dtype)), Select(len(box.sizes) - 1, 0)
 
 
+_RESHAPES = (
+    *("view.default", "reshape.default", "_unsafe_view.default", "_reshape_alias.default"),
+    *("squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default"),
+)
+
 RULES: dict[str, Rule] = {
-    "aten.view.default": _reshape,
-    "aten.view.dtype": _view_dtype,
-    "aten.reshape.default": _reshape,
-    "aten._unsafe_view.default": _reshape,
-    "aten._reshape_alias.default": _reshape,
-    "aten.squeeze.default": _reshape,
-    "aten.squeeze.dim": _reshape,
-    "aten.squeeze.dims": _reshape,
-    "aten.unsqueeze.default": _reshape,
+    **{f"aten.{name}": lambda args, box, out: (Reshape(_sizes(out)),) for name in _RESHAPES},
+    "aten.view.dtype": lambda args, box, out: (Cast(dtype_of(out.dtype)),),
     "aten.permute.default": _permute,
     "aten.transpose.int": _transpose,
-    "aten.t.default": _t,
-    "aten.numpy_T.default": _t,
-    "aten.expand.default": _expand,
+    "aten.t.default": lambda args, box, out: (Permute(tuple(reversed(range(len(box.sizes))))),),
+    "aten.numpy_T.default": lambda args, box, out: (
+        Permute(tuple(reversed(range(len(box.sizes))))),
+    ),
+    "aten.expand.default": lambda args, box, out: (Expand(_sizes(out)),),
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
-    "aten.view_as_real.default": _as_real,
+    "aten.view_as_real.default": lambda args, box, out: (
+        Reshape((*box.sizes, 1)),
+        Cast(dtype_of(out.dtype)),
+    ),
     "aten.view_as_complex.default": _as_complex,
 }
 """Steps by operator; other views have none. What does not reach the recorded box is `AsStrided`."""
 
 SPLITS = {
-    "aten.split.Tensor",
-    "aten.split_with_sizes.default",
-    "aten.chunk.default",
-    "aten.tensor_split.sections",
-    "aten.unbind.int",
+    "aten.split.Tensor": 2,
+    "aten.split_with_sizes.default": 2,
+    "aten.chunk.default": 2,
+    "aten.tensor_split.sections": 2,
+    "aten.unbind.int": 1,
 }
-"""Operators that give several views along one dimension, one after another."""
-
-
-def split_dim(target: str, args: Sequence[Any], rank: int) -> int:
-    """The dimension that an operator of `SPLITS` divides."""
-    position = 1 if target == "aten.unbind.int" else 2
-    return (args[position] if len(args) > position else 0) % rank
+"""Operators that give several views along one dimension, one after another: which argument it is.
+"""
 
 
 def extend(view: View, buffer: Buffer, steps: tuple[Step, ...], out: torch.Tensor) -> View | None:
@@ -161,21 +138,15 @@ def shorten(view: View, buffer: Buffer, box: Box) -> View:
     bare = View(view.buffer)
     if _same_box(bare.box(buffer, NOWHERE), box):
         return bare
-    steps = list(view.steps)
-    changed = True
-    while changed:
-        changed = False
-        for i in range(len(steps)):
-            for shorter in _shorter(steps, i, box):
-                if _try(view.buffer, buffer, shorter, box):
-                    steps, changed = shorter, True
-                    break
-            if changed:
-                break
-    return View(view.buffer, tuple(steps))
+    steps: list[Step] | None = list(view.steps)
+    while steps is not None:
+        view = View(view.buffer, tuple(steps))
+        tries = (shorter for i in range(len(steps)) for shorter in _shorter(steps, i))
+        steps = next((each for each in tries if _try(view.buffer, buffer, each, box)), None)
+    return view
 
 
-def _shorter(steps: list[Step], i: int, box: Box) -> list[list[Step]]:
+def _shorter(steps: list[Step], i: int) -> list[list[Step]]:
     """Lists of fewer steps that may give the same box."""
     found = [[*steps[:i], *steps[i + 1 :]]]
     if i + 1 < len(steps):
@@ -184,12 +155,8 @@ def _shorter(steps: list[Step], i: int, box: Box) -> list[list[Step]]:
             joined = Permute(tuple(first.dims[dim] for dim in second.dims))
             found.append([*steps[:i], joined, *steps[i + 2 :]])
         if isinstance(first, Slice) and isinstance(second, Slice) and first.dim == second.dim:
-            assert isinstance(first.start, int)
-            assert isinstance(second.start, int)
-            assert isinstance(second.stop, int)
-            start = first.start
-            joined_slice = Slice(first.dim, start + second.start, start + second.stop)
-            found.append([*steps[:i], joined_slice, *steps[i + 2 :]])
+            joined = Slice(first.dim, first.start + second.start, first.start + second.stop)
+            found.append([*steps[:i], joined, *steps[i + 2 :]])
     return found
 
 
@@ -216,31 +183,21 @@ def adjacent(views: Sequence[View], buffer: Buffer, sizes: tuple[int, ...]) -> V
     if any(view.buffer != first.buffer for view in views) or not sizes:
         return None
     boxes = [view.box(buffer, NOWHERE) for view in views]
-    at = boxes[0].offset
+    start, dtype = boxes[0].offset, boxes[0].dtype
+    stop = start
     for box in boxes:
-        if box.offset != at or not box.contiguous or box.dtype != boxes[0].dtype or not box.numel:
+        if box.offset != stop or not box.contiguous or box.dtype != dtype or not box.numel:
             return None
-        at += box.numel
+        stop += box.numel
+    target = Box(start, sizes, contiguous_strides(sizes), dtype)
     for i in reversed(range(len(first.steps) + 1)):
-        base = View(first.buffer, first.steps[:i])
-        box = base.box(buffer, NOWHERE)
-        if box.contiguous and box.offset <= boxes[0].offset and box.dtype == boxes[0].dtype:
-            found = _within(base, box, buffer, boxes[0].offset, at, sizes)
-            if found is not None:
-                return found
+        box = View(first.buffer, first.steps[:i]).box(buffer, NOWHERE)
+        first_of, end = box.offset, box.offset + box.numel
+        if box.contiguous and first_of <= start and stop <= end and box.dtype == dtype:
+            steps: list[Step] = [*first.steps[:i]]
+            if (start, stop) != (first_of, end):
+                steps += [Reshape((box.numel,)), Slice(0, start - first_of, stop - first_of)]
+            steps.append(Reshape(sizes))
+            if _try(first.buffer, buffer, steps, target):
+                return shorten(View(first.buffer, tuple(steps)), buffer, target)
     return None
-
-
-def _within(
-    base: View, box: Box, buffer: Buffer, start: int, stop: int, sizes: tuple[int, ...]
-) -> View | None:
-    if stop > box.offset + box.numel:
-        return None
-    steps: list[Step] = [*base.steps]
-    if (start, stop) != (box.offset, box.offset + box.numel):
-        steps += [Reshape((box.numel,)), Slice(0, start - box.offset, stop - box.offset)]
-    steps.append(Reshape(sizes))
-    target = Box(start, sizes, contiguous_strides(sizes), box.dtype)
-    if not _try(base.buffer, buffer, steps, target):
-        return None
-    return shorten(View(base.buffer, tuple(steps)), buffer, target)
