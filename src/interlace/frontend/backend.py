@@ -62,9 +62,13 @@ class Compilation:
             for graph in self.graphs:
                 graph.prepare()
         except BaseException:
-            for graph in self.graphs:
-                graph.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Frees what is bound; a later call binds anew."""
+        for graph in self.graphs:
+            graph.close()
 
     def _compiler(self, kind: str) -> Callable[[fx.GraphModule, Any], CompiledGraph]:
         def compiler(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
@@ -119,7 +123,12 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compiles one graph of TorchDynamo."""
         try:
-            refuse(others)
+            for name, value in others.items():  # such as `mode`
+                if value is not None:
+                    raise OptionError(
+                        f"torch.compile({name}={value!r}) is for other backends: give this one "
+                        'options, such as options={"graph": True} for CUDA graphs'
+                    )
             return self._compile(gm, example_inputs, options_from(options))
         except InterlaceError as error:
             raise NotCompiled(error) from error
@@ -193,23 +202,11 @@ def keep_saved() -> None:
 
 def options_from(options: Options | Mapping[str, Any] | None) -> Options:
     """Options from what `torch.compile(options=...)` was given."""
-    if options is None:
-        return Options()
     if isinstance(options, Options):
         return options
-    if not isinstance(options, Mapping):
+    if options is not None and not isinstance(options, Mapping):
         raise OptionError(f"options must be a mapping or Options, not {type(options).__name__}")
-    return Options.from_dict(dict(options))
-
-
-def refuse(others: Mapping[str, Any]) -> None:
-    """Raises for what `torch.compile` was told beside options, such as `mode`: it is for others."""
-    for name, value in others.items():
-        if value is not None:
-            raise OptionError(
-                f"torch.compile({name}={value!r}) is for other backends: give this one options, "
-                'such as options={"graph": True} for CUDA graphs'
-            )
+    return Options.from_dict(dict(options or {}))
 
 
 def meshes_in(values: Iterable[Any]) -> tuple[DeviceMesh, ...]:

@@ -195,13 +195,14 @@ class Compiled:
         Without arguments it takes those that were given as examples.
         """
         if not args and not kwargs:
-            args, kwargs = self._given()
+            if self._examples is None:
+                raise ExecutorError("give the arguments of a call: there were no examples to take")
+            args, kwargs = self._examples
         traced = Compiled(self.fn, self._mesh, dataclasses.replace(self.options, trace=True))
         for _ in range(runs):
-            leaves = pytree.tree_leaves(traced(*args, **kwargs))
-            wanted = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+            wanted = _differentiable(traced(*args, **kwargs))
             if kind == "backward" and wanted:
-                inputs = [x for x in traced._tensors(args, kwargs) if x.requires_grad]
+                inputs = _differentiable((traced._state.tensors(), args, kwargs))
                 ones = [torch.ones_like(x) for x in wanted]
                 torch.autograd.grad(wanted, inputs, ones, allow_unused=True)
         try:
@@ -213,7 +214,7 @@ class Compiled:
         """Frees everything; a later call compiles anew."""
         entries, self._entries = self._entries, OrderedDict()
         for entry in entries.values():
-            _close(entry)
+            entry.compilation.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """The same of a copy of the function, compiled anew when it is called."""
@@ -232,15 +233,6 @@ class Compiled:
             "arguments or parameters that need gradients"
         )
 
-    def _given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._examples is None:
-            raise ExecutorError("give the arguments of a call: there were no examples to take")
-        return self._examples
-
-    def _tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        leaves = [*self._state.tensors().values(), *pytree.tree_leaves((args, kwargs))]
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
     def _add(
         self, call: FunctionCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[FunctionCall, _Entry]:
@@ -253,7 +245,7 @@ class Compiled:
                 raise
         else:
             while len(self._entries) > self.options.cache_size:
-                _close(self._entries.popitem(last=False)[1])
+                self._entries.popitem(last=False)[1].compilation.close()
             return call, entry
         self._state = State.reached(self.fn)
         self._keys = CallKeys(self._state)
@@ -293,6 +285,11 @@ class Compiled:
         return _Entry(wrap(compiled), compilation, found[-1])
 
 
+def _differentiable(nested: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(nested)
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
 class _Function(nn.Module):
     """A function as the module without parameters that AOTAutograd wants."""
 
@@ -303,8 +300,3 @@ class _Function(nn.Module):
     def forward(self, *args: Any) -> Any:
         """What the function gives."""
         return self.fn(*args)
-
-
-def _close(entry: _Entry) -> None:
-    for graph in entry.compilation.graphs:
-        graph.close()

@@ -117,7 +117,7 @@ def own_opaque_outputs(graph: fx.Graph, num_fwd_outputs: int) -> None:
     DTensor remembers results by equal meshes, so the mesh of an output may be the very object that
     also came in with the tangents; torch then takes it for an input of backward and gives up.
     """
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    output = graph.output_node()
     leaves, spec = pytree.tree_flatten(output.args)
     opaque = [node for node in graph.nodes if node.op == "placeholder" and _opaque(node)]
     for i, leaf in enumerate(leaves[:num_fwd_outputs]):
@@ -134,7 +134,7 @@ def opaque_last(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> 
 
     The partitioner adds the generator states of recomputed random operators behind everything.
     """
-    output = next(node for node in reversed(forward.nodes) if node.op == "output")
+    output = forward.output_node()
     leaves = list(output.args[0])  # pyright: ignore[reportArgumentType]
     order = sorted(range(num_fwd_outputs, len(leaves)), key=lambda i: _saved_rank(leaves[i]))
     order = [*range(num_fwd_outputs), *order]

@@ -112,13 +112,15 @@ def observed(
     if _versions(tensors) != left or any(id(output) in own for output in outputs):
         return outputs, None
     bound = graph.bound[-1]
-    inputs = _inputs(tensors, [given[i] for i in bound.imported.inputs])
-    made = _outputs(outputs, results, bound.imported.outputs)
+    imported = bound.imported
+    inputs = _inputs(tensors, [given[i] for i in imported.inputs])
+    made = _outputs(outputs, results, imported.outputs)
     if inputs is None or made is None:
         return outputs, None
     plain = made == tuple(range(len(results)))
     written = tuple(i for i, version in enumerate(before) if version != entered[i])
-    settle = bound.imported.settled if bound.imported.settles else None
+    settles = imported.constants or imported.awaited or imported.lazy
+    settle = imported.settled if settles else None
     direct = Direct(bound.executor, inputs, settle, None if plain else made, join, written)
     return outputs, direct
 

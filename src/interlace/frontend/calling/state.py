@@ -137,18 +137,11 @@ def _referred(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     plain = getattr(fn, "__func__", getattr(fn, "func", fn))
     for value in getattr(fn, "args", ()) if hasattr(fn, "func") else ():
         yield type(value).__name__.lower(), value
-    code = getattr(plain, "__code__", None)
-    if code is None:
-        return
-    for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell that is still empty
-            yield name, cell.cell_contents
-    names = code.co_varnames[: code.co_argcount][-len(plain.__defaults__ or ()) :]
-    yield from zip(names, plain.__defaults__ or (), strict=False)
-    yield from (plain.__kwdefaults__ or {}).items()
-    for name in code.co_names:
-        if name in plain.__globals__:
-            yield name, plain.__globals__[name]
+    if isinstance(plain, FunctionType):
+        code, defaults = plain.__code__, plain.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        yield from zip(names, defaults, strict=True)
+        yield from ((place.name, place.value) for place in _of_function(plain))
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.errors import UnsupportedError
 from interlace.frontend.calling.state import State
-from interlace.frontend.importing.nodes import raised_at
+from interlace.frontend.importing.nodes import flatten, raised_at
 
 CHECKPOINT_KEY = "interlace_checkpoint"
 """Where a node's checkpointed region is noted, in `meta["custom"]`."""
@@ -219,13 +219,9 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         given = (*args, *(kwargs or {}).values())
         reads = getattr(func, "__name__", "") == "__get__"  # an attribute: sizes and the like
-        if not reads and any(map(_is_real, (*given, *_listed(given)))):
+        if not reads and any(map(_is_real, flatten(given))):
             raise Unreached(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def _listed(given: Sequence[Any]) -> Iterator[Any]:
-    return (item for value in given if isinstance(value, list | tuple) for item in value)
 
 
 def _is_real(value: Any) -> bool:

@@ -92,11 +92,6 @@ class Imported:
     awaited: tuple[int, ...] = ()
     """Inputs that the graph waits for: a caller's collective may be at them."""
 
-    @property
-    def settles(self) -> bool:
-        """Whether `settled` does anything."""
-        return bool(self.constants or self.awaited or self.lazy)
-
     def settled(self, given: list[Any]) -> list[Any]:
         """The Program's inputs, from those among the graph's arguments."""
         for index in self.awaited:

@@ -59,7 +59,7 @@ class InPlace:
     def write(self, imp: Importer, node: fx.Node) -> View:
         """Emits the update that `node` is; its value is the input itself."""
         target = imp.view(self.states[node])
-        self._sink(imp, node, target, node)
+        self._write(imp, node, target)
         return target
 
     def _plan(self, target: fx.Node, final: fx.Node) -> None:
@@ -104,34 +104,29 @@ class InPlace:
         given = {arg for node in updates for arg in node.all_input_nodes if arg is not node.args[0]}
         return len(updates) == 1 or given.isdisjoint(views)
 
-    def _sink(self, imp: Importer, node: fx.Node, target: View, state: fx.Node) -> None:
-        """Makes `target` hold what `node` stands for; the rest of the input stays as it is."""
-        name = str(node.target)
-        if node is not state and node not in self.absorbed:
-            imp.copy_into(imp.view(node), target)
-            return
-        args = bound(node)
-        if name == COPY:
-            self._sink_or_copy(imp, args[1], target, state)
-            return
-        self._sink_or_copy(imp, args[0], target, state)
-        if name == "aten.slice_scatter.default":
-            dim = args[2] % len(imp.sizes(target))
-            bounds = [None, dim, *map(imp.arg, args[3:])]
-            start, stop, _ = slice_bounds(bounds, imp.sizes(target)[dim])
-            self._sink_or_copy(imp, args[1], target.slice(dim, start, stop), state)
-        elif name == "aten.select_scatter.default":
-            dim = args[2] % len(imp.sizes(target))
-            index = imp.arg(args[3]) % imp.sizes(target)[dim]
-            self._sink_or_copy(imp, args[1], target.select(dim, index), state)
-        else:
-            self._update(imp, node, target)
-
-    def _sink_or_copy(self, imp: Importer, value: Any, target: View, state: fx.Node) -> None:
+    def _sink(self, imp: Importer, value: Any, target: View) -> None:
+        """Makes `target` hold what `value` stands for."""
         if value in self.absorbed:
-            self._sink(imp, value, target, state)
+            self._write(imp, value, target)
         else:
             imp.copy_into(imp.view(value), target)
+
+    def _write(self, imp: Importer, node: fx.Node, target: View) -> None:
+        """Makes `target` hold what `node` stands for; the rest of the input stays as it is."""
+        args, sizes = bound(node), imp.sizes(target)
+        if str(node.target) == COPY:
+            self._sink(imp, args[1], target)
+            return
+        self._sink(imp, args[0], target)
+        if str(node.target) == "aten.slice_scatter.default":
+            dim = args[2] % len(sizes)
+            start, stop, _ = slice_bounds([None, dim, *map(imp.arg, args[3:])], sizes[dim])
+            self._sink(imp, args[1], target.slice(dim, start, stop))
+        elif str(node.target) == "aten.select_scatter.default":
+            dim = args[2] % len(sizes)
+            self._sink(imp, args[1], target.select(dim, imp.arg(args[3]) % sizes[dim]))
+        else:
+            self._update(imp, node, target)
 
     def _update(self, imp: Importer, node: fx.Node, target: View) -> None:
         def apart(arg: Any) -> Any:

@@ -58,9 +58,7 @@ def bound(node: fx.Node) -> list[Any]:
     """A node's arguments by position, with the schema's defaults filled in."""
     schema = getattr(node.target, "_schema", None)
     found: list[Any] = list(node.args)
-    if schema is None:
-        return found
-    for argument in schema.arguments[len(node.args) :]:
+    for argument in schema.arguments[len(node.args) :] if schema is not None else ():
         default = argument.default_value if argument.has_default_value() else None
         found.append(node.kwargs.get(argument.name, default))
     return found
@@ -99,18 +97,13 @@ def is_view(node: fx.Node) -> bool:
     return bool(returns) and all(result.alias_info is not None for result in returns)
 
 
-def is_lazy(node: fx.Node) -> bool:
-    """Whether import makes the node a view of its first argument, read only where it is used."""
-    return str(node.target) in LAZY or node.target is operator.getitem or is_view(node)
-
-
 def aliases(node: fx.Node, through_copies: bool = False) -> set[fx.Node]:
     """A node and everything that is a view of it; with `through_copies`, that may become one."""
-    found, todo = {node}, [node]
+    found, todo, kinds = {node}, [node], LAZY | COPIES if through_copies else LAZY
     while todo:
         for user in todo.pop().users:
-            copy = through_copies and str(user.target) in COPIES
-            if user not in found and (copy or is_lazy(user)):
+            view = str(user.target) in kinds or user.target is operator.getitem or is_view(user)
+            if view and user not in found:
                 found.add(user)
                 todo.append(user)
     return found
@@ -137,8 +130,7 @@ def live_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 def output_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that the graph returns."""
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    return [item for item in flatten(output.args[0]) if isinstance(item, fx.Node)]
+    return [item for item in flatten(graph.output_node().args[0]) if isinstance(item, fx.Node)]
 
 
 def flatten(value: Any) -> Iterator[Any]:
