@@ -49,9 +49,9 @@ class Compilation:
         options, device = self.setting.options, self.setting.device
         machine = shared_machine(options, device)
         return {
-            "fw_compiler": self._compiler("forward"),
-            "bw_compiler": self._compiler("backward"),
-            "inference_compiler": self._compiler("inference"),
+            "fw_compiler": lambda gm, _: self._compile("forward", gm),
+            "bw_compiler": lambda gm, _: self._compile("backward", gm),
+            "inference_compiler": lambda gm, _: self._compile("inference", gm),
             "partition_fn": Partition(options.regather, machine, options.time_out_s),
             "keep_inference_input_mutations": True,
         }
@@ -70,22 +70,18 @@ class Compilation:
         for graph in self.graphs:
             graph.close()
 
-    def _compiler(self, kind: str) -> Callable[[fx.GraphModule, Any], CompiledGraph]:
-        def compiler(gm: fx.GraphModule, example_inputs: Any) -> CompiledGraph:
-            if kind == "inference":
-                equal_groups(gm.graph)  # the others were one graph before
-            if kind == "backward":
-                keep_saved()
-            places = [node for node in gm.graph.nodes if node.op == "placeholder"]
-            found = meshes_in(node.meta.get("val") for node in places)
-            meshes = dict.fromkeys((*self.setting.meshes, *found))
-            setting = replace(self.setting, meshes=tuple(meshes))
-            graph = CompiledGraph(kind, gm, setting)
-            self.graphs.append(graph)
-            notice(graph)
-            return graph
-
-        return compiler
+    def _compile(self, kind: str, gm: fx.GraphModule) -> CompiledGraph:
+        if kind == "inference":
+            equal_groups(gm.graph)  # the others were one graph before
+        if kind == "backward":
+            keep_saved()
+        places = gm.graph.find_nodes(op="placeholder")
+        found = meshes_in(node.meta.get("val") for node in places)
+        meshes = tuple(dict.fromkeys((*self.setting.meshes, *found)))
+        graph = CompiledGraph(kind, gm, replace(self.setting, meshes=meshes))
+        self.graphs.append(graph)
+        notice(graph)
+        return graph
 
 
 class NotCompiled(ShortenTraceback):
@@ -145,7 +141,7 @@ class Backend:
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     ) -> Callable[..., Any]:
-        places = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(_source, places))
         setting = Setting(
             options,

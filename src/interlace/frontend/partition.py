@@ -143,7 +143,7 @@ def opaque_last(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> 
     output.args = (tuple(leaves[i] for i in order),)
     if len(descriptions := output.meta.get("desc") or ()) == len(order):
         output.meta["desc"] = [descriptions[i] for i in order]
-    saved = [node for node in backward.nodes if node.op == "placeholder"]
+    saved = [node for node in backward.find_nodes(op="placeholder")]
     saved = [node for node in saved if "tangents" not in str(node.target)]
     tensors = [node for node in saved if isinstance(node.meta.get("val"), torch.Tensor)]
     for node in reversed([node for node in saved if _opaque(node) is not None]):

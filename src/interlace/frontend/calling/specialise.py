@@ -63,7 +63,7 @@ def strides_of(arg: torch.Tensor) -> tuple[int, ...]:
 
 def recorded_signature(gm: fx.GraphModule) -> Hashable | None:
     """The signature that a graph was traced with; None where it is symbolic."""
-    values = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     numbers: list[Any] = []
     for value in values:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -93,7 +93,7 @@ def complete(gm: fx.GraphModule) -> dict[fx.Node, Any] | None:
     unknown = [n for n in gm.graph.nodes if n.op == "call_function" and "val" not in n.meta]
     if not unknown:
         return None
-    given = [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+    given = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     modes = [value.fake_mode for value in given if isinstance(value, FakeTensor)]
     return _recorded(gm, modes[0] if modes else FakeTensorMode(), given)
 

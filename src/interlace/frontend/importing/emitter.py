@@ -113,14 +113,20 @@ class SerialEmitter:
         self.emit(Alloc(buffer=buffer, loc=self.loc))
         return self.declare(buffer)
 
+    def joined(self, views: Sequence[View], dim: int, sizes: tuple[int, ...]) -> View | None:
+        """The views one after another along `dim`, where they are neighbours in memory."""
+        if math.prod(sizes[:dim]) != 1 or not math.prod(sizes):
+            return None
+        filled = [view for view in views if self.box(view).numel]
+        return adjacent(filled, self.buffers[filled[0].buffer], sizes)
+
     def concatenated(
         self, views: Sequence[View], dim: int, sizes: tuple[int, ...], name: str
     ) -> View:
         """The views one after another along `dim`: a view where they are neighbours in memory."""
-        if math.prod(sizes[:dim]) == 1 and math.prod(sizes):
-            found = adjacent(views, self.buffers[views[0].buffer], sizes)
-            if found is not None:
-                return found
+        found = self.joined(views, dim, sizes)
+        if found is not None:
+            return found
         result = self.fresh(name, self.box(views[0]).dtype, sizes)
         return self.call("aten.cat.default", (tuple(views), dim), result)
 

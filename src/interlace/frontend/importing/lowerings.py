@@ -26,7 +26,6 @@ import torch
 from torch import fx
 
 from interlace.frontend.importing.types import buffer_like, dtype_of, on_host, same_layout
-from interlace.frontend.importing.views import adjacent
 from interlace.ir import Alloc, Call, DType, View
 
 if TYPE_CHECKING:
@@ -112,19 +111,11 @@ def _cat(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     value: torch.Tensor = imp.value(node)
     views = [view for view in imp.arg(args[0]) if imp.sizes(view) != (0,) or value.ndim == 1]
     dim = args[1] % max(value.ndim, 1)
-    if imp.may_share(node, views) and (joined := _joined(imp, views, dim, value)) is not None:
+    sizes = tuple(int(size) for size in value.shape)
+    joined = imp.joined(views, dim, sizes) if imp.may_share(node, views) else None
+    if joined is not None and same_layout(imp.box(joined), value):
         return joined
     return imp.call_like(node, "aten.cat.default", (args[0], dim), {}, value)
-
-
-def _joined(imp: Importer, views: list[View], dim: int, value: torch.Tensor) -> View | None:
-    if any(prod(imp.sizes(view)[:dim]) != 1 for view in views) or not value.numel():
-        return None
-    sizes = tuple(int(size) for size in value.shape)
-    views = [view for view in views if prod(imp.sizes(view))]
-    same = {imp.box(view).dtype for view in views} == {dtype_of(value.dtype)}
-    joined = adjacent(views, imp.buffers[views[0].buffer], sizes) if same else None
-    return joined if joined is not None and same_layout(imp.box(joined), value) else None
 
 
 def passed_on(imp: Importer, node: fx.Node, args: list[Any]) -> View:

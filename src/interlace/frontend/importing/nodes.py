@@ -114,7 +114,7 @@ def awaited(graph: fx.Graph) -> list[int]:
 
     It need not have a type of its own that says so: a DTensor is taken apart to what it holds.
     """
-    places = [node for node in graph.nodes if node.op == "placeholder"]
+    places = graph.find_nodes(op="placeholder")
     return [i for i, n in enumerate(places) if any(str(a.target) == WAIT for a in aliases(n))]
 
 

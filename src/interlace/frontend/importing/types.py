@@ -20,33 +20,9 @@ import torch
 
 from interlace.errors import UnsupportedError
 from interlace.ir import Box, Buffer, DType, Where, contiguous_strides
+from interlace.runtime.values import DTYPES
 
-DTYPES: dict[torch.dtype, DType] = {
-    torch.float64: DType.f64,
-    torch.float32: DType.f32,
-    torch.bfloat16: DType.bf16,
-    torch.float16: DType.f16,
-    torch.float8_e4m3fn: DType.f8e4m3,
-    torch.float8_e5m2: DType.f8e5m2,
-    torch.int64: DType.i64,
-    torch.int32: DType.i32,
-    torch.int16: DType.i16,
-    torch.int8: DType.i8,
-    torch.uint64: DType.u64,
-    torch.uint32: DType.u32,
-    torch.uint16: DType.u16,
-    torch.uint8: DType.u8,
-    torch.bool: DType.bool,
-    torch.complex64: DType.c64,
-    torch.complex128: DType.c128,
-}
-
-MEMORY_FORMATS: dict[torch.memory_format, str] = {
-    torch.contiguous_format: "@contiguous_format",
-    torch.preserve_format: "@preserve_format",
-    torch.channels_last: "@channels_last",
-    torch.channels_last_3d: "@channels_last_3d",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 NOWHERE = Where(0, {}, {})
 """Who asks for boxes of an imported Program, in which nothing depends on the rank."""
@@ -54,11 +30,11 @@ NOWHERE = Where(0, {}, {})
 
 def dtype_of(dtype: torch.dtype) -> DType:
     """The element type's short name."""
-    found = DTYPES.get(dtype)
+    found = _NAMES.get(dtype)
     if found is None:
         raise UnsupportedError(
             f"element type {dtype} has no name in a Program: cast it to one of "
-            f"{', '.join(str(known).removeprefix('torch.') for known in DTYPES)}"
+            f"{', '.join(str(known).removeprefix('torch.') for known in _NAMES)}"
         )
     return found
 
@@ -98,7 +74,7 @@ def scalar_word(value: Any, device: torch.device) -> Any:
             raise UnsupportedError(f"layout {value}: only dense (strided) tensors are supported")
         return "@strided"
     if isinstance(value, torch.memory_format):
-        return MEMORY_FORMATS[value]
+        return str(value).replace("torch.", "@")
     return value
 
 

@@ -155,6 +155,9 @@ def _shorter(steps: list[Step], i: int) -> list[list[Step]]:
             joined = Permute(tuple(first.dims[dim] for dim in second.dims))
             found.append([*steps[:i], joined, *steps[i + 2 :]])
         if isinstance(first, Slice) and isinstance(second, Slice) and first.dim == second.dim:
+            assert isinstance(first.start, int)
+            assert isinstance(second.start, int)
+            assert isinstance(second.stop, int)
             joined = Slice(first.dim, first.start + second.start, first.start + second.stop)
             found.append([*steps[:i], joined, *steps[i + 2 :]])
     return found
