@@ -119,7 +119,7 @@ def own_opaque_outputs(graph: fx.Graph, num_fwd_outputs: int) -> None:
     """
     output = graph.output_node()
     leaves, spec = pytree.tree_flatten(output.args)
-    opaque = [node for node in graph.nodes if node.op == "placeholder" and _opaque(node)]
+    opaque = [node for node in graph.find_nodes(op="placeholder") if _opaque(node)]
     for i, leaf in enumerate(leaves[:num_fwd_outputs]):
         if leaf in opaque and "tangents" in str(leaf.target):
             for other in opaque:
@@ -143,18 +143,19 @@ def opaque_last(forward: fx.Graph, backward: fx.Graph, num_fwd_outputs: int) -> 
     output.args = (tuple(leaves[i] for i in order),)
     if len(descriptions := output.meta.get("desc") or ()) == len(order):
         output.meta["desc"] = [descriptions[i] for i in order]
-    saved = [node for node in backward.find_nodes(op="placeholder")]
-    saved = [node for node in saved if "tangents" not in str(node.target)]
+    places = backward.find_nodes(op="placeholder")
+    saved = [node for node in places if "tangents" not in str(node.target)]
     tensors = [node for node in saved if isinstance(node.meta.get("val"), torch.Tensor)]
     for node in reversed([node for node in saved if _opaque(node) is not None]):
         tensors[-1].append(node)
 
 
 def _saved_rank(node: Any) -> int:
+    """Where AOTAutograd wants it: tensors, then meshes, then sizes."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
         return 2
-    return 1 if getattr(value, "real_obj", None) is not None else 0
+    return int(getattr(value, "real_obj", None) is not None)
 
 
 def _opaque(node: fx.Node) -> Any:

@@ -77,21 +77,16 @@ class Teams:
         if not (dist.is_available() and dist.is_initialized()):
             return cls(0, _no_groups, given=True)
         axes = mesh_axes(meshes)
-
-        def find(group: str) -> KnownTeam:
-            return axes.get(group) or _plain_group(group)
-
-        return cls(dist.get_rank(), find, time_out_s=time_out_s)
+        return cls(
+            dist.get_rank(),
+            lambda group: axes.get(group) or _plain_group(group),
+            time_out_s=time_out_s,
+        )
 
     @classmethod
     def of(cls, groups: Mapping[str, tuple[str, Groups]], rank: int = 0) -> Teams:
         """Teams given outright: group name to (team name, groups of global ranks)."""
-
-        def find(group: str) -> KnownTeam:
-            name, all_groups = groups[group]
-            return KnownTeam(name, all_groups, True)
-
-        return cls(rank, find, given=True)
+        return cls(rank, lambda group: KnownTeam(*groups[group], complete=True), given=True)
 
     def team(self, group: str | ProcessGroup) -> Team:
         """The team of a process group, or of its name."""
@@ -144,14 +139,11 @@ class Teams:
 
 def connected(rank: int, groupings: Iterable[Groups]) -> set[int]:
     """The ranks that any chain of groups connects to `rank`."""
-    groups = [set(group) for groups in groupings for group in groups]
-    found, grew = {rank}, True
-    while grew:
-        grew = False
-        for group in groups:
-            if group & found and not group <= found:
-                found |= group
-                grew = True
+    groups = [group for groups in groupings for group in groups]
+    found, before = {rank}, 0
+    while len(found) > before:
+        before = len(found)
+        found |= {other for group in groups if not found.isdisjoint(group) for other in group}
     return found
 
 

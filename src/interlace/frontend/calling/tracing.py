@@ -55,25 +55,25 @@ def tracing(fn: Callable[..., Any]) -> Iterator[None]:
         checkpoints_marked(),
         functional_collectives(),
         own_errors(fn),
-        _without_dynamo(),
+        # What torch.compile was given runs as it was written, and is traced with all else.
+        torch.compiler.set_stance("force_eager"),
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+        # Code that asks `torch.compiler.is_compiling()` before it looks at values need not look.
+        _patched(torch.compiler, _is_compiling_flag=True),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _without_dynamo() -> Iterator[None]:
-    """What torch.compile was given runs as it was written, and is traced with all else.
-
-    Code that asks `torch.compiler.is_compiling()` before it looks at values need not look.
-    """
-    nested = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-    before = torch.compiler._is_compiling_flag
-    with torch.compiler.set_stance("force_eager"), nested:
-        torch.compiler._is_compiling_flag = True
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag = before
+def _patched(module: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 # -- collectives that write into a tensor ----------------------------------------------------------
@@ -91,12 +91,8 @@ def functional_collectives() -> Iterator[None]:
         with mode:
             return run_backward(*args, **kwargs)
 
-    autograd._engine_run_backward = within  # pyright: ignore
-    try:
-        with mode:
-            yield
-    finally:
-        autograd._engine_run_backward = run_backward  # pyright: ignore
+    with _patched(autograd, _engine_run_backward=within), mode:
+        yield
 
 
 class _Mode(TorchFunctionMode):
@@ -172,15 +168,10 @@ def checkpoints_marked() -> Iterator[None]:
         with fx_traceback.annotate({CHECKPOINT_KEY: next(numbers)}):
             yield
 
-    originals = {name: f for name in _GENERATORS if (f := getattr(torch_checkpoint, name, None))}
-    assert originals, "torch.utils.checkpoint has changed: a checkpoint would go unnoticed"
-    try:
-        for name in originals:
-            setattr(torch_checkpoint, name, marking)
+    found = [name for name in _GENERATORS if hasattr(torch_checkpoint, name)]
+    assert found, "torch.utils.checkpoint has changed: a checkpoint would go unnoticed"
+    with _patched(torch_checkpoint, **dict.fromkeys(found, marking)):
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch_checkpoint, name, original)
 
 
 def mark_checkpoints(graph: fx.Graph) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from interlace.frontend.importing.nodes import bound, draws_random_numbers, flatten, is_mutable
+from interlace.frontend.importing.nodes import bound, draws_random_numbers, is_mutable
 
 GROUPED = "aten._grouped_mm.default"
 MASKED = "aten.where.self"
@@ -91,20 +91,15 @@ def _computed(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch
         return None
     if not all(isinstance(size, int) for size in value.shape) or value.numel() > MOST:
         return None
-    inputs = [item for item in flatten((node.args, tuple(node.kwargs.values())))]
-    nodes = [item for item in inputs if isinstance(item, fx.Node)]
-    if any(_constant(item, known) is None for item in nodes):
+    if any(_constant(item, known) is None for item in node.all_input_nodes):
         return None
-
-    def real(item: Any) -> Any:
-        return known[item] if isinstance(item, fx.Node) else item
-
     kwargs = dict(node.kwargs)
     if "device" in kwargs:
         kwargs |= {"device": torch.device("cpu")}
     kwargs.pop("pin_memory", None)
     target: Any = node.target
-    result = target(*fx.map_arg(node.args, real), **fx.map_arg(kwargs, real))
+    args, kwargs = fx.map_arg((node.args, kwargs), known.__getitem__)
+    result = target(*args, **kwargs)
     return result if isinstance(result, torch.Tensor) else None
 
 
