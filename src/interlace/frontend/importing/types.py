@@ -13,7 +13,7 @@ and nowhere else: nothing copies, sends or fuses them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,14 +53,17 @@ def buffer_like(name: str, tensor: torch.Tensor, kind: str) -> Buffer:
 
 
 def same_layout(box: Box, tensor: torch.Tensor) -> bool:
-    """Whether a box has a tensor's sizes, and its strides wherever a stride means something."""
+    """Whether a box has a tensor's sizes, element type and strides."""
     sizes = tuple(int(size) for size in tensor.shape)
     if box.sizes != sizes or box.dtype != dtype_of(tensor.dtype):
         return False
-    return box.numel == 0 or all(
-        size == 1 or mine == int(theirs)
-        for size, mine, theirs in zip(sizes, box.strides, tensor.stride(), strict=True)
-    )
+    return same_strides(box, tensor.stride())
+
+
+def same_strides(box: Box, strides: Sequence[int]) -> bool:
+    """Whether a box has these strides wherever a stride means something."""
+    pairs = zip(box.sizes, box.strides, strides, strict=True)
+    return box.numel == 0 or all(size == 1 or mine == theirs for size, mine, theirs in pairs)
 
 
 def scalar_word(value: Any, device: torch.device) -> Any:

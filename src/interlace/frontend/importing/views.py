@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ProgramError
-from interlace.frontend.importing.types import NOWHERE, dtype_of, same_layout
+from interlace.frontend.importing.types import NOWHERE, dtype_of, same_layout, same_strides
 from interlace.ir import (
     AsStrided,
     Box,
@@ -171,10 +171,8 @@ def _try(name: str, buffer: Buffer, steps: list[Step], box: Box) -> bool:
 
 
 def _same_box(a: Box, b: Box) -> bool:
-    if (a.offset, a.sizes, a.dtype) != (b.offset, b.sizes, b.dtype):
-        return False
-    pairs = zip(a.sizes, a.strides, b.strides, strict=True)
-    return a.numel == 0 or all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+    same = (a.offset, a.sizes, a.dtype) == (b.offset, b.sizes, b.dtype)
+    return same and same_strides(a, b.strides)
 
 
 def adjacent(views: Sequence[View], buffer: Buffer, sizes: tuple[int, ...]) -> View | None:
