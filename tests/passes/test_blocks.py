@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import pytest
 
@@ -53,8 +54,8 @@ def test_what_is_listed_later_is_not_looked_at() -> None:
     count = 10_000
     blocks = Blocks([(i - 1,) if i else () for i in range(count)])
 
-    class Members(list[frozenset[int]]):
-        def __getitem__(self, index: object) -> frozenset[int]:
+    class Members(list[Collection[int]]):
+        def __getitem__(self, index: object) -> Collection[int]:
             assert isinstance(index, int)
             looked.append(index)
             return super().__getitem__(index)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
@@ -64,7 +64,7 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
     overlaps, touched = Overlaps(program), touched or touched_by(program)
     _data_edges(program, overlaps, touched, edges)
     _storage_edges(overlaps, touched, edges)
-    places: Edges = [set() for _ in program.ops]
+    places: Edges = edges if listed else [set() for _ in program.ops]
     _lifetime_edges(program, touched, edges, places)
     frozen = _is_frozen(program)
     signal_edges(program, touched, edges, places, frozen)
@@ -73,12 +73,10 @@ def dependencies(program: Program, listed: bool = True, touched: Touched | None 
         met = [i for i, op in enumerate(program.ops) if meets_peers(op, held)]
         for one, other in pairwise(met):
             places[other].add(one)
-    if listed:
-        edges = [one | other for one, other in zip(edges, places, strict=True)]
     return tuple(tuple(sorted(earlier)) for earlier in edges)
 
 
-def followers(before: Before) -> Before:
+def followers(before: Sequence[Iterable[int]]) -> Before:
     """The same edges from the other end: for each op the later ones that follow it."""
     found: list[list[int]] = [[] for _ in before]
     for index, earlier in enumerate(before):
@@ -115,30 +113,30 @@ def _is_frozen(program: Program) -> bool:
 # data
 
 
-_Live = tuple[list[tuple[int, int]], list[tuple[int, int]]]
-"""The writes and reads of one buffer that a later op may conflict with: (view number, op)."""
+_Live = defaultdict[object, list[tuple[int, int]]]
+"""By buffer what a later op may conflict with: (view number, op)."""
 
 
 def _data_edges(program: Program, overlaps: Overlaps, touched: Touched, edges: Edges) -> None:
     place = _Places(program, touched)
-    live: defaultdict[object, _Live] = defaultdict(lambda: ([], []))
+    written, read = _Live(list), _Live(list)
     last_sync, since_sync = -1, list[int]()
     for index, op in enumerate(program.ops):
         mine = edges[index]
-        reads, writes = (
-            [(live[place(access)], overlaps.number(access.view)) for access in accesses]
+        reads, writes = [
+            [(place(access), overlaps.number(access.view)) for access in accesses]
             for accesses in touched[index]
-        )
-        for (written, _), number in reads:
-            mine.update([i for n, i in written if overlaps.between(number, n)])
-        for state, number in writes:
-            for known in state:
+        ]
+        for where, number in reads:
+            mine.update([i for n, i in written[where] if overlaps.between(number, n)])
+        for where, number in writes:
+            for known in filter(None, (written[where], read[where])):
                 mine.update([i for n, i in known if overlaps.between(number, n)])
                 known[:] = [item for item in known if not overlaps.covers(number, item[0])]
-        for (_, read), number in reads:
-            read.append((number, index))
-        for (written, _), number in writes:
-            written.append((number, index))
+        for where, number in reads:
+            read[where].append((number, index))
+        for where, number in writes:
+            written[where].append((number, index))
         if op.ordering().holds_host:
             mine.update(since_sync)
             last_sync, since_sync = index, []

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from interlace.ir import Collective, Group, Op, Program, Site
-from interlace.passes.dependencies import Before, dependencies
+from interlace.passes.dependencies import Before, dependencies, followers
 from interlace.passes.overlaps import representatives
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, recognise, site_kind
 from interlace.passes.sites.rows import Refused
@@ -144,13 +144,14 @@ def _analyse(values: Dataflow, done: frozenset[int], before: Before) -> tuple[Fo
             ):
                 later.add(site.matmuls[-1])
                 site = recognise(values, i, op, taken | later)
-            if not blocks.accepts(site.ops, site.kept):
+            ops = site.ops
+            if not blocks.accepts(ops, site.kept):
                 raise Refused("its ops cannot run together: others stand between them")
         except Refused as refusal:
             found.append(FoundSite(i, op.kind, None, str(refusal)))
         else:
-            blocks.add(site.ops, site.kept)
-            taken.update(site.ops)
+            blocks.add(ops, site.kept)
+            taken.update(ops)
             found.append(FoundSite(i, site_kind(op.kind, site), site))
     return tuple(found)
 
@@ -172,14 +173,11 @@ class Blocks:
     """
 
     def __init__(self, before: Edges) -> None:
-        self.members: list[frozenset[int]] = [frozenset((i,)) for i in range(len(before))]
-        self.after: list[set[int]] = [set() for _ in before]
+        self.members: list[Collection[int]] = [(i,) for i in range(len(before))]
+        self.after = list(followers(before))
         self.least = list(range(len(before)))
         """By op, the first op of the stretch of overlapping blocks that it stands in (itself, where
         it stands in none): nothing that follows the op is listed before that."""
-        for i, earlier in enumerate(before):
-            for j in earlier:
-                self.after[j].add(i)
 
     def accepts(self, block: Iterable[int], unneeded: Iterable[int] = ()) -> bool:
         """Whether no path leaves the block and comes back; `unneeded` ops do not lead into it."""
@@ -191,7 +189,7 @@ class Blocks:
             op = stack.pop()
             if op in seen or self.least[op] > last:  # from there no way leads back
                 continue
-            seen |= self.members[op]
+            seen.update(self.members[op])
             for i in self.members[op]:
                 if not mine.isdisjoint(self.after[i]) and i not in ignored:
                     return False
@@ -209,7 +207,7 @@ class Blocks:
                 break
             self.least[i] = first
         for i in unneeded:
-            self.after[i] -= mine
+            self.after[i] = tuple([j for j in self.after[i] if j not in mine])
 
 
 def in_blocks(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from interlace.ir import Call, Collective, Op, View
 from interlace.ir.operators import by_data, matmul_of
@@ -128,8 +129,8 @@ def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Gather
     assert op.dst is not None
     name = op.dst.buffer
     shards = parts_of(values, op, op.dst)
-    starts = [sum(shards[:rank]) for rank in range(len(shards))]
-    origin = tuple(ByteRun(starts[r], size, r, 0) for r, size in enumerate(shards) if size)
+    parts = enumerate(zip(accumulate(shards, initial=0), shards, strict=False))
+    origin = tuple([ByteRun(start, size, r, 0) for r, (start, size) in parts if size])
     accepted: list[int] = []
     shape: tuple[RowLayout, int] | None = None
     reasons: list[str] = []
@@ -182,7 +183,7 @@ def uses_of(values: Dataflow, name: str) -> tuple[list[int], set[str]]:
             continue
         related.add(current)
         for j in values.users.get(current, ()):
-            outs = [access.view.buffer for access in values.program.ops[j].writes()]
+            outs = [access.view.buffer for access in values.touched[j][1]]
             if len(outs) == 1 and values.moved(outs[0]):
                 stack.append(outs[0])
             else:
@@ -204,14 +205,14 @@ def _rows_of(
     if not isinstance(call, Call) or matmul is None or (matmul.batched and kind != EXCHANGE):
         taker = call.fn if isinstance(call, Call) else type(call).__name__.lower()
         raise Refused(f"{taker}, not a matmul{by_data(taker)}, takes the {what} tensor")
-    lhs = call.args[matmul.lhs]
-    rest = [view for view in call.views() if view != lhs and view.buffer in related]
+    lhs, views = call.args[matmul.lhs], call.views()
+    rest = [view for view in views if view != lhs and view.buffer in related]
     if not isinstance(lhs, View) or lhs.buffer not in related:
         raise Refused(
             f"{call.fn} takes the {what} tensor as its right-hand side or its bias: it travels "
             "as a whole, under other computation"
         )
-    if rest or call.views().count(lhs) > 1:
+    if rest or views.count(lhs) > 1:
         raise Refused(f"{call.fn} takes the {what} tensor twice")
     if result_of(call) is None or values.root(lhs.buffer) != name:
         raise Refused(f"{call.fn} takes more than the {what} tensor as its rows")

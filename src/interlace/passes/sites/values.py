@@ -115,8 +115,7 @@ class Dataflow:
         stack = [name]
         while stack:
             current = stack.pop()
-            made = self.maker(current)
-            if current != root and current not in found and made is not None:
+            if current != root and current not in found and (made := self.maker(current)):
                 found[current] = made[0]
                 stack += [view.buffer for view in self.moved(current) or ()]
         return found

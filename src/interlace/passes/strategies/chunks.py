@@ -52,7 +52,7 @@ class Pick:
     ) -> Pick:
         """The rows of one rank, or some `within` them."""
         step = emitter.chunk(index, layout.rows)
-        counts = tuple(layout.batch * rows for rows in layout.rows)
+        counts = tuple([layout.batch * rows for rows in layout.rows])
         return cls(layout.batch, sum(layout.rows), step, counts, index, within)
 
     @classmethod
@@ -139,7 +139,7 @@ class Compute:
             self._batched(op, spec, lhs.rows, out.rows, pick)
             return
         rows = self.values.box(lhs_of(op)).sizes[0]
-        cut = {i: self._rows_of(arg, pick, rows) for i, arg in enumerate(op.args) if i in spec.rows}
+        cut = {i: self._rows_of(op.args[i], pick, rows) for i in spec.rows if i < len(op.args)}
         cut_args = {i: place for i, place in cut.items() if place is not None}
 
         def call(left: View, right: View, row: Callable[[View], View]) -> None:
@@ -147,7 +147,8 @@ class Compute:
             args[spec.lhs] = left
             for i, place in cut_args.items():
                 args[i] = row(place.rows)
-            self.emitter.like(op, fn=spec.into, args=tuple(args), outs=(right,), fresh=())
+            same = {"stream": op.stream, "kwargs": op.kwargs}
+            self.emitter.emit(Call, op.loc, fn=spec.into, args=tuple(args), outs=(right,), **same)
 
         if pick.stacks == 1:
             call(lhs.rows, out.rows, lambda view: view)

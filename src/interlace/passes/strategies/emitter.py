@@ -47,6 +47,8 @@ from interlace.ir import (
 from interlace.strategies import Path
 
 NOWHERE = Loc()
+chunk_at = functools.lru_cache(4096)(Chunk)
+"""A Chunk, made once for all sites that have it."""
 
 
 class PathStep(NamedTuple):
@@ -130,7 +132,7 @@ class Emitter:
     def chunk(self, index: Index, sizes: Sequence[int], dim: int = 0) -> Chunk:
         """Part `index` of a dimension that consists of parts of these sizes, as a step."""
         even = len(set(sizes)) == 1
-        return Chunk(index, self.size if even else self.names.table(self.team.name, sizes), dim)
+        return chunk_at(index, self.size if even else self.names.table(self.team.name, sizes), dim)
 
     def part(self, view: View, index: Index, sizes: Sequence[int], dim: int = 0) -> View:
         """Part `index` of a dimension of a view that consists of parts of these sizes."""
@@ -140,7 +142,7 @@ class Emitter:
         self, view: View, values: Sequence[int], index: Index, size: int, dim: int = 0
     ) -> View:
         """The first `values[index]` of a dimension of `size`."""
-        if all(value == size for value in values):
+        if set(values) == {size}:
             return view
         return view.slice(dim, 0, self.dim(values, index))
 
@@ -155,7 +157,8 @@ class Emitter:
 
     def declare(self, buffer: Buffer, kind: str) -> View:
         """A buffer of the serial Program, now of this kind."""
-        self.emit(Alloc, buffer=dataclasses.replace(buffer, kind=kind))
+        made = buffer if buffer.kind == kind else dataclasses.replace(buffer, kind=kind)
+        self.emit(Alloc, buffer=made)
         return View(buffer.name)
 
     def scratch(self, name: str, dtype: DType, shape: tuple[int, ...]) -> View:

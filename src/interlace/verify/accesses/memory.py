@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -50,7 +50,7 @@ class Content:
     """Whether all of them do (inputs do from the start)."""
     rank: int
     """Whose memory it is."""
-    parts: dict[ByteRegion, None] = field(default_factory=dict[ByteRegion, None])
+    parts: dict[ByteRegion, None]
     log: list[ByteRegion | tuple[int, int]] | None = None
     """From the first time another buffer overwrote some of the bytes: writes, and such losses."""
     freed: bool = False
@@ -125,11 +125,9 @@ class Cell:
 
     lo: int
     hi: int
-    writes: list[ByteAccess] = field(default_factory=list[ByteAccess])
-    reads: dict[tuple[ByteRegion, Content, int], ByteAccess] = field(
-        default_factory=dict[tuple[ByteRegion, Content, int], ByteAccess]
-    )
-    live: dict[Content, int] = field(default_factory=dict[Content, int])
+    writes: list[ByteAccess]
+    reads: dict[tuple[ByteRegion, Content, int], ByteAccess]
+    live: dict[Content, int]
     """What has been written here and not freed, with its offset in the storage."""
 
     def covers(self, new: ByteAccess, old: ByteAccess) -> bool:
@@ -155,7 +153,7 @@ class Memory:
     def __init__(self, bounds: Sequence[int] = ()) -> None:
         self.arena = len(bounds) > 0
         self.bounds = bounds if self.arena else (0, 1 << 62)
-        self.cells = [Cell(lo, hi) for lo, hi in pairwise(self.bounds)]
+        self.cells = [Cell(lo, hi, [], {}, {}) for lo, hi in pairwise(self.bounds)]
 
     def within(self, lo: int, hi: int) -> list[Cell]:
         """The cells that the bytes from `lo` to `hi` are in."""

@@ -15,7 +15,7 @@ Note [Registered parameters]
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from interlace.ir.order import Slot
@@ -38,14 +38,14 @@ class BufferLife:
     version: Version
     content: Content
     offset: int
+    uses: list[ByteAccess]
+    """The rank's accesses before the walk passes the Free, wherever the bytes are."""
     slot: Slot | None = None
     take: int = -1
     alloc: int = -1
     """The node that takes the slot; -1 for a buffer that is there from the start."""
     freed: int = -1
     """The node of its Free, once the walk has passed it."""
-    uses: list[ByteAccess] = field(default_factory=list[ByteAccess])
-    """The rank's accesses before the walk passes the Free, wherever the bytes are."""
 
 
 class AccessFault(NamedTuple):
@@ -100,7 +100,7 @@ class Sweep:
         if first is None or len(found) < MAX_REPEATS:
             found.append(AccessFault(kind, first, second))
 
-    def _life(self, frame: Frame, version: int) -> BufferLife:
+    def life(self, frame: Frame, version: int) -> BufferLife:
         life = self._lives[frame].get(version)
         if life is None:
             life = self._lives[frame][version] = self._start(frame, version)
@@ -118,10 +118,10 @@ class Sweep:
         if version.symmetric or version.registered:
             slot = self.slot(frame, number)
             content = self._copy(slot, take, rank, version, size)
-            return BufferLife(version, content, 0, slot, take, alloc)
+            return BufferLife(version, content, 0, [], slot, take, alloc)
         memory = self._arena(frame, version.storage) if version.shared else Memory()
-        content = Content(buffer.name, size, memory, buffer.kind == "input", rank)
-        return BufferLife(version, content, buffer.offset if version.shared else 0)
+        content = Content(buffer.name, size, memory, buffer.kind == "input", rank, {})
+        return BufferLife(version, content, buffer.offset if version.shared else 0, [])
 
     def _copy(self, slot: Slot, take: int, rank: int, version: Version, size: int) -> Content:
         """One rank's copy of a slot for one take of it, or what its registered memory, the same in
@@ -133,13 +133,13 @@ class Sweep:
             if version.registered:
                 memory = self._registered.setdefault((slot, rank), memory)
                 full = version.buffer.kind == "input"
-            content = Content(version.buffer.name, size, memory, full, rank)
+            content = Content(version.buffer.name, size, memory, full, rank, {})
             self._copies[key] = content
         return content
 
-    def content(self, frame: Frame, touch: Touch) -> Content:
+    def content(self, life: BufferLife, frame: Frame, touch: Touch) -> Content:
         """Whose bytes a touch means: the rank's own buffer in this run, or a peer's copy."""
-        life, where = self._life(frame, touch.version), frame.place.where
+        where = frame.place.where
         if touch.peer is None or touch.team is None or life.slot is None:
             return life.content
         rank = where.member(touch.team).ranks[where.index(touch.peer)]
@@ -163,8 +163,8 @@ class Sweep:
         region = self.regions.at(touch.spot, where)
         if region.lo >= region.hi:
             return
-        life = self._life(frame, touch.version)
-        content = life.content if touch.peer is None else self.content(frame, touch)
+        life = self.life(frame, touch.version)
+        content = life.content if touch.peer is None else self.content(life, frame, touch)
         offset = life.offset
         entry = ByteAccess(
             offset + region.lo, offset + region.hi, region, content, node, frame, item, touch.write
@@ -209,7 +209,7 @@ class Sweep:
         return ByteAccess(lo, hi, region, life.content, node, frame, item, True, True)
 
     def _free(self, node: int, frame: Frame, item: Item) -> None:
-        life = self._life(frame, item.version)
+        life = self.life(frame, item.version)
         life.freed = node
         free = self._whole(life, node, frame, item.index)
         if life.alloc >= 0 and not self.graph.before(life.alloc, node):
@@ -244,9 +244,8 @@ class Sweep:
             if old.lo >= hi or lo >= old.hi or not self._replaces(cell, new, old)
         ]
         cell.writes.append(new)
-        near = [(key, old) for key, old in cell.reads.items() if old.lo < hi and lo < old.hi]
-        for key, old in near:
-            if self._replaces(cell, new, old):
+        for key, old in list(cell.reads.items()):
+            if old.lo < hi and lo < old.hi and self._replaces(cell, new, old):
                 del cell.reads[key]
         # Else there is one buffer, or one that is registered: another run's writes race with it.
         if new.content.memory.arena and not new.free:
@@ -258,7 +257,11 @@ class Sweep:
 
     def _replaces(self, cell: Cell, new: ByteAccess, old: ByteAccess) -> bool:
         """Compares accesses whose hulls meet; whether the old one may go: Note [Frontier]."""
-        if self._before(old, new):
+        if old.node == new.node:
+            ordered = old.item is new.item  # for this purpose those of one op are
+        else:
+            ordered = len(self.faults) >= MAX_FAULTS or self.graph.before(old.node, new.node)
+        if ordered:
             return new.write and cell.covers(new, old)
         # Unordered: a race, unless the boxes interleave. The Alloc and the Free of the buffer
         # itself are compared by `_check_life` and `_free`.
@@ -267,12 +270,6 @@ class Sweep:
             self._mark(old, new)
             self._fault("race", old, new)
         return False
-
-    def _before(self, old: ByteAccess, new: ByteAccess) -> bool:
-        """Whether two accesses are ordered (those of one op are, for this purpose)."""
-        if old.node == new.node:
-            return old.item is new.item
-        return len(self.faults) >= MAX_FAULTS or self.graph.before(old.node, new.node)
 
     def _mark(self, one: ByteAccess, other: ByteAccess) -> None:
         """Keeps what is raced for.

@@ -70,7 +70,9 @@ class Unwritten:
             self._known = defaultdict(list)
             for frame in self.sweep.graph.frames:
                 for item, one, touch in _written(frame):
-                    self._known[self.sweep.content(frame, touch)].append((frame, item, one, touch))
+                    life = self.sweep.life(frame, touch.version)
+                    whose = self.sweep.content(life, frame, touch)
+                    self._known[whose].append((frame, item, one, touch))
         for frame, item, one, touch in self._known.get(content, ()):
             box = self.regions.at(touch.spot, frame.place.where).exact
             yield box, frame.nodes[one.place if one.place >= 0 else one.index], frame.place, item
