@@ -25,6 +25,10 @@ class ProgramError(InterlaceError):
     """A Program breaks a structural rule (unknown name, wrong shape, view out of bounds, ...)."""
 
 
+class SizeError(InterlaceError):
+    """A question about symbolic sizes has no one answer for a class of them."""
+
+
 class SoundnessError(InterlaceError):
     """The verifier found a race, a deadlock or a lifetime fault; the message is the counterexample.
 

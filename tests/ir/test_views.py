@@ -22,6 +22,7 @@ from interlace.ir import (
     validate,
 )
 from interlace.ir.box import MAX_RUNS, byte_runs
+from interlace.ir.sizes import number, numbers
 from interlace.ir.types import Where
 
 TEAM = Team("tp", 3)
@@ -48,17 +49,19 @@ def random_step(rng: random.Random, view: View, tensor: torch.Tensor, rank: int)
             part = sizes[dim] // 3
             return step, lambda: tensor.narrow(dim, index * part, part)
         case 1:
-            start = sum(ROWS.values[:index])
+            start = sum(numbers(ROWS.values)[:index])
             step = view.chunk(RankIndex("tp", offset), ROWS, dim)
             if not tensor.dim() or sizes[dim] != 6:
                 return step, None
-            return step, lambda: tensor.narrow(dim, start, ROWS.values[index])
+            return step, lambda: tensor.narrow(dim, start, number(ROWS.values[index]))
         case 2:
             start, stop = rng.randint(0, 3), rng.randint(0, 6)
             return view.slice(dim, start, stop), lambda: tensor.narrow(dim, start, stop - start)
         case 3:
             stop = TableEntry("rows", RankIndex("tp", offset))
-            return view.slice(dim, 0, stop), lambda: tensor.narrow(dim, 0, ROWS.values[index])
+            return view.slice(dim, 0, stop), lambda: tensor.narrow(
+                dim, 0, number(ROWS.values[index])
+            )
         case 4:
             place = rng.randint(0, 5)
             return view.select(dim, place), lambda: tensor.select(dim, place)
@@ -126,8 +129,8 @@ def test_boxes_are_what_torch_gives(seed: int) -> None:
 
 
 def bytes_of(box: Box) -> set[int]:
-    starts = {box.offset}
-    for size, stride in zip(box.sizes, box.strides, strict=True):
+    starts = {number(box.offset)}
+    for size, stride in zip(numbers(box.sizes), numbers(box.strides), strict=True):
         starts = {start + i * stride for start in starts for i in range(size)}
     item = box.dtype.itemsize
     return {start * item + i for start in starts for i in range(item)}

@@ -12,6 +12,7 @@ from tests.support.interpreter import run_ranks
 from tests.support.torch_ops import DTYPES
 
 from interlace.ir import Program, View, parse
+from interlace.ir.sizes import numbers
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
@@ -210,7 +211,10 @@ def as_sample(program: Program, seed: int) -> Sample:
         box = program.boxes(rank)
         given = [b for b in program.params if b.kind == "input"]
         inputs.append(
-            [integers(generator, *box(View(b.name)).sizes, dtype=DTYPES[b.dtype]) for b in given]
+            [
+                integers(generator, *numbers(box(View(b.name)).sizes), dtype=DTYPES[b.dtype])
+                for b in given
+            ]
         )
     results = run_ranks(program, inputs, in_order=True)
     expected = [[t for t in found if isinstance(t, torch.Tensor)] for found in results]

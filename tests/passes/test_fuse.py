@@ -305,8 +305,8 @@ def f(tp: Team[{size}], x: bf16[{size * 768}, 8], w: bf16[8, 8], y: out[bf16[{si
 """
     flops, nbytes = 2 * size * 768 * 8 * 8, 768 * 16
     for slabs, work, part in (
-        *((6, flops / 6, nbytes // 6), (3, flops / 5, nbytes // 6), (3, flops / 6, nbytes // 3)),
-        *((0, flops / 2, nbytes // 6), (0, flops / 6, nbytes // 2)),
+        *((6, flops // 6, nbytes // 6), (3, flops // 5, nbytes // 6), (3, flops // 6, nbytes // 3)),
+        *((0, flops // 2, nbytes // 6), (0, flops // 6, nbytes // 2)),
     ):
         monkeypatch.setattr(pieces_file, "SLAB_FLOPS", work)
         monkeypatch.setattr(pieces_file, "SLAB_BYTES", part)

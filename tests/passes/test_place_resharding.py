@@ -9,6 +9,7 @@ from tests.passes.test_decompose import assert_equal, assert_overlaps
 
 from interlace.errors import PassError
 from interlace.ir import Call, Collective, Program, parse
+from interlace.ir.sizes import number
 from interlace.passes import run_pipeline
 
 CAST = """def f(tp: Team[2], x: f32[3, 8], w: bf16[8, 5]):
@@ -63,7 +64,7 @@ SCATTERED = """def f(tp: Team[2], x: f32[6, 8], w: f32[8, 5]):
 def gathered_bytes(program: Program) -> int:
     box = program.boxes(0)
     ops = [op for op in program.ops if isinstance(op, Collective)]
-    return sum(box(op.src).nbytes for op in ops if op.src is not None)
+    return sum(number(box(op.src).nbytes) for op in ops if op.src is not None)
 
 
 @pytest.mark.parametrize(

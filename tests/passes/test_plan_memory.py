@@ -10,6 +10,7 @@ from tests.support.serial_programs import serial_program
 
 from interlace.errors import PassError
 from interlace.ir import Alloc, Buffer, Call, Free, Program, Record, Wait, parse
+from interlace.ir.sizes import number
 from interlace.passes.insert_sync import InsertSync
 from interlace.passes.plan_memory import ALIGNMENT, PlanMemory
 from interlace.passes.schedule import Schedule
@@ -34,7 +35,7 @@ def planned(text: str, **options: bool) -> Program:
 
 def offsets(program: Program) -> dict[str, int]:
     """Where each buffer of the arena begins."""
-    return {n: b.offset for n, b in program.buffers().items() if b.storage == "arena"}
+    return {n: number(b.offset) for n, b in program.buffers().items() if b.storage == "arena"}
 
 
 def kinds(program: Program) -> dict[str, str]:
@@ -109,20 +110,20 @@ def p(tp: Team[2], x: f32[64, 64], y: f32[64, 64]):
 
 def test_memory_adds_no_event(seed: int) -> None:
     """Sharing storage costs no Wait: planned or not, as many order the streams."""
-    for number in range(seed, seed + 20):
-        serial, _ = serial_program(random.Random(number), 2, 8)
+    for drawn in range(seed, seed + 20):
+        serial, _ = serial_program(random.Random(drawn), 2, 8)
         lists = [
             InsertSync().run(PlanMemory(reuse=reuse).run(Schedule().run(serial)))
             for reuse in (False, True)
         ]
         counts = [sum(isinstance(op, Wait) for op in program.ops) for program in lists]
-        assert counts[0] == counts[1], f"seed {number}"
+        assert counts[0] == counts[1], f"seed {drawn}"
 
 
 def test_planned_buffers_never_overlap_in_time(seed: int) -> None:
     """In list order, two buffers that live at once share no byte."""
-    for number in range(seed, seed + 20):
-        serial, _ = serial_program(random.Random(number), 2, 10)
+    for drawn in range(seed, seed + 20):
+        serial, _ = serial_program(random.Random(drawn), 2, 10)
         program = PlanMemory().run(Schedule().run(serial))
         uses: dict[str, list[int]] = {}
         for index, op in enumerate(program.ops):
@@ -133,7 +134,7 @@ def test_planned_buffers_never_overlap_in_time(seed: int) -> None:
             assert buffer.offset % ALIGNMENT == 0
             for other, second in placed.items():
                 apart = uses[name][-1] < uses[other][0] or uses[other][-1] < uses[name][0]
-                assert name == other or apart or disjoint(program, buffer, second), f"seed {number}"
+                assert name == other or apart or disjoint(program, buffer, second), f"seed {drawn}"
 
 
 def disjoint(program: Program, one: Buffer, other: Buffer) -> bool:

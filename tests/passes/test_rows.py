@@ -8,6 +8,7 @@ import random
 import pytest
 
 from interlace.ir import Box, DType
+from interlace.ir.sizes import number
 from interlace.passes.sites.rows import (
     COLUMNS,
     PAD,
@@ -60,7 +61,7 @@ def test_a_view_holds_what_each_of_its_bytes_is(seed: int) -> None:
     refused = 0
     for _ in range(1000):
         buffer = random_contents(rng, rng.randint(1, 48))
-        box = random_box(rng, sum(run.length for run in buffer) // 4)
+        box = random_box(rng, sum(number(run.length) for run in buffer) // 4)
         wanted = byte_by_byte(buffer, box)
         assert seen(buffer, box) == wanted, (buffer, box)
         assert join(wanted) == wanted

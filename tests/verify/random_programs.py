@@ -41,6 +41,7 @@ from interlace.ir import (
     Wait,
     Where,
 )
+from interlace.ir.sizes import numbers
 
 ROWS = 2
 
@@ -190,7 +191,8 @@ class Draw:
 
     def sizes(self, view: View) -> tuple[int, ...]:
         buffer = next(b for b in self.live if b.name == view.buffer)
-        return view.box(buffer, Where.of(0, tuple(self.teams), tuple(self.tables))).sizes
+        where = Where.of(0, tuple(self.teams), tuple(self.tables))
+        return numbers(view.box(buffer, where).sizes)
 
     def some(self, symmetric: bool = True) -> Buffer:
         found = [b for b in self.live if symmetric or b.kind != "symmetric"]

@@ -6,6 +6,7 @@ import random
 
 from interlace.errors import ProgramError
 from interlace.ir import Box, Buffer, DType, View, Where
+from interlace.ir.sizes import number, numbers
 from interlace.verify.accesses.bytesets import covered, first_left
 
 DTYPES = (DType.f32, DType.bf16, DType.i8)
@@ -14,8 +15,8 @@ STRIDES = (0, 1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 12, 15, 24)
 
 def bytes_of(box: Box) -> set[int]:
     """Every byte of a box."""
-    starts = {box.offset} if box.numel else set[int]()
-    for size, stride in zip(box.sizes, box.strides, strict=True):
+    starts = {number(box.offset)} if box.numel else set[int]()
+    for size, stride in zip(numbers(box.sizes), numbers(box.strides), strict=True):
         starts = {start + i * stride for start in starts for i in range(size)}
     item = box.dtype.itemsize
     return {start * item + i for start in starts for i in range(item)}
@@ -34,7 +35,7 @@ def view_box(rng: random.Random) -> Box:
     buffer, where = Buffer("x", rng.choice(DTYPES), (6, 4, 4)), Where.of(0, ())
     view = View("x")
     for _ in range(rng.randint(0, 3)):
-        sizes = view.box(buffer, where).sizes
+        sizes = numbers(view.box(buffer, where).sizes)
         if not sizes:
             break
         dim = rng.randrange(len(sizes))

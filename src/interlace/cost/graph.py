@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from interlace.cost.machine import Machine
-from interlace.cost.op_times import Cost, FusedPart, fused_costs, issue_seconds, op_cost, op_name
+from interlace.cost.op_times import (
+    Cost,
+    FusedPart,
+    at_hand,
+    fused_costs,
+    issue_seconds,
+    op_cost,
+    op_name,
+)
 from interlace.errors import ProgramError, SoundnessError
 from interlace.ir import (
     Expect,
@@ -127,7 +135,8 @@ class _Builder:
     def add(self, program: Program, rank: int) -> None:
         """One rank's ops, with the order that its own list gives."""
         self.ranks.append(rank)
-        where, box = program.where(rank), program.boxes(rank)
+        where, boxes = program.where(rank), program.boxes(rank)
+        box = at_hand(boxes) if program.sizes.sizes else boxes
         sizes = {name: len(member.ranks) for name, member in where.members.items()}
         bound, last_of = bindings(program.ops), dict[Spot, int]()
         streams: dict[str, int] = {}

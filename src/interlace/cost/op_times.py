@@ -47,8 +47,18 @@ from interlace.ir import (
 from interlace.ir.fields import form_of
 from interlace.ir.operators import MATMUL_NAMES, base_of, is_attention
 from interlace.ir.ops import UNORDERED
+from interlace.ir.sizes import Int, number, numbers
 
 Boxes = Callable[[View], Box]
+
+
+def at_hand(boxes: Boxes) -> Boxes:
+    """The boxes for the values at hand of named sizes: costs are told for these."""
+
+    def box(view: View) -> Box:
+        return boxes(view).at_hand()
+
+    return box
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +112,18 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
         case Call():
             return _call_cost(op, box, machine)
         case Copy(src=src, dst=dst):
-            nbytes = box(src).nbytes + box(dst).nbytes
+            nbytes = number(box(src).nbytes + box(dst).nbytes)
             return Cost(machine.launch_s, nbytes / machine.memory_bandwidth)
         case Collective():
             views = [view for view in (op.src, op.dst) if view is not None]
-            whole, ranks = max((box(view).nbytes for view in views), default=0), sizes[op.team]
+            whole, ranks = max((_nbytes(box(view)) for view in views), default=0), sizes[op.team]
             nbytes = link_bytes(op.kind, whole, ranks)
             return _transfer(nbytes, op.backend or machine.backend, machine, op.kind, ranks)
         case Send(src=view) | Recv(dst=view):
-            return _transfer(box(view).nbytes, op.backend or machine.backend, machine, "send")
+            return _transfer(_nbytes(box(view)), op.backend or machine.backend, machine, "send")
         case Put(src=view) | Get(src=view):
             kind = "put" if isinstance(op, Put) else "get"
-            return _transfer(box(view).nbytes, "peer", machine, kind)
+            return _transfer(_nbytes(box(view)), "peer", machine, kind)
         case Fused():
             return Cost(machine.launch_s)
         case Record() | Wait() | Notify() | Expect() | HostSync():
@@ -124,6 +134,10 @@ def op_cost(op: Op, box: Boxes, machine: Machine, sizes: Mapping[str, int]) -> C
             return Cost()
         case _:
             raise UnsupportedError(f"the cost model knows no op {type(op).__name__}: add a case")
+
+
+def _nbytes(box: Box) -> int:
+    return number(box.nbytes)
 
 
 def _transfer(nbytes: float, transport: str, machine: Machine, kind: str, ranks: int = 0) -> Cost:
@@ -143,7 +157,7 @@ def _call_cost(op: Call, box: Boxes, machine: Machine) -> Cost:
 def call_bytes(op: Call, box: Boxes) -> int:
     """What a call reads and writes, each view once."""
     outs = (*op.outs, *(View(buffer.name) for buffer in op.fresh))
-    return sum(box(view).nbytes for view in dict.fromkeys((*op.views(), *outs)))
+    return sum(_nbytes(box(view)) for view in dict.fromkeys((*op.views(), *outs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +165,10 @@ class MatmulShape:
     """A batch of matmuls, rows x inner by inner x columns."""
 
     dtype: DType
-    rows: int
-    inner: int
-    columns: int
-    batch: int = 1
+    rows: Int
+    inner: Int
+    columns: Int
+    batch: Int = 1
 
 
 def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
@@ -173,7 +187,7 @@ def matmul_shape(op: Call, box: Boxes) -> MatmulShape | None:
 
 
 def _matmul_cost(shape: MatmulShape, machine: Machine, by_bytes: float) -> Cost:
-    sizes = shape.dtype, shape.rows, shape.inner, shape.columns, shape.batch
+    sizes = shape.dtype, *numbers((shape.rows, shape.inner, shape.columns, shape.batch))
     if shape.batch == 1 and any(time.dtype == str(shape.dtype) for time in machine.gemms):
         return Cost(machine.launch_s, gemm_seconds(machine, *sizes))
     return Cost(machine.launch_s, max(by_bytes, arithmetic_seconds(machine, *sizes)))
@@ -185,7 +199,7 @@ def _attention(op: Call, box: Boxes, machine: Machine) -> float:
     if not is_attention(op.fn) or any(len(b.sizes) < 2 for b in matrices) or len(matrices) < 2:
         return 0.0
     query, key = matrices
-    flops = 4 * query.numel * key.sizes[-2] * (2.5 if "backward" in base_of(op.fn) else 1)
+    flops = 4 * number(query.numel * key.sizes[-2]) * (2.5 if "backward" in base_of(op.fn) else 1)
     return flops / machine.flops(query.dtype)
 
 
@@ -202,17 +216,19 @@ def fused_costs(op: Fused, box: Boxes, machine: Machine) -> list[FusedPart]:
     shapes: list[MatmulShape | None] = [
         matmul_shape(member, box) if isinstance(member, Call) else None for member in op.members
     ]
-    rows: defaultdict[tuple[DType, int, int, int], int] = defaultdict(int)
+    rows: defaultdict[tuple[DType, Int, Int, Int], int] = defaultdict(int)
     for shape in filter(None, shapes):
-        rows[shape.dtype, shape.inner, shape.columns, shape.batch] += shape.rows
+        rows[shape.dtype, shape.inner, shape.columns, shape.batch] += number(shape.rows)
     costs: list[FusedPart] = []
     for member, shape in zip(op.members, shapes, strict=True):
         if shape is not None:
             whole = rows[shape.dtype, shape.inner, shape.columns, shape.batch]
-            sizes = shape.dtype, whole, shape.inner, shape.columns, shape.batch
+            sizes = shape.dtype, *numbers((whole, shape.inner, shape.columns, shape.batch))
             took = gemm_seconds(machine, *sizes) * machine.fused
-            tile = min(took, wave_seconds(machine, shape.dtype, shape.inner) * machine.fused)
-            share = Cost(work_s=took * shape.rows / whole)
+            tile = min(
+                took, wave_seconds(machine, shape.dtype, number(shape.inner)) * machine.fused
+            )
+            share = Cost(work_s=took * number(shape.rows) / whole)
             costs.append(FusedPart(share, tile))
         elif isinstance(member, Call):
             costs.append(FusedPart(Cost(work_s=call_bytes(member, box) / machine.memory_bandwidth)))

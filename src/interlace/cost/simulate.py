@@ -19,12 +19,15 @@ from interlace.cost.op_times import op_kind, op_name
 from interlace.cost.timeline import Span, Timeline
 from interlace.errors import SoundnessError
 from interlace.ir import Program
+from interlace.ir.size_class import FIXED, deciding
 
 
 def simulate(programs: Program | Sequence[Program], machine: Machine) -> Timeline:
     """The predicted timeline of one run, from an idle machine."""
     listed = [programs] if isinstance(programs, Program) else list(programs)
-    graph = build(listed, machine)
+    sizes = listed[0].sizes if listed else FIXED
+    with deciding(sizes):  # what is noted here is for nothing: predictions are for these sizes
+        graph = build(listed, machine)
     play = _Play(graph, machine)
     play.run()
     if play.left:

@@ -11,9 +11,10 @@ what touches what because they all ask here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from math import gcd, prod
+from math import prod
 
+from interlace.ir.size_class import cached
+from interlace.ir.sizes import Int, Size, at_hand, gcd
 from interlace.ir.types import DType
 
 
@@ -21,18 +22,18 @@ from interlace.ir.types import DType
 class Box:
     """A strided box: `offset` and `strides` in elements of `dtype`, from the buffer's start."""
 
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
+    offset: Int
+    sizes: tuple[Int, ...]
+    strides: tuple[Int, ...]
     dtype: DType
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> Int:
         """Number of elements."""
         return prod(self.sizes)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> Int:
         """Bytes of the elements, without gaps."""
         return self.numel * self.dtype.itemsize
 
@@ -47,7 +48,7 @@ class Box:
         return True
 
     @property
-    def hull(self) -> tuple[int, int]:
+    def hull(self) -> tuple[Int, Int]:
         """First byte, and the byte after the last one; equal when the box is empty."""
         first = self.offset * self.dtype.itemsize
         if self.numel == 0:
@@ -55,20 +56,25 @@ class Box:
         reach = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
         return first, first + (reach + 1) * self.dtype.itemsize
 
+    def at_hand(self) -> Box:
+        """The box for the sizes at hand, not noted: for predictions of time alone."""
+        sizes, strides = tuple(map(at_hand, self.sizes)), tuple(map(at_hand, self.strides))
+        return Box(at_hand(self.offset), sizes, strides, self.dtype)
+
     def overlaps(self, other: Box) -> bool:
         """Whether the two boxes of one buffer share a byte. Never misses one, and exact unless that
         takes more than `MAX_STEPS` steps."""
         (start, stop), (other_start, other_stop) = self.hull, other.hull
         if start >= other_stop or other_start >= stop or start == stop or other_start == other_stop:
             return False
-        if self == other:
+        if hash(self) == hash(other) and self == other:
             return True
         # Byte start + sum(s * i) begins a run of one, other_start + sum(t * j) a run of the other.
         # With j counted from the end, their distance is a sum of positive terms less a constant.
         length, mine = runs(self)
         other_length, theirs = runs(other)
         apart = other_start - start + sum(step * (size - 1) for step, size in theirs)
-        most: dict[int, int] = {}
+        most: dict[Int, Int] = {}
         for step, size in (*mine, *theirs):
             most[step] = most.get(step, 0) + size - 1
         return _reach(most, apart - length + 1, apart + other_length - 1)
@@ -83,14 +89,15 @@ class Box:
 MAX_STEPS = 1 << 17
 
 
-def _reach(most: dict[int, int], low: int, high: int) -> bool:
+def _reach(most: dict[Int, Int], low: Int, high: Int) -> bool:
     """Whether some sum of steps, each taken at most so often, lies in [low, high]."""
     steps = sorted(most, reverse=True)
-    rest, divisor = [0], [0]  # of the steps from each place on: the largest sum, what divides all
+    rest: list[Int] = [0]
+    divisor = [0]  # of the steps from each place on: the largest sum, what divides all
     for step in reversed(steps):
         rest.insert(0, rest[0] + step * most[step])
         divisor.insert(0, gcd(divisor[0], step))
-    left, seen, budget = [(0, low, high)], set[tuple[int, int]](), MAX_STEPS
+    left, seen, budget = [(0, low, high)], set[tuple[int, Int]](), MAX_STEPS
     while left:
         place, low, high = left.pop()
         if high < 0 or low > rest[place] or (place, low) in seen:
@@ -103,15 +110,19 @@ def _reach(most: dict[int, int], low: int, high: int) -> bool:
         step = steps[place]
         first = max(0, -((rest[place + 1] - low) // step))
         last = min(most[step], high // step)
-        budget -= last - first + 1
+        count = last - first + 1
+        if isinstance(count, Size):
+            return True
+        budget -= count
         if budget < 0:
             return True
-        left += [(place + 1, low - n * step, high - n * step) for n in range(first, last + 1)]
+        skips = [(first + i) * step for i in range(count)]
+        left += [(place + 1, low - skip, high - skip) for skip in skips]
     return False
 
 
-@lru_cache(maxsize=4096)
-def _meets_itself(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+@cached(4096)
+def _meets_itself(sizes: tuple[Int, ...], strides: tuple[Int, ...]) -> bool:
     dims = sorted((step, size) for size, step in zip(sizes, strides, strict=True) if size > 1)
     if 0 in sizes or not dims:
         return False
@@ -122,7 +133,7 @@ def _meets_itself(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
         if stride <= reach:
             # Elements a steps apart in this dimension, 1 <= a < size, and closer by as much in
             # smaller ones: a sum of a - 1 steps, and of steps counted from the other end.
-            most = {stride: size - 2}
+            most: dict[Int, Int] = {stride: size - 2}
             for step, count in dims[:number]:
                 most[step] = most.get(step, 0) + 2 * (count - 1)
             if _reach(most, reach - stride, reach - stride):
@@ -131,8 +142,8 @@ def _meets_itself(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return False
 
 
-@lru_cache(maxsize=4096)
-def runs(box: Box) -> tuple[int, tuple[tuple[int, int], ...]]:
+@cached(4096)
+def runs(box: Box) -> tuple[Int, tuple[tuple[Int, Int], ...]]:
     """The runs of bytes that a box is: how long each is, and the (stride, size) of their starts."""
     item = box.dtype.itemsize
     dims = sorted(
@@ -152,18 +163,20 @@ MAX_RUNS = 1 << 16
 """Separate byte runs that are counted one by one, at most."""
 
 
-@lru_cache(maxsize=4096)
-def byte_runs(box: Box) -> tuple[tuple[int, int], ...] | None:
-    """The maximal byte runs of a box, sorted and merged; None if there are more than `MAX_RUNS`."""
+@cached(4096)
+def byte_runs(box: Box) -> tuple[tuple[Int, Int], ...] | None:
+    """The maximal byte runs of a box, sorted and merged; None if there are more than `MAX_RUNS`, or
+    a number of them that is no one number."""
     if box.numel == 0:
         return ()
     length, dims = runs(box)
-    if prod([size for _, size in dims]) > MAX_RUNS:
+    count = prod([size for _, size in dims])
+    if isinstance(count, Size) or count > MAX_RUNS:
         return None
     starts = [box.hull[0]]
     for stride, size in reversed(dims):
         starts = [start + i * stride for start in starts for i in range(size)]
-    found: list[tuple[int, int]] = []
+    found: list[tuple[Int, Int]] = []
     for start in sorted(starts):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], start + length))

@@ -39,6 +39,7 @@ from interlace.ir.ops import (
     Wait,
 )
 from interlace.ir.program import Program
+from interlace.ir.sizes import Int
 from interlace.ir.text.printer import print_view
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
@@ -111,7 +112,7 @@ class Handle(Steps):
         return self.scope.buffers[self.ir.buffer]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[Int, ...]:
         """The sizes, where every rank has the same."""
         frame = Program(
             teams=self.scope.teams, tables=tuple(self.scope.tables.values()), ranks=self.scope.ranks

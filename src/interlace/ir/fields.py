@@ -29,9 +29,11 @@ ROLES: Mapping[str, str] = {
     "Index": "index",
     "Index | Others": "peer",
     "Dim": "dim",
+    "Int": "size",
     "int | str": "parts",
     "Arg": "arg",
     "tuple[int, ...]": "integers",
+    "tuple[Int, ...]": "sizes",
 }
 """The role of a type, as the field's annotation writes it (`X | None`: that of X)."""
 NAMES = ("name", "table", "team")

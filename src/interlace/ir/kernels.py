@@ -18,6 +18,7 @@ from interlace.errors import ProgramError
 from interlace.ir.box import Box
 from interlace.ir.operators import matmul_of
 from interlace.ir.ops import Arg, Call, Expect, Fused, FusedKernel, FusedMember, Record
+from interlace.ir.sizes import Int
 from interlace.ir.types import Buffer, DType, Others, Where
 from interlace.ir.view import View
 
@@ -51,9 +52,9 @@ class KernelMatmul:
     team: str
     size: int
     rank: int
-    rows: int
-    inner: int
-    columns: int
+    rows: Int
+    inner: Int
+    columns: Int
     dtype: DType
     transposed: bool
     """Whether the weight is the transpose of a matrix whose rows lie in a row."""
@@ -150,7 +151,7 @@ class _Reader:
         self.gathers = kernel.kind == "gather_matmul"
         self.own_parts = 1 if self.gathers else own_parts(kernel)
         self.products = [self._product(number, part) for number, part in enumerate(op.parts)]
-        self.starts: dict[str, tuple[str, int]] = {}
+        self.starts: dict[str, tuple[str, Int]] = {}
         """By matrix: its buffer and first element."""
 
     def read(self) -> KernelMatmul:
@@ -215,7 +216,7 @@ class _Reader:
             raise ProgramError(f"{name!r} is not symmetric: no rank reaches another's rows there")
         return mine, team
 
-    def _sizes(self, mine: Factors, size: int) -> tuple[int, int, int]:
+    def _sizes(self, mine: Factors, size: int) -> tuple[Int, Int, Int]:
         """Rows a rank, inner size and columns."""
         a, b, out = map(self.box, (mine.a, mine.b, mine.out))
         why = unfit(a, b, out, None if mine.bias is None else self.box(mine.bias))
@@ -232,7 +233,7 @@ class _Reader:
             )
         return rows, inner, columns
 
-    def _matrix(self, name: str, view: View, row: int, sizes: tuple[int, int]) -> None:
+    def _matrix(self, name: str, view: View, row: Int, sizes: tuple[Int, Int]) -> None:
         """A view is these rows of a matrix, whose others other parts have."""
         box = self.box(view)
         start = view.buffer, box.offset - row * sizes[1]
@@ -240,7 +241,7 @@ class _Reader:
         if not alike or (box.sizes, box.strides) != (sizes, (sizes[1], 1)):
             raise ProgramError(f"its parts have not the rows of one matrix in {view.buffer!r}")
 
-    def _place(self, name: str, rows: int, width: int, dtype: DType) -> MatrixPlace:
+    def _place(self, name: str, rows: Int, width: Int, dtype: DType) -> MatrixPlace:
         buffer, start = self.starts[name]
         _, held = self.box(View(buffer)).hull
         if start < 0 or (start + rows * width) * dtype.itemsize > held:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from interlace.ir.fields import COMMON, NAME, TEAM, written
+from interlace.ir.sizes import Size
 from interlace.ir.types import Buffer, DType, Index, Others
 from interlace.ir.view import View
 
@@ -45,7 +46,7 @@ class Name:
 
 
 Scalar = int | float | bool | str | complex | None
-Arg = View | Name | DType | Scalar | tuple["Arg", ...]
+Arg = View | Name | DType | Scalar | Size | tuple["Arg", ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from interlace.errors import ProgramError
 from interlace.ir.fields import NAMES, form_of, written
 from interlace.ir.ops import Arg, Op
+from interlace.ir.size_class import FIXED, SizeClass
+from interlace.ir.sizes import DECIDER, Int, Size, named
 from interlace.ir.types import Buffer, RankIndex, Table, Team, TeamLayout, Where, spanned
 from interlace.ir.view import Box, Chunk, Slice, Step, View
+
+Sized = TypeVar("Sized", Buffer, Table, Step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Program:
 
     name: str = "main"
     teams: tuple[Team, ...] = ()
+    sizes: SizeClass = FIXED
+    """The named sizes, and which values of them it is for."""
     tables: tuple[Table, ...] = ()
     params: tuple[Buffer, ...] = ()
     ops: tuple[Op, ...] = ()
@@ -152,13 +158,18 @@ class Program:
     def boxes(self, rank: int) -> Callable[[View], Box]:
         """A function that gives the box of a view on one rank, cached."""
         where, buffers = self.where(rank), self.buffers()
-        cache: dict[object, Box] = {}
+        own: dict[object, Box] = {}
+        symbolic, token = bool(self.sizes.sizes), object()
 
         def box(view: View) -> Box:
             buffer = buffers.get(view.buffer)
             if buffer is None:
                 raise ProgramError(f"no buffer named {view.buffer!r}")
-            key = buffer.shape, buffer.strides, buffer.dtype, view.steps  # layers have them alike
+            facts = buffer.shape, buffer.strides, buffer.dtype, view.steps  # layers have them alike
+            cache, key = own, facts
+            if symbolic and (decider := DECIDER.get()) is not None:
+                # What was noted on the way to a box is noted for one class alone.
+                cache, key = decider.cache, (token, facts)
             found = cache.get(key)
             if found is None:
                 found = cache[key] = view.box(buffer, where)
@@ -181,6 +192,54 @@ class Program:
             rank=rank,
             ranks=self.world,
         )
+
+    def at(self, values: Mapping[str, int]) -> Program:
+        """The Program for these values of its named sizes: every size an integer."""
+        if not self.sizes.sizes:
+            return self
+        return _resized(self, lambda size: size.at(values)).replace(sizes=FIXED)
+
+    def numbered(self) -> tuple[Program, dict[str, str]]:
+        """The Program with its named sizes called `s0`, `s1` and so on, in the order in which they
+        occur, and what each was called before; those that do not matter are left out."""
+        names: dict[str, str] = {}
+
+        def rename(size: Size) -> Int:
+            for name in sorted(size.names):
+                names.setdefault(name, f"s{len(names)}")
+            return size.renamed(names)
+
+        made = _resized(self, rename)
+        for fact in self.sizes.facts:
+            rename(fact.value)
+        for size in self.sizes.sizes:
+            if size.narrowed:  # it steered what was made
+                rename(named(size.name))
+        before = {new: old for old, new in names.items()}
+        return made.replace(sizes=self.sizes.renamed(names)), before
+
+
+def _resized(program: Program, change: Callable[[Size], Int]) -> Program:
+    """The Program with every size that is symbolic changed."""
+
+    def resolve(value: object) -> object:
+        match value:
+            case Size():
+                return change(value)
+            case View() if value.steps:
+                return View(value.buffer, tuple([_sized(step, change) for step in value.steps]))
+            case Buffer():
+                return _sized(value, change)
+            case _:
+                return value
+
+    return dataclasses.replace(
+        program,
+        tables=tuple([_sized(table, change) for table in program.tables]),
+        params=_mapped(program.params, resolve),
+        ops=_mapped(program.ops, resolve),
+        results=None if program.results is None else _mapped(program.results, resolve),
+    )
 
 
 Spot = tuple[int, int]
@@ -235,6 +294,21 @@ def _resolved(where: Where, value: object) -> object:
             return where.index(value)
         case _:
             return value
+
+
+def _sized(thing: Sized, change: Callable[[Size], Int]) -> Sized:
+    """A buffer, table or step with the sizes in it that are symbolic changed."""
+    changes: dict[str, Any] = {}
+    for each in dataclasses.fields(thing):
+        value = getattr(thing, each.name)
+        if isinstance(value, Size):
+            changes[each.name] = change(value)
+        elif isinstance(value, tuple):
+            sizes = cast("tuple[Any, ...]", value)
+            if any(isinstance(size, Size) for size in sizes):
+                made = [change(size) if isinstance(size, Size) else size for size in sizes]
+                changes[each.name] = tuple(made)
+    return dataclasses.replace(thing, **changes) if changes else thing
 
 
 def _resolved_step(where: Where, step: Step) -> Step:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from interlace.errors import ProgramError, TeamError
+from interlace.ir.sizes import Int, Size
 
 MAX_RANKS = 1 << 16
 """Ranks of a world: what is checked is checked for each of them."""
@@ -102,7 +103,7 @@ class TableEntry:
         return f"{self.table}[{self.index}]"
 
 
-Dim = int | TableEntry
+Dim = Int | TableEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,13 @@ class Table:
 
     name: str
     team: str
-    values: tuple[int, ...]
+    values: tuple[Int, ...]
 
     def __getitem__(self, index: Index) -> TableEntry:
         """The entry of a rank, as a size; printed `rows[tp.rank]`."""
         return TableEntry(self.name, index)
 
-    def start(self, index: int) -> int:
+    def start(self, index: int) -> Int:
         """Sum of the entries before `index`: where chunk `index` begins."""
         return sum(self.values[:index])
 
@@ -270,9 +271,9 @@ class Where:
         member = self.member(index.team)
         return (member.index + index.offset) % len(member.ranks)
 
-    def dim(self, dim: Dim) -> int:
-        """The integer that `dim` stands for on this rank."""
-        if isinstance(dim, int):
+    def dim(self, dim: Dim) -> Int:
+        """The size that `dim` stands for on this rank."""
+        if isinstance(dim, int | Size):
             return dim
         values = self.table(dim.table).values
         index = self.index(dim.index)
@@ -280,9 +281,9 @@ class Where:
             raise ProgramError(f"table {dim.table} has {len(values)} entries, not one at {index}")
         return values[index]
 
-    def value(self, value: Index | Dim) -> int:
+    def value(self, value: Index | Dim) -> Int:
         """The integer that an index or a size stands for on this rank."""
-        return self.dim(value) if isinstance(value, TableEntry) else self.index(value)
+        return self.index(value) if isinstance(value, RankIndex) else self.dim(value)
 
     def table(self, name: str) -> Table:
         """The table of that name."""
@@ -312,11 +313,11 @@ class Buffer:
     shape: tuple[Dim, ...]
     kind: str = "local"
     team: str | None = None
-    strides: tuple[int, ...] | None = None
+    strides: tuple[Int, ...] | None = None
     """Elements; None is contiguous (row-major)."""
     storage: str | None = None
     """Local buffers with the same storage name share its bytes, each from its `offset`."""
-    offset: int = 0
+    offset: Int = 0
     """Bytes from the start of `storage`."""
 
     @property
@@ -325,11 +326,11 @@ class Buffer:
         return self.team is not None and self.kind in ("input", "output")
 
 
-def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(sizes: tuple[Int, ...]) -> tuple[Int, ...]:
     """Row-major strides in elements."""
-    strides: list[int] = []
-    step = 1
+    strides: list[Int] = []
+    step: Int = 1
     for size in reversed(sizes):
         strides.append(step)
-        step *= max(size, 1)
+        step *= size if size > 1 else 1
     return tuple(reversed(strides))

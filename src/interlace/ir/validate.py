@@ -26,6 +26,7 @@ from interlace.ir.checks.context import (
 from interlace.ir.checks.ops import OpChecker
 from interlace.ir.ops import Arg, Name, views_in
 from interlace.ir.program import Program, Region
+from interlace.ir.size_class import deciding
 from interlace.ir.text.printer import print_lines
 from interlace.ir.text.spelling import did_you_mean, excerpt, lines_of
 from interlace.ir.types import Team
@@ -37,16 +38,20 @@ def validate(program: Program, text: str | None = None) -> Program:
     The error shows the line of the printed Program, or of `text`, which is what it was parsed from.
     """
     try:
-        context = CheckContext(program)
-        _check_header(context)
-        ops = OpChecker(context)
-        for place, op in enumerate(program.ops):
-            context.tag = ("op", place)
-            ops.check(op)
-        _check_results(context)
+        with deciding(program.sizes):
+            _check(CheckContext(program))
     except BrokenRule as fault:
         raise ProgramError(_message(program, fault, text)) from None
     return program
+
+
+def _check(context: CheckContext) -> None:
+    _check_header(context)
+    ops = OpChecker(context)
+    for place, op in enumerate(context.program.ops):
+        context.tag = ("op", place)
+        ops.check(op)
+    _check_results(context)
 
 
 def _message(program: Program, fault: BrokenRule, text: str | None) -> str:

@@ -20,6 +20,7 @@ from interlace.errors import ProgramError
 from interlace.ir.box import Box as Box
 from interlace.ir.box import byte_runs as byte_runs
 from interlace.ir.fields import written
+from interlace.ir.sizes import Int
 from interlace.ir.types import (
     Buffer,
     Dim,
@@ -56,7 +57,7 @@ class Select:
     """Element `index` of `dim`, which goes away."""
 
     dim: int
-    index: int
+    index: Int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Permute:
 class Reshape:
     """Other sizes over the same elements; one size may be -1. Never copies."""
 
-    sizes: tuple[int, ...] = field(metadata=written(rest=True))
+    sizes: tuple[Int, ...] = field(metadata=written(rest=True))
     WORD: ClassVar[str] = "view"
 
 
@@ -78,7 +79,7 @@ class Reshape:
 class Expand:
     """Dimensions of size 1 repeated; -1 keeps a size."""
 
-    sizes: tuple[int, ...] = field(metadata=written(rest=True))
+    sizes: tuple[Int, ...] = field(metadata=written(rest=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +93,9 @@ class Cast:
 class AsStrided:
     """Any strided box of the buffer; counts as the whole buffer where accesses are compared."""
 
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int = field(default=0, metadata=written(positional=True, always=True))
+    sizes: tuple[Int, ...]
+    strides: tuple[Int, ...]
+    offset: Int = field(default=0, metadata=written(positional=True, always=True))
 
 
 Step = Chunk | Slice | Select | Permute | Reshape | Expand | Cast | AsStrided
@@ -117,7 +118,7 @@ class Steps:
         """Elements `start` up to `stop` of `dim`."""
         return self.then(Slice(dim, start, stop))
 
-    def select(self, dim: int, index: int) -> Self:
+    def select(self, dim: int, index: Int) -> Self:
         """Element `index` of `dim`, which goes away."""
         return self.then(Select(dim, index))
 
@@ -125,11 +126,11 @@ class Steps:
         """Dimensions in another order."""
         return self.then(Permute(dims))
 
-    def view(self, *sizes: int) -> Self:
+    def view(self, *sizes: Int) -> Self:
         """Other sizes over the same elements; one may be -1."""
         return self.then(Reshape(sizes))
 
-    def expand(self, *sizes: int) -> Self:
+    def expand(self, *sizes: Int) -> Self:
         """Dimensions of size 1 repeated."""
         return self.then(Expand(sizes))
 
@@ -137,7 +138,7 @@ class Steps:
         """The same bytes as another element type."""
         return self.then(Cast(dtype))
 
-    def as_strided(self, sizes: Sequence[int], strides: Sequence[int], offset: int = 0) -> Self:
+    def as_strided(self, sizes: Sequence[Int], strides: Sequence[Int], offset: Int = 0) -> Self:
         """Any strided box of the buffer."""
         return self.then(AsStrided(tuple(sizes), tuple(strides), offset))
 
@@ -183,7 +184,7 @@ def varying(view: View, buffer: Buffer) -> tuple[RankIndex | TableEntry, ...]:
                 found += [start, stop]
             case _:
                 pass
-    return tuple([value for value in found if not isinstance(value, int)])
+    return tuple([value for value in found if isinstance(value, RankIndex | TableEntry)])
 
 
 def _apply(box: Box, step: Step, where: Where) -> Box:
@@ -250,7 +251,7 @@ def _apply(box: Box, step: Step, where: Where) -> Box:
     return Box(offset, tuple(sizes), tuple(strides), dtype)
 
 
-def _fill_in(shape: tuple[int, ...], numel: int) -> list[int]:
+def _fill_in(shape: tuple[Int, ...], numel: Int) -> list[Int]:
     known = math.prod([size for size in shape if size != -1])
     if -1 in shape and known == 0:
         raise ValueError("-1 is ambiguous for an empty view")
@@ -262,11 +263,11 @@ def _fill_in(shape: tuple[int, ...], numel: int) -> list[int]:
     return wanted
 
 
-def _reshaped_strides(sizes: list[int], strides: list[int], wanted: list[int]) -> list[int]:
+def _reshaped_strides(sizes: list[Int], strides: list[Int], wanted: list[Int]) -> list[Int]:
     """Strides of `wanted` sizes over the same elements; ValueError where only a copy would do."""
     if 0 in sizes:
         return list(contiguous_strides(tuple(wanted)))
-    merged: list[tuple[int, int]] = []  # (size, stride) of the largest blocks that step evenly
+    merged: list[tuple[Int, Int]] = []  # (size, stride) of the largest blocks that step evenly
     for size, stride in zip(sizes, strides, strict=True):
         if size == 1:
             continue
@@ -274,7 +275,7 @@ def _reshaped_strides(sizes: list[int], strides: list[int], wanted: list[int]) -
             merged[-1] = (merged[-1][0] * size, stride)
         else:
             merged.append((size, stride))
-    result: list[int] = []
+    result: list[Int] = []
     block, step = merged.pop() if merged else (1, 1)
     taken = 1
     for size in reversed(wanted):
@@ -293,8 +294,8 @@ def _reshaped_strides(sizes: list[int], strides: list[int], wanted: list[int]) -
 
 
 def _cast(
-    sizes: list[int], strides: list[int], offset: int, old: DType, new: DType
-) -> tuple[list[int], list[int], int]:
+    sizes: list[Int], strides: list[Int], offset: Int, old: DType, new: DType
+) -> tuple[list[Int], list[Int], Int]:
     before, after = old.itemsize, new.itemsize
     if before == after:
         return sizes, strides, offset

@@ -47,6 +47,7 @@ from interlace.ir import (
     View,
 )
 from interlace.ir.ops import SignalLevel
+from interlace.ir.sizes import Int
 from interlace.passes.overlaps import Meets, Overlaps, Touched, touched_by
 
 Before = tuple[tuple[int, ...], ...]
@@ -181,8 +182,8 @@ class _Places:
 class _Tenant:
     """A buffer that shares bytes with others: it holds them for a while, then another does."""
 
-    start: int
-    stop: int
+    start: Int
+    stop: Int
     since: int = -1
     """The op that last took the bytes over,"""
     after: set[int] = field(default_factory=set[int])

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from interlace.ir import Access, AsStrided, Box, Buffer, Chunk, DType, Program, Slice, Step, View
+from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry, Where
 
 RNG_BUFFER = Buffer("rng", DType.u8, (1,))
@@ -46,13 +47,13 @@ class Extent:
     """A view's bytes in its buffer: the box on each rank, and bounds that hold for all ranks."""
 
     boxes: tuple[Box | None, ...]
-    start: int
+    start: Int
     """No rank's box begins before this byte,"""
-    stop: int
+    stop: Int
     """nor ends after this one."""
-    full_start: int
+    full_start: Int
     """On every rank the box holds all bytes from here,"""
-    full_stop: int
+    full_stop: Int
     """to here (empty where a box has gaps)."""
 
 
@@ -68,7 +69,7 @@ class Overlaps:
         self._numbers: dict[tuple[int, tuple[Step, ...]], int] = {}
         self._answers: dict[tuple[int, int], bool] = {}
 
-    def size(self, buffer: Buffer) -> int:
+    def size(self, buffer: Buffer) -> Int:
         """The most bytes that a buffer spans on any rank."""
         view = View(buffer.name)
         return max((view.box(buffer, where).hull[1] for where in self._wheres), default=0)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 from interlace.cost import Machine
 from interlace.errors import PassError
 from interlace.ir import Expect, Get, Group, Notify, Program, Put, Recv, Remark, Send, validate
+from interlace.ir.size_class import deciding
 from interlace.options import Options
 from interlace.passes.decompose import Decompose
 from interlace.passes.find_sites import FindSites
@@ -95,7 +96,9 @@ def run_pipeline(
     validated, and the last one must be sound.
     """
     for item in parse_pipeline(passes) if isinstance(passes, str) else passes:
-        program = item.run(program)
+        with deciding(program.sizes) as known:
+            made = item.run(program)
+        program = made.replace(sizes=known.size_class()) if made.sizes.sizes else made
         if check:
             validate(program)
         if on_pass is not None:

@@ -7,15 +7,18 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from interlace.errors import ProgramError
+from interlace.errors import ProgramError, SizeError
 from interlace.ir.program import Program
+from interlace.ir.size_class import FIXED, deciding
 from interlace.ir.types import Others
+from interlace.ir.validate import validate
 from interlace.verify.accesses.regions import Regions
 from interlace.verify.accesses.sweep import MAX_REPEATS, AccessFault, Sweep
 from interlace.verify.accesses.unwritten import Unwritten
@@ -51,14 +54,42 @@ def check(
     `in_order` checks the twin that runs all ops of a rank on one stream, in list order. `unroll`
     visits all runs even where the first stands for all of them (build.py says when); the verdict
     does not depend on it.
+
+    Of Programs with named sizes the report holds for a class of sizes, which it names. Where one
+    name has different values in a set, the report is for these values alone. Where they
+    are unsound, or cannot be said to be sound for a class, it is about the sizes that decisions
+    were made for.
     """
-    began = time.perf_counter()
     together = [programs] if isinstance(programs, Program) else list(programs)
+    again = partial(_check, runs=max(runs, 1), in_order=in_order, unroll=unroll)
+    named = {pair for program in together for pair in program.sizes.values.items()}
+    if len(named) > len(dict(named)):
+        return again([program.at(program.sizes.values) for program in together])
+    sizes = FIXED
+    for program in together:
+        sizes &= program.sizes
+    if not sizes.sizes:
+        return again(together)
+    try:
+        with deciding(sizes) as known:
+            for program in together:
+                validate(program)  # for the whole class, too
+            report = again(together)
+        if report.sound:
+            return dataclasses.replace(report, sizes=known.size_class())
+    except SizeError:
+        pass
+    report = again([program.at(sizes.values) for program in together])
+    return dataclasses.replace(report, sizes=sizes.alone())
+
+
+def _check(together: Sequence[Program], runs: int, in_order: bool, unroll: bool) -> Report:
+    began = time.perf_counter()
     regions = Regions()
     sources = [lower(program, regions, in_order, k) for k, program in enumerate(together)]
     _refuse_too_many_pairs(sources)
     builder = GraphBuilder(sources, regions)
-    graph = builder.build(max(runs, 1), unroll)
+    graph = builder.build(runs, unroll)
     sweep = Sweep(graph, regions, lambda frame, version: builder.slot(frame.place, version))
     sweep.run()
 
@@ -92,7 +123,7 @@ def check(
     )
     if report.sound:
         return report
-    again = partial(check, runs=runs, in_order=in_order, unroll=unroll)
+    again = partial(_check, runs=runs, in_order=in_order, unroll=unroll)
     return with_fixes(report, together, again)
 
 

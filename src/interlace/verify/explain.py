@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.ir.ops import Fused, Group, Loc
+from interlace.ir.sizes import at_hand
 from interlace.ir.text.printer import print_op
 from interlace.verify.accesses.memory import ByteAccess
 from interlace.verify.accesses.sweep import AccessFault
@@ -101,7 +102,7 @@ class Explainer:
         else:
             verb = "returns" if item.ends_run else "writes" if entry.write else "reads"
         whose = f" of rank {rank}" if rank != entry.frame.place.rank else ""
-        extent = (entry.region.lo, entry.region.hi)
+        extent = at_hand(entry.region.lo), at_hand(entry.region.hi)
         return self.ref(entry.frame.place, item, f"{verb} {name}{whose}", name, extent)
 
     def faults(self, faults: Sequence[AccessFault]) -> Finding:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from interlace.ir.box import Box
 from interlace.ir.operators import is_pointwise
 from interlace.ir.ops import KINDS, RNG, Call, Collective, Copy, Op
+from interlace.ir.sizes import Int, at_hand
 from interlace.ir.text.printer import print_view
 from interlace.ir.types import DType, Where
 from interlace.options import BACKENDS
@@ -38,7 +39,7 @@ COLLECTIVES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 Pair = tuple[Touch, Touch, str]
 """What an op writes, what else it reads or writes of the same storage, and the form it may have."""
-Operand = tuple[Box, int]
+Operand = tuple[Box, Int]
 """A box of a buffer, and where the buffer begins in its storage, in bytes."""
 
 
@@ -145,7 +146,7 @@ class _Finder:
             found = self.known[key] = tuple(broken)
         return found
 
-    def base(self, touch: Touch) -> int:
+    def base(self, touch: Touch) -> Int:
         version = self.source.versions[touch.version]
         return version.buffer.offset if version.shared else 0
 
@@ -187,7 +188,8 @@ class _Finder:
         else:
             says, fix = f"reads {of} and writes {to}", _advice(op, form, of, to)
         place = next(place for place in self.places if place.rank == ranks[0])
-        extent = self.regions.at(write.spot, place.where).exact.hull
+        low, high = self.regions.at(write.spot, place.where).exact.hull
+        extent = at_hand(low), at_hand(high)
         ref = self.explainer.ref(place, item, says, write.spot.buffer.name, extent)
         share = "twice the same bytes" if write is other else "which share bytes"
         message = f"{name} {says}, {share}{_WHY[form]}"
@@ -215,7 +217,7 @@ def _advice(op: Op | None, form: str, of: str, to: str) -> str:
     return f"{apart}, or name a backend that works in place: {backends}"
 
 
-def _own_row(where: Where, op: Collective, rows: int) -> int:
+def _own_row(where: Where, op: Collective, rows: Int) -> Int:
     """The row of the whole at which a rank's own part begins."""
     member = where.member(op.team)
     if op.splits is not None:
@@ -223,7 +225,7 @@ def _own_row(where: Where, op: Collective, rows: int) -> int:
     return rows // len(member.ranks) * member.index
 
 
-def _start(operand: Operand) -> int:
+def _start(operand: Operand) -> Int:
     """The first byte, from the start of the storage."""
     box, base = operand
     return base + box.hull[0]
@@ -248,7 +250,7 @@ def _layout(operand: Operand) -> tuple[object, ...]:
     return _start(operand), box.dtype, *((size, stride) for size, stride in dims if size != 1)
 
 
-def _begins_at(part: Operand, whole: Operand, row: int) -> bool:
+def _begins_at(part: Operand, whole: Operand, row: Int) -> bool:
     """Whether the part is dense, and lies in the dense whole from a row on."""
     width = whole[0].nbytes // whole[0].sizes[0]
     return (

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from interlace.ir.ops import KINDS, Collective, Recv, Send
 from interlace.ir.order import Queue, Signal, Slot
+from interlace.ir.sizes import Int
 from interlace.ir.types import contiguous_strides
 from interlace.ir.view import Box
 from interlace.verify.accesses.regions import Regions
@@ -232,7 +233,7 @@ class _Matcher:
                     (first[most][count], f"is a take that rank {least} lacks"),
                 )
 
-    def nbytes(self, issue: IssuedOp) -> int:
+    def nbytes(self, issue: IssuedOp) -> Int:
         spot = issue.source.versions[issue.item.version].spot
         return self.regions.at(spot, issue.frame.place.where).hi
 
@@ -297,7 +298,7 @@ def _backend(name: str | None) -> str:
     return "the team's own backend" if name is None else f"backend {name}"
 
 
-def _cut_side(src: Box | None, dst: Box | None, rows: tuple[int, ...]) -> str | None:
+def _cut_side(src: Box | None, dst: Box | None, rows: tuple[Int, ...]) -> str | None:
     """Which side of an uneven all-to-all holds the parts of all ranks, as the table cuts them; None
     where a rank's own part is the mean, so that both sides have as many rows."""
     if src is None or dst is None or src.sizes[0] == dst.sizes[0]:

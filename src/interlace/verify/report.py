@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from interlace.errors import SoundnessError
+from interlace.ir.size_class import FIXED, SizeClass
 
 if TYPE_CHECKING:
     from interlace.verify.fixing.edits import Edit
@@ -150,6 +151,8 @@ class Report:
     seconds: float = field(default=0.0, compare=False)
     num_left_out: int = 0
     """Further faults that were found and are not listed; the search for races ends at 10,000."""
+    sizes: SizeClass = FIXED
+    """The sizes that it holds for, where Programs have named ones."""
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -179,6 +182,7 @@ class Report:
             "num_ops": self.num_ops,
             "seconds": self.seconds,
             "num_left_out": self.num_left_out,
+            "sizes": list(self.sizes.assumptions()),
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -188,6 +192,8 @@ class Report:
         verdict = f"unsound: {errors} fault{'s' if errors != 1 else ''}" if errors else "sound"
         if errors >= MAX_FAULTS:
             verdict += " or more"
+        if self.sizes.sizes:
+            verdict += f" where {self.sizes or 'sizes are what they may be'}"
         parts = [f"{verdict} ({size})", *map(str, self.findings)]
         if self.num_left_out:
             parts.append(f"... and {self.num_left_out} more of the same kinds")

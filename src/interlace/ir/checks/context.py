@@ -15,6 +15,7 @@ from interlace.ir.box import Box
 from interlace.ir.call_names import FIX, WORDS, refusal
 from interlace.ir.ops import Arg
 from interlace.ir.program import Program
+from interlace.ir.sizes import Int
 from interlace.ir.text.printer import Tag, print_view
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
@@ -98,9 +99,9 @@ class CheckContext:
             self.team(index.team)
         return tuple(where.index(index) for where in self.wheres)
 
-    def dims(self, dim: Dim) -> tuple[int, ...]:
+    def dims(self, dim: Dim) -> tuple[Int, ...]:
         """What a size is on each rank."""
-        if isinstance(dim, int):
+        if not isinstance(dim, TableEntry):
             return (dim,) * len(self.wheres)
         if dim.table not in self.tables:
             raise self.unknown("table", dim.table, self.tables)
@@ -178,7 +179,7 @@ class CheckContext:
             )
 
 
-def span(sizes: Sequence[int], strides: Sequence[int], dtype: DType) -> int:
+def span(sizes: Sequence[Int], strides: Sequence[Int], dtype: DType) -> Int:
     """Bytes that a layout counts with: its elements or its reach, an empty size as if it were 1."""
     count, reach = 1, 1
     for size, stride in zip(sizes, strides, strict=True):
@@ -283,7 +284,7 @@ def _texts_in(arg: Arg) -> list[str]:
 def _check_alike(context: CheckContext, buffer: Buffer, team: str) -> None:
     """What peers reach has the same size on all ranks."""
     context.team(team)
-    sizes: dict[tuple[int, ...], set[int]] = {}
+    sizes: dict[tuple[int, ...], set[Int]] = {}
     for i, where in enumerate(context.wheres):
         numel = math.prod([context.dims(dim)[i] for dim in buffer.shape])
         sizes.setdefault(where.members[team].ranks, set()).add(numel)

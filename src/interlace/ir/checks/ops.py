@@ -30,6 +30,7 @@ from interlace.ir.ops import (
     Put,
     SignalLevel,
 )
+from interlace.ir.sizes import Int
 from interlace.ir.text.printer import print_view
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import VALUE_BITS, Index, Others
@@ -354,7 +355,7 @@ def _type(box: Box) -> str:
 
 
 def _collective_mismatch(
-    kind: str, src: Box, dst: Box, index: int, size: int, splits: tuple[int, ...] | None
+    kind: str, src: Box, dst: Box, index: int, size: int, splits: tuple[Int, ...] | None
 ) -> str | None:
     """Why `src` and `dst` of member `index` do not fit the kind; None if they do."""
     if src.dtype != dst.dtype:

@@ -3,6 +3,7 @@
     printer.py      Program to text
     layout.py       statements that do not fit on a line
     parser.py       text to Program: statements, ops, regions
+    assumptions.py  named sizes, and what is assumed of them
     expressions.py  what stands inside statements: names, sizes, views, types
     source.py       the text being parsed: errors with their place, arguments of a call
     spelling.py     what both share, and errors with them: names, literals, excerpts, suggestions

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from interlace.errors import ParseError
 from interlace.ir.fields import FieldForm, Form, form_of
 from interlace.ir.ops import Arg, Name, Scalar
+from interlace.ir.sizes import Int, divided, named
 from interlace.ir.text.source import Arguments, Node, Signature, SourceText, signature_of
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import (
@@ -71,14 +72,22 @@ class Declared:
 class Expressions:
     """Parses expressions of one Program, whose teams it knows."""
 
-    def __init__(self, source: SourceText, teams: Sequence[Team], in_region: bool = False) -> None:
+    def __init__(
+        self,
+        source: SourceText,
+        teams: Sequence[Team],
+        in_region: bool = False,
+        named_sizes: Collection[str] = (),
+    ) -> None:
         self.source = source
+        self.named_sizes = named_sizes
         self.in_region = in_region
         self.sizes = team_sizes(teams)
         self.even = even_parts(teams)
         self.one: dict[str, Callable[[ast.expr], object]] = {
             **{"string": self.string, "name": self.name, "table": self.name, "dtype": self.dtype},
             **{"integer": self.integer, "integers": self.integers, "real": self.real},
+            **{"size": self.size, "sizes": self.size_list},
             **{"view": self.view, "index": self.index, "peer": self.peer, "dim": self.dim},
             **{"parts": self.parts, "arg": self.arg},
         }
@@ -199,7 +208,38 @@ class Expressions:
         """A size: an integer or an entry of a table, such as `rows[tp.rank]`."""
         if isinstance(node, ast.Subscript) and self.accessed(node) is None:
             return TableEntry(self.table(node.value), self.index(node.slice))
-        return self.integer(node)
+        return self.size(node)
+
+    def size(self, node: ast.expr) -> Int:
+        """An integer, or an expression of named sizes: `2 * S`, `(S - 1) // 2`."""
+        match node:
+            case ast.Name(id=name) if name in self.named_sizes:
+                return named(name)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self.size(operand)
+            case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
+                return divided(self.size(left), self.integer(right))
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() as op, right=right):
+                one, other = self.size(left), self.size(right)
+                if isinstance(op, ast.Mult):
+                    return one * other
+                return one + other if isinstance(op, ast.Add) else one - other
+            case ast.Name(id=name):
+                fix = did_you_mean(name, self.named_sizes, "named sizes are")
+                raise self.fail(node, f"no size is named {name!r}", fix)
+            case _:
+                return self.integer(node)
+
+    def is_size(self, node: ast.expr) -> bool:
+        """Whether an expression has a named size in it."""
+        names = (each.id for each in ast.walk(node) if isinstance(each, ast.Name))
+        return any(name in self.named_sizes for name in names)
+
+    def size_list(self, node: ast.expr) -> tuple[Int, ...]:
+        """A tuple or list of sizes."""
+        if isinstance(node, ast.Tuple | ast.List):
+            return tuple(map(self.size, node.elts))
+        raise self.fail(node, "expected integers", "write them in brackets, such as (8, 4)")
 
     def table(self, node: ast.expr) -> str:
         """The name of a table."""
@@ -317,6 +357,8 @@ class Expressions:
         """An argument of a call, or a result."""
         if isinstance(node, ast.Tuple | ast.List):
             return tuple(map(self.arg, node.elts))
+        if isinstance(node, ast.UnaryOp | ast.BinOp) and self.is_size(node):
+            return self.size(node)
         if isinstance(node, ast.Constant | ast.UnaryOp):
             return self.scalar(node)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -334,6 +376,8 @@ class Expressions:
                 return DTYPES[node.id]
             if node.id in ("inf", "nan"):
                 return self.scalar(node)
+            if node.id in self.named_sizes:
+                return named(node.id)
             return Name(node.id) if self.in_region else View(node.id)
         inner = self.accessed(node)
         if inner is not None and inner[0] == "value":
@@ -363,25 +407,25 @@ class Expressions:
     def changes(self, word: str, args: Arguments) -> dict[str, object]:
         """What a modifier says of a buffer's fields."""
         if word == "strides":
-            return {"strides": tuple(map(self.integer, args.rest))}
+            return {"strides": tuple(map(self.size, args.rest))}
         if word in ("team", "registered"):
             team = args.get("team")
             return {"team": None if team is None else self.name(team)}
         if word == "storage":
             storage = args.get("storage")
-            offset = self.integer(args["offset"]) if args.given("offset") else 0
+            offset = self.size(args["offset"]) if args.given("offset") else 0
             return {"storage": None if storage is None else self.string(storage), "offset": offset}
         key = "kind" if word == "kind" else "name"
         return {key: self.string(args[key])}
 
 
-def is_team(arg: ast.arg) -> bool:
-    """Whether a parameter is a team."""
+def is_a(word: str, arg: ast.arg) -> bool:
+    """Whether a parameter is a `Team[...]`, or a `Size[...]`."""
     node = arg.annotation
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         node = node.func.value
-    word = node.value if isinstance(node, ast.Subscript) else node
-    return isinstance(word, ast.Name) and word.id == "Team"
+    head = node.value if isinstance(node, ast.Subscript) else node
+    return isinstance(head, ast.Name) and head.id == word
 
 
 def parse_teams(source: SourceText, args: Sequence[ast.arg]) -> tuple[Team, ...]:
@@ -389,7 +433,7 @@ def parse_teams(source: SourceText, args: Sequence[ast.arg]) -> tuple[Team, ...]
     found: list[Team] = []
     world = 1
     for arg in args:
-        if not is_team(arg):
+        if not is_a("Team", arg):
             continue
         team = parse_team(source, arg)
         found.append(team)

@@ -12,7 +12,7 @@ Program; a set of several (a pipeline's stages) is read by `parse_set`. Parsing 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from interlace.errors import ParseError
 from interlace.ir.fields import FieldForm, Form, form_of
 from interlace.ir.ops import Alloc, Arg, FusedKernel, Loc, Op, kinds_of_op
 from interlace.ir.program import Node, Program, Region, Remark, Site
-from interlace.ir.text.expressions import Expressions, is_team, parse_teams
+from interlace.ir.size_class import Known, NamedSize, SizeClass
+from interlace.ir.text.assumptions import assume, parse_sizes
+from interlace.ir.text.expressions import Expressions, is_a, parse_teams
 from interlace.ir.text.source import Arguments, Signature, SourceText
 from interlace.ir.text.spelling import did_you_mean
 from interlace.ir.types import MAX_RANKS, Buffer, Others, RankIndex, Table, Team
@@ -30,7 +32,7 @@ _COMMON = ("site", "loc", "stream")
 _ALLOC = Signature(("type",), ("symmetric", "storage", "offset", *_COMMON), ("type",))
 _PART = Signature(rest=True)
 _SITE, _REMARK = form_of(Site), form_of(Remark)
-_STATEMENTS = ("ranks", "rank", "site", "remark")
+_STATEMENTS = ("ranks", "rank", "assume", "site", "remark")
 _NESTED = "programs and regions are nested too deeply, or an expression is too long"
 
 
@@ -77,15 +79,22 @@ def _program(source: SourceText, node: ast.stmt) -> Program:
             node, "expected a program", "write one as def name(tp: Team[4], x: f32[8]): ..."
         )
     name = _decorated(source, node, "named")
-    teams = parse_teams(source, _parameters(source, node))
-    return _ProgramParser(source, name, teams).parse(node)
+    parameters = _parameters(source, node)
+    teams, sizes = parse_teams(source, parameters), parse_sizes(source, parameters)
+    return _ProgramParser(source, name, teams, sizes).parse(node)
 
 
 class OpParser(Expressions):
     """Parses the ops of one Program, or (`in_region`) the calls of a region."""
 
-    def __init__(self, source: SourceText, teams: Sequence[Team], in_region: bool = False) -> None:
-        super().__init__(source, teams, in_region)
+    def __init__(
+        self,
+        source: SourceText,
+        teams: Sequence[Team],
+        in_region: bool = False,
+        named_sizes: Collection[str] = (),
+    ) -> None:
+        super().__init__(source, teams, in_region, named_sizes)
         self.words = op_words()
         self.several = {
             **{"team": self.team, "flag": self.flag, "member": self.members, "part": self.parts_of},
@@ -142,7 +151,7 @@ class OpParser(Expressions):
         if storage is not None:
             changes["storage"] = self.string(storage)
         if args.given("offset"):
-            changes["offset"] = self.integer(args["offset"])
+            changes["offset"] = self.size(args["offset"])
         buffer = self.declared(args["type"]).buffer(name, kind, team, **changes)
         return Alloc(buffer=buffer, **self.common(args, "main"))
 
@@ -227,9 +236,12 @@ class OpParser(Expressions):
 class _ProgramParser(OpParser):
     """Collects what a Program's statements say."""
 
-    def __init__(self, source: SourceText, name: str, teams: tuple[Team, ...]) -> None:
-        super().__init__(source, teams)
+    def __init__(
+        self, source: SourceText, name: str, teams: tuple[Team, ...], sizes: tuple[NamedSize, ...]
+    ) -> None:
+        super().__init__(source, teams, named_sizes=[size.name for size in sizes])
         self.program = Program(name=name, teams=teams)
+        self.assumed = Known(SizeClass(sizes))
         self.tables: list[Table] = []
         self.ops: list[Op] = []
         self.regions: list[Region] = []
@@ -240,7 +252,11 @@ class _ProgramParser(OpParser):
         self.rank: int | None = None
 
     def parse(self, node: ast.FunctionDef) -> Program:
-        params = [self.parameter(arg) for arg in node.args.args if not is_team(arg)]
+        params = [
+            self.parameter(arg)
+            for arg in node.args.args
+            if not (is_a("Team", arg) or is_a("Size", arg))
+        ]
         for place, statement in enumerate(node.body):
             if not _is_doc(place, statement):
                 self.statement(statement)
@@ -250,6 +266,7 @@ class _ProgramParser(OpParser):
                     )
         return replace(
             self.program,
+            sizes=self.assumed.size_class(),
             params=tuple(params),
             tables=tuple(self.tables),
             ops=tuple(self.ops),
@@ -308,7 +325,7 @@ class _ProgramParser(OpParser):
         elif word == "table":
             signature = Signature(("team",), (), ("team",), rest=True)
             args = Arguments(self.source, call, "table", signature)
-            values = tuple(map(self.integer, args.rest))
+            values = tuple(map(self.size, args.rest))
             self.tables.append(Table(name, self.name(args["team"]), values))
         else:
             if word in self.words:
@@ -318,7 +335,7 @@ class _ProgramParser(OpParser):
             raise self.source.error(call.func, f"{word!r} declares nothing", fix)
 
     def directive(self, node: ast.stmt, word: str, call: ast.Call) -> None:
-        """`ranks(...)`, `rank(...)`, `site(...)`, `remark(...)`."""
+        """`ranks(...)`, `rank(...)`, `assume(...)`, `site(...)`, `remark(...)`."""
         match word:
             case "ranks":
                 args = Arguments(self.source, call, word, Signature(rest=True))
@@ -329,6 +346,10 @@ class _ProgramParser(OpParser):
             case "rank":
                 args = Arguments(self.source, call, word, Signature(("rank",), (), ("rank",)))
                 self.rank = self.integer(args["rank"])
+            case "assume":
+                args = Arguments(self.source, call, word, Signature(rest=True))
+                for fact in args.rest:
+                    assume(self, self.assumed, fact)
             case "site":
                 self.sites.append(self.make(_SITE, self.arguments(_SITE, call)))
             case "remark":

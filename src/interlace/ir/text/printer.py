@@ -19,6 +19,7 @@ from typing import Any
 from interlace.ir.fields import FieldForm, form_of
 from interlace.ir.ops import Alloc, Arg, Call, FusedKernel, Loc, Name, Op
 from interlace.ir.program import Node, Program, Region, Remark, Site
+from interlace.ir.sizes import Size
 from interlace.ir.text.spelling import accessor, name_or_string, plain, quote, scalar
 from interlace.ir.types import (
     Buffer,
@@ -89,6 +90,7 @@ class Printer:
         self.one: dict[str, Callable[[Any], Item]] = {
             **{"string": quote, "name": name_or_string, "table": name_or_string, "dtype": str},
             **{"integer": str, "integers": str, "flag": str, "real": scalar, "parts": _parts},
+            **{"size": str, "sizes": str},
             **{"view": self.view, "index": self.index, "peer": self.peer, "dim": self.dim},
             **{"arg": self.arg, "kernel": self.kernel},
         }
@@ -163,7 +165,7 @@ class Printer:
             items.append(f"symmetric={name_or_string(team)}")
         if buffer.storage is not None:
             items.append(f"storage={quote(buffer.storage)}")
-        if buffer.offset:
+        if buffer.offset != 0:
             items.append(f"offset={buffer.offset}")
         if op.stream != "main":
             items.append(f"stream={quote(op.stream)}")
@@ -225,7 +227,7 @@ class Printer:
             return value.name if known else f"value[{quote(value.name)}]"
         if isinstance(value, tuple):
             return TextBlock("(", [self.arg(item) for item in value], ")", lone_comma=True)
-        return scalar(value)
+        return str(value) if isinstance(value, Size) else scalar(value)
 
     def index(self, index: Index) -> str:
         if isinstance(index, RankIndex):
@@ -278,7 +280,7 @@ class Printer:
         if buffer.team != team:
             word = "registered" if buffer.registered else "team"
             text += f".{word}({'None' if buffer.team is None else name_or_string(buffer.team)})"
-        if stored and (buffer.storage is not None or buffer.offset):
+        if stored and (buffer.storage is not None or buffer.offset != 0):
             storage = "None" if buffer.storage is None else quote(buffer.storage)
             text += f".storage({storage}, {buffer.offset})"
         return text if name is None or buffer.name == name else text + _named(buffer.name)
@@ -298,6 +300,8 @@ class _ProgramPrinter(Printer):
             self.line("ranks", map(str, program.ranks), ("ranks", 0))
         if program.rank is not None:
             self.line("rank", [str(program.rank)], ("ranks", 0))
+        if assumed := program.sizes.assumptions():
+            self.line("assume", assumed, ("ranks", 0))
         for i, table in enumerate(program.tables):
             target = accessor("table", table.name)
             values = [name_or_string(table.team), *map(str, table.values)]
@@ -327,6 +331,7 @@ class _ProgramPrinter(Printer):
         if not plain(name):
             self.emit(f"@named({quote(name)})", ("header", 0), indent=0)
         items = [self.team_parameter(i, team) for i, team in enumerate(self.program.teams)]
+        items += [f"{size.name}: Size[{size.value}]" for size in self.program.sizes.sizes]
         items += [self.parameter(i, buffer) for i, buffer in enumerate(self.program.params)]
         head = f"def {name if plain(name) else 'program'}("
         self.emit(TextBlock(head, list(items), "):"), ("header", 0), indent=0)

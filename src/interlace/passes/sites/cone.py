@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from interlace.errors import ProgramError
 from interlace.ir import Arg, Call, Op, View
 from interlace.ir.operators import by_data, is_kind, matmul_of
+from interlace.ir.sizes import Int
 from interlace.passes.sites.rows import Refused
 from interlace.passes.sites.values import Dataflow
 
@@ -24,14 +25,14 @@ class Cone:
     """The ops behind `value`, a matrix of `rows` rows of `width` elements."""
 
     value: str
-    rows: int
-    width: int
+    rows: Int
+    width: Int
     ops: tuple[int, ...]
     used: frozenset[str]
     """Dataflow of the cone that others use as well."""
     transposed: bool
     """Whether every matmul contracts over rows, as the gradient of a weight does."""
-    stacks: int = 0
+    stacks: Int = 0
     """How many stacks of rows, each times a matrix of its own; 0: one matrix for all rows."""
 
 
@@ -39,8 +40,8 @@ class Cone:
 class _Shape:
     """The rows of a matmul, and its stacks."""
 
-    rows: int
-    stacks: int = 0
+    rows: Int
+    stacks: Int = 0
 
 
 def result_of(op: Op) -> View | None:
@@ -145,7 +146,7 @@ def _is_rowwise(values: Dataflow, op: Op, shape: _Shape) -> bool:
 
 
 def operand_kind(
-    values: Dataflow, view: View, sizes: tuple[int, ...], rows: int, stacks: int = 0
+    values: Dataflow, view: View, sizes: tuple[Int, ...], rows: Int, stacks: Int = 0
 ) -> str | None:
     """How a pointwise operand goes with a result of these sizes that is cut into rows.
 
@@ -171,7 +172,7 @@ def operand_kind(
     return None
 
 
-def _viewable(values: Dataflow, view: View, sizes: tuple[int, ...]) -> bool:
+def _viewable(values: Dataflow, view: View, sizes: tuple[Int, ...]) -> bool:
     try:
         values.box(view.view(*sizes))
     except ProgramError:

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from interlace.ir import Call, Collective, Op, View
 from interlace.ir.operators import by_data, matmul_of
+from interlace.ir.sizes import Int
 from interlace.passes.sites.cone import Cone, cone_of, lhs_of, result_of
 from interlace.passes.sites.rows import (
     ByteRun,
@@ -33,7 +34,7 @@ class GatherSite:
 
     collective: int
     layout: RowLayout
-    width: int
+    width: Int
     matmuls: tuple[int, ...]
     moves: tuple[int, ...]
     """Ops that only put the gathered rows in order, for these matmuls alone."""
@@ -132,7 +133,7 @@ def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Gather
     parts = enumerate(zip(accumulate(shards, initial=0), shards, strict=False))
     origin = tuple([ByteRun(start, size, r, 0) for r, (start, size) in parts if size])
     accepted: list[int] = []
-    shape: tuple[RowLayout, int] | None = None
+    shape: tuple[RowLayout, Int] | None = None
     reasons: list[str] = []
     moved: dict[str, int] = {}
     uses, related = uses_of(values, name)
@@ -162,7 +163,7 @@ def _gather(values: Dataflow, i: int, op: Collective, taken: set[int]) -> Gather
     return GatherSite(i, layout, width, tuple(accepted), moves, kept, whole, declared)
 
 
-def parts_of(values: Dataflow, op: Collective, whole: View) -> tuple[int, ...]:
+def parts_of(values: Dataflow, op: Collective, whole: View) -> tuple[Int, ...]:
     """Bytes of each rank's part of the whole tensor of a gather or scatter."""
     team, box = values.program.team(op.team), values.box(whole)
     if op.splits is None:
@@ -197,9 +198,9 @@ def _rows_of(
     name: str,
     related: set[str],
     origin: tuple[ByteRun, ...],
-    shards: tuple[int, ...],
+    shards: tuple[Int, ...],
     kind: str,
-) -> tuple[RowLayout, int]:
+) -> tuple[RowLayout, Int]:
     what = "received" if kind == EXCHANGE else "gathered"
     matmul = matmul_of(call.fn) if isinstance(call, Call) else None
     if not isinstance(call, Call) or matmul is None or (matmul.batched and kind != EXCHANGE):
@@ -226,7 +227,7 @@ def _rows_of(
     return layout, width
 
 
-def _check_stacks(layout: RowLayout, stacks: int) -> None:
+def _check_stacks(layout: RowLayout, stacks: Int) -> None:
     """Every rank has rows, one after another, of every stack of a matmul of several."""
     if stacks and layout.total and layout.batch != stacks:
         raise Refused(

@@ -15,7 +15,6 @@ chunk: with `RowLayout(batch=2, rows=(3, 3, 2), pitch=(3, 3, 3))` the matrix is 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from interlace.ir import Box
+from interlace.ir.size_class import cached
+from interlace.ir.sizes import Int, Size, divisors, fixed
 
 PAD = -1
 MAX_RUNS = 1 << 16
@@ -40,10 +41,10 @@ class Refused(Exception):
 class ByteRun(NamedTuple):
     """`length` bytes at `start` of a value are the bytes at `offset` of `source`."""
 
-    start: int
-    length: int
+    start: Int
+    length: Int
     source: int
-    offset: int
+    offset: Int
 
 
 Contents = tuple[ByteRun, ...]
@@ -75,7 +76,7 @@ def join(pieces: Iterable[ByteRun]) -> Contents:
     return tuple(joined(pieces))
 
 
-def whole_rows(runs: Iterable[ByteRun], row: int) -> Iterator[ByteRun]:
+def whole_rows(runs: Iterable[ByteRun], row: Int) -> Iterator[ByteRun]:
     """The runs, or Refused at the first that cuts a row of `row` bytes."""
     for run in runs:
         if run.length % row or run.offset % row:
@@ -83,7 +84,7 @@ def whole_rows(runs: Iterable[ByteRun], row: int) -> Iterator[ByteRun]:
         yield run
 
 
-def cut(contents: Contents, start: int, length: int) -> Iterator[ByteRun]:
+def cut(contents: Contents, start: Int, length: Int) -> Iterator[ByteRun]:
     """The pieces of `length` bytes from `start` on."""
     stop = start + length
     first = bisect.bisect_right(contents, start, key=lambda run: run.start) - 1
@@ -96,12 +97,15 @@ def cut(contents: Contents, start: int, length: int) -> Iterator[ByteRun]:
             yield ByteRun(low, high - low, run.source, offset)
 
 
-def box_runs(box: Box) -> Iterator[tuple[int, int]]:
+def box_runs(box: Box) -> Iterator[tuple[Int, Int]]:
     """The (first byte, bytes) of a box's stretches, in row-major order of the view."""
     if not box.numel:
         return
     length, dims = _stretches(box)
     item = box.dtype.itemsize
+    if any(isinstance(n, Size) for n, _ in dims):
+        yield box.offset * item, length * item
+        raise Refused(TOO_FINE)
     offsets = [range(0, n * step, step) if step else (0,) * n for n, step in dims]
     inner = offsets.pop() if offsets else (0,)
     for index in itertools.product(*offsets):
@@ -110,7 +114,7 @@ def box_runs(box: Box) -> Iterator[tuple[int, int]]:
             yield (start + at) * item, length * item
 
 
-def _stretches(box: Box) -> tuple[int, list[tuple[int, int]]]:
+def _stretches(box: Box) -> tuple[Int, list[tuple[Int, Int]]]:
     """The elements of each contiguous stretch, and (size, stride) of the dimensions outside it."""
     dims = list(zip(box.sizes, box.strides, strict=True))
     length = 1
@@ -119,8 +123,8 @@ def _stretches(box: Box) -> tuple[int, list[tuple[int, int]]]:
     return length, dims
 
 
-@functools.lru_cache(32)
-def seen(buffer: Contents, box: Box, row: int = 0) -> Contents:
+@cached(32)
+def seen(buffer: Contents, box: Box, row: Int = 0) -> Contents:
     """The contents of a view, from those of its buffer (in storage order).
 
     With `row`, the view is a matrix of rows of so many bytes: Refused at the first run that cuts
@@ -150,7 +154,7 @@ def stored(value: Contents, box: Box) -> Contents:
     """The contents of a buffer in storage order, when `box`, the whole of it, holds `value`."""
     if box.contiguous:
         return value
-    placed: list[tuple[int, ByteRun]] = []
+    placed: list[tuple[Int, ByteRun]] = []
     position = 0
     for start, length in box_runs(box):
         for piece in cut(value, position, length):
@@ -159,11 +163,11 @@ def stored(value: Contents, box: Box) -> Contents:
     return join(piece for _, piece in sorted(placed, key=lambda item: item[0]))
 
 
-def concatenated(parts: Sequence[tuple[Contents, tuple[int, ...], int]], dim: int) -> Contents:
+def concatenated(parts: Sequence[tuple[Contents, tuple[Int, ...], int]], dim: int) -> Contents:
     """`cat` of (contents, sizes, bytes of an element) along `dim`."""
     sizes = parts[0][1]
     dim %= max(len(sizes), 1)
-    outer = math.prod(sizes[:dim])
+    outer = fixed(math.prod(sizes[:dim]))
     blocks = [math.prod(shape[dim:]) * item for _, shape, item in parts]
 
     def pieces() -> Iterator[ByteRun]:
@@ -174,19 +178,19 @@ def concatenated(parts: Sequence[tuple[Contents, tuple[int, ...], int]], dim: in
     return join(pieces())
 
 
-def padded(contents: Contents, sizes: tuple[int, ...], item: int, pads: Sequence[int]) -> Contents:
+def padded(contents: Contents, sizes: tuple[Int, ...], item: int, pads: Sequence[int]) -> Contents:
     """`constant_pad_nd` with zeros: `pads` lists (before, after) from the last dimension on."""
     for i, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         dim = len(sizes) - 1 - i
         inner = math.prod(sizes[dim + 1 :]) * item
-        block = sizes[dim] * inner
+        block, rows = sizes[dim] * inner, fixed(math.prod(sizes[:dim]))
 
         def pieces(
             old: Contents = contents,
-            outer: int = math.prod(sizes[:dim]),
-            block: int = block,
-            low: int = before * inner,
-            high: int = after * inner,
+            outer: int = rows,
+            block: Int = block,
+            low: Int = before * inner,
+            high: Int = after * inner,
         ) -> Iterator[ByteRun]:
             for j in range(outer):
                 yield ByteRun(0, low, PAD, 0)
@@ -205,17 +209,17 @@ def padded(contents: Contents, sizes: tuple[int, ...], item: int, pads: Sequence
 class RowLayout:
     """`batch` stacks, each with `rows[r]` rows of rank r, `pitch[r]` apart in its shard."""
 
-    batch: int
-    rows: tuple[int, ...]
-    pitch: tuple[int, ...]
+    batch: Int
+    rows: tuple[Int, ...]
+    pitch: tuple[Int, ...]
 
     @property
-    def total(self) -> int:
+    def total(self) -> Int:
         """Rows of the matrix."""
         return self.batch * sum(self.rows)
 
     @property
-    def shard(self) -> tuple[int, ...]:
+    def shard(self) -> tuple[Int, ...]:
         """Rows of each rank's shard, padding included."""
         return tuple(self.batch * pitch for pitch in self.pitch)
 
@@ -225,20 +229,20 @@ class RowLayout:
         return self.rows != self.pitch
 
 
-def chunk_sizes(total: int, parts: int) -> tuple[int, ...]:
+def chunk_sizes(total: Int, parts: int) -> tuple[Int, ...]:
     """The sizes that `torch.chunk` gives, with zeros for the parts that it leaves out."""
     size = -(-total // parts)
     return tuple(max(0, min(size, total - i * size)) for i in range(parts))
 
 
-def balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
+def balanced_sizes(total: Int, parts: int) -> tuple[Int, ...]:
     """Sizes that differ by one at most."""
     return tuple(total // parts + (i < total % parts) for i in range(parts))
 
 
-@functools.lru_cache(32)
+@cached(32)
 def gather_layout(
-    contents: Contents, row_bytes: int, shard_bytes: tuple[int, ...], what: str = "gathered"
+    contents: Contents, row_bytes: Int, shard_bytes: tuple[Int, ...], what: str = "gathered"
 ) -> RowLayout:
     """The layout of a matrix made of the shards of a gather, or Refused."""
     runs = in_rows(contents, row_bytes)
@@ -250,16 +254,16 @@ def gather_layout(
     used = [sum(run.length for run in runs if run.source == r) for r in range(len(shards))]
 
     def pieces(layout: RowLayout) -> Iterator[ByteRun]:
-        for b in range(layout.batch):
+        for b in range(fixed(layout.batch)):
             for rank, rows in enumerate(layout.rows):
                 yield ByteRun(0, rows, rank, b * layout.pitch[rank])
 
     return _fit(runs, used, shards, pieces, what)
 
 
-@functools.lru_cache(32)
+@cached(32)
 def scatter_layout(
-    contents: Contents, row_bytes: int, part_bytes: tuple[int, ...], total: int
+    contents: Contents, row_bytes: Int, part_bytes: tuple[Int, ...], total: Int
 ) -> RowLayout:
     """The layout of a matrix of `total` rows that is put in order for a scatter, or Refused."""
     runs = in_rows(contents, row_bytes)
@@ -276,7 +280,7 @@ def scatter_layout(
 
     def pieces(layout: RowLayout) -> Iterator[ByteRun]:
         for rank, rows in enumerate(layout.rows):
-            for b in range(layout.batch):
+            for b in range(fixed(layout.batch)):
                 yield ByteRun(0, rows, 0, b * sum(layout.rows) + sum(layout.rows[:rank]))
                 yield ByteRun(0, layout.pitch[rank] - rows, PAD, 0)
 
@@ -285,15 +289,14 @@ def scatter_layout(
 
 def _fit(
     runs: Contents,
-    used: list[int],
-    shards: list[int],
+    used: list[Int],
+    shards: list[Int],
     pieces: Callable[[RowLayout], Iterable[ByteRun]],
     what: str,
 ) -> RowLayout:
     """The layout with the fewest stacks whose pieces, joined, are these runs."""
-    most = math.gcd(*used, *shards) or 1
     problem = ""
-    for batch in (b for b in range(1, most + 1) if most % b == 0):
+    for batch in divisors((*used, *shards)):
         rows, pitch = (tuple(n // batch for n in counts) for counts in (used, shards))
         layout = RowLayout(batch, rows, pitch)
         if join(pieces(layout)) == runs:
@@ -313,12 +316,12 @@ def _dropped(layout: RowLayout, what: str) -> str:
     return _only(layout.total, sum(layout.shard), what)
 
 
-def _only(used: int, held: int, what: str) -> str:
+def _only(used: Int, held: Int, what: str) -> str:
     part = f"only {used} of {held} {what} rows are used"
     return f"{part} (a select or slice of the sharded dimension)"
 
 
-def in_rows(contents: Contents, row_bytes: int) -> Contents:
+def in_rows(contents: Contents, row_bytes: Int) -> Contents:
     """The runs counted in rows, or Refused where they cut a row."""
     return tuple(
         ByteRun(

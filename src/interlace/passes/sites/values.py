@@ -15,6 +15,7 @@ from functools import cached_property
 
 from interlace.ir import Alloc, Arg, Box, Buffer, Call, Copy, Op, Program, View, views_in
 from interlace.ir.operators import is_kind
+from interlace.ir.sizes import Int
 from interlace.ir.types import TableEntry
 from interlace.passes.overlaps import rank_dependent, touched_by
 from interlace.passes.sites.rows import Contents, Refused, concatenated, padded, seen, stored
@@ -120,7 +121,7 @@ class Dataflow:
                 stack += [view.buffer for view in self.moved(current) or ()]
         return found
 
-    def contents(self, view: View, root: str, origin: Contents, row: int) -> Contents:
+    def contents(self, view: View, root: str, origin: Contents, row: Int) -> Contents:
         """What a view holds, given what the buffer `root` holds (in storage order); Refused where
         that cuts rows of `row` bytes, if there are to be such rows."""
         memory: dict[str, Contents] = {root: origin}

@@ -34,7 +34,9 @@ from interlace.strategies import STRATEGIES
 def candidates(
     program: Program, options: Options, machine: Machine
 ) -> dict[int, tuple[Estimate, ...]]:
-    """The estimates of each site that can be overlapped, serial first."""
+    """The estimates of each site that can be overlapped, serial first; of a Program with named
+    sizes for the values in its head."""
+    program = program.at(program.sizes.values)
     place = f"place_resharding{{position={options.resharding}}}"
     marked = run_pipeline(program, f"find_sites,{place}" if options.overlap else "find_sites")
     values = Dataflow(marked, representatives(marked)[0])

@@ -37,6 +37,8 @@ from interlace.ir import (
     Team,
     View,
 )
+from interlace.ir.size_class import note_buckets, supposing
+from interlace.ir.sizes import at_hand
 from interlace.ir.types import TableEntry
 from interlace.ir.view import varying
 from interlace.passes.dependencies import dependencies
@@ -141,7 +143,7 @@ def site_key(values: Dataflow, site: MatmulSite, graph: bool = False) -> SiteKey
         shapes = [matmul_shape(c, values.box) for c in calls if isinstance(c, Call)]
         inner = sum(shape.inner for shape in shapes if shape is not None)
         sizes = site.cone.rows, inner, site.cone.width
-    m, k, n = (max(1, size) for size in sizes)
+    m, k, n = (max(1, at_hand(size)) for size in sizes)
     dtype = str(values.box(op.dst).dtype)
     kind = site_kind(op.kind, site)
     return SiteKey(kind=kind, dtype=dtype, m=m, k=k, n=n, world=world, graph=graph)
@@ -265,8 +267,9 @@ class Chooser:
             return Choice(row, count, "asked for")
         key = row, _signature(values, site)
         if key not in self.known:
-            serial = estimate(self._machine, values, site, None, 0)
-            took = estimate(self._machine, values, site, row, self.chunks)
+            with supposing():
+                serial = estimate(self._machine, values, site, None, 0)
+                took = estimate(self._machine, values, site, row, self.chunks)
             expected = serial.expected_ms, took.expected_ms
             self.known[key] = Choice(row, count, "asked for", "", *expected)
         return self.known[key]
@@ -285,7 +288,9 @@ class Chooser:
         return estimate(self._machine, values, site, None, 0), *others
 
     def _fastest(self, values: Dataflow, site: MatmulSite) -> Choice:
-        found = self.candidates(values, site)
+        with supposing():
+            found = self.candidates(values, site)
+        note_buckets()
         serial, name = found[0], self._machine.name
         if len(found) == 1:
             reason = "no strategy can serve it"
@@ -300,6 +305,8 @@ class Chooser:
             took = serial.expected_ms
             reason = f"{fastest.label}, the fastest, {gain} ({name})"
             return Choice(None, 0, reason, "", took, took)
+        why = refusal(values, site, best.row)  # for the whole class
+        assert not why
         count = self._count(values, site, best.row, best.chunks)
         source = "measured" if sure else "predicted"
         idle, _ = pick(found, self._machine.doubt_s * 1e3, by=lambda e: e.expected_ms)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from interlace.ir import Arg, Box, Call, Chunk, Copy, DType, Index, Slice, View
 from interlace.ir.operators import POINTWISE, Operator, is_kind, matmul_of
+from interlace.ir.sizes import Int, fixed
 from interlace.passes.sites.cone import Cone, lhs_of, made_by, operand_kind
 from interlace.passes.sites.rows import RowLayout
 from interlace.passes.sites.values import Dataflow
@@ -37,10 +38,10 @@ class ChunkPlace:
 class Pick:
     """Some rows of each of `stacks` stacks of `height` rows."""
 
-    stacks: int
-    height: int
+    stacks: Int
+    height: Int
     step: Chunk | Slice
-    counts: tuple[int, ...]
+    counts: tuple[Int, ...]
     """Rows in all stacks, for each `index`."""
     index: Index
     within: Chunk | Slice | None = None
@@ -56,7 +57,7 @@ class Pick:
         return cls(layout.batch, sum(layout.rows), step, counts, index, within)
 
     @classmethod
-    def slice(cls, emitter: Emitter, stacks: int, height: int, start: int, stop: int) -> Pick:
+    def slice(cls, emitter: Emitter, stacks: Int, height: Int, start: Int, stop: Int) -> Pick:
         """The same rows of every stack, on all ranks."""
         counts = (stacks * (stop - start),) * emitter.size
         return cls(stacks, height, Slice(0, start, stop), counts, 0)
@@ -66,7 +67,7 @@ class Pick:
         """Whether there are no such rows on any rank."""
         return isinstance(self.index, int) and not self.counts[self.index]
 
-    def of(self, matrix: View, width: int) -> ChunkPlace:
+    def of(self, matrix: View, width: Int) -> ChunkPlace:
         """These rows of a full matrix, given with two dimensions."""
         if self.stacks == 1:
             view = matrix.then(self.step)
@@ -75,24 +76,24 @@ class Pick:
         stacked = matrix.view(self.stacks, self.height, width)
         return ChunkPlace(None, stacked.then(dataclasses.replace(self.step, dim=1)))
 
-    def cut(self, view: View, box: Box, width: int) -> ChunkPlace:
+    def cut(self, view: View, box: Box, width: Int) -> ChunkPlace:
         """These rows of a value: of a full matrix, or of its stacks as they are."""
         if self.stacks > 1 and box.sizes == (self.stacks, self.height, width):
             return ChunkPlace(None, view.then(dataclasses.replace(self.step, dim=1)))
         return self.of(matrix(view, box, self.stacks * self.height, width), width)
 
-    def packed(self, emitter: Emitter, matrix: View, width: int) -> ChunkPlace:
+    def packed(self, emitter: Emitter, matrix: View, width: Int) -> ChunkPlace:
         """These rows lying together at the head of a matrix of `max(counts)` rows."""
         flat = emitter.head(matrix, self.counts, self.index, max(self.counts))
         return self.shaped(flat, width)
 
-    def shaped(self, flat: View, width: int) -> ChunkPlace:
+    def shaped(self, flat: View, width: Int) -> ChunkPlace:
         """The place of a chunk that is one matrix."""
         return ChunkPlace(flat, flat if self.stacks == 1 else flat.view(self.stacks, -1, width))
 
 
 def in_shard(
-    emitter: Emitter, shard: View, layout: RowLayout, index: Index, width: int
+    emitter: Emitter, shard: View, layout: RowLayout, index: Index, width: Int
 ) -> ChunkPlace:
     """The rows of a rank in its shard (a matrix), which may have padding between."""
     pitch = layout.pitch[0]
@@ -105,7 +106,7 @@ def in_shard(
     return ChunkPlace(None, emitter.head(stacked, layout.rows, index, pitch, dim=1))
 
 
-def zero_padding(emitter: Emitter, shard: View, layout: RowLayout, width: int) -> None:
+def zero_padding(emitter: Emitter, shard: View, layout: RowLayout, width: Int) -> None:
     """Zeros for the rows of a shard that may be padding (before the others are computed)."""
     least, pitch = min(layout.rows), max(layout.pitch)
     if layout.padded and least < pitch:
@@ -114,7 +115,7 @@ def zero_padding(emitter: Emitter, shard: View, layout: RowLayout, width: int) -
         emitter.call("aten.zeros.out", (sizes,), view)
 
 
-def matrix(view: View, box: Box, rows: int, width: int) -> View:
+def matrix(view: View, box: Box, rows: Int, width: Int) -> View:
     """A value as a matrix of `rows` rows."""
     return view if box.sizes == (rows, width) else view.view(rows, width)
 
@@ -164,7 +165,7 @@ class Compute:
     def _batched(self, op: Call, spec: Operator, left: View, right: View, pick: Pick) -> None:
         """The same of several stacks, each times a matrix of its own: all of them in one call."""
 
-        def stacked(view: View, width: int) -> View:
+        def stacked(view: View, width: Int) -> View:
             return view if pick.stacks > 1 else view.view(1, -1, width)
 
         args: list[Arg] = list(op.args)
@@ -199,14 +200,14 @@ class Compute:
         call(left.flat, right.flat, lambda view: view)
         self.emitter.copy(right.rows, out.rows, op.loc)
 
-    def _rows_of(self, arg: Arg, pick: Pick, rows: int) -> ChunkPlace | None:
+    def _rows_of(self, arg: Arg, pick: Pick, rows: Int) -> ChunkPlace | None:
         """An argument with one row for each row of the result, cut; None if it is passed whole."""
         if not isinstance(arg, View):
             return None
         sizes = self.values.box(arg).sizes
         return pick.of(arg, sizes[1]) if len(sizes) == 2 and sizes[0] == rows > 1 else None
 
-    def _scratch(self, name: str, dtype: DType, pick: Pick, width: int) -> ChunkPlace:
+    def _scratch(self, name: str, dtype: DType, pick: Pick, width: Int) -> ChunkPlace:
         buffer = self.emitter.scratch(name, dtype, (max(pick.counts), width))
         return pick.packed(self.emitter, buffer, width)
 
@@ -281,23 +282,23 @@ class Slices:
     emitter: Emitter
     name: str
     layout: RowLayout
-    width: int
+    width: Int
     dtype: DType
     count: int
 
-    def bounds(self, i: int) -> list[tuple[int, int]]:
+    def bounds(self, i: int) -> list[tuple[Int, Int]]:
         """The rows of each rank's shard that slice `i` holds."""
         return [
             (rows * i // self.count, rows * (i + 1) // self.count) for rows in self.layout.shard
         ]
 
-    def stretches(self, i: int) -> Iterator[tuple[int, int, int]]:
+    def stretches(self, i: int) -> Iterator[tuple[Int, Int, Int]]:
         """(row in the slice, row in the matrix, rows) of what slice `i` holds, padding left out."""
         layout, position, first = self.layout, 0, 0
         height = sum(layout.rows)
         for rank, (low, high) in enumerate(self.bounds(i)):
             rows, pitch = layout.rows[rank], layout.pitch[rank]
-            for b in range(layout.batch):
+            for b in range(fixed(layout.batch)):
                 start, stop = max(low, b * pitch), min(high, b * pitch + rows)
                 if start < stop:
                     yield (
@@ -360,11 +361,11 @@ class Slices:
             reduce, splits = e.serial.reduce, self._splits(counts)
             e.collective("reduce_scatter", parts, mine, reduce=reduce, splits=splits)
 
-    def _own(self, shard: View, bounds: list[tuple[int, int]]) -> View:
+    def _own(self, shard: View, bounds: list[tuple[Int, Int]]) -> View:
         e = self.emitter
         low, high = zip(*bounds, strict=True)
         return shard.slice(0, e.dim(low, e.rank), e.dim(high, e.rank))
 
-    def _splits(self, counts: tuple[int, ...]) -> str | None:
+    def _splits(self, counts: tuple[Int, ...]) -> str | None:
         even = len(set(counts)) == 1
         return None if even else self.emitter.names.table(self.emitter.team.name, counts)

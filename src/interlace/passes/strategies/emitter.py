@@ -44,6 +44,7 @@ from interlace.ir import (
     Team,
     View,
 )
+from interlace.ir.sizes import Int
 from interlace.strategies import Path
 
 NOWHERE = Loc()
@@ -97,7 +98,7 @@ class Names:
         self.taken.add(name)
         return name
 
-    def table(self, team: str, values: Sequence[int]) -> str:
+    def table(self, team: str, values: Sequence[Int]) -> str:
         """The name of the table with these values."""
         for table in self.tables:
             if table.team == team and table.values == tuple(values):
@@ -113,7 +114,7 @@ class Emitter:
         self.names, self.team, self.serial, self.site = names, team, collective, site
         self.size, self.rank = team.size, team.rank
         self.ops: list[Op] = []
-        self._scratch: dict[tuple[str, tuple[int, ...]], View] = {}
+        self._scratch: dict[tuple[str, tuple[Int, ...]], View] = {}
 
     def steps(self, path: Path) -> tuple[PathStep, ...]:
         """The steps 1 .. W-1 of a path."""
@@ -121,7 +122,7 @@ class Emitter:
 
     # rank-dependent sizes and views
 
-    def dim(self, values: Sequence[int], index: Index) -> Dim:
+    def dim(self, values: Sequence[Int], index: Index) -> Dim:
         """`values[index]`: a number where all ranks agree, else an entry of a table."""
         if isinstance(index, int):
             return values[index]
@@ -129,17 +130,17 @@ class Emitter:
             return values[0]
         return TableEntry(self.names.table(self.team.name, values), index)
 
-    def chunk(self, index: Index, sizes: Sequence[int], dim: int = 0) -> Chunk:
+    def chunk(self, index: Index, sizes: Sequence[Int], dim: int = 0) -> Chunk:
         """Part `index` of a dimension that consists of parts of these sizes, as a step."""
         even = len(set(sizes)) == 1
         return chunk_at(index, self.size if even else self.names.table(self.team.name, sizes), dim)
 
-    def part(self, view: View, index: Index, sizes: Sequence[int], dim: int = 0) -> View:
+    def part(self, view: View, index: Index, sizes: Sequence[Int], dim: int = 0) -> View:
         """Part `index` of a dimension of a view that consists of parts of these sizes."""
         return view.then(self.chunk(index, sizes, dim))
 
     def head(
-        self, view: View, values: Sequence[int], index: Index, size: int, dim: int = 0
+        self, view: View, values: Sequence[Int], index: Index, size: Int, dim: int = 0
     ) -> View:
         """The first `values[index]` of a dimension of `size`."""
         if set(values) == {size}:
@@ -161,7 +162,7 @@ class Emitter:
         self.emit(Alloc, buffer=made)
         return View(buffer.name)
 
-    def scratch(self, name: str, dtype: DType, shape: tuple[int, ...]) -> View:
+    def scratch(self, name: str, dtype: DType, shape: tuple[Int, ...]) -> View:
         """A local buffer that chunks of one size use one after another."""
         if (name, shape) not in self._scratch:
             self._scratch[name, shape] = self.alloc(name, dtype, shape)

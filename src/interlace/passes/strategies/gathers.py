@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from interlace.ir import DType, Index, View
+from interlace.ir.sizes import Int
 from interlace.passes.strategies.emitter import Emitter, PathStep
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
@@ -38,8 +39,8 @@ class Gather:
     shard: View
     full: View
     """The matrix of all shards, one after another. Peers put into a slot of their own instead."""
-    sizes: tuple[int, ...]
-    width: int
+    sizes: tuple[Int, ...]
+    width: Int
     dtype: DType
     whole: bool = True
     """Whether the full matrix is needed beyond the chunks,"""
@@ -105,7 +106,7 @@ class Gather:
         row = slots.chunk(index, self.emitter.size).view(max(self.sizes), self.width)
         return self._head(row, index)
 
-    def _slot(self, name: str, *shape: int) -> View:
+    def _slot(self, name: str, *shape: Int) -> View:
         shape = (*shape, max(self.sizes), self.width)
         return self.emitter.alloc(f"{self.full.buffer}_{name}", self.dtype, shape, "symmetric")
 
@@ -180,7 +181,7 @@ class Dispatch(Gather):
     bits.
     """
 
-    shape: tuple[int, ...] = ()
+    shape: tuple[Int, ...] = ()
     """Of `full`, and of the slots."""
 
     def part(self, index: Index) -> View:
@@ -205,6 +206,6 @@ class Dispatch(Gather):
     def _place(self, slots: View, index: Index) -> View:
         return slots.chunk(index, self.emitter.size)
 
-    def _slot(self, name: str, *shape: int) -> View:
+    def _slot(self, name: str, *shape: Int) -> View:
         name = f"{self.full.buffer}_{name}"
         return self.emitter.alloc(name, self.dtype, self.shape, "symmetric")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from interlace.ir import Call, Collective, View
 from interlace.ir.kernels import TILE_ROWS, unfit
 from interlace.ir.operators import matmul_of
+from interlace.ir.sizes import Int, counted
 from interlace.passes.sites.cone import lhs_of, result_of
 from interlace.passes.sites.recognise import GatherSite, MatmulSite, ScatterSite
 from interlace.passes.sites.values import Dataflow
@@ -23,7 +24,7 @@ does not reach its speed."""
 BESIDE_BYTES = 8 << 20
 """A piece of own rows that is summed while others are computed: some 130 tiles of a kernel, one for
 each processor."""
-SLAB_FLOPS = 120e9
+SLAB_FLOPS = 120 * 10**9
 """A slab of an all-reduce: its parts travel, are summed and travel back in some 120 us, while the
 next is computed."""
 SLAB_BYTES = 4 << 20
@@ -42,7 +43,7 @@ def slices(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     """How many slices `pipeline` cuts a site into: as asked, or a few; a row each at least."""
     whole = collective_of(values, site).kind == "all_reduce"
     rows = site.layout.total if whole else max(site.layout.shard)
-    return min(chunks or DEFAULT_SLICES, rows)
+    return counted(rows, 1, chunks or DEFAULT_SLICES)
 
 
 def pieces(values: Dataflow, site: MatmulSite, chunks: int, fused: bool = False) -> int:
@@ -56,11 +57,11 @@ def pieces(values: Dataflow, site: MatmulSite, chunks: int, fused: bool = False)
         return 1
     rows = site.layout.rows[0]
     if chunks:
-        most = min(chunks // len(site.layout.rows), rows)
+        most = counted(rows, 1, chunks // len(site.layout.rows))
         step = _tiles(rows) if fused else 1
         return next((n for n in range(most, 1, -1) if rows % (n * step) == 0), 1)
     least, height = (BESIDE_BYTES, GROUP_ROWS) if fused else (PIECE_BYTES, TILE_ROWS)
-    most = min(MOST_PIECES, part_bytes(values, site) // least, rows // height)
+    most = counted(part_bytes(values, site), least, counted(rows, height, MOST_PIECES))
     fits = [n for n in range(most, 1, -1) if rows % (n * TILE_ROWS) == 0]
     return next((n for n in fits if rows % (n * height) == 0), fits[0] if fits else 1)
 
@@ -77,7 +78,7 @@ def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     assert isinstance(matmul, Call)
     inner = values.box(lhs_of(matmul)).sizes[-1]
     flops = 2 * site.cone.rows * site.cone.width * inner
-    most = min(MOST_SLABS, int(flops / SLAB_FLOPS), part_bytes(values, site) // SLAB_BYTES)
+    most = counted(part_bytes(values, site), SLAB_BYTES, counted(flops, SLAB_FLOPS, MOST_SLABS))
     if chunks:
         most = min(most, chunks // len(site.layout.rows))
     rows = site.layout.rows[0]
@@ -86,7 +87,7 @@ def slabs(values: Dataflow, site: MatmulSite, chunks: int) -> int:
     return next(fits, 0)
 
 
-def _tiles(rows: int) -> int:
+def _tiles(rows: Int) -> int:
     """What the pieces that are asked of a kernel are multiples of: its tiles. Fewer rows are cut as
     they come, though no kernel makes such pieces."""
     return TILE_ROWS if rows >= TILE_ROWS else 1
@@ -103,12 +104,12 @@ def sums_beside(values: Dataflow, site: ScatterSite, count: int) -> bool:
     return count > 1 and part_bytes(values, site) >= count * BESIDE_BYTES
 
 
-def by_kernel(nbytes: int) -> bool:
+def by_kernel(nbytes: Int) -> bool:
     """Whether sums of `nbytes` a rank go back to the peers by one kernel, or by copies."""
     return nbytes <= SMALL_BYTES
 
 
-def part_bytes(values: Dataflow, site: ScatterSite) -> int:
+def part_bytes(values: Dataflow, site: ScatterSite) -> Int:
     """Bytes of the rows that each rank keeps, where all keep as many."""
     return site.layout.rows[0] * site.cone.width * values.buffers[site.cone.value].dtype.itemsize
 

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from interlace.ir import Chunk, DType, FusedKernel, Index, Slice, View
 from interlace.ir.kernels import turns
+from interlace.ir.sizes import Int
 from interlace.passes.strategies.emitter import Emitter, rank_at
 from interlace.strategies import NEAR_FIRST, Path, Strategy
 
@@ -42,8 +43,8 @@ class Scatter:
     stage: View | None
     """A matrix of all ranks' rows that chunks may be computed into; None: make one."""
     out: View
-    sizes: tuple[int, ...]
-    width: int
+    sizes: tuple[Int, ...]
+    width: Int
     dtype: DType
     parts: int = 1
     """Put: pieces that each rank's rows are computed, travel and are summed in, to leave soon."""
@@ -65,7 +66,7 @@ class Scatter:
         else:
             self._put(path, compute)
 
-    def _alloc(self, name: str, *shape: int, kind: str = "local") -> View:
+    def _alloc(self, name: str, *shape: Int, kind: str = "local") -> View:
         shape = (*shape, self.width)
         return self.emitter.alloc(f"{self.name}_{name}", self.dtype, shape, kind)
 
@@ -196,7 +197,7 @@ class Combine:
     emitter: Emitter
     row: Strategy
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Int, ...]
     dtype: DType
 
     def run(self, out: View, compute: Callable[[Index, View], None]) -> None:
@@ -246,9 +247,9 @@ class Slabs:
     stage: View
     """A matrix of all rows that parts may be computed into."""
     full: View
-    rows: int
+    rows: Int
     """A multiple of `count` times the team's size."""
-    width: int
+    width: Int
     dtype: DType
     count: int
     small: bool
@@ -306,7 +307,7 @@ class Slabs:
             e.get(self._piece(sums, number), step.source, dst, ready, number + 1)
 
     @property
-    def _part_rows(self) -> int:
+    def _part_rows(self) -> Int:
         return self.rows // (self.count * self.emitter.size)
 
     def _bounds(self, number: int) -> Slice:
@@ -325,6 +326,6 @@ class Slabs:
         rows = self._part_rows
         return view.slice(dim, number * rows, (number + 1) * rows)
 
-    def _alloc(self, name: str, *shape: int) -> View:
+    def _alloc(self, name: str, *shape: Int) -> View:
         shape = (*shape, self.width)
         return self.emitter.alloc(f"{self.name}_{name}", self.dtype, shape, "symmetric")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from interlace.ir import Buffer, Call, Chunk, Collective, DType, Index, Op, Slice, View
+from interlace.ir.sizes import Int
 from interlace.passes.sites.cone import made_by
 from interlace.passes.sites.recognise import EXCHANGE, GatherSite, MatmulSite, ScatterSite
 from interlace.passes.sites.rows import RowLayout
@@ -91,22 +92,22 @@ class _Writer:
         if buffer.kind != "output":
             self.emitter.declare(buffer, kind or buffer.kind)
 
-    def full(self, name: str, rows: int, width: int) -> View:
+    def full(self, name: str, rows: Int, width: Int) -> View:
         """A buffer of the serial Program as a matrix."""
         return matrix(View(name), self.values.box(View(name)), rows, width)
 
-    def shard(self, view: View, width: int) -> View:
+    def shard(self, view: View, width: Int) -> View:
         """A shard (whose rows may differ between ranks) as a matrix."""
         sizes = self.values.box(view).sizes
         return view if len(sizes) == 2 and sizes[1] == width else view.view(-1, width)
 
-    def slices(self, site: MatmulSite, name: str, width: int, dtype: DType) -> Slices:
+    def slices(self, site: MatmulSite, name: str, width: Int, dtype: DType) -> Slices:
         """A site cut into slices."""
         count = slices(self.values, site, self.chunks)
         return Slices(self.emitter, f"{name}_slice", site.layout, width, dtype, count)
 
     def place(
-        self, rows: View, op: Collective, layout: RowLayout, index: Index, width: int
+        self, rows: View, op: Collective, layout: RowLayout, index: Index, width: Int
     ) -> ChunkPlace:
         """Where the rows of one rank lie in its shard, or in its part of an all-to-all."""
         assert op.dst is not None
@@ -208,7 +209,7 @@ class _Writer:
             self.reduction(site, stage, out, layout.shard, box.dtype).run(rows)
 
     def reduction(
-        self, site: ScatterSite, stage: View | None, out: View, sizes: tuple[int, ...], dtype: DType
+        self, site: ScatterSite, stage: View | None, out: View, sizes: tuple[Int, ...], dtype: DType
     ) -> Scatter:
         """The reduction of a site into `out`."""
         layout, cone, count, beside = site.layout, site.cone, 1, False

@@ -9,8 +9,8 @@ each place, and cover is subtraction of intervals.
     >>> covered(Box(0, (8192, 4096), (4096, 1), DType.f32), halves)
     True
 
-Where the dimensions of a box run into each other, or there are more than `MAX_BRICKS`, the byte
-runs of `Box` answer instead.
+Where the dimensions of a box run into each other, or there are more than `MAX_BRICKS`, or where a
+size is symbolic, the byte runs of `Box` answer instead.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from itertools import product
 from math import lcm, prod
 
 from interlace.ir.box import Box, byte_runs, runs
+from interlace.ir.sizes import Int, Size, number
 
-Interval = tuple[int, int]
+Interval = tuple[Int, Int]
 Brick = tuple[Interval, ...]
 """For each place of the radix, from the smallest: the digits from `start` up to `stop`."""
-Dims = list[tuple[int, int]]
+Dims = list[tuple[Int, Int]]
 """Steps in bytes, ascending, and how often each is taken; the first is the run of bytes."""
 MAX_BRICKS = 512
 
@@ -37,7 +38,7 @@ def covered(target: Box, parts: Sequence[Box]) -> bool:
     return not found[1]
 
 
-def first_left(target: Box, parts: Sequence[Box]) -> int | None:
+def first_left(target: Box, parts: Sequence[Box]) -> Int | None:
     """The first byte of `target` that is in none of `parts`; None where that is not known."""
     found = _left(target, parts)
     if found is None or not found[1] or not found[2]:
@@ -47,7 +48,10 @@ def first_left(target: Box, parts: Sequence[Box]) -> int | None:
 
 def _left(target: Box, parts: Sequence[Box]) -> tuple[tuple[int, ...], list[Brick], bool] | None:
     """The radix, what of `target` is in none of `parts`, and whether all of them were asked."""
-    radix = _radix([_dims(box) for box in (target, *parts)])
+    dims = [_dims(box) for box in (target, *parts)]
+    if any(isinstance(number, Size) for each in dims for pair in each for number in pair):
+        return None
+    radix = _radix(dims)
     left, complete = _bricks(target, radix), True
     if left is None:
         return None
@@ -82,24 +86,24 @@ def _radix(boxes: Sequence[Dims]) -> tuple[int, ...]:
     return tuple(places)
 
 
-def _bricks(box: Box, radix: tuple[int, ...]) -> list[Brick] | None:
+def _bricks(box: Box, radix: tuple[Int, ...]) -> list[Brick] | None:
     """The bricks of a box; None where its dimensions run into each other or there are too many."""
     if box.numel == 0:
         return []
-    choices: list[list[tuple[int, int, int]]] = []
+    choices: list[list[tuple[Int, Int, Int]]] = []
     for step, size in _dims(box):
         place = next(place for place in radix if place % step == 0)
-        phases = place // step
+        phases = number(place // step)
         if phases > MAX_BRICKS < size:
             return None
         choices.append(
-            [(k * step, place, -(-(size - k) // phases)) for k in range(min(phases, size))]
+            [(k * step, place, -(-(size - k) // phases)) for k in range(min(phases, number(size)))]
         )
     if prod(map(len, choices)) > MAX_BRICKS:
         return None
     found: list[Brick] = []
     for chosen in product(*choices):
-        extents: dict[int, int] = {}
+        extents: dict[Int, Int] = {}
         for _, place, count in chosen:
             if count > 1 and place in extents:
                 return None
@@ -113,11 +117,11 @@ def _bricks(box: Box, radix: tuple[int, ...]) -> list[Brick] | None:
     return found
 
 
-def _start(brick: Brick, radix: tuple[int, ...]) -> int:
+def _start(brick: Brick, radix: tuple[Int, ...]) -> Int:
     return sum(low * place for (low, _), place in zip(brick, radix, strict=True))
 
 
-def _fill(offset: int, extents: dict[int, int], radix: tuple[int, ...]) -> list[Brick] | None:
+def _fill(offset: Int, extents: dict[Int, Int], radix: tuple[Int, ...]) -> list[Brick] | None:
     """Bricks of `offset` plus every combination of `extents[place]` steps of each place."""
     digits: list[Interval] = []
     carried, origin = 1, 1  # whole blocks that the run starting at place `origin` fills below
@@ -146,7 +150,7 @@ def _fill(offset: int, extents: dict[int, int], radix: tuple[int, ...]) -> list[
 
 
 def _split(
-    offset: int, extents: dict[int, int], radix: tuple[int, ...], place: int, border: int
+    offset: Int, extents: dict[Int, Int], radix: tuple[Int, ...], place: Int, border: Int
 ) -> list[Brick] | None:
     """A run that crosses multiples of `border`: up to the first, whole blocks, and the rest."""
     count, block = extents[place], border // place

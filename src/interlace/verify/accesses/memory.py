@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from interlace.ir.sizes import Int
 from interlace.ir.types import DType
 from interlace.ir.view import Box
 from interlace.verify.accesses.bytesets import covered
@@ -44,14 +45,14 @@ class Content:
     """Which bytes of a buffer hold what was written through it."""
 
     name: str
-    size: int
+    size: Int
     memory: Memory
     full: bool
     """Whether all of them do (inputs do from the start)."""
     rank: int
     """Whose memory it is."""
     parts: dict[ByteRegion, None]
-    log: list[ByteRegion | tuple[int, int]] | None = None
+    log: list[ByteRegion | tuple[Int, Int]] | None = None
     """From the first time another buffer overwrote some of the bytes: writes, and such losses."""
     freed: bool = False
     """Whether its Free has been met: what others write is no loss to it any more."""
@@ -65,7 +66,7 @@ class Content:
         elif not self.full:
             self.parts[region] = None
 
-    def lose(self, lo: int, hi: int) -> None:
+    def lose(self, lo: Int, hi: Int) -> None:
         """A write to these bytes through another buffer that shares the storage."""
         lo, hi = max(lo, 0), min(hi, self.size)
         if lo < hi and (self.full or self.parts):
@@ -95,15 +96,15 @@ class Content:
         return covered(region.exact, later)
 
 
-def _dense(lo: int, hi: int) -> Box:
+def _dense(lo: Int, hi: Int) -> Box:
     return Box(lo, (hi - lo,), (1,), DType.u8)
 
 
 class ByteAccess(NamedTuple):
     """An access that later ones are compared with."""
 
-    lo: int
-    hi: int
+    lo: Int
+    hi: Int
     """Bytes from the start of the storage."""
     region: ByteRegion
     content: Content
@@ -123,11 +124,11 @@ class ByteAccess(NamedTuple):
 class Cell:
     """A range of a storage that no buffer begins or ends within."""
 
-    lo: int
-    hi: int
+    lo: Int
+    hi: Int
     writes: list[ByteAccess]
     reads: dict[tuple[ByteRegion, Content, int], ByteAccess]
-    live: dict[Content, int]
+    live: dict[Content, Int]
     """What has been written here and not freed, with its offset in the storage."""
 
     def covers(self, new: ByteAccess, old: ByteAccess) -> bool:
@@ -150,12 +151,12 @@ def by_box(one: ByteAccess, other: ByteAccess) -> bool:
 class Memory:
     """A storage and its cells; `bounds` are those of several buffers that share it."""
 
-    def __init__(self, bounds: Sequence[int] = ()) -> None:
+    def __init__(self, bounds: Sequence[Int] = ()) -> None:
         self.arena = len(bounds) > 0
         self.bounds = bounds if self.arena else (0, 1 << 62)
         self.cells = [Cell(lo, hi, [], {}, {}) for lo, hi in pairwise(self.bounds)]
 
-    def within(self, lo: int, hi: int) -> list[Cell]:
+    def within(self, lo: Int, hi: Int) -> list[Cell]:
         """The cells that the bytes from `lo` to `hi` are in."""
         if len(self.cells) == 1:
             return self.cells

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from interlace.ir.sizes import Int
 from interlace.ir.types import Buffer, RankIndex, Table, TableEntry, Where
 from interlace.ir.view import AsStrided, Box, Chunk, View, varying
 from interlace.verify.accesses.bytesets import covered
@@ -26,8 +27,8 @@ class ByteRegion:
     """What is compared for races: the whole buffer for `as_strided`."""
     exact: Box
     """The bytes themselves."""
-    lo: int
-    hi: int
+    lo: Int
+    hi: Int
     dense: bool
     """Whether every byte from `lo` to `hi` belongs to it."""
     strided: bool
@@ -54,7 +55,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._keys: dict[object, int] = {}
-        self._found: dict[tuple[int, ...], ByteRegion] = {}
+        self._found: dict[tuple[Int, ...], ByteRegion] = {}
         self._interned: dict[tuple[Box, Box], ByteRegion] = {}
         self._overlaps: dict[tuple[ByteRegion, ByteRegion], bool] = {}
         self._covers: dict[tuple[ByteRegion, frozenset[ByteRegion]], bool] = {}

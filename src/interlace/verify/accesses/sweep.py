@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from interlace.ir.order import Slot
+from interlace.ir.sizes import Int
 from interlace.verify.accesses.memory import ByteAccess, Cell, Content, Memory, by_box
 from interlace.verify.accesses.regions import ByteRegion, Regions
 from interlace.verify.happens_before.graph import Frame, HappensBefore
@@ -37,7 +38,7 @@ class BufferLife:
 
     version: Version
     content: Content
-    offset: int
+    offset: Int
     uses: list[ByteAccess]
     """The rank's accesses before the walk passes the Free, wherever the bytes are."""
     slot: Slot | None = None
@@ -123,7 +124,7 @@ class Sweep:
         content = Content(buffer.name, size, memory, buffer.kind == "input", rank, {})
         return BufferLife(version, content, buffer.offset if version.shared else 0, [])
 
-    def _copy(self, slot: Slot, take: int, rank: int, version: Version, size: int) -> Content:
+    def _copy(self, slot: Slot, take: int, rank: int, version: Version, size: Int) -> Content:
         """One rank's copy of a slot for one take of it, or what its registered memory, the same in
         all runs, holds in one of them."""
         key = version.registered, slot, take, rank
@@ -148,7 +149,7 @@ class Sweep:
     def _arena(self, frame: Frame, storage: str) -> Memory:
         found = self._arenas.get((frame, storage))
         if found is None:
-            bounds: set[int] = set()
+            bounds: set[Int] = set()
             for version in frame.place.source.versions:
                 if version.shared and version.storage == storage:
                     whole = self.regions.at(version.spot, frame.place.where)
@@ -236,7 +237,7 @@ class Sweep:
                 self._replaces(cell, new, old)
         cell.reads[new.region, new.content, self.graph.chain[new.node]] = new
 
-    def _write(self, cell: Cell, new: ByteAccess, offset: int) -> None:
+    def _write(self, cell: Cell, new: ByteAccess, offset: Int) -> None:
         lo, hi = new.lo, new.hi
         cell.writes = [
             old

@@ -8,6 +8,7 @@ from itertools import groupby
 from math import prod
 
 from interlace.ir.box import Box, byte_runs
+from interlace.ir.sizes import Int
 from interlace.ir.types import DType
 from interlace.verify.accesses.bytesets import first_left
 from interlace.verify.accesses.memory import ByteAccess, Content
@@ -15,7 +16,7 @@ from interlace.verify.accesses.sweep import Sweep
 from interlace.verify.happens_before.graph import Frame, RankPlace
 from interlace.verify.happens_before.source import Item, LoweredProgram, Touch
 
-Run = tuple[int, int]
+Run = tuple[Int, Int]
 WriteOf = tuple[Frame, Item, Item, Touch]
 MAX_LISTED = 4
 """Ranges and ops that are listed."""
@@ -140,7 +141,7 @@ def _rows(missing: Sequence[Run], whole: Box, contiguous: bool) -> str:
     word = "row" if len(whole.sizes) > 1 else "element"
     if all(lo % row == 0 == hi % row for lo, hi in missing):
         return _ranges([(lo // row, hi // row) for lo, hi in missing], word)
-    by_row: dict[int, list[Run]] = {}
+    by_row: dict[Int, list[Run]] = {}
     for lo, hi in missing:
         for at in range(lo // row, -(-hi // row)):
             part = max(lo, at * row) - at * row, min(hi, (at + 1) * row) - at * row

@@ -36,6 +36,7 @@ from interlace.ir.ops import (
     views_in,
 )
 from interlace.ir.program import Program
+from interlace.ir.sizes import number, numbers
 from interlace.ir.types import Buffer, Index, Others
 from interlace.ir.view import AsStrided, Box, View
 
@@ -50,7 +51,7 @@ def bytes_of(box: Box, hull: bool = False) -> int:
         return 0
     item = box.dtype.itemsize
     found = (1 << item) - 1
-    for size, stride in zip(box.sizes, box.strides, strict=True):
+    for size, stride in zip(numbers(box.sizes), numbers(box.strides), strict=True):
         have = 1
         while have < size:  # twice as many in each round
             more = min(have, size - have)
@@ -58,7 +59,7 @@ def bytes_of(box: Box, hull: bool = False) -> int:
             have += more
     if hull:
         found = (1 << found.bit_length()) - 1
-    return found << (box.offset * item)
+    return found << (number(box.offset) * item)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -298,7 +299,7 @@ class _Rank:
         covers = exact
         if exact and any(isinstance(step, AsStrided) for step in view.steps):
             covers = hull = bytes_of(self.box(View(buffer.name)), hull=True)
-        at = buffer.offset
+        at = number(buffer.offset)
         memory, name = self.memory(buffer, owner)
         found = OracleTouch(memory, name, exact << at, covers << at, hull << at, write)
         return [found, dataclasses.replace(self.life(buffer), write=False)]

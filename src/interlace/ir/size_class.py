@@ -1,0 +1,359 @@
+"""Classes of sizes: which sizes a Program is for, by the decisions that were made for it.
+
+    >>> S = named("S")
+    >>> with deciding(SizeClass((NamedSize("S", value=128),))) as known:
+    ...     half = S // 2 if S > 7 else S
+    >>> half, str(known.size_class())
+    (S // 2, 'S >= 8, S % 2 == 0')
+
+Note [Decided for a class]
+    Code that branches on sizes runs on symbolic ones unchanged: within `deciding`, a comparison is
+    answered for the given values, and what was answered is noted unless it follows from what was
+    noted before. All that the code did then holds for every size with the same answers: that is
+    the `SizeClass`. Where something cannot be answered for a class (`SizeError`), the Program is
+    made for that very size instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache, wraps
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
+
+from interlace.ir.sizes import DECIDER, MOST, Int, Size
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What holds in a class beyond ranges: `value > 0`, `<= 0`, `== 0` or `!= 0`."""
+
+    value: Size
+    relation: str
+
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Whether it does for these values."""
+        return RELATIONS[self.relation](self.value.at(values), 0)
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.relation} 0"
+
+
+RELATIONS: Mapping[str, Callable[[int, int], bool]] = MappingProxyType(
+    {">": operator.gt, "<=": operator.le, "==": operator.eq, "!=": operator.ne}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSize:
+    """A named size: the value that decisions were made for, and which other values it may have."""
+
+    name: str
+    value: int
+    low: int = 0
+    high: int = MOST
+    modulus: int = 1
+    rest: int = 0
+    """What is left of a value that is divided by `modulus`."""
+
+    @property
+    def narrowed(self) -> bool:
+        """Whether some values are left out."""
+        return self.low > 0 or self.high < MOST or self.modulus > 1
+
+    def holds(self, value: int) -> bool:
+        """Whether a value is one of them."""
+        return self.low <= value <= self.high and value % self.modulus == self.rest
+
+
+@dataclass(frozen=True, slots=True)
+class SizeClass:
+    """Which sizes a Program is for: those of each name, and facts about several of them."""
+
+    sizes: tuple[NamedSize, ...] = ()
+    facts: tuple[Fact, ...] = ()
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The sizes that decisions were made for."""
+        return {size.name: size.value for size in self.sizes}
+
+    def holds(self, values: Mapping[str, int]) -> bool:
+        """Whether sizes of these values are in the class."""
+        return all(size.holds(values[size.name]) for size in self.sizes) and all(
+            fact.holds(values) for fact in self.facts
+        )
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """The largest value of each name: what memory is laid out for."""
+        return {s.name: s.high - (s.high - s.rest) % s.modulus for s in self.sizes}
+
+    def renamed(self, names: Mapping[str, str]) -> SizeClass:
+        """The sizes with other names; those that get none are left out."""
+        kept = [replace(size, name=names[size.name]) for size in self.sizes if size.name in names]
+        facts = [replace(fact, value=fact.value.renamed(names)) for fact in self.facts]
+        return SizeClass(tuple(kept), tuple(facts))
+
+    def bucket(self) -> SizeClass:
+        """The part of the class whose sizes are below the next power of two: what memory for the
+        largest of them may cost."""
+        sizes = [replace(s, high=min(s.high, (1 << s.value.bit_length()) - 1)) for s in self.sizes]
+        return Known(SizeClass(tuple(sizes), self.facts)).size_class()
+
+    def alone(self) -> SizeClass:
+        """The class of the values that decisions were made for, and no others."""
+        return SizeClass(tuple(replace(s, low=s.value, high=s.value) for s in self.sizes))
+
+    def __and__(self, other: SizeClass) -> SizeClass:
+        """The sizes that are in both."""
+        known = Known(self)
+        for size in other.sizes:
+            known.narrow(size)
+        return SizeClass(
+            known.size_class().sizes, tuple(dict.fromkeys((*self.facts, *other.facts)))
+        )
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What it says of its sizes, as the text of a Program has it."""
+        told: list[str] = []
+        for size in self.sizes:
+            if size.low == size.high:
+                told.append(f"{size.name} == {size.low}")
+                continue
+            told += [f"{size.name} >= {size.low}"] if size.low else []
+            told += [f"{size.name} <= {size.high}"] if size.high < MOST else []
+            told += [f"{size.name} % {size.modulus} == {size.rest}"] if size.modulus > 1 else []
+        return (*told, *map(str, self.facts))
+
+    def __str__(self) -> str:
+        return ", ".join(self.assumptions())
+
+
+FIXED = SizeClass()
+"""No named sizes."""
+
+
+class Known:
+    """The values that answers are given for, and what the answers were."""
+
+    def __init__(self, given: SizeClass) -> None:
+        self.values = given.values
+        self.sizes = {size.name: size for size in given.sizes}
+        self.facts: dict[Fact, None] = dict.fromkeys(given.facts)
+        self.cache: dict[object, Any] = {}
+        """What `cached` functions gave."""
+
+    def size_class(self) -> SizeClass:
+        """The sizes for which all answers are the same."""
+        facts = tuple(fact for fact in self.facts if not self._follows(fact))
+        return SizeClass(tuple(self.sizes.values()), facts)
+
+    def is_positive(self, value: Int) -> bool:
+        """Whether it is greater than 0."""
+        if isinstance(value, int):
+            return value > 0
+        low, high = self._bounds(value)
+        if low > 0 or high <= 0:
+            return low > 0
+        found = value.at(self.values) > 0
+        self._note(Fact(value, ">" if found else "<="))
+        return found
+
+    def is_zero(self, value: Int) -> bool:
+        """Whether it is 0."""
+        if isinstance(value, int):
+            return value == 0
+        low, high = self._bounds(value)
+        if low > 0 or high < 0:
+            return False
+        found = value.at(self.values) == 0
+        self._note(Fact(value, "==" if found else "!="))
+        return found
+
+    def rest(self, value: Size, by: int) -> int:
+        """The rest when it is divided, from now on the same for the whole class."""
+        over = value.over * by
+        for name in value.names:
+            if _modular(value, over, self.sizes) is None:
+                self._refine(value, over, name)
+        rest = _modular(value, over, self.sizes)
+        assert rest is not None
+        return rest // value.over
+
+    def narrow(self, size: NamedSize) -> None:
+        """Notes that a named size has only values that another of that name may have."""
+        mine = self.sizes.setdefault(size.name, size)
+        self.values.setdefault(size.name, size.value)
+        low, high = max(mine.low, size.low), min(mine.high, size.high)
+        modulus = math.lcm(mine.modulus, size.modulus)
+        rest = mine.value % modulus
+        self.sizes[size.name] = replace(mine, low=low, high=high, modulus=modulus, rest=rest)
+
+    def assume(self, fact: Fact) -> None:
+        """Notes a fact that holds for the values at hand."""
+        self._note(fact)
+
+    def _refine(self, value: Size, over: int, name: str) -> None:
+        """Notes the rest of one named size, by the least modulus that settles the terms with it."""
+        known = self.sizes[name]
+        counts = [count for monomial, count in value.terms.items() if name in monomial]
+        modulus = math.lcm(known.modulus, *(over // math.gcd(over, count) for count in counts))
+        self.sizes[name] = replace(known, modulus=modulus, rest=known.value % modulus)
+
+    def _bounds(self, value: Size) -> tuple[float, float]:
+        """Bounds of its terms' sum, which has its sign."""
+        low: float = 0  # whole numbers, which are exact, or infinite
+        high: float = 0
+        for monomial, count in value.terms.items():
+            least: float = 1
+            most: float = 1
+            for name in monomial:
+                size = self.sizes[name]
+                least *= size.low
+                most = most * (size.high if size.high < MOST else math.inf) if size.high else 0
+            ends = count * least, count * most if most else 0
+            low, high = low + min(ends), high + max(ends)
+        return low, high
+
+    def _follows(self, fact: Fact) -> bool:
+        low, high = self._bounds(fact.value)
+        match fact.relation:
+            case ">":
+                return low > 0
+            case "<=":
+                return high <= 0
+            case "!=":
+                return low > 0 or high < 0
+            case _:
+                return False
+
+    def _note(self, fact: Fact) -> None:
+        if not self._tighten(fact):
+            self.facts[fact] = None
+
+    def _tighten(self, fact: Fact) -> bool:
+        """Whether the fact is a bound of one named size, which is noted as such."""
+        terms = dict(fact.value.terms)
+        constant = terms.pop((), 0)
+        if len(terms) != 1 or len(names := next(iter(terms))) != 1:
+            return False
+        size, (count,) = self.sizes[names[0]], terms.values()
+        edge = Fraction(-constant, count)
+        above, below = math.floor(edge) + 1, math.ceil(edge) - 1
+        match fact.relation, count > 0:
+            case (">", True):
+                low, high = above, size.high
+            case (">", False):
+                low, high = size.low, below
+            case ("<=", True):
+                low, high = size.low, math.floor(edge)
+            case ("<=", False):
+                low, high = math.ceil(edge), size.high
+            case ("==", _):
+                low = high = int(edge)
+            case _:  # the values on one side of it
+                low, high = (above, size.high) if size.value > edge else (size.low, below)
+        low, high = max(low, size.low), min(high, size.high)
+        self.sizes[size.name] = replace(size, low=low, high=high)
+        return True
+
+
+def _modular(value: Size, over: int, sizes: Mapping[str, NamedSize]) -> int | None:
+    """The terms' sum modulo `over`, where what is known of the named sizes settles it."""
+    total = 0
+    for monomial, count in value.terms.items():
+        rest, modulus = count, 0  # exact
+        for name in monomial:
+            # a modulo m, times b modulo n: known modulo gcd(m * b, n * a, m * n)
+            each = sizes[name]
+            known = each.modulus if each.low != each.high else 0
+            other = each.rest if known else each.low
+            modulus = math.gcd(modulus * other, known * rest, modulus * known)
+            rest = rest * other % modulus if modulus else rest * other
+        if modulus % over:
+            return None
+        total += rest
+    return total % over
+
+
+def _known() -> Known | None:
+    found = DECIDER.get()
+    assert found is None or isinstance(found, Known)
+    return found
+
+
+@contextlib.contextmanager
+def deciding(given: SizeClass) -> Generator[Known]:
+    """Questions about sizes are answered for the values at hand: Note [Decided for a class].
+
+    Within another `deciding` that one goes on; without named sizes there is nothing to decide.
+    """
+    outer = _known()
+    if outer is not None or not given.sizes:
+        yield outer or Known(given)
+        return
+    known = Known(given)
+    token = DECIDER.set(known)
+    try:
+        yield known
+    finally:
+        DECIDER.reset(token)
+
+
+@contextlib.contextmanager
+def supposing() -> Generator[None]:
+    """Questions are answered for the values at hand and not noted: for predictions of time, whose
+    choice holds for the buckets of these sizes (`note_buckets`)."""
+    known = _known()
+    if known is None:
+        yield
+        return
+    own = Known(known.size_class())
+    own.cache.update(known.cache)
+    token = DECIDER.set(own)
+    try:
+        yield
+    finally:
+        DECIDER.reset(token)
+
+
+def note_buckets() -> None:
+    """Notes that what is decided is for the sizes between two powers of two, where the values at
+    hand are."""
+    known = _known()
+    if known is not None:
+        for size in tuple(known.sizes.values()):
+            bits = size.value.bit_length()
+            known.narrow(replace(size, low=(1 << bits) >> 1, high=(1 << bits) - 1))
+
+
+def cached(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """`functools.lru_cache` for functions that ask about sizes: what was noted for one class holds
+    for that one alone."""
+
+    def decorate(fn: Callable[P, T]) -> Callable[P, T]:
+        usual = lru_cache(maxsize)(fn)
+
+        @wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if DECIDER.get() is None:
+                return usual(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+            known = _known()
+            assert known is not None
+            key = fn, args, tuple(kwargs.items())
+            if key not in known.cache:
+                known.cache[key] = fn(*args, **kwargs)
+            return known.cache[key]
+
+        return call
+
+    return decorate

@@ -1,0 +1,88 @@
+"""Programs for classes of sizes: sound, and at every size what the passes make for that size."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from tests.passes.samples import KINDS, STRATEGIES
+
+from interlace.ir import Program, parse
+from interlace.passes import run_pipeline
+from interlace.verify import check
+
+LOWER = "find_sites,decompose{{{}}},schedule,plan_memory,insert_sync,fuse"
+TEXTS = {
+    "all_gather_matmul": """
+def f(tp: Team[{ranks}], S: Size[{value}], x: f32[{mine}, 8], w: f32[8, 5]):
+    {table}
+    full = empty(f32[{total}, 8])
+    main: all_gather(x, full, team=tp{splits})
+    main: call("aten.mm.default", full, w, out=(y := f32[{total}, 5]))
+    return y
+""",
+    "matmul_reduce_scatter": """
+def f(tp: Team[{ranks}], S: Size[{value}], x: f32[{total}, 8], w: f32[8, 5]):
+    {table}
+    main: call("aten.mm.default", x, w, out=(y := f32[{total}, 5]))
+    out = empty(f32[{mine}, 5])
+    main: reduce_scatter(y, out, reduce="sum", team=tp{splits})
+    return out
+""",
+    "matmul_all_reduce": """
+def f(tp: Team[{ranks}], S: Size[{value}], x: f32[{total}, 8], w: f32[8, 5]):
+    main: call("aten.mm.default", x, w, out=(y := f32[{total}, 5]))
+    out = empty(f32[{total}, 5])
+    main: all_reduce(y, out, reduce="sum", team=tp)
+    return out
+""",
+}
+
+
+def serial(kind: str, ranks: int, value: int, uneven: bool) -> Program:
+    """The site with `S` rows on each rank, or (uneven) one less on the last."""
+    rows = [*["S"] * (ranks - 1), "S - 1" if uneven else "S"]
+    return parse(
+        TEXTS[kind].format(
+            ranks=ranks,
+            value=value,
+            mine="rows[tp.rank]" if uneven else "S",
+            total=f"{ranks} * S - {int(uneven)}",
+            table=f"rows = table(tp, {', '.join(rows)})" if uneven else "",
+            splits=", splits=rows" if uneven else "",
+        )
+    )
+
+
+def bare(program: Program) -> Program:
+    """Without what is predicted, and said in numbers."""
+    sites = [dataclasses.replace(s, serial_ms=None, predicted_ms=None) for s in program.sites]
+    return program.replace(sites=tuple(sites), remarks=())
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_class_is_at_each_size_what_that_size_is_lowered_to(
+    kind: str, strategy: str, uneven: bool, seed: int
+) -> None:
+    rng = random.Random(seed)
+    pipeline = LOWER.format(STRATEGIES[strategy])
+    compared = 0
+    for value in (1, rng.randrange(2, 40), rng.randrange(40, 2000)):
+        ranks = rng.choice([2, 3, 4])
+        given = serial(kind, ranks, value, uneven)
+        lowered = run_pipeline(given, pipeline)
+        report = check(lowered)
+        assert report.sound
+        assert report.sizes.holds({"S": value})
+        near = [value, *(value + n for n in range(-12, 100)), *(value * n for n in range(2, 40))]
+        members = [size for size in near if size >= 0 and report.sizes.holds({"S": size})]
+        for size in rng.sample(members, min(len(members), 4)):
+            concrete = lowered.at({"S": size})
+            expected = run_pipeline(given.at({"S": size}), pipeline)
+            assert str(bare(concrete)) == str(bare(expected)), f"{ranks} ranks, S = {size}"
+            assert check(concrete).sound
+            compared += 1
+    assert compared >= 3
