@@ -39,7 +39,10 @@ class Replays:
         assert check(made).sound
         (team,) = made.teams
         self.held = {b.name: [zeros(b) for _ in made.world] for b in made.params if b.registered}
-        plans = [make_plan(made, rank, lambda _, asked: asked or "nccl") for rank in made.world]
+        plans = [
+            make_plan(made, made.instantiate(rank), lambda _, asked: asked or "nccl")
+            for rank in made.world
+        ]
         told = [reaches(plan, Notify).get(team.name, {}) for plan in plans]
         stream = mock.patch.object(torch.cuda, "Stream")
         stack.enter_context(stream).return_value.cuda_stream = MAIN

@@ -162,10 +162,10 @@ def test_turns_of_a_reduction_hold_up_no_kernel_of_a_gather(strategy: str) -> No
     """That stands behind it: they wait for what other ranks put without a processor."""
     made = lowered(BRANCHES, strategy)
     assert sum(isinstance(op, Expect) and op.signal == "t_slots_turn" for op in made.ops) == 2
-    assert not holds(make_plan(made, 0, lambda team, asked: asked or "nccl"))
+    assert not holds(make_plan(made, made.instantiate(0), lambda team, asked: asked or "nccl"))
     # In a list of its own a rank does not know on which stream the others raise what it awaits.
     alone = made.instantiate(0)
-    assert holds(make_plan(alone, 0, lambda team, asked: asked or "nccl"))
+    assert holds(make_plan(alone, alone.instantiate(0), lambda team, asked: asked or "nccl"))
 
 
 def test_executors_of_one_team_in_any_order(seed: int) -> None:

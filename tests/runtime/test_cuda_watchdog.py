@@ -345,7 +345,7 @@ def test_what_runs_use_is_given_back_behind_them(
     destroyed: list[int] = []
     monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
     dog, kept, close = watchdog_file.Watchdog(), Teardown(), mock.Mock()
-    kept.engine = found.engine
+    kept.engines[()] = found.engine
     kept.shared.callback(close)
     runs(found, device, 1)
     with mock.patch.object(engine_file, "watchdog", return_value=dog):
@@ -536,7 +536,7 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
     monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
     runs(found, device, 1)
     kept, passed, watched = Teardown(), found.engine.marks.passed, found.engine.watched
-    kept.engine = found.engine
+    kept.engines[()] = found.engine
 
     def collected() -> int:
         gc.collect()

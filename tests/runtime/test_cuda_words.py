@@ -159,7 +159,10 @@ def f(tp: Team[3], x: f32[4], y: out[f32[4]], z: out[f32[4]]):
     main: expect(some, tp.rank - 1, value=4)
     main: fused(part(expect(all, tp.others), call("aten.neg.out", x, out=z)))
 """)
-    plans = [make_plan(program, rank, lambda team, asked: "nccl") for rank in range(3)]
+    plans = [
+        make_plan(program, program.instantiate(rank), lambda team, asked: "nccl")
+        for rank in range(3)
+    ]
     assert reaches(plans[1], Notify) == {"tp": {"some": [0, 0, 5], "all": [2, 0, 2]}}
     assert reaches(plans[1], Expect) == {"tp": {"some": [4, 0, 0], "all": [1, 0, 1]}}
     told = [{"signals": {}, "span": 6, "uses": True, "gets": []} for _ in plans]

@@ -76,5 +76,6 @@ def test_an_op_that_meets_peers_without_a_transport_is_refused() -> None:
     """And not left out without a word."""
     text = "def f(tp: Team[2], x: f32[4], y: out[f32[4]]):\n    main: copy(x, y)\n"
     program = parse(text)
+    made = program.replace(ops=(*program.ops, Shout()))
     with pytest.raises(UnsupportedError, match=r"op 1 \(Shout\) meets peers"):
-        make_plan(program.replace(ops=(*program.ops, Shout())), 0, lambda *_: "gloo")
+        make_plan(made, made.instantiate(0), lambda *_: "gloo")

@@ -30,6 +30,7 @@ from interlace.comm.host.shared_memory import Segment
 from interlace.comm.rendezvous.liveness import PeerProcess, identity
 from interlace.ir import Call, Get, Program, View
 from interlace.ir import kernels as kernels_file
+from interlace.ir.sizes import number
 from interlace.kernels.gemm import support
 from interlace.options import Options
 from interlace.runtime.cuda import binder as binder_file
@@ -43,7 +44,7 @@ from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan, make_plan
 from interlace.runtime.prepare.registered import written
-from interlace.runtime.values import ValueTable, nbytes
+from interlace.runtime.values import ValueTable, arena_for, nbytes
 
 MAIN = 1
 """The handle of the caller's stream; the others count on from there."""
@@ -329,7 +330,7 @@ def alone_or_teamed(
     shared: Any = {} if beside is None else beside.engine.context.resources.slots
     known = {(slot.name, slot.nbytes): slot for slot in shared.values()}
     for buffer in plan.takes:
-        size_of = plan.buffers[buffer].offset + nbytes(plan.buffers[buffer])
+        size_of = number(plan.buffers[buffer].offset) + nbytes(plan.buffers[buffer])
         copies = [
             tuple(torch.zeros(size_of, dtype=torch.uint8) for _ in (0, 1)) for _ in range(size)
         ]
@@ -374,7 +375,7 @@ def fake_engine(
     """
     driver = FakeDriver() if beside is None else beside.driver
     device = torch.device("cpu")
-    plan = make_plan(program, rank, lambda team, asked: asked or "nccl")
+    plan = make_plan(program, program.instantiate(rank), lambda team, asked: asked or "nccl")
     resources, segments = alone_or_teamed(plan, driver, beside)
     held = {
         buffer: Registered(
@@ -385,7 +386,13 @@ def fake_engine(
         )
         for buffer, theirs in (registered or {}).items()
     }
-    values = ValueTable(plan.program, plan.box, resources.slots, device, registered=held)
+    values = ValueTable(
+        plan.program,
+        plan.box,
+        resources.slots,
+        arena_for(plan.program, device),
+        registered=held,
+    )
     options = options or Options()
     flight, limit = Flight(plan.program, rank), options.time_out_s or 60.0
     inputs, outputs = (

@@ -60,6 +60,7 @@ from interlace.ir import (
     View,
     Wait,
 )
+from interlace.ir.sizes import number, numbers
 
 __all__ = ["Deadlock", "LifetimeFault", "run_ranks"]
 
@@ -94,7 +95,7 @@ class Machine:
             for buffer in rank.buffers.values():
                 if buffer.kind == "symmetric":
                     key = self.slot_key(rank, buffer)
-                    sizes[key] = max(sizes[key], buffer.offset + rank.nbytes(buffer))
+                    sizes[key] = max(sizes[key], number(buffer.offset) + rank.nbytes(buffer))
         for key, nbytes in sizes.items():
             members = key[1][1]
             self.slots[key] = Slot({(r, c): poisoned(nbytes) for r in members for c in (0, 1)})
@@ -241,7 +242,7 @@ class Machine:
         """What a collective writes on one rank."""
         key, where = rank.collective_key[i], rank.where
         given = [self.given.get((rank.run, key, member)) for member in key[0][1]]
-        table = None if op.splits is None else where.table(op.splits).values
+        table = None if op.splits is None else numbers(where.table(op.splits).values)
         root = where.index(op.root) if op.root is not None else 0
         value = collect(op, given, where.member(op.team).index, root, table)
         assert op.dst is not None
@@ -286,7 +287,7 @@ class Machine:
                 rank.taken[buffer.name] = take
                 rank.freed.discard(buffer.name)
                 storage = slot.copies[rank.rank, take % 2]
-                rank.memory[buffer.name] = Memory(storage, buffer.offset)
+                rank.memory[buffer.name] = Memory(storage, number(buffer.offset))
             case Free():
                 self.free(rank, op.buffer)
             case _:
@@ -322,7 +323,7 @@ class Machine:
         key = self.slot_key(rank, buffer)
         other = rank.team(team)[1][rank.where.index(peer)]
         storage = self.slots[key].copies[other, rank.taken[view.buffer] % 2]
-        return Memory(storage, buffer.offset).tensor(rank.box(view))
+        return Memory(storage, number(buffer.offset)).tensor(rank.box(view))
 
     def stuck(self) -> Deadlock:
         """Where every rank stands."""

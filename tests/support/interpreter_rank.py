@@ -38,6 +38,7 @@ from interlace.ir import (
     in_order,
     spots,
 )
+from interlace.ir.sizes import number, numbers
 
 TeamKey = tuple[str, tuple[int, ...]]
 Part = tuple[int, int]
@@ -58,10 +59,11 @@ class Memory:
     def tensor(self, box: Box) -> torch.Tensor:
         """The box as a tensor over these bytes."""
         dtype = DTYPES[box.dtype]
-        first = self.base // box.dtype.itemsize + box.offset
+        first = self.base // box.dtype.itemsize + number(box.offset)
+        sizes, strides = numbers(box.sizes), numbers(box.strides)
         if not box.numel:
-            return torch.empty(box.sizes, dtype=dtype)
-        return torch.empty(0, dtype=dtype).set_(self.storage, first, box.sizes, box.strides)
+            return torch.empty(sizes, dtype=dtype)
+        return torch.empty(0, dtype=dtype).set_(self.storage, first, sizes, strides)
 
 
 def poisoned(nbytes: int) -> torch.UntypedStorage:
@@ -172,7 +174,7 @@ class Rank:
         for buffer in self.program.params:
             box = self.box(View(buffer.name))
             if buffer.kind == "output":
-                self.memory[buffer.name] = Memory(poisoned(box.hull[1]))
+                self.memory[buffer.name] = Memory(poisoned(number(box.hull[1])))
                 continue
             tensor = next(given)
             assert tensor.dtype == DTYPES[buffer.dtype], f"{buffer.name}: {tensor.dtype}"
@@ -185,7 +187,7 @@ class Rank:
         for buffer in self.buffers.values():
             if buffer.kind == "local":
                 name = buffer.storage or buffer.name
-                extents[name] = max(extents[name], buffer.offset + self.nbytes(buffer))
+                extents[name] = max(extents[name], number(buffer.offset) + self.nbytes(buffer))
         for name, nbytes in extents.items():
             self.arena[name] = poisoned(nbytes)
 
@@ -196,7 +198,7 @@ class Rank:
 
     def nbytes(self, buffer: Buffer) -> int:
         """Bytes that the buffer spans."""
-        return self.box(View(buffer.name)).hull[1]
+        return number(self.box(View(buffer.name)).hull[1])
 
     def take(self, i: int) -> int:
         """The number of a slot's take, counted in list order over all runs."""
@@ -255,7 +257,7 @@ class Rank:
         self.freed.discard(buffer.name)
         if buffer.kind == "local":
             self.memory[buffer.name] = Memory(
-                self.arena[buffer.storage or buffer.name], buffer.offset
+                self.arena[buffer.storage or buffer.name], number(buffer.offset)
             )
         else:
             self.memory[buffer.name] = Memory(poisoned(self.nbytes(buffer)))
@@ -274,7 +276,8 @@ class Rank:
         """The view in this rank's memory; without elements, it touches nothing there."""
         box = self.box(view)
         if not box.numel:
-            return torch.empty_strided(box.sizes, box.strides, dtype=DTYPES[box.dtype])
+            sizes, strides = numbers(box.sizes), numbers(box.strides)
+            return torch.empty_strided(sizes, strides, dtype=DTYPES[box.dtype])
         if view.buffer not in self.memory or view.buffer in self.freed:
             state = "after its free" if view.buffer in self.freed else "before its alloc"
             raise LifetimeFault(f"rank {self.rank} uses {view.buffer} {state}")
@@ -285,8 +288,8 @@ class Rank:
         box = self.box(View(buffer.name))
         assert tuple(value.shape) == box.sizes, f"{buffer.name}: {tuple(value.shape)}, {box.sizes}"
         assert value.dtype == DTYPES[buffer.dtype], f"{buffer.name}: {value.dtype}"
-        strides = buffer.strides or contiguous_strides(box.sizes)
-        bound = torch.empty_strided(box.sizes, strides, dtype=value.dtype)
+        strides = numbers(buffer.strides or contiguous_strides(box.sizes))
+        bound = torch.empty_strided(numbers(box.sizes), strides, dtype=value.dtype)
         bound.copy_(value)
         self.memory[buffer.name] = Memory(bound.untyped_storage())
 

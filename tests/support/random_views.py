@@ -22,6 +22,7 @@ from interlace.ir import (
     Team,
     View,
 )
+from interlace.ir.sizes import numbers
 
 STREAMS = ("main", "comm", "copy engine", "stream")
 DTYPES = (DType.f32, DType.f32, DType.bf16, DType.i64)
@@ -119,7 +120,7 @@ class Drawer:
         whole = self.boxes(View(view.buffer))
         if any(box.hull[1] > all_.hull[1] for box, all_ in zip(boxes, whole, strict=True)):
             return None
-        return {(box.sizes, box.dtype) for box in boxes}
+        return {(numbers(box.sizes), box.dtype) for box in boxes}
 
     def view(self, uniform: bool = False, kinds: tuple[str, ...] = ()) -> View:
         """A view of a buffer there is; `uniform`: of the same sizes on every rank."""

@@ -89,6 +89,12 @@ class EngineContext:
     results: Results
     label: RunLabel
 
+    def check(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
+        """Raises for tensors that are not what a run takes."""
+        self.inputs.check(inputs)
+        if out is not None:
+            self.outputs.check(out)
+
     def let_go(self) -> None:
         """Lets go of the callers' tensors: a closed engine may wait long for the collector."""
         self.values.registered = {}
@@ -116,8 +122,9 @@ class Engine(Protocol):
 
     context: EngineContext
 
-    def __init__(self, context: EngineContext) -> None:
-        """Binds every op. Needs no other rank."""
+    def __init__(self, context: EngineContext, like: Engine | None = None) -> None:
+        """Binds every op. Needs no other rank. `like` is an engine of the same Program for other
+        sizes: they never run at a time, and share threads or streams."""
 
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:

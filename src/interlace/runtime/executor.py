@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,9 +26,10 @@ import torch.distributed as dist
 from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.teams import check_size, reset_in_turn
 from interlace.cost import Timeline
-from interlace.errors import ExecutorError, TeamError
+from interlace.errors import ExecutorError, TeamError, UnsupportedError
 from interlace.ir import Program, validate
 from interlace.ir.call_names import refuse_others
+from interlace.ir.size_class import FIXED
 from interlace.options import BACKENDS, Options
 from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.engine import (
@@ -40,11 +42,14 @@ from interlace.runtime.engine import (
     engine_for,
 )
 from interlace.runtime.flight import Flight, measured
-from interlace.runtime.inputs import Parameters
+from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
 from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
-from interlace.runtime.prepare.plan import backends_of, make_plan, with_backends
+from interlace.runtime.prepare.plan import Plan, backends_of, make_plan, with_backends
 from interlace.runtime.prepare.registered import collect
-from interlace.runtime.values import ValueTable
+from interlace.runtime.values import ValueTable, arena_for, grows
+
+MAX_ENGINES = 4
+"""Sizes that a Program with named ones is bound for at a time; the one used least goes."""
 
 
 class Teardown:
@@ -52,33 +57,33 @@ class Teardown:
 
     def __init__(self) -> None:
         self.shared = contextlib.ExitStack()
-        self.engine: Engine | None = None
+        self.engines: OrderedDict[tuple[int, ...], Engine] = OrderedDict()
+        """By the values of the Program's named sizes, the one that ran last at the end."""
 
-    def end_engine(self) -> None:
-        engine, self.engine = self.engine, None
-        _end(engine)
+    def end_engines(self) -> None:
+        while self.engines:
+            _end(self.engines.popitem()[1])
 
     def close(self) -> None:
         """Ends all: first the runs, then what they used. What is gone is not ended again."""
-        engine, self.engine = self.engine, None
+        engines, self.engines = list(self.engines.values()), OrderedDict()
         shared = self.shared.pop_all()
 
         def end() -> None:
-            try:
-                _end(engine)
-            finally:
-                shared.close()
+            with contextlib.ExitStack() as ending:
+                ending.callback(shared.close)
+                for engine in engines:
+                    ending.callback(_end, engine)
 
-        if engine is None or not engine.later(end):
+        if not any([engine.later(end) for engine in engines[-1:]]):
             end()
 
 
-def _end(engine: Engine | None) -> None:
-    if engine is not None:
-        try:
-            engine.close()
-        finally:
-            engine.context.let_go()
+def _end(engine: Engine) -> None:
+    try:
+        engine.close()
+    finally:
+        engine.context.let_go()
 
 
 class TeamLocks:
@@ -150,6 +155,12 @@ class Executor:
         self._kept = Teardown()
         self._finalizer: Any = weakref.finalize(self, self._kept.close)
         self._bound_resets: list[int] = []
+        self.sizes = FIXED
+        """Once prepared: the sizes that it runs, where the Program has named ones."""
+        self._arena: Any = None
+        self._measures: tuple[Measure | None, ...] = ()
+        self._at: tuple[int, ...] = ()
+        """The values of the named sizes that `engine` is bound for."""
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
 
@@ -162,6 +173,11 @@ class Executor:
             return self
         self._check_open()
         limit = self.limit_s
+        if self.program.sizes.sizes and self.device.type != "cpu":
+            raise UnsupportedError(
+                f"{self.program.name} has named sizes, which run on the CPU so far: make a "
+                f"Program for each size (Program.at) on {self.device.type}"
+            )
         validate(self.program)
         refuse_others(self.program, self._operators)
         members = self.program.where(self.rank).members
@@ -185,15 +201,23 @@ class Executor:
             self.agreement = agree(program, self.rank, [*self._teams.values()], limit, found, used)
             for team in teams:
                 team.setup(limit)
+            proved = self.agreement.report.sizes
+            self._own = self.program.instantiate(self.rank)
+            self.sizes = proved.bucket()
+            if not (grows(self._own) and self.sizes.holds(self.sizes.largest)):
+                self.sizes = self.program.sizes.alone()
             try:
-                plan = self._plan = make_plan(self.program, self.rank, self._backend_name)
+                largest = self._own.at(self.sizes.largest)
+                plan = make_plan(self.program, largest, self._backend_name)
                 needed = zip(self._teams, self.agreement.backends, strict=True)
                 pairs = [(team, name) for team, names in needed for name in names]
                 pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
                 facts = self.device, self.options.graph, limit, found.wanted, pairs
                 request = ShareRequest(plan, self._teams, *facts, self._kept.shared)
                 self._shared, self._backends = self._engine_class.share(request), pairs
-                self._bind()
+                self._arena = arena_for(plan.program, self.device)
+                self._measures = measures(self._own, self.sizes)
+                self._bind(tuple(self.sizes.values.values()))
             except BaseException:
                 self._kept.close()
                 raise
@@ -210,9 +234,16 @@ class Executor:
             asked = self.options.transport
         return self._teams[team].backend_name(asked, self.device.type)
 
-    def _bind(self) -> None:
-        """Binds every op to the memory and the backends that are there. Needs no other rank."""
-        plan, program, agreement = self._plan, self._plan.program, self.agreement
+    def _bind(self, at: tuple[int, ...]) -> Engine:
+        """Binds every op to the memory and the backends that are there, for these values of the
+        named sizes. Needs no other rank."""
+        values = dict(zip(self.sizes.values, at, strict=True))
+        with torch.inference_mode(False), torch.no_grad():
+            own = self._own.at(values)
+            return self._bound(at, make_plan(self.program, own, self._backend_name))
+
+    def _bound(self, at: tuple[int, ...], plan: Plan) -> Engine:
+        program, agreement = plan.program, self.agreement
         assert agreement is not None
         connected = {
             (team, name): self._teams[team].backend(name, self.device.type, self.limit_s)
@@ -220,14 +251,16 @@ class Executor:
         }
         resources = dataclasses.replace(self._shared, backends=connected, uses={}, registered={})
         known = self.host, self._shared.registered
-        values = ValueTable(program, plan.box, resources.slots, self.device, *known)
+        table = ValueTable(program, plan.box, resources.slots, self._arena, *known)
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
         inputs = Parameters(program.name, "input", params[0], self.device, *known)
         outputs = Parameters(program.name, "output", params[1], self.device, *known)
+        sizes = zip(self.sizes.values, at, strict=True)
+        told = f"{program.name}{''.join(f', {name} = {value}' for name, value in sizes)}"
         text = None if agreement.texts else Flight(self.program, self.rank).text
         context = EngineContext(
             plan=plan,
-            values=values,
+            values=table,
             resources=resources,
             options=self.options,
             device=self.device,
@@ -236,23 +269,36 @@ class Executor:
             before_op=self.before_op,
             inputs=inputs,
             outputs=outputs,
-            results=reader_of(program.returned(), plan, values),
-            label=RunLabel(agreement.tag, program.name, text),
+            results=reader_of(program.returned(), plan, table),
+            label=RunLabel(agreement.tag_at(at), told, text),
         )
-        self._kept.end_engine()
-        self._kept.engine = engine = self._engine_class(context)
-        engine.warm_up(self._ordered())
+        if self._bound_resets != self._resets():
+            self._kept.end_engines()
+        engines = self._kept.engines
+        while len(engines) >= MAX_ENGINES:
+            _, oldest = engines.popitem(last=False)
+            _end(oldest)
+            oldest.context.values.drop()  # no run is under way: the lock is held
+        like = next(iter(engines.values()), None)
+        engines[at] = engine = self._engine_class(context, like)
+        try:
+            engine.warm_up(self._ordered())
+        except BaseException:
+            _end(engines.pop(at))
+            raise
         # Only now: what is bound in part is bound anew before it runs.
-        self.engine, self._bound_resets = engine, self._resets()
+        self.engine, self._at, self._bound_resets = engine, at, self._resets()
+        return engine
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
-        engine, lock = self.engine, self._lock
-        if engine is None or self._poison is not None or not lock.acquire(False):
+        lock = self._lock
+        if self.engine is None or self._poison is not None or not lock.acquire(False):
             return self._check_and_run(inputs, out)
         try:
+            engine = self.engine  # another thread may have had one for other sizes
             at = engine.admit(inputs, out)
             if at is not None:
                 return engine.issue(inputs, out, at)
@@ -267,14 +313,16 @@ class Executor:
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None
     ) -> tuple[Any, ...]:
         engine = self._check_ready()
-        engine.context.inputs.check(inputs)
-        if out is not None:
-            engine.context.outputs.check(out)
+        if not self._measures:
+            engine.context.check(inputs, out)
         engine.look()
         with self._locked():
             if self._bound_resets != self._resets():
-                with torch.inference_mode(False), torch.no_grad():
-                    self._bind()  # a reset renewed the backends
+                self._bind(self._at)  # a reset renewed the backends
+            if self._measures:  # no other thread turns to other sizes between
+                self._turn_to(measured_sizes(self._measures, inputs, self._at)).context.check(
+                    inputs, out
+                )
             self._check_teams()
             assert self.engine is not None
             try:
@@ -311,6 +359,34 @@ class Executor:
     def _check_open(self) -> None:
         if self._closed:
             raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
+
+    def turn_to(self, values: Mapping[str, int]) -> None:
+        """Makes the next runs those of these values of the named sizes. Only sizes that are no
+        dimension of an input need it: the others are measured in each run."""
+        if self.engine is not None and not all(self._measures):
+            at = tuple([values[name] for name in self.sizes.values])
+            if at != self._at:
+                self._turn_to(at)
+
+    def _turn_to(self, at: tuple[int, ...]) -> Engine:
+        """Makes the engine for these values of the named sizes the one that runs."""
+        with self._locked():
+            engine = self._kept.engines.get(at)
+            if engine is None or self._bound_resets != self._resets():
+                self._check_sizes(at)
+                return self._bind(at)
+            self._kept.engines.move_to_end(at)
+            self.engine, self._at = engine, at
+            return engine
+
+    def _check_sizes(self, at: tuple[int, ...]) -> None:
+        values = dict(zip(self.sizes.values, at, strict=True))
+        if not self.sizes.holds(values):
+            told = ", ".join(f"{name} = {value}" for name, value in values.items())
+            raise ExecutorError(
+                f"{self.program.name} is for sizes where {self.sizes}, and these inputs have "
+                f"{told}: prepare another Program for them"
+            )
 
     def _check_ready(self) -> Engine:
         self._check_open()
@@ -360,7 +436,7 @@ class Executor:
         """Ends the threads and lets go of the memory."""
         self._closed = True
         self._finalizer()
-        self.engine = None
+        self.engine = self._arena = None
         self._shared, self._given = TeamResources({}, {}, {}), {}
 
     def __enter__(self) -> Executor:

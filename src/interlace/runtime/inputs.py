@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from interlace.comm import Registered
 from interlace.errors import ExecutorError
-from interlace.ir import Box, Buffer, DType, contiguous_strides
+from interlace.ir import Box, Buffer, DType, Program, contiguous_strides
+from interlace.ir.size_class import SizeClass
+from interlace.ir.sizes import Size, number, numbers
 from interlace.runtime.values import DTYPES, alike, at, whole
 
 
 def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
     """What makes such a tensor, by the function that Inductor's code allocates with, which takes
     half the time of the public one; it uses the current device, if that is a GPU."""
-    sizes, strides, dtype = box.sizes, box.strides, DTYPES[box.dtype]
+    sizes, strides, dtype = numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]
     slow = functools.partial(torch.empty_strided, sizes, strides, dtype=dtype, device=device)
     quick: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)  # pyright: ignore
     if quick is None or device.type not in ("cpu", "cuda"):
@@ -82,6 +85,47 @@ def look(
     return known["look"]
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Where a named size is found: a dimension of an input is `(size * scale + shift) / over`."""
+
+    index: int
+    dim: int
+    scale: int
+    shift: int
+    over: int
+
+    def of(self, inputs: Sequence[torch.Tensor]) -> int:
+        """Its value in a run with these inputs."""
+        return (int(inputs[self.index].shape[self.dim]) * self.over - self.shift) // self.scale
+
+
+def measures(program: Program, sizes: SizeClass) -> tuple[Measure | None, ...]:
+    """Where the named sizes of a Program are found among its inputs; None of one that is not."""
+    found: dict[str, Measure] = {}
+    inputs = [buffer for buffer in program.params if buffer.kind == "input"]
+    for index, buffer in enumerate(inputs):
+        for dim, size in enumerate(buffer.shape):
+            if isinstance(size, Size) and len(size.names) == 1:
+                (name,) = size.names
+                if size.terms.keys() <= {(), (name,)}:
+                    facts = size.terms[name,], size.terms.get((), 0), size.over
+                    found.setdefault(name, Measure(index, dim, *facts))
+    return tuple([found.get(size.name) for size in sizes.sizes])
+
+
+def measured_sizes(
+    measures: Sequence[Measure | None], inputs: Sequence[torch.Tensor], at: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The values of the named sizes, where inputs tell them; else those of `at`, also where the
+    inputs are not what a Program takes."""
+    try:
+        pairs = zip(measures, at, strict=True)
+        return tuple([value if m is None else m.of(inputs) for m, value in pairs])
+    except (IndexError, AttributeError):
+        return at
+
+
 class Parameters:
     """The parameters of one kind (`input` or `output`) of a concrete Program."""
 
@@ -131,7 +175,9 @@ class Parameters:
     def zeros(self, written: Collection[str]) -> list[torch.Tensor]:
         """The same, zero. All but the `written` share memory: parameters may fill half the GPU."""
         plain = [n not in written and i not in self._held for i, n in enumerate(self.names)]
-        most = max((box.hull[1] for box, p in zip(self._boxes, plain, strict=True) if p), default=0)
+        most = max(
+            (number(box.hull[1]) for box, p in zip(self._boxes, plain, strict=True) if p), default=0
+        )
         place = torch.zeros(most, dtype=torch.uint8, device=self._device).untyped_storage()
         made: list[torch.Tensor] = []
         for i, box in enumerate(self._boxes):
@@ -172,7 +218,7 @@ class Parameters:
         for index, (tensor, name, box) in enumerate(
             zip(tensors, self.names, self._boxes, strict=True)
         ):
-            dtype, sizes, strides = DTYPES[box.dtype], box.sizes, box.strides
+            dtype, sizes, strides = DTYPES[box.dtype], box.sizes, numbers(box.strides)
             if not isinstance(tensor, torch.Tensor):
                 what = f"is a {type(tensor).__name__}, not a tensor"
             elif tensor.layout is not torch.strided or tensor.is_nested:

@@ -20,6 +20,7 @@ import torch
 from interlace import ir
 from interlace.comm import Registered, Slot, Use
 from interlace.errors import ExecutorError, ProgramError
+from interlace.ir.sizes import Size, number, numbers
 
 DTYPES: Mapping[ir.DType, torch.dtype] = {
     ir.DType.f64: torch.float64,
@@ -45,7 +46,7 @@ ALIGN = 256
 
 def whole(buffer: ir.Buffer) -> ir.Box:
     """The box of a whole buffer of a concrete Program."""
-    sizes = tuple(int(dim) for dim in buffer.shape if isinstance(dim, int))
+    sizes = tuple([dim for dim in buffer.shape if not isinstance(dim, ir.TableEntry)])
     assert len(sizes) == len(buffer.shape), f"{buffer.name} was not instantiated"
     strides = ir.contiguous_strides(sizes) if buffer.strides is None else buffer.strides
     return ir.Box(0, sizes, strides, buffer.dtype)
@@ -53,7 +54,7 @@ def whole(buffer: ir.Buffer) -> ir.Box:
 
 def nbytes(buffer: ir.Buffer) -> int:
     """Bytes from a buffer's first element to the end of its last."""
-    return whole(buffer).hull[1]
+    return number(whole(buffer).hull[1])
 
 
 def at(storage: torch.UntypedStorage, start: int, box: ir.Box) -> torch.Tensor:
@@ -74,10 +75,42 @@ def derive(base: torch.Tensor, box: ir.Box) -> torch.Tensor:
     """A box of a buffer that is a tensor of the caller's or of this run's own."""
     if base.dtype == DTYPES[box.dtype]:
         if not box.offset:  # torch then begins where the base does
-            return base.as_strided(box.sizes, box.strides)
-        return base.as_strided(box.sizes, box.strides, base.storage_offset() + box.offset)
+            return base.as_strided(box.sizes, box.strides)  # pyright: ignore
+        start = base.storage_offset() + box.offset
+        return base.as_strided(box.sizes, box.strides, start)  # pyright: ignore
     start = int(base.storage_offset()) * base.itemsize
     return at(base.untyped_storage(), start, box)
+
+
+def laid_out(buffers: Mapping[str, ir.Buffer]) -> tuple[dict[str, int], int]:
+    """The first byte of every local buffer in one arena, and the bytes of the arena."""
+    sizes: dict[tuple[bool, str], int] = {}
+    keys = {
+        buffer.name: (bool(buffer.storage), buffer.storage or buffer.name)
+        for buffer in buffers.values()
+        if buffer.kind == "local"
+    }
+    for name, key in keys.items():
+        buffer = buffers[name]
+        sizes[key] = max(sizes.get(key, 0), number(buffer.offset) + nbytes(buffer))
+    starts, total = dict[tuple[bool, str], int](), 0
+    for key, size in sizes.items():
+        starts[key] = total
+        total += -(-size // ALIGN) * ALIGN
+    return {name: number(buffers[name].offset) + starts[key] for name, key in keys.items()}, total
+
+
+def grows(program: ir.Program) -> bool:
+    """Whether the largest sizes of a Program's class need the most memory."""
+    lasting = [b for b in program.buffers().values() if b.kind in ("local", "symmetric")]
+    sizes = [size for b in lasting for size in (*b.shape, *(b.strides or ()), b.offset)]
+    return all(size.grows for size in sizes if isinstance(size, Size))
+
+
+def arena_for(program: ir.Program, device: torch.device) -> torch.UntypedStorage:
+    """Memory for the local buffers of a concrete Program."""
+    _, total = laid_out(program.buffers())
+    return torch.empty(total, dtype=torch.uint8, device=device).untyped_storage()
 
 
 @dataclass(slots=True)
@@ -102,7 +135,7 @@ class ValueTable:
         program: ir.Program,
         box: Callable[[ir.View], ir.Box],
         slots: Mapping[str, Slot],
-        device: torch.device,
+        arena: torch.UntypedStorage,
         host: frozenset[str] = frozenset(),
         registered: Mapping[str, Registered] | None = None,
     ) -> None:
@@ -114,7 +147,7 @@ class ValueTable:
         """What the calls read; places stay the same, contents of some change from run to run."""
         self._program = program
         self.box = box
-        self.device = device
+        self.device = arena.device
         self._buffers = program.buffers()
         returned = (view.buffer for arg in program.returned() for view in ir.views_in(arg))
         self.used = frozenset((*returned, *_touched(program)))
@@ -127,7 +160,7 @@ class ValueTable:
         """Which copy of its slot each symmetric buffer has in this run."""
         self._template: list[Any] = []
         self._constant: set[int] = set()
-        self.arena, self._starts = self._lay_out()
+        self.arena, self._starts = arena, laid_out(self._buffers)[0]
         self._allocated = tuple(
             (op.buffer.name, whole(op.buffer))
             for op in program.ops
@@ -136,24 +169,6 @@ class ValueTable:
         for kind in ("input", "output", "fresh"):  # in the order in which `starter` is given them
             for buffer in (b for b in self._buffers.values() if b.kind == kind):
                 self._families[buffer.name] = _Family(self._add(None, constant=False))
-
-    def _lay_out(self) -> tuple[torch.UntypedStorage, dict[str, int]]:
-        """Gives every local buffer its first byte in one arena."""
-        sizes: dict[tuple[bool, str], int] = {}
-        keys = {
-            buffer.name: (bool(buffer.storage), buffer.storage or buffer.name)
-            for buffer in self._buffers.values()
-            if buffer.kind == "local"
-        }
-        for name, key in keys.items():
-            buffer = self._buffers[name]
-            sizes[key] = max(sizes.get(key, 0), buffer.offset + nbytes(buffer))
-        starts, total = dict[tuple[bool, str], int](), 0
-        for key, size in sizes.items():
-            starts[key] = total
-            total += -(-size // ALIGN) * ALIGN
-        arena = torch.empty(total, dtype=torch.uint8, device=self.device).untyped_storage()
-        return arena, {n: self._buffers[n].offset + starts[key] for n, key in keys.items()}
 
     def _add(self, value: Any, constant: bool) -> int:
         place = len(self.items)
@@ -193,7 +208,8 @@ class ValueTable:
         if buffer.kind == "symmetric":
             slot = self._slots[name]
             copies = slot.copies[slot.me if member is None else member]
-            return [(c.untyped_storage(), int(c.storage_offset()) + buffer.offset) for c in copies]
+            skip = number(buffer.offset)
+            return [(c.untyped_storage(), int(c.storage_offset()) + skip) for c in copies]
         if held := self.registered.get(name):
             copy = held.copies[held.me if member is None else member]
             return [(copy.untyped_storage(), int(copy.storage_offset()))]
@@ -205,7 +221,8 @@ class ValueTable:
             return family.place
         if not box.numel and buffer.kind == "fresh":  # it may be gone, or not there yet
             device = torch.device("cpu") if buffer.name in self.host else self.device
-            return self.constant(torch.empty(box.sizes, dtype=DTYPES[box.dtype], device=device))
+            sizes = numbers(box.sizes)
+            return self.constant(torch.empty(sizes, dtype=DTYPES[box.dtype], device=device))
         place = self._add(None, constant=False)
         family.views.append((place, box))
         return place
@@ -213,7 +230,7 @@ class ValueTable:
     def address(self, view: ir.View, member: int | None = None) -> Callable[[], int]:
         """What gives the address of a view in each run, here or in a member's memory."""
         box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
-        skip = box.offset * box.dtype.itemsize
+        skip = number(box.offset) * box.dtype.itemsize
         found = [storage.data_ptr() + start + skip for storage, start in self._memory(name, member)]
         if len(found) == 2:
             first, second = found
@@ -230,8 +247,8 @@ class ValueTable:
         return (family.place, *(place for place, _ in family.views))
 
     def _new(self, box: ir.Box) -> torch.Tensor:
-        dtype = DTYPES[box.dtype]
-        return torch.empty_strided(box.sizes, box.strides, dtype=dtype, device=self.device)
+        facts = numbers(box.sizes), numbers(box.strides)
+        return torch.empty_strided(*facts, dtype=DTYPES[box.dtype], device=self.device)
 
     def new(self) -> dict[str, torch.Tensor]:
         """What `begin` allocates where it is not given."""

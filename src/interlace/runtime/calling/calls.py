@@ -19,6 +19,7 @@ import torch
 
 from interlace.errors import ExecutorError, ProgramError
 from interlace.ir import Arg, Buffer, Call, Region, View
+from interlace.ir.sizes import numbers
 from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.operators import decode, resolve
@@ -129,7 +130,7 @@ def _region(
     if not compile_regions or not values.host.isdisjoint(touched):
         return region_calls.eager(region, resolve, decoded)
     boxes = [values.box(view) for view in views]
-    layouts = tuple((box.sizes, box.strides, DTYPES[box.dtype]) for box in boxes)
+    layouts = tuple((numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]) for box in boxes)
     return region_calls.inductor(region, resolve, decoded, layouts, device)
 
 
@@ -147,7 +148,7 @@ def _into(
     """A call that fills its outputs; one that would resize them is an error, not a surprise."""
     items = values.items
     outs = [
-        (name, values.own(view), values.box(view).sizes)
+        (name, values.own(view), numbers(values.box(view).sizes))
         for name, view in zip(out_names, op.outs, strict=True)
     ]
     if len(outs) == 1:
@@ -266,7 +267,7 @@ def _missing(
 
 def _layout(buffer: Buffer) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
     box = whole(buffer)
-    return DTYPES[box.dtype], box.sizes, box.strides
+    return DTYPES[box.dtype], numbers(box.sizes), numbers(box.strides)
 
 
 def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor:
@@ -288,7 +289,7 @@ def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
     """A call of one of `QUICK`, of tensors alone: the shape of its result is compared once."""
     items, (view,) = values.items, op.outs
     first, second, *third = [values.own(arg) for arg in op.args if isinstance(arg, View)]
-    out, size, known = values.own(view), values.box(view).sizes, False
+    out, size, known = values.own(view), numbers(values.box(view).sizes), False
 
     def check() -> None:
         nonlocal known

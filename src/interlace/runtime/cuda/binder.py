@@ -29,6 +29,7 @@ import torch
 from interlace import ir
 from interlace.comm.cuda.driver import Event
 from interlace.comm.cuda.memory import slot_keys
+from interlace.ir.sizes import number
 from interlace.runtime.calling.calls import bind_call
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
 from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member, bind_sum
@@ -172,7 +173,7 @@ class Binder:
         if not source.numel:
             return None
         if source.dtype == target.dtype and source.contiguous and target.contiguous:
-            driver, nbytes = self.driver, source.numel * source.dtype.itemsize
+            driver, nbytes = self.driver, number(source.nbytes)
             here, there = values.address(*src), values.address(*dst)
             return lambda: driver.copy(lane.handle, there(), here(), nbytes)
         items = values.items

@@ -42,7 +42,7 @@ from interlace.runtime.cuda.lanes import OpTimer
 from interlace.runtime.cuda.sharing import hears_all, share
 from interlace.runtime.cuda.waits.marks import Marks
 from interlace.runtime.cuda.waits.watchdog import Watched, watchdog
-from interlace.runtime.engine import EngineContext
+from interlace.runtime.engine import Engine, EngineContext
 from interlace.runtime.prepare.plan import homes
 
 MARKS = 1024
@@ -81,7 +81,7 @@ class Changes:
 class CudaEngine:
     share = staticmethod(share)
 
-    def __init__(self, context: EngineContext) -> None:
+    def __init__(self, context: EngineContext, like: Engine | None = None) -> None:
         self.context, self.device = context, context.device
         spaces: Any = context.resources.spaces
         self.sides = list({id(s.side): s.side for s in spaces.values()}.values())

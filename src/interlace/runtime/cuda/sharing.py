@@ -14,6 +14,7 @@ from interlace.comm import Registered
 from interlace.comm.cuda.memory import CudaSlot, slot_keys
 from interlace.comm.cuda.words import CudaSpace
 from interlace.ir import Expect, Get, Notify, Program, Put
+from interlace.ir.sizes import number
 from interlace.runtime.cuda.launches.transfers import ensure_area
 from interlace.runtime.engine import ShareRequest, TeamResources
 from interlace.runtime.prepare.plan import Plan
@@ -46,7 +47,7 @@ def _share(request: ShareRequest) -> TeamResources:
         topic = f"{team.num_prepared}/{name}"
         private = f"{topic}/" if graph else ""  # a graph has its slots' addresses in it
         mine = [plan.buffers[taken] for taken, of_team in plan.takes.items() if of_team == name]
-        wanted = {private + keys[b.name]: b.offset + nbytes(b) for b in mine}
+        wanted = {private + keys[b.name]: number(b.offset) + nbytes(b) for b in mine}
         found: Any = side.slots.ensure(topic, wanted, limit)
         for slot in found.values():
             kept.callback(side.slots.let_go, slot)

@@ -46,6 +46,10 @@ class Agreement:
     backends: tuple[tuple[str, ...], ...] = ()
     """For each of the teams, the backends of torch that one of its ranks needs: all have them."""
 
+    def tag_at(self, sizes: tuple[int, ...]) -> int:
+        """The tag of runs with these values of the named sizes."""
+        return int(digest(f"{self.tag} {sizes}")[:16], 16) if sizes else self.tag
+
     def programs(self, own: Program, rank: int) -> tuple[Program, ...]:
         """The Programs of all ranks; `own`, which names its sites, is what `rank` runs."""
         if not self.texts:

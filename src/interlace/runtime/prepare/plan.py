@@ -3,7 +3,7 @@
 Which Record a Wait means, which ops follow a HostSync, the number of each collective and message,
 and what the rank needs of its teams: found once, in list order, by every kind of executor alike.
 
-    plan = make_plan(program, rank, backend_of)
+    plan = make_plan(program, program.instantiate(rank), backend_of)
     plan.waits[7, 0]         # the spot of the Record that op 7 waits for
 
 Note [Whose memory]
@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from interlace import ir
 from interlace.comm import Demand, Message, Spec, staged_nbytes
 from interlace.errors import ProgramError, UnsupportedError
+from interlace.ir.sizes import number, numbers
 from interlace.runtime.values import DTYPES, nbytes
 
 BackendOf = Callable[[str, str | None], str]
@@ -70,8 +71,10 @@ class Plan:
         return self.buffers[buffer].storage or buffer
 
 
-def make_plan(source: ir.Program, rank: int, backend_of: BackendOf) -> Plan:
-    program = source.instantiate(rank)
+def make_plan(source: ir.Program, program: ir.Program, backend_of: BackendOf) -> Plan:
+    """The plan of a concrete Program, instantiated from `source` for its rank and sizes."""
+    rank = program.rank
+    assert rank is not None
     where = program.where(rank)
     planner = _Planner(program, where, program.boxes(rank), backend_of, merging(source))
     for index, op in enumerate(program.ops):
@@ -225,7 +228,7 @@ class _Planner:
             )
         self.takes[buffer.name] = team
         sizes = self.slots.setdefault(team, {})
-        slot, size = buffer.storage or buffer.name, buffer.offset + nbytes(buffer)
+        slot, size = buffer.storage or buffer.name, number(buffer.offset) + nbytes(buffer)
         sizes[slot] = max(sizes.get(slot, 0), size)
 
     def collective(self, index: int, op: ir.Collective) -> None:
@@ -247,7 +250,7 @@ class _Planner:
         mine = listed.setdefault(op.team, [])
         box = self.box(op.src if isinstance(op, ir.Send) else op.dst)
         nth = sum(message.member == member for message in mine)
-        nbytes = box.nbytes if backend == "peer" else 0
+        nbytes = number(box.nbytes) if backend == "peer" else 0
         mine.append(Message(backend, member, nth, nbytes))
         self.messages[index, part] = mine[-1]
 
@@ -273,7 +276,7 @@ def collective_spec(op: ir.Collective, where: ir.Where, box: Callable[[ir.View],
     view = op.dst if op.src is None else op.src
     assert view is not None, f"{op.kind} has neither a source nor a destination"
     split = kind.scales or op.kind == "all_to_all"
-    parts = _parts(op, where, box, size, member.index) if split else (box(view).numel,)
+    parts = _parts(op, where, box, size, member.index) if split else (number(box(view).numel),)
     return Spec(op.kind, size, member.index, parts, DTYPES[box(view).dtype], op.reduce, root)
 
 
@@ -286,10 +289,11 @@ def _parts(
     view = part if whole is None else whole
     assert view is not None
     if op.splits is None:
-        return (box(view).numel // (1 if whole is None else size),) * size
-    rows = where.table(op.splits).values
+        return (number(box(view).numel) // (1 if whole is None else size),) * size
+    rows = numbers(where.table(op.splits).values)
     count = rows[me] if whole is None else sum(rows)
-    row = box(view).numel // count if count else math.prod(box(view).sizes[1:])
+    sizes = numbers(box(view).sizes)
+    row = math.prod(sizes) // count if count else math.prod(sizes[1:])
     return tuple(n * row for n in rows)
 
 

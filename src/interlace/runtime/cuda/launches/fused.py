@@ -14,7 +14,7 @@ import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from interlace.ir import Box, Call, Fused, Record, View
+from interlace.ir import Box, Call, Fused, Record, View, sizes
 from interlace.ir.kernels import KernelMatmul, factors, kernel_matmul
 from interlace.kernels.gemm import support
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
@@ -185,7 +185,7 @@ def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
     fits = dtype in TYPES and box.dtype == to.dtype and box.numel > 0
     if not (fits and each.contiguous and to.contiguous):
         return None
-    count, stride = to.numel, box.strides[0]
+    count, stride = sizes.number(to.numel), sizes.number(box.strides[0])
     aligned = not (count | stride) * dtype.itemsize % support.ALIGNMENT
     facts = {"size": box.sizes[0], "dtype": dtype, "device": binder.context.device}
     launch = SumSlots(**facts, aligned=aligned).launch

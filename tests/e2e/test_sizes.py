@@ -1,0 +1,103 @@
+"""Programs for classes of sizes on real processes: each run is, bit for bit, that of the Program
+made for that very size."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.passes.samples import KINDS, STRATEGIES
+from tests.passes.test_sizes import LOWER, serial
+from tests.runtime.programs import world_group
+from tests.support.pool import Pool
+
+from interlace.errors import ExecutorError, InterlaceError
+from interlace.ir.sizes import numbers
+from interlace.options import Options
+from interlace.passes import run_pipeline
+from interlace.runtime import Executor
+from interlace.runtime.values import whole
+
+
+def run_sizes(
+    kind: str, strategy: str, ranks: int, uneven: bool, sizes: list[int], seed: int
+) -> list[str]:
+    """On one rank: what is wrong, and how many Executors served the sizes."""
+    pipeline, options = LOWER.format(STRATEGIES[strategy]), Options(time_out_s=20)
+    groups = {"tp": world_group()}
+    classes: list[Executor] = []
+    wrong: list[str] = []
+    g = torch.Generator().manual_seed(seed + dist.get_rank())
+    for size in sizes:
+        given = serial(kind, ranks, size, uneven)
+        executor = next((e for e in classes if e.sizes.holds({"S": size})), None)
+        if executor is None:
+            program = run_pipeline(given, pipeline)
+            executor = Executor(program, groups=groups, options=options).prepare()
+            classes.append(executor)
+        alone = run_pipeline(given.at({"S": size}), pipeline)
+        twin = Executor(alone, groups=groups, options=options).prepare()
+        shapes = [numbers(whole(b).sizes) for b in alone.instantiate(dist.get_rank()).params]
+        for _ in range(2):  # the slots are used in turn
+            inputs = [torch.randn(shape, generator=g) for shape in shapes]
+            (found,), (expected,) = executor.run(inputs), twin.run(inputs)
+            if not torch.equal(found, expected):
+                wrong.append(f"S = {size}: {found} instead of {expected}")
+        dist.barrier()
+        twin.close()
+    assert len(sizes) < 100 or len(classes) < len(sizes) / 2
+    for executor in classes:
+        executor.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(5, id="some"), pytest.param(200, id="200", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.timeout(600)
+def test_a_run_is_that_of_the_program_for_its_size(
+    pool: Pool, kind: str, strategy: str, count: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    ranks, uneven = rng.choice([2, 3, 4]), rng.random() < 0.5
+    least = 1 if uneven else 0
+    few = [least, 1, *(rng.randrange(2, 40) for _ in range(3))]
+    sizes = [*few, *(rng.randrange(2, 300) for _ in range(count - 5))]
+    for wrong in pool(ranks).run(run_sizes, kind, strategy, ranks, uneven, sizes, seed):
+        assert not wrong, (ranks, uneven, sizes)
+
+
+def run_wrong(size: int, other: int) -> list[str]:
+    """What a rank is told where ranks run different sizes, and where a size is not of the class."""
+    program = run_pipeline(
+        serial("all_gather_matmul", 2, size, False), LOWER.format("strategy=peer")
+    )
+    options = Options(time_out_s=5)
+    executor = Executor(program, groups={"tp": world_group()}, options=options).prepare()
+    told: list[str] = []
+    try:
+        executor.run([torch.ones(4 * size, 8), torch.ones(8, 5)])
+    except ExecutorError as error:
+        told.append(str(error))
+    try:
+        mine = size if dist.get_rank() == 0 else other
+        executor.run([torch.ones(mine, 8), torch.ones(8, 5)])
+    except InterlaceError as error:
+        told.append(str(error))
+    executor.reset()
+    (found,) = executor.run([torch.ones(size, 8), torch.ones(8, 5)])
+    assert torch.equal(found, torch.full((2 * size, 5), 8.0))
+    executor.close()
+    return told
+
+
+def test_other_sizes_are_errors_that_say_so(pool: Pool) -> None:
+    told = pool(2).run(run_wrong, 16, 20)
+    for outside, _ in told:
+        assert "is for sizes where" in outside
+        assert "S = 64" in outside
+    assert any("S = 16" in differ and "S = 20" in differ for _, differ in told), told

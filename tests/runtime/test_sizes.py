@@ -1,0 +1,176 @@
+"""Executors of Programs with named sizes on one rank: in turn, again, from threads, nested."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.errors import ExecutorError, UnsupportedError
+from interlace.ir import parse
+from interlace.options import Options
+from interlace.runtime import Executor
+
+TEXT = """
+def f(S: Size[12], T: Size[3], x: f32[S, 4], y: out[f32[S // 2, 4]]):
+    assume(S % 2 == 0)
+    tmp = alloc(f32[S, 4])
+    side: call("aten.mul.out", x, 2.0, out=tmp)
+    side: record(e)
+    main: wait(e)
+    main: call("aten.add.out", tmp[0:S // 2, :], tmp[S // 2:S, :], out=y)
+    main: call("aten.full.default", (T, S), 1.5, out=(t := f32[T, S]))
+    return y, t
+"""
+
+
+def expected(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[0] // 2
+    return 2 * x[:half] + 2 * x[half:]
+
+
+def given(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 4)
+
+
+def test_sizes_in_any_order(seed: int) -> None:
+    rng = random.Random(seed)
+    with Executor(parse(TEXT)).prepare() as executor:
+        assert str(executor.sizes) == "S >= 3, S <= 15, S % 2 == 0, T >= 2, T <= 3"
+        for _ in range(60):
+            x = given(rng.choice([8, 10, 12, 14]))
+            y, t = executor.run([x])
+            assert torch.equal(y, expected(x))
+            assert t.shape == (3, x.shape[0])
+            out = torch.empty_like(y)
+            assert executor.run([x], out=[out])[0] is out
+            assert torch.equal(out, y)
+
+
+def test_a_size_that_no_input_tells_is_given() -> None:
+    with Executor(parse(TEXT)).prepare() as executor:
+        x = given(12)
+        assert executor.run([x])[1].shape == (3, 12)
+        executor.turn_to({"S": 12, "T": 2})
+        assert executor.run([x])[1].shape == (2, 12)
+        assert executor.run([given(8)])[1].shape == (2, 8)
+        with pytest.raises(ExecutorError, match=r"is for sizes where .*T = 9"):
+            executor.turn_to({"S": 12, "T": 9})
+        assert executor.run([x])[1].shape == (2, 12)
+
+
+def test_a_size_of_another_class_is_refused() -> None:
+    with Executor(parse(TEXT)).prepare() as executor:
+        for rows in (7, 64):
+            with pytest.raises(ExecutorError, match="is for sizes where"):
+                executor.run([given(rows)])
+        with pytest.raises(ExecutorError, match="has shape"):
+            executor.run([torch.randn(12, 5)])
+        with pytest.raises(ExecutorError, match="takes 1 inputs"):
+            executor.run([])
+        x = given(12)
+        assert torch.equal(executor.run([x])[0], expected(x))
+
+
+def test_a_run_within_a_run_of_another_size_is_refused() -> None:
+    told: list[str] = []
+
+    def nested(_rank: int, index: int, _op: Any) -> None:
+        if index == 4:  # on the calling thread
+            try:
+                executor.run([given(8)])
+            except ExecutorError as error:
+                told.append(str(error))
+
+    executor = Executor(parse(TEXT), before_op=nested, options=Options(time_out_s=5))
+    x = given(12)
+    assert torch.equal(executor.prepare().run([x])[0], expected(x))
+    executor.close()
+    assert len(told) == 1
+    assert "was called in a run of its own" in told[0]
+
+
+def test_threads_with_sizes_of_their_own() -> None:
+    right: list[int] = []
+    with Executor(parse(TEXT)).prepare() as executor:
+
+        def work(rows: int) -> None:
+            for _ in range(50):
+                x = given(rows)
+                assert torch.equal(executor.run([x])[0], expected(x))
+            right.append(rows)
+
+        threads = [threading.Thread(target=work, args=(rows,)) for rows in (8, 10, 12, 14)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+    assert sorted(right) == [8, 10, 12, 14]
+
+
+def test_memory_that_shrinks_as_a_size_grows_is_for_one_size() -> None:
+    """Memory is laid out once, for the largest sizes."""
+    text = """
+def f(S: Size[12], x: f32[S], y: out[f32[16 - S]]):
+    tmp = alloc(f32[16 - S])
+    main: copy(x[0:16 - S], tmp)
+    main: copy(tmp, y)
+"""
+    with Executor(parse(text)).prepare() as executor:
+        x = torch.randn(12)
+        executor.run([x], out=[y := torch.empty(4)])
+        assert torch.equal(y, x[:4])
+        with pytest.raises(ExecutorError, match="is for sizes where S == 12"):
+            executor.run([torch.randn(10)], out=[torch.empty(6)])
+
+
+def test_a_class_whose_largest_sizes_are_not_in_it() -> None:
+    text = """
+def f(S: Size[40], T: Size[50], x: f32[S], z: f32[T], y: out[f32[T - S]]):
+    assume(T - S > 0)
+    tmp = alloc(f32[T - S])
+    main: copy(z[S:T], tmp)
+    main: copy(tmp, y)
+"""
+    with Executor(parse(text)).prepare() as executor:
+        z = torch.randn(50)
+        executor.run([torch.randn(40), z], out=[y := torch.empty(10)])
+        assert torch.equal(y, z[40:])
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03])
+def test_closing_while_another_thread_runs(after_s: float) -> None:
+    """The run ends as if nothing was closed."""
+    text = """
+def f(x: f32[600, 600], y: out[f32[600, 600]]):
+    t = alloc(f32[600, 600])
+    main: call("aten.mm.out", x, x, out=t)
+"""
+    text += '    main: call("aten.mm.out", t, x, out=y)\n' * 8
+    executor = Executor(parse(text)).prepare()
+    x, entered = torch.eye(600), threading.Event()
+    found: list[torch.Tensor] = []
+
+    def work() -> None:
+        entered.set()
+        found.extend(executor.run([x], out=[torch.empty(600, 600)]))
+
+    executor.run([x], out=[torch.empty(600, 600)])
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait(10)
+    time.sleep(0.002 + after_s)
+    executor.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert torch.equal(found[0], x)
+
+
+def test_gpus_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="make a Program for each size"):
+        Executor(parse(TEXT), device="cuda:0").prepare()
