@@ -68,6 +68,11 @@ class Bound:
         assert self.executor.agreement is not None
         return self.executor.agreement
 
+    def fits(self, values: Mapping[str, int]) -> bool:
+        """Whether these values of TorchDynamo's symbols are in its class of sizes."""
+        own = {name: values[symbol] for name, symbol in self.imported.symbols.items()}
+        return self.executor.sizes.holds(own)
+
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The graph's outputs for its arguments."""
         return self.imported.scatter(self.executor.run(self.imported.gather(args)), args)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import fx
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from interlace.errors import SizeError
 from interlace.frontend.binding import Bound, bind
 from interlace.frontend.calling.specialise import (
     has_signature,
@@ -31,8 +32,10 @@ from interlace.frontend.calling.specialise import (
     signature,
 )
 from interlace.frontend.importing.importer import import_graph
+from interlace.frontend.importing.symbols import symbols
 from interlace.frontend.teams import Teams
 from interlace.options import Options
+from interlace.runtime.inputs import measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,15 @@ class Shelf:
             if found is not None:
                 self._bound.move_to_end(key)
             return found
+
+    def fitting(self, values: Mapping[str, int]) -> Bound | None:
+        """A bound Program for a class of sizes with these values of TorchDynamo's symbols."""
+        with self._lock:
+            for key, bound in self._bound.items():
+                if bound.imported.symbols and bound.fits(values):
+                    self._bound.move_to_end(key)
+                    return bound
+        return None
 
     def put(self, key: Hashable, bound: Bound, groups: Sequence[ProcessGroup]) -> None:
         """Keeps a bound Program until there are too many, or one of its groups is gone."""
@@ -99,6 +111,7 @@ class CompiledGraph:
         self.setting = setting
         self._gm = gm
         self._traced = recorded_signature(gm)
+        self._placeholders = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
         self._shelf = Shelf(setting.options.cache_size)
         self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
         """Is told the arguments of every call before it runs; what it gives is told the outputs."""
@@ -116,7 +129,7 @@ class CompiledGraph:
         last = self._shelf.last
         if last is None or not has_signature(args, last[0]):
             key = signature(args)
-            self._shelf.last = last = (key, self._shelf.get(key) or self._bind(key, args))
+            self._shelf.last = last = (key, self._for(key, args))
         given = list(args)
         args.clear()
         tell = self.listener(given) if self.listener is not None else None
@@ -140,9 +153,28 @@ class CompiledGraph:
         """Frees its bound Programs; a later call makes them anew."""
         self._shelf.clear()
 
-    def _bind(self, key: Hashable, args: Sequence[Any] | None) -> Bound:
+    def _for(self, key: Hashable, args: Sequence[Any]) -> Bound:
+        """The bound Program for arguments of this signature: of a class of sizes, if there can be
+        one, else of these very sizes."""
+        found = self._shelf.get(key)
+        if found is not None or self._traced is not None or self.setting.device != "cpu":
+            return found or self._bind(key, args)
+        try:
+            sizes = symbols(self._placeholders, args)
+            return self._shelf.fitting(sizes) or self._bind(("class", key), args, sizes)
+        except SizeError:
+            return self._bind(key, args)
+
+    def _bind(
+        self,
+        key: Hashable,
+        args: Sequence[Any] | None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> Bound:
         setting = self.setting
-        values = None if args is None or key == self._traced else propagate(self._gm, args)
+        values = None
+        if args is not None and key != self._traced and sizes is None:
+            values = propagate(self._gm, args)
         teams = Teams.of_torch(setting.meshes, setting.options.time_out_s)
         imported = import_graph(
             self._gm,
@@ -150,7 +182,10 @@ class CompiledGraph:
             teams=teams,
             values=values,
             labels=setting.labels,
+            sizes=sizes,
         )
+        if not all(measures(imported.program, imported.program.sizes)):
+            raise SizeError("a number of the call is not to be seen in its tensors")
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, setting.options, setting.device)
         self._shelf.put(key, bound, list(groups.values()))

@@ -38,7 +38,8 @@ def _one(bound: Bound) -> str:
     count = len(program.sites)
     verdict = "sound" if bound.report.sound else "unsound"
     plural = "" if count == 1 else "s"
-    lines = [f"{bound.kind}: {count} communication{plural}, {verdict}"]
+    sizes = f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else ""
+    lines = [f"{bound.kind}: {count} communication{plural}, {verdict}{sizes}"]
     found = candidates(bound.serial, bound.executor.options, bound.machine)
     rows = _columns([_row(site) for site in program.sites])
     for site, row in zip(program.sites, rows, strict=True):

@@ -6,4 +6,5 @@ grouped.py       grouped matmuls;  collectives.py: functional collectives
 inplace.py       updates of inputs put back in place
 views.py         views as steps
 nodes.py, types.py: questions about FX nodes, and torch's types in the words of a Program
+symbols.py       symbolic sizes of a graph as those of a Program
 """

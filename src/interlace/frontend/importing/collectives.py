@@ -19,6 +19,7 @@ from torch import fx
 from interlace.frontend.importing.lowerings import passed_on
 from interlace.frontend.importing.nodes import flatten
 from interlace.ir import Alloc, Collective, Copy, Group, Recv, Send, Team, View
+from interlace.ir.sizes import Int
 
 if TYPE_CHECKING:
     from interlace.frontend.importing.importer import Importer, Lowering
@@ -34,7 +35,7 @@ def _emit(
     kind: str,
     team: Team,
     src: View,
-    sizes: tuple[int, ...],
+    sizes: tuple[Int, ...],
     reduce: str | None = None,
     root: int | None = None,
 ) -> View:

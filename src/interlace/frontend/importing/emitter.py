@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import keyword
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from interlace.ir import (
     View,
     views_in,
 )
+from interlace.ir.sizes import Int
 
 TAKEN = {"rng", "main", "comm", "inf", "nan", *(str(dtype) for dtype in DType)}
 """Words that mean something else in a Program's text."""
@@ -62,15 +63,19 @@ class SerialEmitter:
         self._names[found] = 0
         return found
 
+    def reserve(self, names: Iterable[str]) -> None:
+        """Names that no buffer has."""
+        self._names.update(dict.fromkeys(names, 0))
+
     def box(self, view: View) -> Box:
         """The box of a view."""
         return view.box(self.buffers[view.buffer], NOWHERE)
 
-    def sizes(self, view: View) -> tuple[int, ...]:
+    def sizes(self, view: View) -> tuple[Int, ...]:
         """The sizes of a view."""
         return self.box(view).sizes
 
-    def fresh(self, name: str, dtype: DType, sizes: tuple[int, ...]) -> Buffer:
+    def fresh(self, name: str, dtype: DType, sizes: tuple[Int, ...]) -> Buffer:
         """A contiguous buffer for a result, not yet declared."""
         return Buffer(self.name(name), dtype, sizes, "fresh")
 
@@ -107,13 +112,13 @@ class SerialEmitter:
         self.emit(Call(fn=fn, args=args, kwargs=pairs, fresh=(result,), loc=self.loc))
         return view
 
-    def empty(self, name: str, dtype: DType, sizes: tuple[int, ...]) -> View:
+    def empty(self, name: str, dtype: DType, sizes: tuple[Int, ...]) -> View:
         """A fresh buffer for a collective or a copy to fill."""
         buffer = self.fresh(name, dtype, sizes)
         self.emit(Alloc(buffer=buffer, loc=self.loc))
         return self.declare(buffer)
 
-    def joined(self, views: Sequence[View], dim: int, sizes: tuple[int, ...]) -> View | None:
+    def joined(self, views: Sequence[View], dim: int, sizes: tuple[Int, ...]) -> View | None:
         """The views one after another along `dim`, where they are neighbours in memory."""
         if math.prod(sizes[:dim]) != 1 or not math.prod(sizes):
             return None
@@ -121,7 +126,7 @@ class SerialEmitter:
         return adjacent(filled, self.buffers[filled[0].buffer], sizes)
 
     def concatenated(
-        self, views: Sequence[View], dim: int, sizes: tuple[int, ...], name: str
+        self, views: Sequence[View], dim: int, sizes: tuple[Int, ...], name: str
     ) -> View:
         """The views one after another along `dim`: a view where they are neighbours in memory."""
         found = self.joined(views, dim, sizes)
@@ -142,7 +147,7 @@ class SerialEmitter:
         """The view, or a contiguous copy of it."""
         return view if self.box(view).contiguous else self.copied(view)
 
-    def viewed(self, view: View, sizes: tuple[int, ...]) -> View | None:
+    def viewed(self, view: View, sizes: tuple[Int, ...]) -> View | None:
         """The view with other sizes, or None where that needs a copy."""
         buffer = self.buffers[view.buffer]
         longer = view.then(Reshape(sizes))
@@ -151,7 +156,7 @@ class SerialEmitter:
         except ProgramError:
             return None
 
-    def reshaped(self, view: View, sizes: tuple[int, ...]) -> View:
+    def reshaped(self, view: View, sizes: tuple[Int, ...]) -> View:
         """The view with other sizes; of a contiguous copy where it must be."""
         found = self.viewed(view, sizes) or self.viewed(self.copied(view), sizes)
         assert found is not None, f"{view} of {self.sizes(view)} has no sizes {sizes}"

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from interlace.errors import UnsupportedError
+from interlace.errors import SizeError, UnsupportedError
 from interlace.frontend.calling.specialise import complete
 from interlace.frontend.importing.collectives import COLLECTIVES
 from interlace.frontend.importing.emitter import SerialEmitter
@@ -44,10 +44,13 @@ from interlace.frontend.importing.nodes import (
     output_nodes,
     parameter_name,
 )
+from interlace.frontend.importing.symbols import size_class, size_of, sizes_of
 from interlace.frontend.importing.types import buffer_like, device_of, scalar_word
 from interlace.frontend.importing.views import RULES, SPLITS, extend, strided
 from interlace.frontend.teams import Teams
 from interlace.ir import Alloc, Buffer, Call, Program, Team, View
+from interlace.ir.size_class import deciding
+from interlace.ir.sizes import Size
 from interlace.runtime.inputs import may_be_lazy
 from interlace.runtime.values import resolved, whole
 
@@ -100,6 +103,9 @@ class Imported:
         for index in self.lazy:
             given[index] = resolved(given[index])
         return given
+
+    symbols: Mapping[str, str] = field(default_factory=dict[str, str])
+    """By named size of the Program: the symbol that TorchDynamo has for it."""
 
     def gather(self, args: Sequence[Any]) -> list[Any]:
         """The Program's inputs, from the graph's arguments."""
@@ -215,7 +221,7 @@ class Importer(SerialEmitter):
 
     def _output(self, item: Any) -> Value:
         value = self.arg(item)
-        plain = value is None or isinstance(value, View | Opaque | bool | int | float)
+        plain = value is None or isinstance(value, View | Opaque | bool | int | float | Size)
         return value if plain else Fixed(getattr(value, "real_obj", value))
 
     def value(self, node: Any) -> Any:
@@ -228,8 +234,8 @@ class Importer(SerialEmitter):
             return self.values[value]
         if isinstance(value, list | tuple):
             return tuple(self.arg(item) for item in value)
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise self._symbolic(value)
+        if isinstance(value, torch.SymInt):
+            return size_of(value)
         return scalar_word(value, self.device)
 
     def view(self, value: Any) -> View:
@@ -255,6 +261,8 @@ class Importer(SerialEmitter):
                 base = node.name if not fresh else f"{node.name}_{len(fresh)}"
                 fresh.append(buffer_like(self.name(base), item, "fresh"))
                 return self.declare(fresh[-1], item)
+            if isinstance(item, torch.SymInt):
+                return size_of(item)
             return tuple(map(declare, item)) if isinstance(item, list | tuple) else item
 
         result = declare(value)
@@ -288,14 +296,11 @@ class Importer(SerialEmitter):
             if node in self.in_place.targets:
                 self.written.add(buffer.name)
             return self.declare(buffer, value)
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise self._symbolic(value)
+        if isinstance(value, torch.SymInt):
+            return size_of(value)
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise SizeError(f"{self.program_name} takes {value}, which is no size")
         return value if isinstance(value, bool | int | float | None) else Opaque(position)
-
-    def _symbolic(self, value: Any) -> UnsupportedError:
-        return UnsupportedError(
-            f"{self.program_name} has the symbolic size {value}: make it concrete before the import"
-        )
 
     def _constant(self, node: fx.Node) -> Value:
         tensor: Any = self.gm
@@ -321,6 +326,10 @@ class Importer(SerialEmitter):
         if node in self.in_place.states:
             return self.in_place.write(self, node)
         value = self.value(node)
+        if isinstance(value, torch.SymInt):
+            return size_of(value)
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise SizeError(f"{describe(node)} makes {value}, which is no size")
         if isinstance(value, bool | int | float):
             return value
         if node.target is operator.getitem:
@@ -342,14 +351,14 @@ class Importer(SerialEmitter):
     def _view(self, name: str, args: list[Any], value: torch.Tensor) -> View:
         source = self.view(args[0])
         buffer, box = self.buffers[source.buffer], self.box(source)
-        if not box.numel and (empty := self.viewed(source, tuple(value.shape))) is not None:
+        if not box.numel and (empty := self.viewed(source, sizes_of(value.shape))) is not None:
             return empty
         steps = RULES[name]([None, *map(self.arg, args[1:])], box, value) if name in RULES else ()
         found = extend(source, buffer, steps, value)
         if found is not None:
             return found
         if name in ("aten.reshape.default", "aten._unsafe_view.default", "aten.view.default"):
-            return self.reshaped(source, tuple(int(size) for size in value.shape))
+            return self.reshaped(source, sizes_of(value.shape))
         return strided(box, self.value(args[0]), value, source)
 
     def _split(self, node: fx.Node, name: str, args: list[Any], parts: Any) -> tuple[View, ...]:
@@ -360,7 +369,7 @@ class Importer(SerialEmitter):
             if name == "aten.unbind.int":
                 piece = View("").select(dim, i)
             else:
-                stop = start + int(part.shape[dim])
+                stop = start + size_of(part.shape[dim])
                 piece = View("").slice(dim, start, stop)
                 start = stop
             view = extend(source, self.buffers[source.buffer], piece.steps, part)
@@ -416,14 +425,22 @@ def import_graph(
     teams: Teams | None = None,
     values: Mapping[fx.Node, Any] | None = None,
     labels: Sequence[str] = (),
+    sizes: Mapping[str, int] | None = None,
 ) -> Imported:
     """The serial Program of an AOT graph.
 
-    `values` gives each node's (fake) value; without it they are read from `meta["val"]`, and must
-    have concrete sizes. `teams` names the process groups; None takes those of torch.distributed.
+    `values` gives each node's (fake) value; without it they are read from `meta["val"]`. `sizes`
+    has the value of each symbol in them: the Program is then for a class of sizes with these among
+    them. `teams` names the process groups; None takes those of torch.distributed.
     `labels` are the user's names of the arguments, by position, before AOTAutograd.
     """
     values = complete(gm) if values is None else values
-    with unset_fake_temporarily():  # compilers are called in a mode where no tensor is real
+    # Compilers are called in a mode where no tensor is real.
+    with unset_fake_temporarily(), deciding(size_class(sizes or {})) as known:
         importer = Importer(gm, name, teams or Teams.of_torch(), values, labels)
-        return importer.run()
+        importer.reserve(f"s{number}" for number in range(len(known.values)))
+        imported = importer.run()
+        if not known.values:
+            return imported
+        program, symbols = imported.program.replace(sizes=known.size_class()).numbered()
+        return replace(imported, program=program, symbols=symbols)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from interlace.frontend.importing.symbols import sizes_of
 from interlace.frontend.importing.types import buffer_like, dtype_of, on_host, same_layout
 from interlace.ir import Alloc, Call, DType, View
 
@@ -80,7 +81,7 @@ def _bmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
         return _plain(imp, node)
     matrix = (imp.viewed(w, imp.sizes(w)[1:]) if batch == 1 else None) or w.select(0, 0)
     y = matmul_2d(imp, node.name, flat, matrix)
-    return imp.reshaped(y, tuple(imp.value(node).shape))
+    return imp.reshaped(y, sizes_of(imp.value(node).shape))
 
 
 def _addmm(imp: Importer, node: fx.Node, args: list[Any]) -> View:
@@ -111,7 +112,7 @@ def _cat(imp: Importer, node: fx.Node, args: list[Any]) -> View:
     value: torch.Tensor = imp.value(node)
     views = [view for view in imp.arg(args[0]) if imp.sizes(view) != (0,) or value.ndim == 1]
     dim = args[1] % max(value.ndim, 1)
-    sizes = tuple(int(size) for size in value.shape)
+    sizes = sizes_of(value.shape)
     joined = imp.joined(views, dim, sizes) if imp.may_share(node, views) else None
     if joined is not None and same_layout(imp.box(joined), value):
         return joined

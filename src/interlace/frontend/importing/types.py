@@ -3,8 +3,7 @@
     >>> buffer_like("x", torch.empty(2, 3), "input")
     Buffer(name='x', dtype=<DType.f32: 'f32'>, shape=(2, 3), kind='input', ...)
 
-Values that come from FX are fake tensors with concrete sizes; symbolic ones are made concrete first
-(`interlace.frontend.calling.specialise`).
+Values that come from FX are fake tensors; their sizes may be symbolic (symbols.py).
 
 A graph runs on one device. On a GPU a few tensors stay on the CPU even so: scalars that torch mixes
 with CUDA tensors, states of a random number generator. They go in and out of torch's own operators
@@ -19,7 +18,9 @@ from typing import Any
 import torch
 
 from interlace.errors import UnsupportedError
+from interlace.frontend.importing.symbols import sizes_of
 from interlace.ir import Box, Buffer, DType, Where, contiguous_strides
+from interlace.ir.sizes import Int
 from interlace.runtime.values import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -41,8 +42,7 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 def buffer_like(name: str, tensor: torch.Tensor, kind: str) -> Buffer:
     """A buffer with the sizes, strides and element type of a (fake) tensor."""
-    sizes = tuple(int(size) for size in tensor.shape)
-    strides = tuple(int(stride) for stride in tensor.stride())
+    sizes, strides = sizes_of(tensor.shape), sizes_of(tensor.stride())
     return Buffer(
         name,
         dtype_of(tensor.dtype),
@@ -54,13 +54,13 @@ def buffer_like(name: str, tensor: torch.Tensor, kind: str) -> Buffer:
 
 def same_layout(box: Box, tensor: torch.Tensor) -> bool:
     """Whether a box has a tensor's sizes, element type and strides."""
-    sizes = tuple(int(size) for size in tensor.shape)
+    sizes = sizes_of(tensor.shape)
     if box.sizes != sizes or box.dtype != dtype_of(tensor.dtype):
         return False
-    return same_strides(box, tensor.stride())
+    return same_strides(box, sizes_of(tensor.stride()))
 
 
-def same_strides(box: Box, strides: Sequence[int]) -> bool:
+def same_strides(box: Box, strides: Sequence[Int]) -> bool:
     """Whether a box has these strides wherever a stride means something."""
     pairs = zip(box.sizes, box.strides, strides, strict=True)
     return box.numel == 0 or all(size == 1 or mine == theirs for size, mine, theirs in pairs)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ProgramError
+from interlace.frontend.importing.symbols import size_of, sizes_of
 from interlace.frontend.importing.types import NOWHERE, dtype_of, same_layout, same_strides
 from interlace.ir import (
     AsStrided,
@@ -29,23 +30,21 @@ from interlace.ir import (
     Select,
     Slice,
     Step,
+    TableEntry,
     View,
     contiguous_strides,
 )
+from interlace.ir.sizes import Int
 
 Rule = Callable[[Sequence[Any], Box, torch.Tensor], tuple[Step, ...]]
 
 
-def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in tensor.shape)
-
-
-def slice_bounds(args: Sequence[Any], size: int) -> tuple[int, int, int]:
+def slice_bounds(args: Sequence[Any], size: Int) -> tuple[Int, Int, int]:
     """Start, stop and step of `slice(x, dim, start, stop, step)` for a dimension of `size`."""
     start = args[2] if len(args) > 2 and args[2] is not None else 0
     stop = args[3] if len(args) > 3 and args[3] is not None else size
     step = args[4] if len(args) > 4 else 1
-    first, last, _ = slice(start, stop, 1).indices(size)
+    first, last = [min(max(at + size if at < 0 else at, 0), size) for at in (start, stop)]
     return first, max(first, last), step
 
 
@@ -82,7 +81,9 @@ _RESHAPES = (
 )
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{name}": lambda args, box, out: (Reshape(_sizes(out)),) for name in _RESHAPES},
+    **{
+        f"aten.{name}": lambda args, box, out: (Reshape(sizes_of(out.shape)),) for name in _RESHAPES
+    },
     "aten.view.dtype": lambda args, box, out: (Cast(dtype_of(out.dtype)),),
     "aten.permute.default": _permute,
     "aten.transpose.int": _transpose,
@@ -90,7 +91,7 @@ RULES: dict[str, Rule] = {
     "aten.numpy_T.default": lambda args, box, out: (
         Permute(tuple(reversed(range(len(box.sizes))))),
     ),
-    "aten.expand.default": lambda args, box, out: (Expand(_sizes(out)),),
+    "aten.expand.default": lambda args, box, out: (Expand(sizes_of(out.shape)),),
     "aten.slice.Tensor": _slice,
     "aten.select.int": _select,
     "aten.view_as_real.default": lambda args, box, out: (
@@ -124,10 +125,10 @@ def extend(view: View, buffer: Buffer, steps: tuple[Step, ...], out: torch.Tenso
 
 def strided(box: Box, source: torch.Tensor, out: torch.Tensor, view: View) -> View:
     """`out` as a strided box of the buffer, by where it starts in the storage of `source`."""
-    ratio = source.element_size() / out.element_size()
-    start = int(out.storage_offset()) - int(int(source.storage_offset()) * ratio)
-    offset = int(box.offset * ratio) + start
-    steps: tuple[Step, ...] = (AsStrided(_sizes(out), tuple(map(int, out.stride())), offset),)
+    mine, theirs = source.element_size(), out.element_size()
+    start = size_of(out.storage_offset()) - size_of(source.storage_offset()) * mine // theirs
+    offset = box.offset * mine // theirs + start
+    steps: tuple[Step, ...] = (AsStrided(sizes_of(out.shape), sizes_of(out.stride()), offset),)
     if dtype_of(out.dtype) != box.dtype:
         steps = (Cast(dtype_of(out.dtype)), *steps)
     return View(view.buffer, steps)
@@ -155,10 +156,11 @@ def _shorter(steps: list[Step], i: int) -> list[list[Step]]:
             joined = Permute(tuple(first.dims[dim] for dim in second.dims))
             found.append([*steps[:i], joined, *steps[i + 2 :]])
         if isinstance(first, Slice) and isinstance(second, Slice) and first.dim == second.dim:
-            assert isinstance(first.start, int)
-            assert isinstance(second.start, int)
-            assert isinstance(second.stop, int)
-            joined = Slice(first.dim, first.start + second.start, first.start + second.stop)
+            start = first.start
+            assert not isinstance(start, TableEntry)
+            assert not isinstance(second.start, TableEntry)
+            assert not isinstance(second.stop, TableEntry)
+            joined = Slice(first.dim, start + second.start, start + second.stop)
             found.append([*steps[:i], joined, *steps[i + 2 :]])
     return found
 
@@ -175,7 +177,7 @@ def _same_box(a: Box, b: Box) -> bool:
     return same and same_strides(a, b.strides)
 
 
-def adjacent(views: Sequence[View], buffer: Buffer, sizes: tuple[int, ...]) -> View | None:
+def adjacent(views: Sequence[View], buffer: Buffer, sizes: tuple[Int, ...]) -> View | None:
     """One view of contiguous `sizes` that holds the elements of `views` one after another.
 
     A concatenation of neighbours in memory is no copy: `cat(split(x, 4, 1), 0)` of a batch of one.

@@ -1,0 +1,203 @@
+"""Sizes that change: one graph of TorchDynamo, one Program for a class of sizes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.frontend.models import gradients
+from tests.support.pool import Pool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from interlace.frontend import backend, capture
+
+WIDTH, HEADS = 64, 4
+PAGE = 4096
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def feed_forward() -> nn.Module:
+    """Two layers of sequence parallelism."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    plan = {
+        "0": ColwiseParallel(input_layouts=Shard(0)),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def train(lengths: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    """Steps with these lengths through one compiled model, each compared with eager."""
+    torch.compiler.reset()
+    torch.set_num_threads(1)
+    model, wrong = feed_forward(), 0
+    with capture() as captured:
+        call = torch.compile(model, backend=backend, dynamic=True, options=options)
+        for number, length in enumerate(lengths):
+            g = torch.Generator().manual_seed(number * 8 + dist.get_rank())
+            x = torch.randn(length, WIDTH, generator=g)
+            found: list[list[torch.Tensor]] = []
+            for chosen in (call, model):
+                given = x.clone().requires_grad_()
+                out = chosen(given)
+                out.square().sum().backward()
+                assert given.grad is not None
+                found.append([out.detach(), given.grad, *gradients(model).values()])
+                model.zero_grad()
+            wrong += not all(
+                torch.allclose(mine, eager, rtol=1e-4, atol=1e-4)
+                for mine, eager in zip(*found, strict=True)
+            )
+    classes = [str(bound.executor.sizes) for bound in captured.bound]
+    return {"wrong": wrong, "classes": classes}
+
+
+def test_lengths_share_programs(pool: Pool, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [1, 2, 3, *(rng.randrange(16, 64) for _ in range(12))]
+    for told in pool(2).run(train, lengths, {"time_out_s": 60.0}, time_out_s=110):
+        assert told["wrong"] == 0
+        assert len(told["classes"]) < len(lengths), told["classes"]
+        assert any("<=" in each for each in told["classes"])
+
+
+def growth(which: Any, lengths: list[int]) -> int:
+    """Bytes that this process grows by over steps of these lengths, after the first twenty."""
+    torch.compiler.reset()
+    torch.set_num_threads(1)
+    model, trim = feed_forward(), ctypes.CDLL("libc.so.6").malloc_trim
+    call = torch.compile(model, backend=which, dynamic=True)
+    before = 0
+    for number, length in enumerate(lengths):
+        call(torch.randn(length, WIDTH).requires_grad_()).square().sum().backward()
+        model.zero_grad()
+        if number in (20, len(lengths) - 1):
+            gc.collect()
+            trim(0)
+            before, now = resident_bytes(), before
+    return before - now
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_200_lengths_leave_no_memory_behind(pool: Pool, seed: int) -> None:
+    """torch itself keeps something of each size: what it keeps without Interlace is the measure."""
+    rng = random.Random(seed)
+    lengths = [rng.randrange(64, 256) for _ in range(220)]
+    own, others = [
+        pool(2).run(growth, which, lengths, time_out_s=290, replace=True)  # in new processes
+        for which in (backend, "aot_eager")
+    ]
+    for mine, theirs in zip(own, others, strict=True):
+        assert mine < theirs + (5 << 20), (mine >> 10, theirs >> 10)
+
+
+def numbers_beside(calls: list[int]) -> bool:
+    """Whether a function is that of eager where a number beside the tensor only steers it."""
+    torch.compiler.reset()
+
+    def fn(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x * (n % 2) + min(n, 5) + x.shape[0]
+
+    call, equal = torch.compile(fn, backend=backend, dynamic=True), True
+    for rows in (4, 6, 8):
+        for n in calls:
+            equal &= torch.equal(call(torch.ones(rows), n), fn(torch.ones(rows), n))
+    return equal
+
+
+def test_numbers_that_no_tensor_tells(pool: Pool) -> None:
+    assert pool(2).run(numbers_beside, [7, 8, 10, 3, 9]) == [True, True]
+
+
+class Decoder(nn.Module):
+    """Attention with a cache that grows by concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(
+        self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        batch, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        y = F.scaled_dot_product_attention(q, keys, values, is_causal=length > 1)
+        return self.o(y.transpose(1, 2).reshape(batch, length, -1)), keys, values
+
+
+def decode(tokens: int) -> tuple[bool, int]:
+    """Whether tokens one by one are those of eager, and the Programs that were made."""
+    torch.compiler.reset()
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in "qkv"}
+    plan["o"] = RowwiseParallel()
+    model = parallelize_module(Decoder().eval(), mesh, plan)
+    with capture() as captured, torch.no_grad():
+        call = torch.compile(model, backend=backend, dynamic=True)
+        empty = torch.zeros(1, HEADS // world, 0, WIDTH // HEADS)
+        caches = [(empty, empty), (empty, empty)]
+        x, equal = torch.randn(1, 5, WIDTH, generator=torch.Generator().manual_seed(1)), True
+        for _ in range(tokens):
+            pairs = zip((call, model), caches, strict=True)
+            outputs = [chosen(x, *cache) for chosen, cache in pairs]
+            caches = [(keys, values) for _, keys, values in outputs]
+            equal &= torch.allclose(outputs[0][0], outputs[1][0], atol=1e-5)
+            x = outputs[1][0][:, -1:].tanh()
+    return equal, len(captured.bound)
+
+
+def test_a_cache_that_grows(pool: Pool) -> None:
+    for equal, programs in pool(2).run(decode, 24, time_out_s=110):
+        assert equal
+        assert programs < 12
+
+
+def other_lengths() -> str:
+    """What a rank is told whose peers run another length."""
+    torch.compiler.reset()
+    model = feed_forward()
+    options: Any = {"time_out_s": 4.0}
+    call = torch.compile(model, backend=backend, dynamic=True, options=options)
+    with torch.no_grad():
+        for length in (20, 24, 28):
+            call(torch.randn(length, WIDTH))
+        try:
+            call(torch.randn(20 + 4 * dist.get_rank(), WIDTH))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.timeout(90)
+def test_ranks_with_other_lengths_are_told(pool: Pool) -> None:
+    told = pool(2).run(other_lengths, time_out_s=60, replace=True)
+    assert all(told), told
+    assert any("s0 = 20" in each and "s0 = 24" in each for each in told), told
