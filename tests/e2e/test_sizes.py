@@ -47,7 +47,8 @@ def run_sizes(
                 wrong.append(f"S = {size}: {found} instead of {expected}")
         dist.barrier()
         twin.close()
-    assert len(sizes) < 100 or len(classes) < len(sizes) / 2
+    if kind == "all_gather_matmul" and len(sizes) > 100:
+        assert len(classes) < len(sizes) / 2  # reductions of odd widths have more: rests modulo 64
     for executor in classes:
         executor.close()
     return wrong
@@ -67,7 +68,8 @@ def test_a_run_is_that_of_the_program_for_its_size(
     least = 1 if uneven else 0
     few = [least, 1, *(rng.randrange(2, 40) for _ in range(3))]
     sizes = [*few, *(rng.randrange(2, 300) for _ in range(count - 5))]
-    for wrong in pool(ranks).run(run_sizes, kind, strategy, ranks, uneven, sizes, seed):
+    facts = kind, strategy, ranks, uneven, sizes, seed
+    for wrong in pool(ranks).run(run_sizes, *facts, time_out_s=580):
         assert not wrong, (ranks, uneven, sizes)
 
 
