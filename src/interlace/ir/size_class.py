@@ -165,7 +165,7 @@ class Known:
         if low > 0 or high <= 0:
             return low > 0
         found = value.at(self.values) > 0
-        self._note(Fact(value, ">" if found else "<="))
+        self.note(Fact(value, ">" if found else "<="))
         return found
 
     def is_zero(self, value: Int) -> bool:
@@ -176,7 +176,7 @@ class Known:
         if low > 0 or high < 0:
             return False
         found = value.at(self.values) == 0
-        self._note(Fact(value, "==" if found else "!="))
+        self.note(Fact(value, "==" if found else "!="))
         return found
 
     def rest(self, value: Size, by: int) -> int:
@@ -197,10 +197,6 @@ class Known:
         modulus = math.lcm(mine.modulus, size.modulus)
         rest = mine.value % modulus
         self.sizes[size.name] = replace(mine, low=low, high=high, modulus=modulus, rest=rest)
-
-    def assume(self, fact: Fact) -> None:
-        """Notes a fact that holds for the values at hand."""
-        self._note(fact)
 
     def _refine(self, value: Size, over: int, name: str) -> None:
         """Notes the rest of one named size, by the least modulus that settles the terms with it."""
@@ -236,7 +232,8 @@ class Known:
             case _:
                 return False
 
-    def _note(self, fact: Fact) -> None:
+    def note(self, fact: Fact) -> None:
+        """Notes what holds for the values at hand, as a range of one size where it is one."""
         if not self._tighten(fact):
             self.facts[fact] = None
 

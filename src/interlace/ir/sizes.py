@@ -18,7 +18,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from fractions import Fraction
 from functools import reduce
 from itertools import combinations
 from types import MappingProxyType
@@ -315,12 +314,10 @@ def _exact(value: Int, by: Size) -> Int | None:
             if name not in rest:
                 return None
             rest.remove(name)
-        if len(top) < len(lead):
+        factor, remainder = divmod(times * over, below * count)
+        if remainder:
             return None
-        factor = Fraction(times * over, below * count)
-        term = _made({tuple(rest): factor.numerator}, factor.denominator)
-        if factor.denominator != 1:
-            return None
+        term = _made({tuple(rest): factor}, 1)
         found, left = found + term, left - term * by
 
 

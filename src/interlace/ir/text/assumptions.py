@@ -50,6 +50,6 @@ def assume(expressions: Expressions, known: Known, node: ast.expr) -> None:
     elif word is not None and isinstance(size := expressions.size(left) - bound, Size):
         fact = Fact(-size, "<=") if word == ">=" else Fact(size, word)
         if fact.holds(known.values):
-            known.assume(fact)
+            known.note(fact)
             return
     raise expressions.fail(node, "this does not hold for the sizes in the head", _FIX)
