@@ -215,12 +215,12 @@ def test_rows_are_found_without_a_copy(
     shape: tuple[int, ...], view: Any, dims: int, even: bool
 ) -> None:
     pytest.importorskip("triton")
-    from interlace.nn.cross_entropy.layout import RowLayout
+    from interlace.nn.cross_entropy.layout import KernelRows
 
     x = view(torch.zeros(shape, dtype=torch.bfloat16))
     y = torch.zeros(x.shape[:-1], dtype=torch.int64)
     problem = Problem(x, y, None, Terms(), Shards.alone(x.shape[-1]), new_word("cpu"))
-    layout = RowLayout(problem)
+    layout = KernelRows(problem)
     assert (layout.cut.dims, dict(layout.cut.ways)["EVEN"]) == (dims, even)
     copied = layout.logits.data_ptr() != x.data_ptr()
     assert copied == (len(shape) > 4), "only what takes more than three strides is copied"

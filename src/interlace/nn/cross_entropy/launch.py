@@ -17,7 +17,7 @@ from interlace.nn.cross_entropy.layout import (
     GRAD_TILES,
     GRAD_UNROLL,
     Constants,
-    RowLayout,
+    KernelRows,
 )
 from interlace.nn.cross_entropy.steps import Problem
 
@@ -68,13 +68,13 @@ def launch(
 
 def stats(problem: Problem) -> torch.Tensor:
     """[parts, K, rows] of this rank's classes, but for the target's logit and weight."""
-    layout = RowLayout(problem)
+    layout = KernelRows(problem)
     found = _floats(problem, layout.cut.parts()[0], problem.num_stats, layout.rows)
     _stats(problem, layout, found, None, None)
     return found
 
 
-def _stats(problem: Problem, layout: RowLayout, found: Any, kept: Any, losses: Any) -> None:
+def _stats(problem: Problem, layout: KernelRows, found: Any, kept: Any, losses: Any) -> None:
     if not layout.rows:
         return
     terms, (count, each) = problem.terms, layout.cut.parts()
@@ -89,7 +89,7 @@ def _stats(problem: Problem, layout: RowLayout, found: Any, kept: Any, losses: A
 
 def _merge(problem: Problem, found: torch.Tensor, merged: Any, kept: Any, losses: Any,
            picks: bool) -> None:  # fmt: skip
-    terms, layout = problem.terms, RowLayout(problem)
+    terms, layout = problem.terms, KernelRows(problem)
     if not layout.rows:
         return
     launch(
@@ -121,7 +121,7 @@ def losses(
 
 def alone(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """`losses` where no other rank has classes: one kernel, unless the rows are few."""
-    layout = RowLayout(problem)
+    layout = KernelRows(problem)
     if layout.cut.parts()[0] > 1:
         return losses(problem, stats(problem), picks=True)
     loss, kept = _results(problem)
@@ -204,7 +204,7 @@ def gradient(
 ) -> torch.Tensor:
     """The gradient of the logits; `upstream` is a number, one for each row, or None: 1."""
     logits, terms = problem.logits, problem.terms
-    layout = RowLayout(problem, GRAD_UNROLL)
+    layout = KernelRows(problem, GRAD_UNROLL)
     if into is None:
         into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     cut, local = layout.cut, layout.cut.local

@@ -1,6 +1,6 @@
 """How the kernels of the cross-entropy are cut, and how they find rows of any strides.
 
-layout = RowLayout(problem)
+layout = KernelRows(problem)
 count, each = layout.cut.parts()
 """
 
@@ -99,7 +99,7 @@ def cut_of(
     return Cut(flags, groups, shape, steps[-1], size, skew, unroll)
 
 
-class RowLayout:
+class KernelRows:
     """Where the rows of the logits and of the target lie, and how kernels are cut for them."""
 
     def __init__(self, problem: Problem, unroll: int = UNROLL) -> None:
