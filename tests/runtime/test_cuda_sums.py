@@ -13,6 +13,7 @@ from tests.support.fake_cuda import MAIN
 from interlace.ir import Box, Call, DType, View
 from interlace.runtime.cuda.lanes import Lane
 from interlace.runtime.cuda.launches.fused import bind_sum
+from interlace.runtime.run_sizes import RunSizes
 
 
 @pytest.mark.parametrize("odd", [None, "slots", "out"])
@@ -43,7 +44,9 @@ def test_sums_are_one_launch_unless_an_address_is_odd(
     binder: Any = SimpleNamespace(
         context=SimpleNamespace(device=torch.device("cuda", 0)),
         plan=SimpleNamespace(box=lambda view: boxes[view.buffer]),
-        values=SimpleNamespace(items=[slots, out], own=lambda view: places.index(view.buffer)),
+        values=SimpleNamespace(
+            items=[slots, out], own=lambda view: places.index(view.buffer), sizes=RunSizes({})
+        ),
     )
     op = Call(fn="interlace.sum_slots", args=(View("s"),), outs=(View("y"),))
     run = bind_sum(binder, Lane("main", MAIN), op)

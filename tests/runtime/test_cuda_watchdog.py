@@ -35,6 +35,7 @@ from interlace.runtime.cuda.waits.marks import APART, Marks
 from interlace.runtime.cuda.waits.watchdog import Watched
 from interlace.runtime.engine import RunLabel
 from interlace.runtime.executor import Teardown
+from interlace.runtime.run_sizes import RunSizes
 
 LIMIT_S = 20.0
 
@@ -78,7 +79,9 @@ def test_peers_hear_of_a_run_before_a_capture_that_fails(fails: bool) -> None:
     with bound("gather", "put") as one:
         team: Any = SimpleNamespace(topic="tp", ranks=(0, 1), rank=0, resets=0, board=board)
         for tag in (7, 9):
-            object.__setattr__(one.engine.context, "label", RunLabel(tag, "f"))
+            object.__setattr__(
+                one.engine.context, "label", RunLabel("f", lambda _, tag=tag: tag, RunSizes({}))
+            )
             peer = threading.Thread(target=meet, args=(theirs, f"tp/{tag:x}/0/warm-up", errors))
             peer.start()
             if fails:
@@ -345,7 +348,7 @@ def test_what_runs_use_is_given_back_behind_them(
     destroyed: list[int] = []
     monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
     dog, kept, close = watchdog_file.Watchdog(), Teardown(), mock.Mock()
-    kept.engines[()] = found.engine
+    kept.engine = found.engine
     kept.shared.callback(close)
     runs(found, device, 1)
     with mock.patch.object(engine_file, "watchdog", return_value=dog):
@@ -536,7 +539,7 @@ def test_the_garbage_collector_may_end_an_executor_that_is_being_looked_at(
     monkeypatch.setattr(found.driver, "destroy_event", destroyed.append)
     runs(found, device, 1)
     kept, passed, watched = Teardown(), found.engine.marks.passed, found.engine.watched
-    kept.engines[()] = found.engine
+    kept.engine = found.engine
 
     def collected() -> int:
         gc.collect()

@@ -25,7 +25,7 @@ from interlace.ir import Op, parse
 from interlace.options import Options
 from interlace.runtime import Executor
 from interlace.runtime import executor as executor_file
-from interlace.runtime.engine import Engine, EngineContext
+from interlace.runtime.engine import EngineContext
 from interlace.runtime.host.engine import CpuEngine
 from interlace.runtime.prepare.agreement import _collect
 
@@ -173,12 +173,12 @@ class Counted(CpuEngine):
 
     closes: ClassVar[list[int]] = []
 
-    def __init__(self, context: EngineContext, like: Engine | None = None) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self.number = len(self.closes)
         self.closes.append(0)
         if self.number == 1:
             raise MemoryError("no memory for events")
-        super().__init__(context, like)
+        super().__init__(context)
 
     def close(self) -> None:
         self.closes[self.number] += 1

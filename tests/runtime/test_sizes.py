@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.errors import ExecutorError, UnsupportedError
+from interlace.errors import ExecutorError
 from interlace.ir import parse
 from interlace.options import Options
 from interlace.runtime import Executor
@@ -169,8 +169,3 @@ def f(x: f32[600, 600], y: out[f32[600, 600]]):
     thread.join(60)
     assert not thread.is_alive()
     assert torch.equal(found[0], x)
-
-
-def test_gpus_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="make a Program for each size"):
-        Executor(parse(TEXT), device="cuda:0").prepare()

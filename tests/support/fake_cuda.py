@@ -44,6 +44,7 @@ from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan, make_plan
 from interlace.runtime.prepare.registered import written
+from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable, arena_for, nbytes
 
 MAIN = 1
@@ -287,7 +288,7 @@ def noting(driver: FakeDriver, engines: list[CudaEngine]) -> Callable[..., Any]:
     return bind
 
 
-def exchanging(side: FakeSide, spec: Any, handle: Callable[[], int], *_: Any) -> Thunk:
+def exchanging(side: FakeSide, spec: Any, _sizes: Any, handle: Callable[[], int], *_: Any) -> Thunk:
     """`bind_exchange`: a kernel that needs a processor, tells all peers and waits for all."""
     others = [member for member in range(side.size) if member != side.me]
 
@@ -391,6 +392,7 @@ def fake_engine(
         plan.box,
         resources.slots,
         arena_for(plan.program, device),
+        RunSizes({}),
         registered=held,
     )
     options = options or Options()
@@ -408,7 +410,7 @@ def fake_engine(
     context = EngineContext(
         *(plan, values, resources, options, device, flight, limit, None),
         *(inputs, outputs, tuple),
-        RunLabel(7, program.name, flight.text),
+        RunLabel(program.name, lambda _: 7, values.sizes, flight.text),
     )
     engines: list[CudaEngine] = []
     matmuls = {

@@ -32,7 +32,7 @@ from interlace.frontend.calling.specialise import (
     signature,
 )
 from interlace.frontend.importing.importer import import_graph
-from interlace.frontend.importing.symbols import symbols
+from interlace.frontend.importing.symbols import Symbols
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 from interlace.runtime.inputs import measures
@@ -111,7 +111,9 @@ class CompiledGraph:
         self.setting = setting
         self._gm = gm
         self._traced = recorded_signature(gm)
-        self._placeholders = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+        self._symbols = Symbols(
+            [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
+        )
         self._shelf = Shelf(setting.options.cache_size)
         self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
         """Is told the arguments of every call before it runs; what it gives is told the outputs."""
@@ -157,10 +159,10 @@ class CompiledGraph:
         """The bound Program for arguments of this signature: of a class of sizes, if there can be
         one, else of these very sizes."""
         found = self._shelf.get(key)
-        if found is not None or self._traced is not None or self.setting.device != "cpu":
+        if found is not None or self._traced is not None or self.setting.options.graph:
             return found or self._bind(key, args)
         try:
-            sizes = symbols(self._placeholders, args)
+            sizes = self._symbols.values(args)
             return self._shelf.fitting(sizes) or self._bind(("class", key), args, sizes)
         except SizeError:
             return self._bind(key, args)

@@ -113,6 +113,10 @@ class SizeClass:
         """The class of the values that decisions were made for, and no others."""
         return SizeClass(tuple(replace(s, low=s.value, high=s.value) for s in self.sizes))
 
+    def at(self, values: Mapping[str, int]) -> SizeClass:
+        """The class with these values at hand."""
+        return replace(self, sizes=tuple([replace(s, value=values[s.name]) for s in self.sizes]))
+
     def __and__(self, other: SizeClass) -> SizeClass:
         """The sizes that are in both."""
         known = Known(self)

@@ -10,19 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from interlace.comm import BoundedWait, Registered, Slot, TeamComm, Use, Workspace
 from interlace.errors import BackendError, UnsupportedError
 from interlace.ir import Op
+from interlace.ir.sizes import named
 from interlace.options import Options
 from interlace.runtime.calling.calls import Results
 from interlace.runtime.flight import Flight
 from interlace.runtime.inputs import Parameters
 from interlace.runtime.prepare.plan import Plan
 from interlace.runtime.prepare.registered import Wanted
+from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable
 
 BeforeOp = Callable[[int, int, Op], None]
@@ -66,12 +68,26 @@ class ShareRequest:
         return sorted(self.teams.items(), key=lambda item: (item[1].topic, item[0]))
 
 
-class RunLabel(NamedTuple):
-    tag: int
-    """The Program's, the same on all ranks."""
-    name: str
-    peer_text: Callable[[int], str] | None = None
-    """Tells the ops of peers by index, where they are the same as this rank's."""
+class RunLabel:
+    """What peers are told of a run."""
+
+    def __init__(
+        self,
+        name: str,
+        tag_at: Callable[[tuple[int, ...]], int],
+        sizes: RunSizes,
+        peer_text: Callable[[int], str] | None = None,
+    ) -> None:
+        """`peer_text` tells the ops of peers by index, where they are the same as this rank's."""
+        self._name, self._tag_at, self._sizes = name, tag_at, sizes
+        self.peer_text = peer_text
+        sizes.follow(list(map(named, sizes.values)), self._turned)
+
+    def _turned(self, _: tuple[int, ...]) -> None:
+        told = [f", {name} = {value}" for name, value in self._sizes.values.items()]
+        self.name, self.tag = f"{self._name}{''.join(told)}", self._tag_at(self._sizes.at)
+        self.entry = self.tag, self.name, self.peer_text
+        """As `Control.enter` takes it. The tag is the same on all ranks that run these sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +138,8 @@ class Engine(Protocol):
 
     context: EngineContext
 
-    def __init__(self, context: EngineContext, like: Engine | None = None) -> None:
-        """Binds every op. Needs no other rank. `like` is an engine of the same Program for other
-        sizes: they never run at a time, and share threads or streams."""
+    def __init__(self, context: EngineContext) -> None:
+        """Binds every op. Needs no other rank."""
 
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:
@@ -142,6 +157,10 @@ class Engine(Protocol):
 
     def look(self) -> None:
         """Raises where the caller must not run anything now, such as inside of a graph capture."""
+
+    def refuse_nested(self) -> None:
+        """Raises within a run of its own, which another would change the table of."""
+        ...
 
     def issue(
         self,

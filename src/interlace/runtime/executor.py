@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +25,10 @@ import torch.distributed as dist
 from interlace.comm import TeamComm, limit_s, team_of
 from interlace.comm.teams import check_size, reset_in_turn
 from interlace.cost import Timeline
-from interlace.errors import ExecutorError, TeamError, UnsupportedError
+from interlace.errors import ExecutorError, SizeError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.call_names import refuse_others
-from interlace.ir.size_class import FIXED
+from interlace.ir.size_class import FIXED, deciding
 from interlace.options import BACKENDS, Options
 from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.engine import (
@@ -44,12 +43,10 @@ from interlace.runtime.engine import (
 from interlace.runtime.flight import Flight, measured
 from interlace.runtime.inputs import Measure, Parameters, measured_sizes, measures
 from interlace.runtime.prepare.agreement import Agreement, agree, program_rank
-from interlace.runtime.prepare.plan import Plan, backends_of, make_plan, with_backends
+from interlace.runtime.prepare.plan import backends_of, make_plan, with_backends
 from interlace.runtime.prepare.registered import collect
+from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import ValueTable, arena_for, grows
-
-MAX_ENGINES = 4
-"""Sizes that a Program with named ones is bound for at a time; the one used least goes."""
 
 
 class Teardown:
@@ -57,33 +54,33 @@ class Teardown:
 
     def __init__(self) -> None:
         self.shared = contextlib.ExitStack()
-        self.engines: OrderedDict[tuple[int, ...], Engine] = OrderedDict()
-        """By the values of the Program's named sizes, the one that ran last at the end."""
+        self.engine: Engine | None = None
 
-    def end_engines(self) -> None:
-        while self.engines:
-            _end(self.engines.popitem()[1])
+    def end_engine(self) -> None:
+        engine, self.engine = self.engine, None
+        _end(engine)
 
     def close(self) -> None:
         """Ends all: first the runs, then what they used. What is gone is not ended again."""
-        engines, self.engines = list(self.engines.values()), OrderedDict()
+        engine, self.engine = self.engine, None
         shared = self.shared.pop_all()
 
         def end() -> None:
-            with contextlib.ExitStack() as ending:
-                ending.callback(shared.close)
-                for engine in engines:
-                    ending.callback(_end, engine)
+            try:
+                _end(engine)
+            finally:
+                shared.close()
 
-        if not any([engine.later(end) for engine in engines[-1:]]):
+        if engine is None or not engine.later(end):
             end()
 
 
-def _end(engine: Engine) -> None:
-    try:
-        engine.close()
-    finally:
-        engine.context.let_go()
+def _end(engine: Engine | None) -> None:
+    if engine is not None:
+        try:
+            engine.close()
+        finally:
+            engine.context.let_go()
 
 
 class TeamLocks:
@@ -160,7 +157,7 @@ class Executor:
         self._arena: Any = None
         self._measures: tuple[Measure | None, ...] = ()
         self._at: tuple[int, ...] = ()
-        """The values of the named sizes that `engine` is bound for."""
+        """The values of the named sizes that runs are of."""
         self._poison: tuple[str, list[int]] | None = None
         self._closed = False
 
@@ -173,11 +170,6 @@ class Executor:
             return self
         self._check_open()
         limit = self.limit_s
-        if self.program.sizes.sizes and self.device.type != "cpu":
-            raise UnsupportedError(
-                f"{self.program.name} has named sizes, which run on the CPU so far: make a "
-                f"Program for each size (Program.at) on {self.device.type}"
-            )
         validate(self.program)
         refuse_others(self.program, self._operators)
         members = self.program.where(self.rank).members
@@ -201,14 +193,15 @@ class Executor:
             self.agreement = agree(program, self.rank, [*self._teams.values()], limit, found, used)
             for team in teams:
                 team.setup(limit)
-            proved = self.agreement.report.sizes
             self._own = self.program.instantiate(self.rank)
-            self.sizes = proved.bucket()
-            if not (grows(self._own) and self.sizes.holds(self.sizes.largest)):
-                self.sizes = self.program.sizes.alone()
+            self.sizes = self.agreement.report.sizes.bucket()
+            self._measures = measures(self._own, self.sizes)
+            lasts = grows(self._own) and self.sizes.holds(self.sizes.largest)
+            if self.options.graph or not lasts:  # graphs and memory are for one size
+                self._fix()
             try:
                 largest = self._own.at(self.sizes.largest)
-                plan = make_plan(self.program, largest, self._backend_name)
+                plan = self._plan = make_plan(self.program, largest, self._backend_name)
                 needed = zip(self._teams, self.agreement.backends, strict=True)
                 pairs = [(team, name) for team, names in needed for name in names]
                 pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
@@ -216,8 +209,11 @@ class Executor:
                 request = ShareRequest(plan, self._teams, *facts, self._kept.shared)
                 self._shared, self._backends = self._engine_class.share(request), pairs
                 self._arena = arena_for(plan.program, self.device)
-                self._measures = measures(self._own, self.sizes)
-                self._bind(tuple(self.sizes.values.values()))
+                try:
+                    self._bind(self.sizes.values)
+                except SizeError:  # an op that is bound for one size alone
+                    self._fix()
+                    self._bind(self.sizes.values)
             except BaseException:
                 self._kept.close()
                 raise
@@ -234,71 +230,62 @@ class Executor:
             asked = self.options.transport
         return self._teams[team].backend_name(asked, self.device.type)
 
-    def _bind(self, at: tuple[int, ...]) -> Engine:
-        """Binds every op to the memory and the backends that are there, for these values of the
-        named sizes. Needs no other rank."""
-        values = dict(zip(self.sizes.values, at, strict=True))
-        with torch.inference_mode(False), torch.no_grad():
-            own = self._own.at(values)
-            return self._bound(at, make_plan(self.program, own, self._backend_name))
+    def _fix(self) -> None:
+        """Leaves nothing but the sizes at hand."""
+        self.sizes = self.program.sizes.alone()
+        self._own = self._own.at(self.sizes.values)
 
-    def _bound(self, at: tuple[int, ...], plan: Plan) -> Engine:
-        program, agreement = plan.program, self.agreement
+    def _bind(self, values: Mapping[str, int]) -> None:
+        """Binds every op to the memory and the backends that are there, with these values of the
+        named sizes at hand. Needs no other rank."""
+        at_hand = self.sizes.at(values)
+        with torch.inference_mode(False), torch.no_grad(), deciding(at_hand) as known:
+            context = self._context(RunSizes(values))
+            self._kept.end_engine()
+            self._kept.engine = engine = self._engine_class(context)
+            engine.warm_up(self._ordered())
+        self.sizes = known.size_class()
+        # Only now: what is bound in part is bound anew before it runs.
+        self.engine, self._at, self._bound_resets = engine, context.values.sizes.at, self._resets()
+
+    def _context(self, run_sizes: RunSizes) -> EngineContext:
+        agreement, plan = self.agreement, self._plan.of(self._own)
         assert agreement is not None
+        program = plan.program
         connected = {
             (team, name): self._teams[team].backend(name, self.device.type, self.limit_s)
             for team, name in self._backends
         }
         resources = dataclasses.replace(self._shared, backends=connected, uses={}, registered={})
         known = self.host, self._shared.registered
-        table = ValueTable(program, plan.box, resources.slots, self._arena, *known)
+        values = ValueTable(program, plan.box, resources.slots, self._arena, run_sizes, *known)
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
-        inputs = Parameters(program.name, "input", params[0], self.device, *known)
-        outputs = Parameters(program.name, "output", params[1], self.device, *known)
-        sizes = zip(self.sizes.values, at, strict=True)
-        told = f"{program.name}{''.join(f', {name} = {value}' for name, value in sizes)}"
+        facts = self.device, *known, run_sizes
         text = None if agreement.texts else Flight(self.program, self.rank).text
-        context = EngineContext(
+        return EngineContext(
             plan=plan,
-            values=table,
+            values=values,
             resources=resources,
             options=self.options,
             device=self.device,
             flight=Flight(program, self.rank),
             time_out_s=self.limit_s,
             before_op=self.before_op,
-            inputs=inputs,
-            outputs=outputs,
-            results=reader_of(program.returned(), plan, table),
-            label=RunLabel(agreement.tag_at(at), told, text),
+            inputs=Parameters(program.name, "input", params[0], *facts),
+            outputs=Parameters(program.name, "output", params[1], *facts),
+            results=reader_of(program.returned(), plan, values),
+            label=RunLabel(program.name, agreement.tag_at, run_sizes, text),
         )
-        if self._bound_resets != self._resets():
-            self._kept.end_engines()
-        engines = self._kept.engines
-        while len(engines) >= MAX_ENGINES:
-            _, oldest = engines.popitem(last=False)
-            _end(oldest)
-            oldest.context.values.drop()  # no run is under way: the lock is held
-        like = next(iter(engines.values()), None)
-        engines[at] = engine = self._engine_class(context, like)
-        try:
-            engine.warm_up(self._ordered())
-        except BaseException:
-            _end(engines.pop(at))
-            raise
-        # Only now: what is bound in part is bound anew before it runs.
-        self.engine, self._at, self._bound_resets = engine, at, self._resets()
-        return engine
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
         lock = self._lock
-        if self.engine is None or self._poison is not None or not lock.acquire(False):
+        engine = self.engine
+        if engine is None or self._poison is not None or not lock.acquire(False):
             return self._check_and_run(inputs, out)
         try:
-            engine = self.engine  # another thread may have had one for other sizes
             at = engine.admit(inputs, out)
             if at is not None:
                 return engine.issue(inputs, out, at)
@@ -318,13 +305,12 @@ class Executor:
         engine.look()
         with self._locked():
             if self._bound_resets != self._resets():
-                self._bind(self._at)  # a reset renewed the backends
-            if self._measures:  # no other thread turns to other sizes between
-                self._turn_to(measured_sizes(self._measures, inputs, self._at)).context.check(
-                    inputs, out
-                )
-            self._check_teams()
+                self._bind(self._values(self._at))  # a reset renewed the backends
             assert self.engine is not None
+            if self._measures:  # no other thread turns to other sizes between
+                self._turn_to(measured_sizes(self._measures, inputs, self._at))
+                self.engine.context.check(inputs, out)
+            self._check_teams()
             try:
                 return self.engine.issue(inputs, out)
             except BaseException as error:
@@ -365,28 +351,31 @@ class Executor:
         dimension of an input need it: the others are measured in each run."""
         if self.engine is not None and not all(self._measures):
             at = tuple([values[name] for name in self.sizes.values])
-            if at != self._at:
+            with self._locked():
                 self._turn_to(at)
 
-    def _turn_to(self, at: tuple[int, ...]) -> Engine:
-        """Makes the engine for these values of the named sizes the one that runs."""
-        with self._locked():
-            engine = self._kept.engines.get(at)
-            if engine is None or self._bound_resets != self._resets():
-                self._check_sizes(at)
-                return self._bind(at)
-            self._kept.engines.move_to_end(at)
-            self.engine, self._at = engine, at
-            return engine
-
-    def _check_sizes(self, at: tuple[int, ...]) -> None:
-        values = dict(zip(self.sizes.values, at, strict=True))
+    def _turn_to(self, at: tuple[int, ...]) -> None:
+        """Makes the next runs those of these values of the named sizes."""
+        if at == self._at:
+            return
+        values = self._values(at)
         if not self.sizes.holds(values):
             told = ", ".join(f"{name} = {value}" for name, value in values.items())
             raise ExecutorError(
                 f"{self.program.name} is for sizes where {self.sizes}, and these inputs have "
                 f"{told}: prepare another Program for them"
             )
+        assert self.engine is not None
+        self.engine.refuse_nested()
+        try:
+            self.engine.context.values.sizes.turn(at)
+        except BaseException:
+            self._bound_resets = [-1]  # turned in part: bound anew before the next run
+            raise
+        self._at = at
+
+    def _values(self, at: tuple[int, ...]) -> dict[str, int]:
+        return dict(zip(self.sizes.values, at, strict=True))
 
     def _check_ready(self) -> Engine:
         self._check_open()

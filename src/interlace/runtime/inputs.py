@@ -14,6 +14,7 @@ from interlace.errors import ExecutorError
 from interlace.ir import Box, Buffer, DType, Program, contiguous_strides
 from interlace.ir.size_class import SizeClass
 from interlace.ir.sizes import Size, number, numbers
+from interlace.runtime.run_sizes import RunSizes
 from interlace.runtime.values import DTYPES, alike, at, whole
 
 
@@ -35,16 +36,24 @@ def maker(box: Box, device: torch.device) -> Callable[[], torch.Tensor]:
 def may_be_lazy(box: Box) -> bool:
     """Whether a tensor like that may be a view that torch conjugates or negates when it is read,
     as `z.conj()` and the imaginary part of that are: with other numbers in its memory."""
-    dense = box.strides == contiguous_strides(box.sizes)
-    return box.dtype in (DType.c64, DType.c128) or not dense or box.numel == 1
+    if is_sized(box) or box.dtype in (DType.c64, DType.c128):
+        return True
+    return box.strides != contiguous_strides(box.sizes) or box.numel == 1
 
 
-def _strided(tensor: str, box: Box) -> str:
+def is_sized(box: Box) -> bool:
+    """Whether its sizes differ from run to run."""
+    return any(isinstance(number, Size) for number in (*box.sizes, *box.strides))
+
+
+def _strided(tensor: str, box: Box, strides: str) -> str:
     """Whether it has these strides, but for dimensions of one, whose strides do not matter."""
+    if is_sized(box):  # else the slow look tells
+        return f"{tensor}.stride() == {strides}"
     if box.strides == contiguous_strides(box.sizes):
         return f"{tensor}.is_contiguous()"
     if 1 not in box.sizes and box.numel:
-        return f"{tensor}.stride() == {box.strides!r}"
+        return f"{tensor}.stride() == {strides}"
     kept = [at for at, size in enumerate(box.sizes) if size != 1 and box.numel]
     return " and ".join(["True", *(f"{tensor}.stride({at}) == {box.strides[at]}" for at in kept)])
 
@@ -59,7 +68,11 @@ def look(tensors):
 
 
 def look(
-    then: str, boxes: Sequence[Box], device: torch.device, may_be_on_cpu: Sequence[bool]
+    then: str,
+    boxes: Sequence[Box],
+    device: torch.device,
+    may_be_on_cpu: Sequence[bool],
+    run_sizes: RunSizes,
 ) -> Callable[[Sequence[torch.Tensor]], Any]:
     """What gives `then`, of tensors `t0`, `t1` and so on, where they are on the device and like
     that, and else False. It is in the way of every run: one expression, since a loop takes half as
@@ -72,12 +85,18 @@ def look(
     for index, (box, on_cpu) in enumerate(zip(boxes, may_be_on_cpu, strict=True)):
         tensor, dtype = f"t{index}", f"dtype{index}"
         known[dtype] = DTYPES[box.dtype]
+        facts = {f"sizes{index}": box.sizes, f"strides{index}": box.strides}
+        texts = {name: repr(numbers) for name, numbers in facts.items()}
+        for name in facts if is_sized(box) else ():
+            texts[name] = name
+            run_sizes.follow(facts[name], functools.partial(known.__setitem__, name))
+        sizes, strides = texts.values()
         tests += [
             f"isinstance({tensor} := tensors[{index}], Tensor)",
             f"{tensor}.dtype is {dtype}",
-            f"{tensor}.shape == {box.sizes!r}",
+            f"{tensor}.shape == {sizes}",
             f"({there} or {{0}}.device == cpu)".format(tensor) if on_cpu else there.format(tensor),
-            _strided(tensor, box),
+            _strided(tensor, box, strides),
         ]
         if may_be_lazy(box):
             tests += [f"not {tensor}.is_conj()", f"not {tensor}.is_neg()"]
@@ -137,6 +156,7 @@ class Parameters:
         device: torch.device,
         host: frozenset[str] = frozenset(),
         registered: Mapping[str, Registered] | None = None,
+        run_sizes: RunSizes | None = None,
     ) -> None:
         """`host` names those on the CPU, `registered` those that are the same in every run."""
         self.program = program
@@ -145,15 +165,25 @@ class Parameters:
         known = registered or {}
         self._held = {i: known[name] for i, name in enumerate(self.names) if name in known}
         self._device, self._host = device, host
-        self._boxes = [whole(buffer) for buffer in params]
-        self._makers = [maker(box, device) for box in self._boxes]
+        self._asked = [whole(buffer) for buffer in params]
+        self._run_sizes = run_sizes or RunSizes({})
+        self._boxes = list(self._asked)
+        """As they are for the sizes of the run."""
+        self._makers: list[Callable[[], torch.Tensor]] = [torch.Tensor] * len(params)
+        for index, box in enumerate(self._asked):
+            self._run_sizes.follow_box(box, functools.partial(self._size, index))
         for index, held in self._held.items():
             self._makers[index] = lambda held=held: held.tensor
 
+    def _size(self, index: int, box: Box) -> None:
+        self._boxes[index] = box
+        if index not in self._held:
+            self._makers[index] = maker(box, self._device)
+
     def _looking(self, then: str) -> Callable[[Sequence[torch.Tensor]], Any]:
-        boxes = zip(self.names, self._boxes, strict=True)
+        boxes = zip(self.names, self._asked, strict=True)
         on_cpu = [name in self._host or not box.sizes for name, box in boxes]
-        return look(then, self._boxes, self._device, on_cpu)
+        return look(then, self._asked, self._device, on_cpu, self._run_sizes)
 
     @functools.cached_property
     def fit(self) -> Callable[[Sequence[torch.Tensor]], bool]:

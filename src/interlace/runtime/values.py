@@ -11,6 +11,7 @@ its arguments by place, so the hot path makes no view and looks up no name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 from interlace import ir
 from interlace.comm import Registered, Slot, Use
 from interlace.errors import ExecutorError, ProgramError
-from interlace.ir.sizes import Size, number, numbers
+from interlace.ir.sizes import Int, Size, number, numbers
+from interlace.runtime.run_sizes import RunSizes
 
 DTYPES: Mapping[ir.DType, torch.dtype] = {
     ir.DType.f64: torch.float64,
@@ -82,8 +84,24 @@ def derive(base: torch.Tensor, box: ir.Box) -> torch.Tensor:
     return at(base.untyped_storage(), start, box)
 
 
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """The memory of a Program's local buffers, for the largest sizes that it runs."""
+
+    memory: torch.UntypedStorage
+    starts: Mapping[str, int]
+    """By buffer: the first byte of the storage that it lies in, at its `offset`."""
+
+
+def arena_for(program: ir.Program, device: torch.device) -> Arena:
+    """Memory for the local buffers of a concrete Program."""
+    starts, total = laid_out(program.buffers())
+    memory = torch.empty(total, dtype=torch.uint8, device=device).untyped_storage()
+    return Arena(memory, starts)
+
+
 def laid_out(buffers: Mapping[str, ir.Buffer]) -> tuple[dict[str, int], int]:
-    """The first byte of every local buffer in one arena, and the bytes of the arena."""
+    """Where the storage of every local buffer begins in one arena, and the bytes of the arena."""
     sizes: dict[tuple[bool, str], int] = {}
     keys = {
         buffer.name: (bool(buffer.storage), buffer.storage or buffer.name)
@@ -97,7 +115,7 @@ def laid_out(buffers: Mapping[str, ir.Buffer]) -> tuple[dict[str, int], int]:
     for key, size in sizes.items():
         starts[key] = total
         total += -(-size // ALIGN) * ALIGN
-    return {name: number(buffers[name].offset) + starts[key] for name, key in keys.items()}, total
+    return {name: starts[key] for name, key in keys.items()}, total
 
 
 def grows(program: ir.Program) -> bool:
@@ -107,18 +125,12 @@ def grows(program: ir.Program) -> bool:
     return all(size.grows for size in sizes if isinstance(size, Size))
 
 
-def arena_for(program: ir.Program, device: torch.device) -> torch.UntypedStorage:
-    """Memory for the local buffers of a concrete Program."""
-    _, total = laid_out(program.buffers())
-    return torch.empty(total, dtype=torch.uint8, device=device).untyped_storage()
-
-
 @dataclass(slots=True)
 class _Family:
     """A buffer of this run: where the table has it, and the views of it that calls take."""
 
     place: int
-    views: list[tuple[int, ir.Box]] = field(default_factory=list)
+    views: dict[int, ir.Box] = field(default_factory=dict[int, ir.Box])
 
 
 def _touched(program: ir.Program) -> Iterator[str]:
@@ -135,10 +147,13 @@ class ValueTable:
         program: ir.Program,
         box: Callable[[ir.View], ir.Box],
         slots: Mapping[str, Slot],
-        arena: torch.UntypedStorage,
+        arena: Arena,
+        sizes: RunSizes,
         host: frozenset[str] = frozenset(),
         registered: Mapping[str, Registered] | None = None,
     ) -> None:
+        self.sizes = sizes
+        """What tells the numbers of sizes that differ from run to run."""
         self.registered = registered or {}
         """What peers reach of the caller's memory, by name: the same in every run."""
         self.host = host
@@ -147,7 +162,7 @@ class ValueTable:
         """What the calls read; places stay the same, contents of some change from run to run."""
         self._program = program
         self.box = box
-        self.device = arena.device
+        self.device = arena.memory.device
         self._buffers = program.buffers()
         returned = (view.buffer for arg in program.returned() for view in ir.views_in(arg))
         self.used = frozenset((*returned, *_touched(program)))
@@ -155,34 +170,46 @@ class ValueTable:
         self._slots = slots
         self._places: dict[tuple[str, int | None, ir.Box], int] = {}
         self._families: dict[str, _Family] = {}
-        self._symmetric: list[tuple[int, str, tuple[torch.Tensor, torch.Tensor]]] = []
+        self._symmetric: dict[int, tuple[str, list[torch.Tensor]]] = {}
         self.copies: dict[str, int] = {}
         """Which copy of its slot each symmetric buffer has in this run."""
         self._template: list[Any] = []
         self._constant: set[int] = set()
-        self.arena, self._starts = arena, laid_out(self._buffers)[0]
-        self._allocated = tuple(
-            (op.buffer.name, whole(op.buffer))
-            for op in program.ops
-            if isinstance(op, ir.Alloc) and op.buffer.kind == "fresh"
-        )
+        self.arena, self._starts = arena.memory, arena.starts
+        self._allocated: dict[str, ir.Box] = {}
+        for op in program.ops:
+            if isinstance(op, ir.Alloc) and op.buffer.kind == "fresh":
+                tell = functools.partial(self._allocated.__setitem__, op.buffer.name)
+                sizes.follow_box(whole(op.buffer), tell)
         for kind in ("input", "output", "fresh"):  # in the order in which `starter` is given them
             for buffer in (b for b in self._buffers.values() if b.kind == kind):
-                self._families[buffer.name] = _Family(self._add(None, constant=False))
+                self._families[buffer.name] = _Family(self._add())
 
-    def _add(self, value: Any, constant: bool) -> int:
-        place = len(self.items)
-        self.items.append(value)
-        self._template.append(value if constant else None)
-        if constant:
-            self._constant.add(place)
-        return place
+    def _add(self) -> int:
+        """A place that has nothing between runs."""
+        self.items.append(None)
+        self._template.append(None)
+        return len(self.items) - 1
+
+    def _keep(self, place: int, value: Any) -> None:
+        """Has a value at a place in this run and the next ones."""
+        self.items[place] = self._template[place] = value
 
     def is_constant(self, place: int) -> bool:
         return place in self._constant
 
     def constant(self, value: Any) -> int:
-        return self._add(value, constant=True)
+        place = self._add()
+        self._constant.add(place)
+        self._keep(place, value)
+        return place
+
+    def numbers(self, sizes: Sequence[Int], read: Callable[[tuple[int, ...]], Any]) -> int:
+        """The place of what `read` makes of the numbers that these sizes are."""
+        place = self._add()
+        if not self.sizes.follow(sizes, lambda found: self._keep(place, read(found))):
+            self._constant.add(place)
+        return place
 
     def own(self, view: ir.View, member: int | None = None) -> int:
         """The place of a view of this rank's memory, or (symmetric, registered) of a member's."""
@@ -192,28 +219,58 @@ class ValueTable:
         """The place of a box of a buffer, of this rank's memory or of that of a team's `member`."""
         key = (name, member, box)
         if key not in self._places:
-            tensors = [at(storage, start, box) for storage, start in self._memory(name, member)]
-            if not tensors:
+            memory = self._memory(name, member)
+            if not memory:
                 place = self._of_the_run(self._buffers[name], box)
+            elif len(memory) == 1:
+                place = self._lasting(*memory[0], box)
             else:
-                place = self._add(tensors[0], constant=len(tensors) == 1)
-            if len(tensors) == 2:
-                self._symmetric.append((place, name, (tensors[0], tensors[1])))
+                place = self._add()
+                self._symmetric[place] = name, pair = name, [torch.empty(0)] * 2
+                for copy, (storage, start) in enumerate(memory):
+                    tell = functools.partial(pair.__setitem__, copy)
+                    self._follow_at(storage, start, box, tell)
             self._places[key] = place
         return self._places[key]
 
-    def _memory(self, name: str, member: int | None) -> list[tuple[torch.UntypedStorage, int]]:
+    def _lasting(self, storage: torch.UntypedStorage, start: Int, box: ir.Box) -> int:
+        """The place of a box of storage that stays."""
+        place = self._add()
+        keep = functools.partial(self._keep, place)
+        if not self._follow_at(storage, start, box, keep):
+            self._constant.add(place)
+        return place
+
+    def _follow_at(
+        self,
+        storage: torch.UntypedStorage,
+        start: Int,
+        box: ir.Box,
+        tell: Callable[[torch.Tensor], object],
+    ) -> bool:
+        """Tells the box of what begins at byte `start` of a storage: `RunSizes.follow`."""
+        ndim = len(box.sizes) + 2
+
+        def told(found: tuple[int, ...]) -> None:
+            here = ir.Box(found[1], found[2:ndim], found[ndim:], box.dtype)
+            tell(at(storage, found[0], here))
+
+        return self.sizes.follow((start, box.offset, *box.sizes, *box.strides), told)
+
+    def _memory(self, name: str, member: int | None) -> list[tuple[torch.UntypedStorage, Int]]:
         """The storage and the first byte of a buffer, if it stays: of a slot, of both copies."""
         buffer = self._buffers[name]
         if buffer.kind == "symmetric":
             slot = self._slots[name]
             copies = slot.copies[slot.me if member is None else member]
-            skip = number(buffer.offset)
+            skip = buffer.offset
             return [(c.untyped_storage(), int(c.storage_offset()) + skip) for c in copies]
         if held := self.registered.get(name):
             copy = held.copies[held.me if member is None else member]
             return [(copy.untyped_storage(), int(copy.storage_offset()))]
-        return [(self.arena, self._starts[name])] if buffer.kind == "local" else []
+        if buffer.kind == "local":
+            return [(self.arena, self._starts[name] + buffer.offset)]
+        return []
 
     def _of_the_run(self, buffer: ir.Buffer, box: ir.Box) -> int:
         family = self._families[buffer.name]
@@ -221,30 +278,34 @@ class ValueTable:
             return family.place
         if not box.numel and buffer.kind == "fresh":  # it may be gone, or not there yet
             device = torch.device("cpu") if buffer.name in self.host else self.device
-            sizes = numbers(box.sizes)
-            return self.constant(torch.empty(sizes, dtype=DTYPES[box.dtype], device=device))
-        place = self._add(None, constant=False)
-        family.views.append((place, box))
+            made = functools.partial(torch.empty, dtype=DTYPES[box.dtype], device=device)
+            return self.numbers(box.sizes, made)
+        place = self._add()
+        self.sizes.follow_box(box, functools.partial(family.views.__setitem__, place))
         return place
 
     def address(self, view: ir.View, member: int | None = None) -> Callable[[], int]:
         """What gives the address of a view in each run, here or in a member's memory."""
         box, items, copies, name = self.box(view), self.items, self.copies, view.buffer
-        skip = number(box.offset) * box.dtype.itemsize
-        found = [storage.data_ptr() + start + skip for storage, start in self._memory(name, member)]
-        if len(found) == 2:
-            first, second = found
-            return lambda: second if copies[name] else first
-        if found:
-            (fixed,) = found
-            return lambda: fixed
-        place = self._families[name].place
-        return lambda: items[place].data_ptr() + skip
+        memory, skip = self._memory(name, member), box.offset * box.dtype.itemsize
+        found = [0] * max(len(memory), 1)
+
+        def tell(numbers: tuple[int, ...]) -> None:
+            found[:] = numbers
+
+        if not memory:
+            place = self._families[name].place
+            self.sizes.follow((skip,), tell)
+            return lambda: items[place].data_ptr() + found[0]
+        self.sizes.follow([st.data_ptr() + start + skip for st, start in memory], tell)
+        if len(memory) == 2:
+            return lambda: found[copies[name]]
+        return lambda: found[0]
 
     def family(self, name: str) -> tuple[int, ...]:
         """All places that hold a buffer of this run or a view of it."""
         family = self._families[name]
-        return (family.place, *(place for place, _ in family.views))
+        return (family.place, *family.views)
 
     def _new(self, box: ir.Box) -> torch.Tensor:
         facts = numbers(box.sizes), numbers(box.strides)
@@ -252,7 +313,7 @@ class ValueTable:
 
     def new(self) -> dict[str, torch.Tensor]:
         """What `begin` allocates where it is not given."""
-        return {name: self._new(box) for name, box in self._allocated}
+        return {name: self._new(box) for name, box in self._allocated.items()}
 
     def begin(self, given: Mapping[str, torch.Tensor], uses: Mapping[str, Use]) -> None:
         """Fills in what this run was given, its slots' copies and the buffers it allocates."""
@@ -261,9 +322,9 @@ class ValueTable:
             self.bind(name, tensor)
         for name, use in uses.items():
             copies[name] = use.copy
-        for place, name, pair in self._symmetric:
+        for place, (name, pair) in self._symmetric.items():
             items[place] = pair[uses[name].copy]
-        for name, box in self._allocated:
+        for name, box in self._allocated.items():
             if name not in given:
                 self.bind(name, self._new(box))
 
@@ -273,15 +334,16 @@ class ValueTable:
         """`begin` for tensors in the order of these names; made once every op is bound."""
         items, families = self.items, [self._families[name] for name in names]
         places = [family.place for family in families]
-        views = [(*view, family.place) for family in families for view in family.views]
+        viewed = [(family.place, family.views) for family in families if family.views]
         more = bool(self._symmetric or self._allocated)
         first, end = (places[0], places[-1] + 1) if places else (0, 0)
         assert places == list(range(first, end)), "inputs come first, then outputs"
 
         def start(tensors: Sequence[torch.Tensor], uses: Mapping[str, Use]) -> None:
             items[first:end] = tensors
-            for place, box, whole in views:
-                items[place] = derive(items[whole], box)
+            for whole, views in viewed:
+                for place, box in views.items():
+                    items[place] = derive(items[whole], box)
             if more or uses:
                 self.begin({}, uses)
 
@@ -290,7 +352,7 @@ class ValueTable:
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         family, items = self._families[name], self.items
         items[family.place] = tensor
-        for place, box in family.views:
+        for place, box in family.views.items():
             items[place] = derive(tensor, box)
 
     def end(self) -> None:
@@ -299,7 +361,7 @@ class ValueTable:
     def drop(self) -> None:
         """Lets go of all memory, for good: who holds this may be garbage of cycles for long."""
         self.registered, self._slots, self.arena = {}, {}, torch.UntypedStorage(0)
-        for held in (self.items, self._template, self._symmetric):
+        for held in (self.items, self._template, self._symmetric, self.sizes):
             held.clear()
 
 

@@ -1,6 +1,6 @@
 """Symbolic sizes of a traced graph, as those of a Program.
 
-    values = symbols(placeholders, args)          # {"s77": 128}, of the call at hand
+    values = Symbols(placeholders).values(args)   # {"s77": 128}, of the call at hand
     with deciding(size_class(values)) as known:
         sizes_of(fake)                            # (s77, 256)
 
@@ -11,7 +11,7 @@ sizes of each call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -72,29 +72,37 @@ def _product(sizes: Iterable[Int]) -> Int:
 _ZERO: Int = 0
 
 
-def symbols(placeholders: Sequence[Any], args: Sequence[Any]) -> dict[str, int]:
-    """The value in a call of each symbol that a graph's arguments have."""
-    found: dict[str, int] = {}
-    pending: list[tuple[Any, int]] = []
-    for fake, given in zip(placeholders, args, strict=True):
-        if isinstance(fake, torch.SymInt):
-            pending.append((fake, int(given)))
-        elif isinstance(fake, torch.Tensor) and isinstance(given, torch.Tensor):
-            pending += zip(
-                (*fake.shape, *fake.stride()), (*given.shape, *given.stride()), strict=True
-            )
-    for number, value in pending:
-        if isinstance(number, torch.SymInt) and isinstance(number.node.expr, sympy.Symbol):
-            found.setdefault(number.node.expr.name, value)
-    needed = {
-        str(symbol)
-        for number, _ in pending
-        if isinstance(number, torch.SymInt)
-        for symbol in number.node.expr.free_symbols
-    }
-    if missing := sorted(needed - found.keys()):
-        raise SizeError(f"no argument is as large as {missing[0]}")
-    return found
+class Symbols:
+    """Where the arguments of a graph tell the symbols that it has."""
+
+    def __init__(self, placeholders: Sequence[Any]) -> None:
+        self._sources: dict[str, tuple[int, Callable[[Any], int]]] = {}
+        needed: set[str] = set()
+        for index, fake in enumerate(placeholders):
+            for number, read in _numbers(fake):
+                expr = number.node.expr
+                needed |= {str(symbol) for symbol in expr.free_symbols}
+                if isinstance(expr, sympy.Symbol):
+                    self._sources.setdefault(expr.name, (index, read))
+        self._missing = sorted(needed - self._sources.keys())
+
+    def values(self, args: Sequence[Any]) -> dict[str, int]:
+        """The value of each in a call."""
+        if self._missing:
+            raise SizeError(f"no argument is as large as {self._missing[0]}")
+        return {name: read(args[index]) for name, (index, read) in self._sources.items()}
+
+
+def _numbers(fake: Any) -> Iterator[tuple[torch.SymInt, Callable[[Any], int]]]:
+    """What is symbolic of an argument, and how to read it in a call."""
+    if isinstance(fake, torch.SymInt):
+        yield fake, int
+    elif isinstance(fake, torch.Tensor):
+        for dim, (size, stride) in enumerate(zip(fake.shape, fake.stride(), strict=True)):
+            if isinstance(size, torch.SymInt):
+                yield size, lambda given, dim=dim: given.shape[dim]
+            if isinstance(stride, torch.SymInt):
+                yield stride, lambda given, dim=dim: given.stride(dim)
 
 
 def size_class(values: Mapping[str, int]) -> SizeClass:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from interlace.errors import BackendError, UnsupportedError
-from interlace.kernels.exchange.moves import MERGING, in_one_shot, moves_of
+from interlace.kernels.exchange.moves import MERGING, ONE_SHOT_NBYTES, in_one_shot, moves_of
 
 if TYPE_CHECKING:
     from interlace.kernels.launch import KernelSource, LoadedKernel
@@ -77,9 +77,12 @@ REDUCED = {
 
 
 def staging_nbytes(kind: str, dtype: torch.dtype, parts: Sequence[int], size: int) -> int:
-    """Bytes of staging that this collective needs on each rank; take the largest of all."""
+    """Bytes of staging that this collective needs on each rank, and any of its kind with fewer
+    elements; take the largest of all."""
     shots = in_one_shot(sum(parts) * dtype.itemsize, size)
     staged = moves_of(kind, parts, 0, size, one_shot=shots).staged
+    if kind == "all_reduce" and not shots:  # smaller ones may stage more
+        staged = max(staged, moves_of(kind, (ONE_SHOT_NBYTES // dtype.itemsize,), 0, size).staged)
     return 2 * staged * dtype.itemsize
 
 

@@ -9,17 +9,17 @@ that the Program declares with other strides than torch gives are copied into th
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from interlace.errors import ExecutorError, ProgramError
-from interlace.ir import Arg, Buffer, Call, Region, View
-from interlace.ir.sizes import numbers
+from interlace.ir import Arg, Box, Buffer, Call, Region, View
+from interlace.ir.sizes import Size, numbers
 from interlace.kernels import KERNELS
 from interlace.runtime.calling import regions as region_calls
 from interlace.runtime.calling.operators import decode, resolve
@@ -68,6 +68,12 @@ Places = int | list["Places"]
 def _spec(arg: Arg, values: ValueTable, device: torch.device) -> Places:
     if isinstance(arg, View):
         return values.own(arg)
+    if isinstance(arg, Size):
+        return values.numbers((arg,), operator.itemgetter(0))
+    if isinstance(arg, tuple) and any(isinstance(item, Size) for item in arg):
+        sizes = [item for item in arg if isinstance(item, int | Size)]
+        if len(sizes) == len(arg):
+            return values.numbers(sizes, list)
     if isinstance(arg, tuple):
         return [_spec(item, values, device) for item in arg]
     return values.constant(decode(arg, device))
@@ -117,19 +123,20 @@ def _invoke(
     if not named_fixed:
         return lambda **outs: fn(*read(), **dict(zip(names, read_named(), strict=True)), **outs)
     if names:
-        fn = functools.partial(fn, **dict(zip(names, read_named(), strict=True)))
-    return functools.partial(fn, *read()) if fixed else lambda **outs: fn(*read(), **outs)
+        fn = partial(fn, **dict(zip(names, read_named(), strict=True)))
+    return partial(fn, *read()) if fixed else lambda **outs: fn(*read(), **outs)
 
 
 def _region(
     op: Call, region: Region, values: ValueTable, device: torch.device, compile_regions: bool
 ) -> Callable[..., Any]:
-    decoded = functools.partial(decode, device=device)
+    decoded = partial(decode, device=device)
     views = op.views()
     touched = {view.buffer for view in views} | {buffer.name for buffer in op.fresh}
-    if not compile_regions or not values.host.isdisjoint(touched):
-        return region_calls.eager(region, resolve, decoded)
     boxes = [values.box(view) for view in views]
+    sized = any(isinstance(n, Size) for box in boxes for n in (*box.sizes, *box.strides))
+    if sized or not compile_regions or not values.host.isdisjoint(touched):
+        return region_calls.eager(region, resolve, decoded)
     layouts = tuple((numbers(box.sizes), numbers(box.strides), DTYPES[box.dtype]) for box in boxes)
     return region_calls.inductor(region, resolve, decoded, layouts, device)
 
@@ -147,27 +154,27 @@ def _into(
 ) -> Thunk:
     """A call that fills its outputs; one that would resize them is an error, not a surprise."""
     items = values.items
-    outs = [
-        (name, values.own(view), numbers(values.box(view).sizes))
-        for name, view in zip(out_names, op.outs, strict=True)
-    ]
+    outs = [(name, values.own(view)) for name, view in zip(out_names, op.outs, strict=True)]
+    wanted: list[tuple[int, ...]] = [() for _ in outs]
+    for index, view in enumerate(op.outs):
+        values.sizes.follow(values.box(view).sizes, partial(wanted.__setitem__, index))
     if len(outs) == 1:
-        ((name, place, size),) = outs
+        ((name, place),) = outs
 
         def run_one() -> None:
             out = items[place]
             call(**{name: out})
-            if out.shape != size:
-                raise resized(op, out.shape, size)
+            if out.shape != wanted[0]:
+                raise resized(op, out.shape, wanted[0])
 
         return run_one
 
     def run() -> None:
-        into = {name: items[place] for name, place, _ in outs}
+        into = {name: items[place] for name, place in outs}
         call(**into)
-        for name, _, size in outs:
-            if into[name].shape != size:
-                raise resized(op, into[name].shape, size)
+        for out, size in zip(into.values(), wanted, strict=True):
+            if out.shape != size:
+                raise resized(op, out.shape, size)
 
     return run
 
@@ -198,104 +205,107 @@ def _flat(result: Any) -> list[torch.Tensor]:
 
 def _fresh(op: Call, fn: Callable[..., Any], call: Callable[[], Any], values: ValueTable) -> Thunk:
     """A call that makes its own outputs; they never share memory with its arguments."""
-    binds = [
-        (buffer, *_layout(buffer), functools.partial(values.bind, buffer.name))
-        for buffer in op.fresh
-    ]
+    made = [_Made(buffer, values) for buffer in op.fresh]
     schema = getattr(fn, "_schema", None)
     aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
-    if len(binds) == 1 and not aliases:
-        ((buffer, dtype, sizes, strides, bind),) = binds
+    if len(made) == 1 and not aliases:
+        (one,) = made
+        dtype, bind = one.dtype, one.bind
 
         def run_one() -> None:
             result = call()
             if not isinstance(result, torch.Tensor):
                 (result,) = _flat(result)
-            if result.stride() != strides or result.shape != sizes or result.dtype != dtype:
-                result = _as_declared(op, buffer, result)
+            if result.stride() != one.strides or result.shape != one.sizes or result.dtype != dtype:
+                result = one.as_declared(op, result)
             bind(result)
 
         return run_one
 
-    missing = _missing(op, values)
-
     def run() -> None:
         given = call()
         results: Sequence[torch.Tensor | None] = _flat(given)
-        if len(results) != len(binds):
-            results = missing(given, results)
-        for (buffer, dtype, sizes, strides, bind), result in zip(binds, results, strict=True):
-            if result is None:
-                continue
-            if aliases:
-                result = result.clone()
-            if result.stride() != strides or result.shape != sizes or result.dtype != dtype:
-                result = _as_declared(op, buffer, result)
-            bind(result)
+        if len(results) != len(made):
+            results = _filled(op, made, given, results)
+        for each, result in zip(made, results, strict=True):
+            if result is not None:
+                each.bind(each.as_declared(op, result.clone() if aliases else result))
 
     return run
 
 
-def _missing(
-    op: Call, values: ValueTable
-) -> Callable[[Any, Sequence[torch.Tensor | None]], Sequence[torch.Tensor | None]]:
+class _Made:
+    """A buffer that a call makes, as the Program declares it."""
+
+    def __init__(self, buffer: Buffer, values: ValueTable) -> None:
+        box = whole(buffer)
+        self.name, self.dtype, self.device = buffer.name, DTYPES[box.dtype], values.device
+        self.bind = partial(values.bind, buffer.name)
+        self.used = buffer.name in values.used
+        self.sizes: tuple[int, ...] = ()
+        self.strides: tuple[int, ...] = ()
+        values.sizes.follow_box(box, self._size)
+
+    def _size(self, box: Box) -> None:
+        self.sizes, self.strides = numbers(box.sizes), numbers(box.strides)
+
+    def fits(self, result: torch.Tensor) -> bool:
+        return result.dtype == self.dtype and result.shape == self.sizes
+
+    def zeros(self) -> torch.Tensor:
+        facts = {"dtype": self.dtype, "device": self.device}
+        return torch.empty_strided(self.sizes, self.strides, **facts).zero_()
+
+    def as_declared(self, op: Call, result: torch.Tensor) -> torch.Tensor:
+        """The result with the strides that the Program's views count on."""
+        if not self.fits(result):
+            raise ExecutorError(
+                f"{op.fn} gives {result.dtype} of shape {list(result.shape)}, but the Program "
+                f"declares {self.name} as {self.dtype} of shape {list(self.sizes)}"
+            )
+        if result.stride() == self.strides or result.numel() == 0:
+            return result
+        if alike(result, self.strides):
+            return result.as_strided(self.sizes, self.strides)
+        facts = {"dtype": self.dtype, "device": result.device}
+        return torch.empty_strided(self.sizes, self.strides, **facts).copy_(result)
+
+
+def _filled(
+    op: Call, made: Sequence[_Made], given: Any, results: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
     """The results, with zeros for those that an operator left out and None for what nobody uses."""
-    declared = [(*_layout(buffer), buffer.name in values.used) for buffer in op.fresh]
-
-    def fill(given: Any, results: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        placed: Sequence[Any] = [item for item in given if item is None or torch.is_tensor(item)]
-        by_place = len(placed) == len(declared)
-        left, found = iter(placed if by_place else results), list[torch.Tensor | None]()
-        here = next(left, None)
-        for dtype, sizes, strides, used in declared:
-            fits = here is not None and here.dtype == dtype and here.shape == sizes
-            if fits:
-                found.append(here)
-            elif used:
-                new = torch.empty_strided(sizes, strides, dtype=dtype, device=values.device)
-                found.append(new.zero_())
-            else:
-                found.append(None)
-            if by_place or fits:
-                here = next(left, None)
-        if here is not None or not results:
-            raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(declared)}")
-        return found
-
-    return fill
-
-
-def _layout(buffer: Buffer) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
-    box = whole(buffer)
-    return DTYPES[box.dtype], numbers(box.sizes), numbers(box.strides)
-
-
-def _as_declared(op: Call, buffer: Buffer, result: torch.Tensor) -> torch.Tensor:
-    """The result with the strides that the Program's views count on."""
-    dtype, sizes, strides = _layout(buffer)
-    if result.dtype != dtype or tuple(result.shape) != sizes:
-        raise ExecutorError(
-            f"{op.fn} gives {result.dtype} of shape {list(result.shape)}, but the Program declares "
-            f"{buffer.name} as {dtype} of shape {list(sizes)}"
-        )
-    if result.numel() == 0:
-        return result
-    if alike(result, strides):
-        return result.as_strided(sizes, strides)
-    return torch.empty_strided(sizes, strides, dtype=dtype, device=result.device).copy_(result)
+    placed: Sequence[Any] = [item for item in given if item is None or torch.is_tensor(item)]
+    by_place = len(placed) == len(made)
+    left, found = iter(placed if by_place else results), list[torch.Tensor | None]()
+    here = next(left, None)
+    for each in made:
+        fits = here is not None and each.fits(here)
+        found.append(here if fits else each.zeros() if each.used else None)
+        if by_place or fits:
+            here = next(left, None)
+    if here is not None or not results:
+        raise ExecutorError(f"{op.fn} gives {len(results)} tensors, not {len(made)}")
+    return found
 
 
 def quick_call(op: Call, fn: Callable[..., Any], values: ValueTable) -> Thunk:
     """A call of one of `QUICK`, of tensors alone: the shape of its result is compared once."""
     items, (view,) = values.items, op.outs
     first, second, *third = [values.own(arg) for arg in op.args if isinstance(arg, View)]
-    out, size, known = values.own(view), numbers(values.box(view).sizes), False
+    out, wanted, known = values.own(view), (), False
+
+    def expect(sizes: tuple[int, ...]) -> None:
+        nonlocal wanted, known
+        wanted, known = sizes, False
 
     def check() -> None:
         nonlocal known
-        if items[out].shape != size:
-            raise resized(op, items[out].shape, size)
+        if items[out].shape != wanted:
+            raise resized(op, items[out].shape, wanted)
         known = True
+
+    values.sizes.follow(values.box(view).sizes, expect)
 
     def run_two() -> None:
         fn(items[first], items[second], out=items[out])
@@ -341,10 +351,15 @@ def _result(arg: Arg, plan: Plan, values: ValueTable) -> int | Callable[[], Any]
         held, box = values.registered, values.box(arg)
         if arg.buffer not in held:
             return values.own(arg)
-        name, all_of_it = arg.buffer, box == whole(plan.buffers[arg.buffer])
+        name, boxes = arg.buffer, list[Box]()
         of_now = lambda: values.registered[name].tensor  # noqa: E731
-        return of_now if all_of_it else lambda: derive(of_now(), box)
+        if box == whole(plan.buffers[name]):
+            return of_now
+        values.sizes.follow_box(box, lambda found: boxes.insert(0, found))
+        return lambda: derive(of_now(), boxes[0])
     if isinstance(arg, tuple):
         return reader_of(arg, plan, values)
+    if isinstance(arg, Size):
+        return values.numbers((arg,), operator.itemgetter(0))
     value = decode(arg, values.device)
     return lambda: value

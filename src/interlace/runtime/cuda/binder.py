@@ -29,7 +29,6 @@ import torch
 from interlace import ir
 from interlace.comm.cuda.driver import Event
 from interlace.comm.cuda.memory import slot_keys
-from interlace.ir.sizes import number
 from interlace.runtime.calling.calls import bind_call
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Point, Thunk, in_turn
 from interlace.runtime.cuda.launches.fused import bind_kernel, bind_member, bind_sum
@@ -173,8 +172,14 @@ class Binder:
         if not source.numel:
             return None
         if source.dtype == target.dtype and source.contiguous and target.contiguous:
-            driver, nbytes = self.driver, number(source.nbytes)
+            driver, nbytes = self.driver, 0
             here, there = values.address(*src), values.address(*dst)
+
+            def size(numbers: tuple[int, ...]) -> None:
+                nonlocal nbytes
+                (nbytes,) = numbers
+
+            values.sizes.follow((source.nbytes,), size)
             return lambda: driver.copy(lane.handle, there(), here(), nbytes)
         items = values.items
         a = values.at(src[0].buffer, source, src[1])

@@ -42,7 +42,7 @@ from interlace.runtime.cuda.lanes import OpTimer
 from interlace.runtime.cuda.sharing import hears_all, share
 from interlace.runtime.cuda.waits.marks import Marks
 from interlace.runtime.cuda.waits.watchdog import Watched, watchdog
-from interlace.runtime.engine import Engine, EngineContext
+from interlace.runtime.engine import EngineContext
 from interlace.runtime.prepare.plan import homes
 
 MARKS = 1024
@@ -81,7 +81,7 @@ class Changes:
 class CudaEngine:
     share = staticmethod(share)
 
-    def __init__(self, context: EngineContext, like: Engine | None = None) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self.context, self.device = context, context.device
         spaces: Any = context.resources.spaces
         self.sides = list({id(s.side): s.side for s in spaces.values()}.values())
@@ -163,9 +163,7 @@ class CudaEngine:
         if at is None:  # `admit` did not look at the current device
             with torch.cuda.device(self.device):
                 return self.issue(inputs, out, ())
-        if self._under_way:
-            name = self.context.label.name
-            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+        self.refuse_nested()
         driver, graphs, pair, turn = self.driver, self.graphs, None, 0
         if self._controls:
             self._enter(inputs, out)
@@ -205,13 +203,18 @@ class CudaEngine:
                 self.changes.tell(inputs, out)
             self.watched.issuing = False
 
+    def refuse_nested(self) -> None:
+        if self._under_way:
+            name = self.context.label.name
+            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+
     def _enter(self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None) -> None:
         """Tells the peers that this rank enters a run; raises where it cannot."""
         watched, context = self.watched, self.context
         watched.issuing = True  # before it enters: `Watchdog.leave`
         try:
             for control in self._controls:
-                control.enter(*context.label)
+                control.enter(*context.label.entry)
             if context.values.registered:
                 context.inputs.check_places(inputs)
                 if out is not None:
@@ -225,8 +228,10 @@ class CudaEngine:
     def _begin(self) -> tuple[int, Event, Event]:
         """The caller's stream, after the last run on another; the events of a run."""
         stream = self._raw_stream(self._index)
-        self.since = time.monotonic()
         run = self.entered = self.issued + 1
+        if not self._keeps:
+            return stream, *self.marks.events[0]
+        self.since = time.monotonic()
         for owner in self._owners:
             last = owner.last
             if last is not None and last[0] != stream:
@@ -247,7 +252,7 @@ class CudaEngine:
             if had_grad:
                 self._grad(False)
             made = context.outputs.new() if out is None else out
-            self._start((*inputs, *made), self.uses())
+            self._start((*inputs, *made), self.uses() if self.sides else NO_USES)
             if context.options.trace:
                 self.timed.begin()
             for side in self._used:

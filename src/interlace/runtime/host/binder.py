@@ -23,6 +23,7 @@ from interlace.comm import (
     exchange,
 )
 from interlace.comm.backends import cut
+from interlace.comm.collectives import Run
 from interlace.options import BACKENDS
 from interlace.runtime.calling.calls import Thunk
 from interlace.runtime.engine import EngineContext, unbound
@@ -130,11 +131,19 @@ class HostBinder:
         src = None if op.src is None else self.values.own(op.src)
         dst = None if op.dst is None else self.values.own(op.dst)
         if turn.backend == "peer":
-            run = bind_peer_collective(self.resources.spaces[op.team], spec, turn.number)
+            space = self.resources.spaces[op.team]
+            bind = lambda spec: bind_peer_collective(space, spec, turn.number)  # noqa: E731
         else:
             backend = self.resources.backends[op.team, turn.backend]
             wait = replace(wait, behind=control.behind, cut=partial(cut, backend))
-            run = bind_collective(backend, spec, wait.time_out_s)
+            bind = lambda spec: bind_collective(backend, spec, wait.time_out_s)  # noqa: E731
+        run: Run | None = None
+
+        def size(parts: tuple[int, ...]) -> None:
+            nonlocal run
+            run = bind(replace(spec, parts=parts))
+
+        self.values.sizes.follow(spec.parts, size)
         before = (op.team, turn.backend, turn.number - 1) if turn.number > 1 else None
         mine = (op.team, turn.backend, turn.number)
 
@@ -143,6 +152,7 @@ class HostBinder:
                 order.pass_by(before, wait)
             control.reach(queue, turn.number, wait)
             source = None if src is None else items[src]
+            assert run is not None
             run(source, None if dst is None else items[dst], wait)
             order.reach(mine)
 

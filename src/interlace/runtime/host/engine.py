@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -28,13 +27,7 @@ from interlace.ir import VALUE_BITS, Call, Collective, Group, Op, Recv, Send, in
 from interlace.runtime.calling.calls import Thunk, bind_call
 from interlace.runtime.engine import Engine, EngineContext, ShareRequest, TeamResources
 from interlace.runtime.host.binder import HostBinder
-from interlace.runtime.host.streams import (
-    LocalProgress,
-    Stream,
-    StreamOrder,
-    StreamThread,
-    StreamThreads,
-)
+from interlace.runtime.host.streams import LocalProgress, Stream, StreamOrder, StreamThread
 from interlace.runtime.prepare.plan import releases
 from interlace.runtime.prepare.registered import written
 
@@ -49,7 +42,7 @@ class Stopped(BaseException):
 class CpuEngine(Engine):
     """Runs the bound ops of one rank. A run that returned has ended, and raised what failed."""
 
-    def __init__(self, context: EngineContext, like: Engine | None = None) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self._spans: list[tuple[int, float, float]] = []
         self.context = context
         self._program, self._rank = context.plan.program, context.plan.rank
@@ -59,8 +52,7 @@ class CpuEngine(Engine):
         self._results, self._label = context.results, context.label
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
-        threads = like._threads if isinstance(like, CpuEngine) else StreamThreads()
-        self._threads = threads
+        self._workers: list[StreamThread] = []
         self._order = StreamOrder(self._flight)
         streams = context.plan.program.streams()
         self._entered: list[Any] = [control for _, _, control in self._teams]
@@ -77,8 +69,8 @@ class CpuEngine(Engine):
         self._takes = [(buffer, resources.slots[buffer]) for buffer in context.plan.takes]
         self._values = context.values
         self._start = context.values.starter((*self._inputs.names, *self._outputs.names))
+        self._under_way = False
         self._grad: Callable[[bool], None] = torch._C._set_grad_enabled  # pyright: ignore
-        self._threads.used()
 
     @staticmethod
     def share(request: ShareRequest) -> TeamResources:
@@ -201,11 +193,10 @@ class CpuEngine(Engine):
         at: object | None = None,
     ) -> tuple[Any, ...]:
         """Enters the teams, fills the table, drives the streams and reads the results."""
-        tag, name, text = self._label
-        if self._threads.busy:
-            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
+        self.refuse_nested()
+        tag, name, text = self._label.entry
         had_grad, mark = torch.is_grad_enabled(), 0
-        self._threads.busy = True
+        self._under_way = True
         try:
             if had_grad:
                 self._grad(False)
@@ -241,7 +232,12 @@ class CpuEngine(Engine):
             self._end()
             if had_grad:
                 self._grad(True)
-            self._threads.busy = False
+            self._under_way = False
+
+    def refuse_nested(self) -> None:
+        if self._under_way:
+            name = self._label.name
+            raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -260,20 +256,21 @@ class CpuEngine(Engine):
 
     def _drive_all(self, mark: int) -> None:
         """Runs every stream to its end, each on its thread."""
-        workers = self._threads.of(self._others)
-        lost = [worker.name for worker in workers if worker.lost]
+        if not self._workers:
+            self._workers = [StreamThread(stream.name, self._drive) for stream in self._others]
+        lost = [worker.name for worker in self._workers if worker.lost]
         if lost:
             raise ExecutorError(f"stream {lost[0]} of rank {self._rank} still hangs: make another")
         mode = torch.get_num_threads(), torch.is_inference_mode_enabled()
-        for worker, stream in zip(workers, self._others, strict=True):
-            worker.start_run(partial(self._drive, stream, mark), mode)
+        for worker, stream in zip(self._workers, self._others, strict=True):
+            worker.start_run(stream, mark, mode)
         self._drive(self._first, mark)
         self._join(self.context.time_out_s)
 
     def _join(self, time_out_s: float) -> None:
         """Waits for the other streams; one that hangs in a computation gets a time-out's grace."""
         patience: Patience | None = None
-        for worker in self._threads.threads:
+        for worker in self._workers:
             while not self._ended(worker):
                 if self._failure is None:
                     continue
@@ -362,7 +359,9 @@ class CpuEngine(Engine):
         return self._spans
 
     def close(self) -> None:
-        self._threads.let_go()
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.stop()
 
 
 def _listed(

@@ -10,7 +10,7 @@ Note [Threads and arithmetic]
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -92,22 +92,23 @@ class LocalProgress:
 
 
 class StreamThread:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, drive: Callable[[Stream, int], None]) -> None:
         self.name = name
         self.lost = False
         self.finished = threading.Semaphore(0)
         self._go = threading.Semaphore(0)
-        self._run: Callable[[], None] | None = None
+        self._run: tuple[Stream, int] | None = None
         self._mode = (0, False)
+        self._drive = drive
         self._thread = threading.Thread(
             target=self._live, name=f"interlace stream {name}", daemon=True
         )
         self._thread.start()
 
-    def start_run(self, run: Callable[[], None], mode: tuple[int, bool]) -> None:
-        """Runs a stream, in the caller's `mode` (number of threads, inference mode); then
+    def start_run(self, stream: Stream, mark: int, mode: tuple[int, bool]) -> None:
+        """Runs this stream, in the caller's `mode` (number of threads, inference mode); then
         `finished` is released."""
-        self._run, self._mode = run, mode
+        self._run, self._mode = (stream, mark), mode
         self._go.release()
 
     def _live(self) -> None:
@@ -120,7 +121,7 @@ class StreamThread:
             if wanted != num_threads:
                 torch.set_num_threads(num_threads := wanted)
             with torch.inference_mode(inference), torch.no_grad():
-                self._run()
+                self._drive(*self._run)
             self._run = None
             self.finished.release()
 
@@ -130,30 +131,3 @@ class StreamThread:
         self._go.release()
         if not self.lost and threading.current_thread() is not self._thread:
             self._thread.join(5.0)
-
-
-class StreamThreads:
-    """The threads of a Program's streams but the first, for its engines: one for each size."""
-
-    def __init__(self) -> None:
-        self.threads: list[StreamThread] = []
-        self.busy = False
-        """Whether a run of one of the engines is under way."""
-        self._users = 0
-
-    def of(self, streams: Sequence[Stream]) -> list[StreamThread]:
-        """A thread for each stream."""
-        self.threads = self.threads or [StreamThread(stream.name) for stream in streams]
-        return self.threads
-
-    def used(self) -> None:
-        """Notes one engine more."""
-        self._users += 1
-
-    def let_go(self) -> None:
-        """Ends the threads when no engine is left."""
-        self._users -= 1
-        if not self._users:
-            threads, self.threads = self.threads, []
-            for thread in threads:
-                thread.stop()

@@ -61,6 +61,18 @@ class Plan:
     alike: bool
     """Whether the ranks all have this list, and not each its own."""
 
+    def of(self, program: ir.Program) -> Plan:
+        """The plan of the same Program with its named sizes, where this one's are the largest:
+        what is set aside for a run stays that much."""
+        box, where = program.boxes(self.rank), program.where(self.rank)
+        specs = {
+            index: replace(spec, parts=collective_spec(op, where, box).parts)
+            for index, spec in self.specs.items()
+            if isinstance(op := program.ops[index], ir.Collective)
+        }
+        facts = {"where": where, "box": box, "specs": specs}
+        return replace(self, program=program, buffers=program.buffers(), **facts)
+
     def members(self, team: str, peer: ir.Index | ir.Others) -> tuple[int, ...]:
         member = self.where.member(team)
         if isinstance(peer, ir.Others):

@@ -11,10 +11,12 @@ Note [The same bits in order]
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from interlace.ir import Box, Call, Fused, Record, View, sizes
+from interlace.ir import Box, Call, Fused, Record, View
 from interlace.ir.kernels import KernelMatmul, factors, kernel_matmul
 from interlace.kernels.gemm import support
 from interlace.runtime.cuda.lanes import CounterPoint, Lane, Thunk
@@ -49,17 +51,24 @@ def bind_member(binder: Binder, lane: Lane, op: Fused, call: Call) -> Thunk | No
         return None
     from interlace.kernels.gemm.matmul import GatherMatmul
 
-    matmul = _matmul(binder, op)
-    config = _kernel(binder, matmul).config
-    (rows, _) = binder.plan.box(product.a).sizes
-    facts = {**_facts(matmul), "rows": rows, "size": 1, "rank": 0}
-    launch = GatherMatmul(**facts, device=binder.context.device, config=config).launch
+    matmul, launch = _matmul(binder, op), None
+
+    def size(numbers: tuple[int, ...]) -> None:
+        nonlocal launch
+        whole = replace(matmul, rows=numbers[0], inner=numbers[1], columns=numbers[2])
+        facts = {**_facts(whole), "rows": numbers[3], "size": 1, "rank": 0}
+        config = _kernel(binder, whole).config
+        launch = GatherMatmul(**facts, device=binder.context.device, config=config).launch
+
+    sizes = matmul.rows, matmul.inner, matmul.columns, binder.plan.box(product.a).sizes[0]
+    binder.values.sizes.follow(sizes, size)
     values, items = binder.values, binder.values.items
     a, b, out = values.own(product.a), values.own(product.b), values.own(product.out)
     c = None if product.bias is None else values.own(product.bias)
 
     def run() -> None:
         added = None if c is None else items[c]
+        assert launch is not None
         launch(lane.handle, items[a], items[b], None, items[out], added, 0, 0)
 
     return _aligned(lane, items, run, (a, b) if c is None else (a, b, c), out)
@@ -76,6 +85,16 @@ def _facts(matmul: KernelMatmul) -> dict[str, Any]:
     return {**facts, "dtype": DTYPES[matmul.dtype], "bias": matmul.bias is not None}
 
 
+def _follow(binder: Binder, matmul: KernelMatmul, tell: Callable[[Any], object]) -> None:
+    """Tells the kernel for the sizes of the run."""
+
+    def size(numbers: tuple[int, ...]) -> None:
+        rows, inner, columns = numbers
+        tell(_kernel(binder, replace(matmul, rows=rows, inner=inner, columns=columns)))
+
+    binder.values.sizes.follow((matmul.rows, matmul.inner, matmul.columns), size)
+
+
 def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
     facts, asked = _facts(matmul), matmul.kernel
     if asked.kind == "gather_matmul":
@@ -88,8 +107,13 @@ def _kernel(binder: Binder, matmul: KernelMatmul) -> Any:
 
 
 def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
-    values, items = binder.values, binder.values.items
-    launch = _kernel(binder, matmul).launch
+    values, items, launch = binder.values, binder.values.items, None
+
+    def take(kernel: Any) -> None:
+        nonlocal launch
+        launch = kernel.launch
+
+    _follow(binder, matmul, take)
     space = binder.spaces[matmul.team]
     gates, value = space.own(matmul.signal, 0), matmul.value
     x, slots, y = values.at(*matmul.own), values.at(*matmul.others), values.at(*matmul.whole)
@@ -99,6 +123,7 @@ def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
     def run() -> None:
         added = None if bias is None else items[bias]
         due = space.base + value
+        assert launch is not None
         launch(lane.handle, items[x], items[w], items[slots], items[y], added, gates, due)
 
     return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), y)
@@ -106,13 +131,19 @@ def _gather(binder: Binder, lane: Lane, matmul: KernelMatmul) -> Thunk:
 
 def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMatmul) -> Thunk:
     values, items, pieces = binder.values, binder.values.items, matmul.kernel.pieces
-    kernel: Any = _kernel(binder, matmul)
-    assert kernel.subs == pieces, "validate asks for ranges of whole tiles"
     binding, counters = binder.binding, binder.spaces[matmul.team].local(matmul.size * pieces)
-    tiles = kernel.raised
+    launch, tiles, runs, before = None, 0, 0, 0
 
     def due() -> int:
-        return binding.runs * tiles
+        return before + (binding.runs - runs) * tiles
+
+    def take(kernel: Any) -> None:
+        nonlocal launch, tiles, runs, before
+        assert kernel.subs == pieces, "validate asks for ranges of whole tiles"
+        before, runs = due(), binding.runs
+        launch, tiles = kernel.launch, kernel.raised
+
+    _follow(binder, matmul, take)
 
     spot = 0
     for part, (chunk, piece) in zip(op.parts, matmul.order, strict=True):
@@ -124,10 +155,10 @@ def _scatter(binder: Binder, lane: Lane, index: int, op: Fused, matmul: KernelMa
     x, stage, own = values.at(*matmul.whole), values.at(*matmul.others), values.at(*matmul.own)
     w = values.own(matmul.weight)
     bias = None if matmul.bias is None else values.own(matmul.bias)
-    launch = kernel.launch
 
     def run() -> None:
         added = None if bias is None else items[bias]
+        assert launch is not None
         launch(lane.handle, items[x], items[w], items[stage], items[own], added, counters)
 
     return _aligned(lane, items, run, (x, w) if bias is None else (x, w, bias), own)
@@ -183,12 +214,18 @@ def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
 
     dtype = DTYPES[box.dtype]
     fits = dtype in TYPES and box.dtype == to.dtype and box.numel > 0
-    if not (fits and each.contiguous and to.contiguous):
+    if not (fits and isinstance(box.sizes[0], int) and each.contiguous and to.contiguous):
         return None
-    count, stride = sizes.number(to.numel), sizes.number(box.strides[0])
-    aligned = not (count | stride) * dtype.itemsize % support.ALIGNMENT
     facts = {"size": box.sizes[0], "dtype": dtype, "device": binder.context.device}
-    launch = SumSlots(**facts, aligned=aligned).launch
+    count, stride, aligned, launch = 0, 0, False, None
+
+    def size(numbers: tuple[int, ...]) -> None:
+        nonlocal count, stride, aligned, launch
+        count, stride = numbers
+        aligned = not (count | stride) * dtype.itemsize % support.ALIGNMENT
+        launch = SumSlots(**facts, aligned=aligned).launch
+
+    binder.values.sizes.follow((to.numel, box.strides[0]), size)
     items, a, b = binder.values.items, binder.values.own(slots), binder.values.own(out)
 
     def by_torch() -> None:
@@ -201,6 +238,7 @@ def bind_sum(binder: Binder, lane: Lane, op: Call) -> Thunk | None:
         if aligned and (source | target) % support.ALIGNMENT:
             slowly()
         else:
+            assert launch is not None
             launch(lane.handle, source, stride, target, count)
 
     return run

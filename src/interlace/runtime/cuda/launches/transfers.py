@@ -8,40 +8,49 @@ ensure_area(side, topic, specs, time_out_s)          # all ranks, together, whil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from interlace.comm import Spec
 from interlace.comm.collectives import check_reduction
-from interlace.comm.cuda.nccl import bind_messages, bind_on_stream
+from interlace.comm.cuda.nccl import Run, bind_messages, bind_on_stream
 from interlace.comm.cuda.side import CudaSide
 from interlace.errors import UnsupportedError
 from interlace.ir import Collective, Recv, Send
 from interlace.runtime.cuda.lanes import EventPoint, Lane, Thunk, in_turn
+from interlace.runtime.run_sizes import RunSizes
 
 if TYPE_CHECKING:
     from interlace.runtime.cuda.binder import Binder
 
 
 def collective(binder: Binder, lane: Lane, index: int, op: Collective) -> Thunk | None:
-    turn, spec = binder.plan.turns[index], binder.plan.specs[index]
+    turn, spec, sizes = binder.plan.turns[index], binder.plan.specs[index], binder.values.sizes
     items = binder.values.items
     src = None if op.src is None else binder.values.own(op.src)
     dst = None if op.dst is None else binder.values.own(op.dst)
     if turn.backend == "peer":
         side = binder.spaces[op.team].side
-        issue = bind_exchange(side, spec, lambda: lane.handle, items, src, dst)
+        issue = bind_exchange(side, spec, sizes, lambda: lane.handle, items, src, dst)
         if issue is None or spec.size == 1:
             return None if issue is None else lane.within(issue)
         return _after_the_last(binder, lane, op.team, issue)
     backend = binder.resources.backends[op.team, turn.backend]
-    issue = bind_on_stream(backend, spec, binder.context.time_out_s)
     check = binder.check
+    bound: Run | None = None
+
+    def size(parts: tuple[int, ...]) -> None:
+        nonlocal bound
+        bound = bind_on_stream(backend, replace(spec, parts=parts), binder.context.time_out_s)
+
+    sizes.follow(spec.parts, size)
 
     def run() -> None:
         check()  # Note [Aborts] in nccl.py
-        issue(None if src is None else items[src], None if dst is None else items[dst])
+        assert bound is not None
+        bound(None if src is None else items[src], None if dst is None else items[dst])
 
     return lane.within(run)
 
@@ -101,6 +110,7 @@ def ensure_area(side: CudaSide, topic: str, specs: Sequence[Spec], time_out_s: f
 def bind_exchange(
     side: CudaSide,
     spec: Spec,
+    sizes: RunSizes,
     handle: Callable[[], int],
     items: Sequence[torch.Tensor],
     src: int | None,
@@ -116,16 +126,22 @@ def bind_exchange(
         return None
     if spec.size == 1:
         return _alone(items, src, dst)
-    area = side.the_area
-    bound = PeerExchange(
-        *(spec.kind, spec.dtype, spec.parts, spec.me, spec.size, side.device),
-        *(area.stages, area.stage_nbytes, area.flags, area.words),
-        reduce=spec.reduce,
-        root=spec.root,
-        merges=spec.merges,
-    ).prepare()
+    area, bound = side.the_area, None
+
+    def size(parts: tuple[int, ...]) -> None:
+        nonlocal bound
+        bound = PeerExchange(
+            *(spec.kind, spec.dtype, parts, spec.me, spec.size, side.device),
+            *(area.stages, area.stage_nbytes, area.flags, area.words),
+            reduce=spec.reduce,
+            root=spec.root,
+            merges=spec.merges,
+        ).prepare()
+
+    sizes.follow(spec.parts, size)
 
     def run() -> None:
+        assert bound is not None
         into = 0 if dst is None else items[dst].data_ptr()
         bound.launch(handle(), into if src is None else items[src].data_ptr(), into)
 

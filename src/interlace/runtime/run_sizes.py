@@ -1,0 +1,77 @@
+"""The named sizes of the run under way, and what depends on them.
+
+A Program is bound once for a class of sizes. Whoever needs a size as a number follows it:
+
+    sizes = RunSizes({"S": 128})
+    sizes.follow((S // 2, 64), tell)      # tell((64, 64)) now
+    sizes.turn((96,))                     # tell((48, 64)): runs are of S = 96 from now on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from interlace.ir import Box
+from interlace.ir.sizes import Int, Size, at
+
+Tell = Callable[[tuple[int, ...]], object]
+
+
+class RunSizes:
+    """The values of a Program's named sizes, and those who are told them."""
+
+    def __init__(self, values: Mapping[str, int]) -> None:
+        self.values = dict(values)
+        self._followed: list[tuple[Tell, tuple[Int, ...]]] = []
+        self._numbers: Callable[..., Sequence[tuple[int, ...]]] | None = None
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        """The values, in the order of the names."""
+        return tuple(self.values.values())
+
+    def follow(self, sizes: Sequence[Int], tell: Tell) -> bool:
+        """Calls `tell` with the numbers that these sizes are, now and whenever others come; whether
+        others may come."""
+        differ = any(isinstance(size, Size) for size in sizes)
+        if differ:
+            self._followed.append((tell, tuple(sizes)))
+            self._numbers = None
+        tell(tuple([at(size, self.values) for size in sizes]))
+        return differ
+
+    def follow_box(self, box: Box, tell: Callable[[Box], object]) -> None:
+        """The same for a box, whose numbers are its offset, sizes and strides."""
+        ndim = len(box.sizes)
+
+        def told(numbers: tuple[int, ...]) -> None:
+            tell(Box(numbers[0], numbers[1 : ndim + 1], numbers[ndim + 1 :], box.dtype))
+
+        self.follow((box.offset, *box.sizes, *box.strides), told)
+
+    def turn(self, at: Sequence[int]) -> None:
+        """Tells all who follow the numbers for these values of the named sizes."""
+        evaluate = self._numbers
+        if evaluate is None:
+            asked = [sizes for _, sizes in self._followed]
+            evaluate = self._numbers = _evaluator(self.values, asked)
+        self.values.update(zip(self.values, at, strict=True))
+        for (tell, _), numbers in zip(self._followed, evaluate(*at), strict=True):
+            tell(numbers)
+
+    def clear(self) -> None:
+        """Forgets who follows, and the memory that they hold."""
+        self._followed.clear()
+        self._numbers = None
+
+
+def _evaluator(names: Mapping[str, int], asked: Sequence[tuple[Int, ...]]) -> Any:
+    """One function for all sizes, from their text: evaluated one by one they take ten times as
+    long, in every run of other sizes."""
+    given = {name: f"_{number}" for number, name in enumerate(names)}  # a name may be a keyword
+    texts = [
+        f"({''.join(f'{s.renamed(given) if isinstance(s, Size) else s},' for s in sizes)})"
+        for sizes in asked
+    ]
+    return eval(f"lambda {', '.join(given.values())}: ({''.join(f'{text},' for text in texts)})")
