@@ -6,7 +6,8 @@
 
 Bound Programs are kept by signature (sizes, strides, element types, numbers); the least recently
 used goes when there are more than `Options.cache_size`. They are freed with the graph (as
-`torch.compiler.reset()` drops it), and when one of their process groups is destroyed.
+`torch.compiler.reset()` drops it), and when one of their process groups is destroyed. A graph of
+which sizes are data has none: see Note [Sizes that are data] in importing/exchanges.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.backends.debugging import boxed_nop
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +33,7 @@ from interlace.frontend.calling.specialise import (
     recorded_signature,
     signature,
 )
+from interlace.frontend.importing.exchanges import Exchange
 from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.symbols import symbols
 from interlace.frontend.teams import Teams
@@ -47,6 +50,8 @@ class Setting:
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
     device: str = "cpu"
+    numbers: bool | None = None
+    """Whether TorchDynamo traced a function that takes numbers; None: it traced none."""
 
 
 class Shelf:
@@ -109,7 +114,10 @@ class CompiledGraph:
         self._boxed_call = True  # AOTAutograd looks for it on the object itself
         self.kind = kind
         self.setting = setting
+        self.graph = gm.graph
         self._gm = gm
+        self._exchange = Exchange(gm.graph)
+        self._as_traced: Callable[[list[Any]], Any] | None = None
         self._traced = recorded_signature(gm)
         self._placeholders = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
         self._shelf = Shelf(setting.options.cache_size)
@@ -126,6 +134,11 @@ class CompiledGraph:
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
                 return self(args)
+        if self.runs_as_traced:
+            if self._as_traced is None:
+                self._shelf.clear()
+                self._as_traced = boxed_nop(self._gm, [])
+            return list(self._as_traced(args))
         last = self._shelf.last
         if last is None or not has_signature(args, last[0]):
             key = signature(args)
@@ -143,8 +156,17 @@ class CompiledGraph:
         """Its bound Programs, the most recently used last."""
         return self._shelf.all()
 
+    @property
+    def runs_as_traced(self) -> bool:
+        """Whether it has no Program, since the sizes of an exchange in it are data."""
+        return self._exchange.sizes_are_data
+
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
+        if self.setting.numbers is not None:
+            self._exchange.ask(self.kind, self.setting.numbers, self.setting.options.time_out_s)
+        if self.runs_as_traced:
+            return
         if self._traced is not None and self._shelf.get(self._traced) is None:
             with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
                 self._bind(self._traced, None)
