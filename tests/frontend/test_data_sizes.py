@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.group, self.ranks = dist.group.WORLD, dist.get_world_size()
+        self.group, self.ranks = dist.distributed_c10d._get_default_group(), dist.get_world_size()
         self.up = nn.Parameter(torch.randn(DIM // self.ranks + 1, HIDDEN))
         self.down = nn.Parameter(torch.randn(HIDDEN, DIM))
 
@@ -66,7 +66,8 @@ def run(steps: list[Routes], seed: int, grad: bool, whole: bool = False) -> dict
     model, wrong, keys = Experts(), [], []
     scalars = torch._dynamo.config.patch(capture_scalar_outputs=whole)
     with capture() as captured, torch.set_grad_enabled(grad), scalars:
-        call = torch.compile(model, backend=backend, options={"time_out_s": 20.0})
+        options: Any = {"time_out_s": 20.0}
+        call = torch.compile(model, backend=backend, options=options)
         for number, routes in enumerate(steps):
             sent = routes[rank]
             x = torch.randn(sum(sent), DIM)
@@ -135,3 +136,27 @@ def test_tokens_one_by_one(pool: Pool, seed: int) -> None:
     for told in pool(3).run(run, steps, seed, False, time_out_s=110):
         check(told)
         assert told["bound"] == 0
+
+
+def split_by_counts(counts: list[list[int]]) -> tuple[bool, str]:
+    """Whether experts on one rank do as in eager, and what `explain` says of them."""
+    torch.compiler.reset()
+
+    def experts(x: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
+        parts = zip(torch.split(x, sizes), weights, strict=True)
+        return torch.cat([part @ weight for part, weight in parts])
+
+    equal, weights = True, torch.randn(2, DIM, DIM)
+    with capture() as captured:
+        call = torch.compile(experts, backend=backend)
+        for sizes in counts:
+            x = torch.randn(sum(sizes), DIM)
+            equal &= torch.equal(call(x, weights, sizes), experts(x, weights, sizes))
+    return equal, captured.explain()
+
+
+def test_counts_of_one_rank(pool: Pool) -> None:
+    """Of some sizes there is no class: then no Program is made for every new one."""
+    for equal, text in pool(2).run(split_by_counts, [[3, 5], [10, 7], [20, 9], [0, 4], [6, 6]]):
+        assert equal
+        assert "0 communications, runs as traced" in text

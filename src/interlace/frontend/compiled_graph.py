@@ -33,7 +33,7 @@ from interlace.frontend.calling.specialise import (
     recorded_signature,
     signature,
 )
-from interlace.frontend.importing.exchanges import Exchange
+from interlace.frontend.importing.exchanges import Exchange, communications
 from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.symbols import symbols
 from interlace.frontend.teams import Teams
@@ -117,6 +117,7 @@ class CompiledGraph:
         self.graph = gm.graph
         self._gm = gm
         self._exchange = Exchange(gm.graph)
+        self._unclassed = False
         self._as_traced: Callable[[list[Any]], Any] | None = None
         self._traced = recorded_signature(gm)
         self._placeholders = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
@@ -135,14 +136,14 @@ class CompiledGraph:
             with torch._C._DisableAutocast():
                 return self(args)
         if self.runs_as_traced:
-            if self._as_traced is None:
-                self._shelf.clear()
-                self._as_traced = boxed_nop(self._gm, [])
-            return list(self._as_traced(args))
+            return self._run_as_traced(args)
         last = self._shelf.last
         if last is None or not has_signature(args, last[0]):
             key = signature(args)
-            self._shelf.last = last = (key, self._for(key, args))
+            found = self._for(key, args)
+            if found is None:
+                return self._run_as_traced(args)
+            self._shelf.last = last = (key, found)
         given = list(args)
         args.clear()
         tell = self.listener(given) if self.listener is not None else None
@@ -158,8 +159,9 @@ class CompiledGraph:
 
     @property
     def runs_as_traced(self) -> bool:
-        """Whether it has no Program, since the sizes of an exchange in it are data."""
-        return self._exchange.sizes_are_data
+        """Whether it has no Program: the sizes of an exchange in it are data, or it communicates
+        nothing and has sizes of which there is no class."""
+        return self._unclassed or self._exchange.sizes_are_data
 
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
@@ -175,17 +177,26 @@ class CompiledGraph:
         """Frees its bound Programs; a later call makes them anew."""
         self._shelf.clear()
 
-    def _for(self, key: Hashable, args: Sequence[Any]) -> Bound:
+    def _run_as_traced(self, args: list[Any]) -> list[Any]:
+        if self._as_traced is None:
+            self._shelf.clear()
+            self._as_traced = boxed_nop(self._gm, [])
+        return list(self._as_traced(args))
+
+    def _for(self, key: Hashable, args: Sequence[Any]) -> Bound | None:
         """The bound Program for arguments of this signature: of a class of sizes, if there can be
-        one, else of these very sizes."""
+        one, else of these very sizes where it communicates. None: there is to be none."""
         found = self._shelf.get(key)
         if found is not None or self._traced is not None or self.setting.device != "cpu":
             return found or self._bind(key, args)
         try:
             sizes = symbols(self._placeholders, args)
-            return self._shelf.fitting(sizes) or self._bind(("class", key), args, sizes)
+            found = self._shelf.fitting(sizes) or self._bind(("class", key), args, sizes)
         except SizeError:
-            return self._bind(key, args)
+            found = None
+        if found is None or found.executor.sizes == found.executor.sizes.alone():
+            self._unclassed = not any(communications(self.graph))
+        return None if self._unclassed else found or self._bind(key, args)
 
     def _bind(
         self,

@@ -61,7 +61,8 @@ def _as_traced(graph: CompiledGraph) -> str:
         for i, node in enumerate(nodes, 1)
         for _, kind, _ in [str(node.target).split(".")]
     ]
-    return "\n".join([f"{_head(graph.kind, len(rows))}, runs as traced", *_columns(rows)])
+    why = [] if rows else ["  frontend: its sizes change, and no class of them has one Program"]
+    return "\n".join([f"{_head(graph.kind, len(rows))}, runs as traced", *_columns(rows), *why])
 
 
 def _head(kind: str, count: int) -> str:
