@@ -201,3 +201,27 @@ def test_ranks_with_other_lengths_are_told(pool: Pool) -> None:
     told = pool(2).run(other_lengths, time_out_s=60, replace=True)
     assert all(told), told
     assert any("s0 = 20" in each and "s0 = 24" in each for each in told), told
+
+
+@pytest.mark.timeout(240)
+def test_inductor_compiles_what_communicates_nothing() -> None:
+    """As it does on a GPU, where regions are its own by default."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU())
+    with capture() as captured:
+        options: Any = {"regions": "inductor"}
+        call = torch.compile(model, backend=backend, dynamic=True, options=options)
+        for length in (5, 9, 3):
+            x = torch.randn(length, 6)
+            found: list[list[torch.Tensor]] = []
+            for way in (call, model):
+                given = x.clone().requires_grad_()
+                out = way(given)
+                out.square().sum().backward()
+                assert given.grad is not None
+                found.append([out.detach(), given.grad, *gradients(model).values()])
+                model.zero_grad()
+            for mine, eager in zip(*found, strict=True):
+                assert torch.allclose(mine, eager, rtol=1e-4, atol=1e-4)
+    assert captured.bound == []
+    assert captured.explain().count("compiled by Inductor as a whole") == 2

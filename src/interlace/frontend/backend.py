@@ -20,8 +20,9 @@ from typing import Any
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.source import AttrSource, LocalSource
 from torch._functorch import config as functorch_config
-from torch._guards import TracingContext, tracing
+from torch._guards import ChainedSource, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,6 +30,7 @@ from interlace.errors import InterlaceError, OptionError
 from interlace.frontend.calling.arguments import with_sizes, without_waiting
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.explain import notice
+from interlace.frontend.importing.exchanges import forget
 from interlace.frontend.importing.grouped import equal_groups
 from interlace.frontend.importing.nodes import is_state, label
 from interlace.frontend.importing.types import device_of
@@ -135,6 +137,7 @@ class Backend:
 
     def reset(self) -> None:
         """Frees every Executor; `torch.compiler.reset()` calls it."""
+        forget()
         for graph in list(self._graphs):
             graph.close()
 
@@ -148,6 +151,7 @@ class Backend:
             meshes_in(example_inputs),
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
+            takes_numbers(),
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
@@ -194,6 +198,22 @@ def keep_saved() -> None:
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
     if donated := getattr(metadata, "bw_donated_idxs", None):
         donated.clear()
+
+
+def takes_numbers() -> bool:
+    """Whether the function that TorchDynamo has traced is for numbers among its arguments.
+
+    What a closure or an attribute holds is none of them; those of a list of numbers are.
+    """
+    context = TracingContext.try_get()
+    for guard in context.guards_context.dynamo_guards if context is not None else ():
+        source = guard.originating_source
+        while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
+            source = source.base
+        argument = isinstance(source, LocalSource) and source.is_input
+        if argument and guard.create_fn_name() == "CONSTANT_MATCH":
+            return True
+    return False
 
 
 def options_from(options: Options | Mapping[str, Any] | None) -> Options:

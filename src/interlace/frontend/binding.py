@@ -88,7 +88,7 @@ def bind(
     """Lowers and prepares; all ranks of the Program do it together."""
     place = placed(device)
     machine = machine_for(options, place.type)
-    options, noted = _with_regions(options, place)
+    options, noted = with_regions(options, place)
     if options.graph and imported.host:
         why = (
             f"not captured in CUDA graphs: {min(imported.host)} is on the CPU, and a graph would "
@@ -143,7 +143,7 @@ def placed(device: str) -> torch.device:
     return found
 
 
-def _with_regions(options: Options, device: torch.device) -> tuple[Options, list[Remark]]:
+def with_regions(options: Options, device: torch.device) -> tuple[Options, list[Remark]]:
     """The options with `regions` chosen: Inductor on a GPU, where its compiler is there."""
     if options.regions != "auto":
         return options, []

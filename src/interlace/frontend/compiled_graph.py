@@ -6,7 +6,8 @@
 
 Bound Programs are kept by signature (sizes, strides, element types, numbers); the least recently
 used goes when there are more than `Options.cache_size`. They are freed with the graph (as
-`torch.compiler.reset()` drops it), and when one of their process groups is destroyed.
+`torch.compiler.reset()` drops it), and when one of their process groups is destroyed. A graph of
+which sizes are data has none: see Note [Sizes that are data] in importing/exchanges.py.
 """
 
 from __future__ import annotations
@@ -20,22 +21,30 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.backends.debugging import boxed_nop
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from interlace.errors import SizeError
-from interlace.frontend.binding import Bound, bind
+from interlace.frontend.binding import Bound, bind, placed, with_regions
 from interlace.frontend.calling.specialise import (
     has_signature,
     propagate,
     recorded_signature,
     signature,
 )
+from interlace.frontend.importing.exchanges import Exchange, communications
 from interlace.frontend.importing.importer import import_graph
+from interlace.frontend.importing.nodes import draws_random_numbers
 from interlace.frontend.importing.symbols import Symbols
 from interlace.frontend.teams import Teams
 from interlace.options import Options
+from interlace.runtime.calling.regions import compile_symbolic
 from interlace.runtime.inputs import measures
+
+DATA = "runs as traced: the sizes of an exchange are data, and no rank knows those of its peers"
+UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
+INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicates nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,8 @@ class Setting:
     labels: tuple[str, ...] = ()
     """The user's names of the arguments."""
     device: str = "cpu"
+    numbers: bool | None = None
+    """Whether TorchDynamo traced a function that takes numbers; None: it traced none."""
 
 
 class Shelf:
@@ -109,7 +120,12 @@ class CompiledGraph:
         self._boxed_call = True  # AOTAutograd looks for it on the object itself
         self.kind = kind
         self.setting = setting
+        self.graph = gm.graph
         self._gm = gm
+        self._exchange = Exchange(gm.graph)
+        self._unscheduled = ""
+        self._run: Callable[[list[Any]], Any] | None = None
+        """What runs it where it has no Program, once that is needed."""
         self._traced = recorded_signature(gm)
         self._symbols = Symbols(
             [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
@@ -128,10 +144,15 @@ class CompiledGraph:
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
                 return self(args)
+        if self.unscheduled:
+            return self._run_unscheduled(args)
         last = self._shelf.last
         if last is None or not has_signature(args, last[0]):
             key = signature(args)
-            self._shelf.last = last = (key, self._for(key, args))
+            found = self._for(key, args)
+            if found is None:
+                return self._run_unscheduled(args)
+            self._shelf.last = last = (key, found)
         given = list(args)
         args.clear()
         tell = self.listener(given) if self.listener is not None else None
@@ -145,8 +166,19 @@ class CompiledGraph:
         """Its bound Programs, the most recently used last."""
         return self._shelf.all()
 
+    @property
+    def unscheduled(self) -> str:
+        """Why it has no Program, and what runs it instead; empty: it has."""
+        return DATA if self._exchange.sizes_are_data else self._unscheduled
+
     def prepare(self) -> None:
         """Binds the Program of the sizes that were traced, where they are numbers."""
+        if self.setting.numbers is not None:
+            self._exchange.ask(self.kind, self.setting.numbers, self.setting.options.time_out_s)
+        if self.unscheduled:
+            return
+        if self._traced is None and self._suits_inductor():
+            self._run, self._unscheduled = compile_symbolic(self._gm), INDUCTOR
         if self._traced is not None and self._shelf.get(self._traced) is None:
             with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
                 self._bind(self._traced, None)
@@ -155,17 +187,37 @@ class CompiledGraph:
         """Frees its bound Programs; a later call makes them anew."""
         self._shelf.clear()
 
-    def _for(self, key: Hashable, args: Sequence[Any]) -> Bound:
+    def _suits_inductor(self) -> bool:
+        """Whether Inductor serves a graph with symbols best: it has nothing to overlap there."""
+        options, device = self.setting.options, placed(self.setting.device)
+        regions = with_regions(options, device)[0].regions
+        return (
+            regions == "inductor"
+            and not options.graph
+            and not any(communications(self.graph))
+            and not any(map(draws_random_numbers, self.graph.nodes))
+        )
+
+    def _run_unscheduled(self, args: list[Any]) -> list[Any]:
+        if self._run is None:
+            self._shelf.clear()
+            self._run = boxed_nop(self._gm, [])
+        return list(self._run(args))
+
+    def _for(self, key: Hashable, args: Sequence[Any]) -> Bound | None:
         """The bound Program for arguments of this signature: of a class of sizes, if there can be
-        one, else of these very sizes."""
+        one, else of these very sizes where it communicates. None: there is to be none."""
         found = self._shelf.get(key)
         if found is not None or self._traced is not None or self.setting.options.graph:
             return found or self._bind(key, args)
         try:
             sizes = self._symbols.values(args)
-            return self._shelf.fitting(sizes) or self._bind(("class", key), args, sizes)
+            found = self._shelf.fitting(sizes) or self._bind(("class", key), args, sizes)
         except SizeError:
-            return self._bind(key, args)
+            found = None
+        if found is None or found.executor.sizes == found.executor.sizes.alone():
+            self._unscheduled = "" if any(communications(self.graph)) else UNCLASSED
+        return None if self._unscheduled else found or self._bind(key, args)
 
     def _bind(
         self,

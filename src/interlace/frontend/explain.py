@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 
 from interlace.frontend.binding import Bound
 from interlace.frontend.compiled_graph import CompiledGraph
+from interlace.frontend.importing.exchanges import communications
+from interlace.frontend.importing.nodes import location
 from interlace.ir import Program, Site
 from interlace.passes.strategies.candidates import candidates
 from interlace.passes.strategies.choose import Estimate
@@ -35,11 +37,9 @@ def explain(bound: Iterable[Bound]) -> str:
 
 def _one(bound: Bound) -> str:
     program = bound.program
-    count = len(program.sites)
     verdict = "sound" if bound.report.sound else "unsound"
-    plural = "" if count == 1 else "s"
     sizes = f" where {bound.executor.sizes}" if bound.executor.sizes.sizes else ""
-    lines = [f"{bound.kind}: {count} communication{plural}, {verdict}{sizes}"]
+    lines = [f"{_head(bound.kind, len(program.sites))}, {verdict}{sizes}"]
     found = candidates(bound.serial, bound.executor.options, bound.machine)
     rows = _columns([_row(site) for site in program.sites])
     for site, row in zip(program.sites, rows, strict=True):
@@ -50,6 +50,20 @@ def _one(bound: Bound) -> str:
         place = "" if remark.site is None else f" (site {remark.site})"
         lines.append(f"  {remark.pass_name}{place}: {remark.text}")
     return "\n".join(lines)
+
+
+def _unscheduled(graph: CompiledGraph) -> str:
+    nodes = communications(graph.graph)
+    rows = [
+        (str(i), kind, str(location(node)) or "-", "serial")
+        for i, node in enumerate(nodes, 1)
+        for _, kind, _ in [str(node.target).split(".")]
+    ]
+    return "\n".join([f"{_head(graph.kind, len(rows))}, {graph.unscheduled}", *_columns(rows)])
+
+
+def _head(kind: str, count: int) -> str:
+    return f"{kind}: {count} communication{'' if count == 1 else 's'}"
 
 
 def told(estimate: Estimate) -> str:
@@ -89,7 +103,7 @@ class Captured:
 
     @property
     def bound(self) -> list[Bound]:
-        """Every bound Program with its proof and its Executor."""
+        """Every bound Program with its proof and its Executor. What runs as traced has none."""
         return [bound for graph in self.graphs for bound in graph.bound]
 
     @property
@@ -99,7 +113,11 @@ class Captured:
 
     def explain(self) -> str:
         """Each communication with its strategy, the reason and the gain that is predicted."""
-        return explain(self.bound)
+        texts = [
+            _unscheduled(graph) if graph.unscheduled else explain(graph.bound)
+            for graph in self.graphs
+        ]
+        return "\n\n".join(filter(None, texts))
 
 
 _CAPTURING: ContextVar[tuple[Captured, ...]] = ContextVar("interlace_capturing", default=())

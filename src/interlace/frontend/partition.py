@@ -25,8 +25,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from interlace.cost import Machine
 from interlace.frontend.calling.tracing import mark_checkpoints
+from interlace.frontend.importing.exchanges import decided
 from interlace.frontend.importing.grouped import equal_groups
-from interlace.frontend.importing.nodes import aliases, location
+from interlace.frontend.importing.nodes import aliases, group_of, location
 from interlace.frontend.importing.types import dtype_of
 from interlace.frontend.teams import consent_of_ranks
 from interlace.ir.operators import matmul_of
@@ -78,8 +79,8 @@ class Partition:
         wanted = [self._wanted(node, moved) for node, moved in found]
         if self.regather == "auto" and found:
             places = [location(node).module for node, _ in found]
-            wishes = [(_group(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
-            wanted = consent_of_ranks(places, wishes, self.time_out_s)
+            wishes = [(group_of(node), wish) for (node, _), wish in zip(found, wanted, strict=True)]
+            wanted = decided(graph, lambda: consent_of_ranks(places, wishes, self.time_out_s))
         marked = [item for item, wish in zip(found, wanted, strict=True) if wish]
         for node, moved in marked:
             for other in (node, *moved):
@@ -164,13 +165,6 @@ def _opaque(node: fx.Node) -> Any:
 
 def _forward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_forward"
-
-
-def _group(gather: fx.Node) -> Any:
-    """The process group of a gather, or its name."""
-    group = gather.args[2]
-    value = group.meta.get("val") if isinstance(group, fx.Node) else group
-    return getattr(value, "real_obj", value)
 
 
 def _moved(gather: fx.Node) -> list[fx.Node]:

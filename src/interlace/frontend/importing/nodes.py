@@ -219,6 +219,17 @@ def label(source: str) -> str:
     return re.sub(r"\W+", "_", module_path(source).replace("local_tensor", "")).strip("_")
 
 
+def group_of(node: fx.Node) -> Any:
+    """The process group (or its name) that a node communicates in; None: it does not."""
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "group_name":
+            group = bound(node)[place]
+            value = group.meta.get("val") if isinstance(group, fx.Node) else group
+            return getattr(value, "real_obj", value)
+    return None
+
+
 def describe(node: fx.Node) -> str:
     """A node as errors name it: operator, module and line."""
     place = str(location(node))

@@ -98,29 +98,47 @@ def compile_graph(
     module: torch.fx.GraphModule, layouts: Sequence[Layout], device: torch.device
 ) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     """Inductor's own function of a list: `standalone_compile` adds 20 microseconds a call."""
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with unset_fake_temporarily(), mode:
+        fakes = [
+            torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+            for sizes, strides, dtype in layouts
+        ]
+    return _compiled_by_inductor(module, fakes, mode)
+
+
+def compile_symbolic(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """The same for a graph as it was traced, with its symbols: while TorchDynamo takes guards."""
+    from torch._guards import detect_fake_mode
+
+    given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    return _compiled_by_inductor(module, given, detect_fake_mode(given))
+
+
+def _compiled_by_inductor(
+    module: torch.fx.GraphModule, given: Sequence[Any], mode: Any
+) -> Callable[[list[Any]], Sequence[Any]]:
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
-    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
     contexts = tracing(TracingContext(mode)), torch.no_grad(), V.set_fake_mode(mode)
     with unset_fake_temporarily(), contexts[0], contexts[1], contexts[2]:
-        with mode:
-            fakes = [
-                torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-                for sizes, strides, dtype in layouts
-            ]
-            graph = make_fx(module, decomposition_table=select_decomp_table())(*fakes)
+        with mode, enable_python_dispatcher():
+            graph = make_fx(module, decomposition_table=select_decomp_table())(*given)
         output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
         # Every output has the strides that it would have eager: the Program counts on them.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         off = BoxedBool(False)  # whole Programs are captured in CUDA graphs, or nothing is
-        return compile_fx_inner(graph, fakes, is_inference=True, cudagraphs=off)
+        return compile_fx_inner(graph, list(given), is_inference=True, cudagraphs=off)
 
 
 def _doubled(
