@@ -13,6 +13,9 @@ it. From then on what holds its line of code runs as traced on all of them, what
 by chance and whenever it was compiled, and compiling it asks nobody. That is why one rank may
 compile alone, as TorchDynamo has it do where a size is 0 or 1, or is the same as before on another
 rank: its peers, which run what they have, meet it in the same collectives of torch.
+
+Sizes that are all equal on all ranks when they first compile are taken for constants. A rank that
+meets the very same again in the next call, where others do not, is told that they compile alone.
 """
 
 from __future__ import annotations
