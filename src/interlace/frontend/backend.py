@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import ShortenTraceback
@@ -25,9 +26,11 @@ from torch._functorch import config as functorch_config
 from torch._guards import ChainedSource, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental import proxy_tensor
 
 from interlace.errors import InterlaceError, OptionError
 from interlace.frontend.calling.arguments import with_sizes, without_waiting
+from interlace.frontend.calling.tracing import patched
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.explain import notice
 from interlace.frontend.importing.exchanges import forget
@@ -179,14 +182,32 @@ def compiling() -> Iterator[None]:
     Note [Generator states are tensors]: on CUDA torch saves the state of recomputed dropout in
     generators that it hands in as arguments, for its own CUDA graphs. A Program saves it as a small
     tensor, on every device alike (`interlace.frontend.importing.lowerings`).
+
+    Note [A size is not made of itself]: DTensor asks for `sym_max(s0, 1)`. Where that is `s0` torch
+    would take it for the source of every other `s0`, its own argument among them, and look for a
+    beginning until Python's stack is full. The source that was there before stays.
     """
     settings = functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
     )
     context = TracingContext.try_get()  # TorchDynamo's; `keep_saved` asks it
     own = TracingContext(FakeTensorMode()) if context is None else None
-    with settings, tracing(own) if own is not None else contextlib.nullcontext():
+    registered = patched(proxy_tensor, _sym_register=_register)
+    with settings, registered, tracing(own) if own is not None else contextlib.nullcontext():
         yield
+
+
+_sym_register: Any = proxy_tensor._sym_register
+
+
+def _register(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Notes what a size is computed from: Note [A size is not made of itself]."""
+    sources = tracer.sympy_expr_tracker
+    expr = out.node.expr if isinstance(out, torch.SymInt) else None
+    before = sources.get(expr)
+    _sym_register(tracer, func, args, out)
+    if before is not None:
+        sources[expr] = before
 
 
 def keep_saved() -> None:

@@ -36,7 +36,7 @@ from interlace.frontend.calling.specialise import (
 from interlace.frontend.importing.exchanges import Exchange, communications
 from interlace.frontend.importing.importer import import_graph
 from interlace.frontend.importing.nodes import draws_random_numbers
-from interlace.frontend.importing.symbols import Symbols
+from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
@@ -127,6 +127,8 @@ class CompiledGraph:
         self._run: Callable[[list[Any]], Any] | None = None
         """What runs it where it has no Program, once that is needed."""
         self._traced = recorded_signature(gm)
+        if self._traced is None:
+            pin(gm.graph)
         self._symbols = Symbols(
             [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
         )

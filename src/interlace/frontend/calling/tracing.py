@@ -59,13 +59,14 @@ def tracing(fn: Callable[..., Any]) -> Iterator[None]:
         torch.compiler.set_stance("force_eager"),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
         # Code that asks `torch.compiler.is_compiling()` before it looks at values need not look.
-        _patched(torch.compiler, _is_compiling_flag=True),
+        patched(torch.compiler, _is_compiling_flag=True),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _patched(module: Any, **values: Any) -> Iterator[None]:
+def patched(module: Any, **values: Any) -> Iterator[None]:
+    """A module with other values of some names."""
     before = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
@@ -91,7 +92,7 @@ def functional_collectives() -> Iterator[None]:
         with mode:
             return run_backward(*args, **kwargs)
 
-    with _patched(autograd, _engine_run_backward=within), mode:
+    with patched(autograd, _engine_run_backward=within), mode:
         yield
 
 
@@ -170,7 +171,7 @@ def checkpoints_marked() -> Iterator[None]:
 
     found = [name for name in _GENERATORS if hasattr(torch_checkpoint, name)]
     assert found, "torch.utils.checkpoint has changed: a checkpoint would go unnoticed"
-    with _patched(torch_checkpoint, **dict.fromkeys(found, marking)):
+    with patched(torch_checkpoint, **dict.fromkeys(found, marking)):
         yield
 
 

@@ -17,15 +17,33 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
 from interlace.errors import SizeError
+from interlace.frontend.importing.nodes import flatten
 from interlace.ir.size_class import NamedSize, SizeClass
 from interlace.ir.sizes import Int, named
 
 
+def pin(graph: fx.Graph) -> None:
+    """Keeps the sizes of a graph as they were traced, for `size_of`.
+
+    What AOTAutograd compares in a run, such as the layout of a gradient, torch would note as a fact
+    about symbols, although the guards are made by then: `s0` would be 8 from there on.
+    """
+    for node in graph.nodes:
+        for value in flatten(node.meta.get("val")):
+            numbers = [value]
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                numbers = [*value.shape, *value.stride(), value.storage_offset()]
+            for number in numbers:
+                if isinstance(number, torch.SymInt):
+                    number.node._expr = number.node.expr
+
+
 def size_of(value: Any) -> Int:
     """A size that tracing recorded, symbolic or not."""
-    return _size(value.node.expr) if isinstance(value, torch.SymInt) else int(value)
+    return _size(value.node._expr) if isinstance(value, torch.SymInt) else int(value)
 
 
 def sizes_of(values: Iterable[Any]) -> tuple[Int, ...]:
@@ -80,7 +98,7 @@ class Symbols:
         needed: set[str] = set()
         for index, fake in enumerate(placeholders):
             for number, read in _numbers(fake):
-                expr = number.node.expr
+                expr = number.node._expr
                 needed |= {str(symbol) for symbol in expr.free_symbols}
                 if isinstance(expr, sympy.Symbol):
                     self._sources.setdefault(expr.name, (index, read))
