@@ -84,6 +84,10 @@ class OptionError(InterlaceError):
     """An option has a value that it cannot take."""
 
 
+class CacheWarning(UserWarning):
+    """A cache drops what comes again, and so compiles it again and again; told once for each."""
+
+
 class InputError(InterlaceError, ValueError):
     """A tensor or an argument of a layer or a loss does not fit the others, or cannot be so."""
 

@@ -130,7 +130,8 @@ class Control:
         raise AgreementError(
             f"rank {them} compiles or prepares a Program with team {self.team}, and rank {us} did "
             f"not come, for it waits for rank {them} in run {run}: rank {them} recompiled alone. "
-            "Give all ranks inputs of the same sizes at the same time, or use dynamic=True"
+            "Give all ranks inputs of the same sizes at the same time; dynamic=True spares most "
+            "compiling, not those of a new class of sizes"
         )
 
     def _compare(self, peer: int, run: int) -> None:

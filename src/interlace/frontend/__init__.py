@@ -2,6 +2,7 @@
 
 backend.py         torch.compile(model, backend="interlace")
 compile.py         interlace.compile(fn, *examples): the same without TorchDynamo
+dynamic.py         interlace.compile(fn, dynamic=True), by TorchDynamo
 compiled_graph.py  a compiled graph, with a bound Program for each signature
 binding.py         serial Program -> overlapped, agreed on, bound
 explain.py         the Programs behind a compiled model, and what became of each site

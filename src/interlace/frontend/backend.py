@@ -26,11 +26,11 @@ from torch._functorch import config as functorch_config
 from torch._guards import ChainedSource, TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental import proxy_tensor
+from torch.distributed.tensor import DTensor
 
-from interlace.errors import InterlaceError, OptionError
+from interlace.errors import InterlaceError, OptionError, UnsupportedError
 from interlace.frontend.calling.arguments import with_sizes, without_waiting
-from interlace.frontend.calling.tracing import patched
+from interlace.frontend.calling.symbolic import symbolic_sizes
 from interlace.frontend.compiled_graph import CompiledGraph, Setting
 from interlace.frontend.explain import notice
 from interlace.frontend.importing.exchanges import forget
@@ -130,7 +130,7 @@ class Backend:
                         f"torch.compile({name}={value!r}) is for other backends: give this one "
                         'options, such as options={"graph": True} for CUDA graphs'
                     )
-            return self._compile(gm, example_inputs, options_from(options))
+            return self.compiled(gm, example_inputs, options_from(options))
         except InterlaceError as error:
             raise NotCompiled(error) from error
 
@@ -144,26 +144,31 @@ class Backend:
         for graph in list(self._graphs):
             graph.close()
 
-    def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+    def compiled(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        mesh: DeviceMesh | None = None,
     ) -> Callable[..., Any]:
+        """What runs one graph; `mesh` names teams that no argument names."""
         places = gm.graph.find_nodes(op="placeholder")
         sources = list(map(_source, places))
         setting = Setting(
             options,
-            meshes_in(example_inputs),
+            meshes_in((*example_inputs, mesh)),
             tuple(label(source) if source else "" for source in sources),
             device_of(example_inputs),
             takes_numbers(),
         )
         compilation = Compilation(setting)
         plain, wrap = without_waiting(example_inputs)
-        with compiling():
+        # Example inputs are the tensors of this call; what was traced has symbols where sizes vary.
+        traced = [node.meta.get("example_value") for node in places]
+        with compiling(), torchs_errors(gm, traced):
             compiled = aot_autograd(**compilation.compilers())(gm, plain)
         compilation.prepare()
         self._graphs.update(compilation.graphs)
-        # Example inputs are the tensors of this call; what was traced has symbols where sizes vary.
-        traced = [node.meta.get("example_value") for node in places]
         state = {i for i, source in enumerate(sources) if is_state(source)}
         return wrap(with_sizes(traced, setting.labels, state, compiled))
 
@@ -182,32 +187,37 @@ def compiling() -> Iterator[None]:
     Note [Generator states are tensors]: on CUDA torch saves the state of recomputed dropout in
     generators that it hands in as arguments, for its own CUDA graphs. A Program saves it as a small
     tensor, on every device alike (`interlace.frontend.importing.lowerings`).
-
-    Note [A size is not made of itself]: DTensor asks for `sym_max(s0, 1)`. Where that is `s0` torch
-    would take it for the source of every other `s0`, its own argument among them, and look for a
-    beginning until Python's stack is full. The source that was there before stays.
     """
     settings = functorch_config.patch(
         force_non_lazy_backward_lowering=True, graphsafe_rng_functionalization=False
     )
     context = TracingContext.try_get()  # TorchDynamo's; `keep_saved` asks it
     own = TracingContext(FakeTensorMode()) if context is None else None
-    registered = patched(proxy_tensor, _sym_register=_register)
-    with settings, registered, tracing(own) if own is not None else contextlib.nullcontext():
+    with settings, symbolic_sizes(), tracing(own) if own is not None else contextlib.nullcontext():
         yield
 
 
-_sym_register: Any = proxy_tensor._sym_register
-
-
-def _register(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
-    """Notes what a size is computed from: Note [A size is not made of itself]."""
-    sources = tracer.sympy_expr_tracker
-    expr = out.node.expr if isinstance(out, torch.SymInt) else None
-    before = sources.get(expr)
-    _sym_register(tracer, func, args, out)
-    if before is not None:
-        sources[expr] = before
+@contextlib.contextmanager
+def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
+    """Says what works where torch fails to trace DTensors whose sizes are symbolic."""
+    try:
+        yield
+    except InterlaceError:
+        raise
+    except Exception as error:
+        values = [node.meta.get("example_value") for node in gm.graph.nodes]
+        sizes = [n for x in traced for n in (x.shape if isinstance(x, torch.Tensor) else [x])]
+        symbolic = any(isinstance(size, torch.SymInt) for size in sizes)
+        if not symbolic or not any(isinstance(value, DTensor) for value in values):
+            raise
+        told = str(error).strip().splitlines()[:1] or [""]
+        raise UnsupportedError(
+            f"torch cannot trace these DTensors with sizes that change ({type(error).__name__}: "
+            f'{told[0]}); this is not of Interlace, and backend="aot_eager" fails alike. Use '
+            "torch.compile(..., dynamic=False), or interlace.compile without dynamic=True, which "
+            "compile for each size; or dynamic=None with torch._dynamo.mark_dynamic for the batch "
+            "alone, and lengths padded to a few"
+        ) from error
 
 
 def keep_saved() -> None:

@@ -9,6 +9,7 @@
 Where `torch.compile` reads bytecode and guards it, this runs the function once on fake tensors.
 What depends on more than the arguments' sizes, layouts and plain values is fixed by that run. A
 new combination of those is compiled anew; the least recently used is dropped beyond `cache_size`.
+With `dynamic=True` sizes may change: see dynamic.py.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from interlace.frontend.calling.call_key import CallKeys, FunctionCall
 from interlace.frontend.calling.direct import Direct, observed
 from interlace.frontend.calling.state import State
 from interlace.frontend.calling.tracing import Unreached, Watch, refuse_sharded, tracing
-from interlace.frontend.compiled_graph import Setting
+from interlace.frontend.compiled_graph import Dropped, Setting
 from interlace.frontend.explain import explain
 from interlace.frontend.importing.nodes import unwrapped
 from interlace.frontend.importing.types import device_of
@@ -53,14 +54,21 @@ def compile(
     *examples: Any,
     mesh: DeviceMesh | None = None,
     overlap: bool = True,
+    dynamic: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> Compiled:
     """`fn` (a function or a module), its communication overlapped with its computation.
 
     With `examples`, the arguments of a call, it is compiled at once, on all ranks together; without
     them at the first call. `mesh` names the teams of process groups that no argument names.
-    `overlap=False` keeps everything serial. A module that `torch.compile` was given before, as
-    `fn` or within it, is taken as it was before.
+    `overlap=False` keeps everything serial.
+
+    A module that `torch.compile` was given before, as `fn` or within it, is taken as it was before.
+
+    With `dynamic=True` sizes may change (batch, sequence, a cache that grows), and one Program
+    serves a class of them. Then TorchDynamo traces, and guards what it saw: a call costs the host
+    more, Python state that changes is seen, and what cannot be traced as one graph is an error
+    of TorchDynamo. The backward pass is bound when it first runs for a class.
     """
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise OptionError(
@@ -69,7 +77,10 @@ def compile(
     chosen = dataclasses.replace(options_from(options), overlap=overlap)
     if isinstance(fn, OptimizedModule):
         fn = fn._orig_mod
-    compiled = Compiled(fn, mesh, chosen)
+    made = Compiled
+    if dynamic:
+        from interlace.frontend.dynamic import Dynamic as made
+    compiled = made(fn, mesh, chosen)
     if examples:
         compiled.prepare(*examples)
     return compiled
@@ -131,6 +142,8 @@ class Compiled:
         self._keys = CallKeys(self._state)
         self._mesh = mesh
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        name = getattr(fn, "__name__", type(fn).__name__)
+        self._dropped = Dropped(name, options.cache_size)
         self._examples: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +211,7 @@ class Compiled:
             if self._examples is None:
                 raise ExecutorError("give the arguments of a call: there were no examples to take")
             args, kwargs = self._examples
-        traced = Compiled(self.fn, self._mesh, dataclasses.replace(self.options, trace=True))
+        traced = type(self)(self.fn, self._mesh, dataclasses.replace(self.options, trace=True))
         for _ in range(runs):
             wanted = _differentiable(traced(*args, **kwargs))
             if kind == "backward" and wanted:
@@ -218,7 +231,7 @@ class Compiled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
         """The same of a copy of the function, compiled anew when it is called."""
-        copied = memo[id(self)] = Compiled(copy.deepcopy(self.fn, memo), self._mesh, self.options)
+        copied = memo[id(self)] = type(self)(copy.deepcopy(self.fn, memo), self._mesh, self.options)
         return copied
 
     def _of_kind(self, kind: str | None) -> Bound:
@@ -239,13 +252,16 @@ class Compiled:
         """Compiles for a call; anew, with all that `fn` reaches, where it uses what is unknown."""
         compile: Any = torch.compiler.disable(self._compile)  # within what it compiles too
         try:
+            self._dropped.look(call.key)
             entry = self._entries[call.key] = compile(call, args, kwargs)
         except Unreached:
             if self._state.root is not None:
                 raise
         else:
             while len(self._entries) > self.options.cache_size:
-                self._entries.popitem(last=False)[1].compilation.close()
+                key, old = self._entries.popitem(last=False)
+                self._dropped.note(key)
+                old.compilation.close()
             return call, entry
         self._state = State.reached(self.fn)
         self._keys = CallKeys(self._state)

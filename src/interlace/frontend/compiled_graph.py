@@ -13,6 +13,7 @@ which sizes are data has none: see Note [Sizes that are data] in importing/excha
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -25,7 +26,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from interlace.errors import SizeError
+from interlace.errors import CacheWarning, SizeError
 from interlace.frontend.binding import Bound, bind, placed, with_regions
 from interlace.frontend.calling.specialise import (
     has_signature,
@@ -35,7 +36,7 @@ from interlace.frontend.calling.specialise import (
 )
 from interlace.frontend.importing.exchanges import Exchange, communications
 from interlace.frontend.importing.importer import import_graph
-from interlace.frontend.importing.nodes import draws_random_numbers
+from interlace.frontend.importing.nodes import draws_random_numbers, location
 from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
 from interlace.options import Options
@@ -60,11 +61,45 @@ class Setting:
     """Whether TorchDynamo traced a function that takes numbers; None: it traced none."""
 
 
+class Dropped:
+    """What a bounded cache let go of: warns once where that comes again."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self._name, self._capacity = name, capacity
+        self._hashes: OrderedDict[int, None] = OrderedDict()
+        self._told = False
+
+    def note(self, key: Hashable) -> None:
+        """It was dropped; of the last few thousand that is known."""
+        self._hashes[hash(key)] = None
+        if len(self._hashes) > MOST_DROPPED:
+            self._hashes.popitem(last=False)
+
+    def look(self, key: Hashable) -> None:
+        """It is made; perhaps again."""
+        if self._told or hash(key) not in self._hashes:
+            return
+        self._told = True
+        known, size = len(self._hashes) + self._capacity, self._capacity
+        warnings.warn(
+            f"{self._name} met about {known} sizes (or layouts, dtypes, plain values) and keeps "
+            f"{size}: one that was dropped comes again, and is compiled anew each time. Give "
+            f'options={{"cache_size": {known}}} or more, compile with dynamic=True, or pad to '
+            "fewer lengths",
+            CacheWarning,
+            stacklevel=2,
+        )
+
+
+MOST_DROPPED = 4096
+
+
 class Shelf:
     """Bound Programs by signature: a bounded cache that drops the least recently used."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, name: str, capacity: int) -> None:
         self.capacity = capacity
+        self._dropped = Dropped(name, capacity)
         self._lock = threading.RLock()
         self._bound: OrderedDict[Hashable, Bound] = OrderedDict()
         self._watches: dict[int, weakref.ref[ProcessGroup]] = {}
@@ -91,9 +126,12 @@ class Shelf:
     def put(self, key: Hashable, bound: Bound, groups: Sequence[ProcessGroup]) -> None:
         """Keeps a bound Program until there are too many, or one of its groups is gone."""
         with self._lock:
+            self._dropped.look(_mark(key, bound))
             self._bound[key] = bound
             while len(self._bound) > self.capacity:
-                self._bound.popitem(last=False)[1].executor.close()
+                old, dropped = self._bound.popitem(last=False)
+                self._dropped.note(_mark(old, dropped))
+                dropped.executor.close()
             for group in groups:
                 if id(group) not in self._watches:
                     self._watches[id(group)] = weakref.ref(group, lambda _: self.clear())
@@ -111,6 +149,11 @@ class Shelf:
             self._watches.clear()
         for item in bound:
             item.executor.close()
+
+
+def _mark(key: Hashable, bound: Bound) -> Hashable:
+    """What comes again: a class of sizes comes with any of them."""
+    return str(bound.executor.sizes) if bound.executor.sizes.sizes else key
 
 
 class CompiledGraph:
@@ -132,7 +175,9 @@ class CompiledGraph:
         self._symbols = Symbols(
             [node.meta.get("val") for node in gm.graph.nodes if node.op == "placeholder"]
         )
-        self._shelf = Shelf(setting.options.cache_size)
+        place = next(filter(None, (location(node).module for node in gm.graph.nodes)), "")
+        name = f"a {kind} graph{f' of {place}' if place else ''}"
+        self._shelf = Shelf(name, setting.options.cache_size)
         self.listener: Callable[[Sequence[Any]], Callable[[Sequence[Any]], None]] | None = None
         """Is told the arguments of every call before it runs; what it gives is told the outputs."""
         weakref.finalize(self, self._shelf.clear)
