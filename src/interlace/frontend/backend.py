@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import ShortenTraceback, TorchDynamoException
 from torch._dynamo.source import AttrSource, LocalSource
 from torch._functorch import config as functorch_config
 from torch._guards import ChainedSource, TracingContext, tracing
@@ -202,7 +202,7 @@ def torchs_errors(gm: fx.GraphModule, traced: Sequence[Any]) -> Iterator[None]:
     """Says what works where torch fails to trace DTensors whose sizes are symbolic."""
     try:
         yield
-    except InterlaceError:
+    except (InterlaceError, TorchDynamoException):  # such as one that begins the trace anew
         raise
     except Exception as error:
         values = [node.meta.get("example_value") for node in gm.graph.nodes]
