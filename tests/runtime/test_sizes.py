@@ -55,11 +55,10 @@ def test_a_size_that_no_input_tells_is_given() -> None:
     with Executor(parse(TEXT)).prepare() as executor:
         x = given(12)
         assert executor.run([x])[1].shape == (3, 12)
-        executor.turn_to({"S": 12, "T": 2})
-        assert executor.run([x])[1].shape == (2, 12)
+        assert executor.run_at({"S": 12, "T": 2}, [x])[1].shape == (2, 12)
         assert executor.run([given(8)])[1].shape == (2, 8)
         with pytest.raises(ExecutorError, match=r"is for sizes where .*T = 9"):
-            executor.turn_to({"S": 12, "T": 9})
+            executor.run_at({"S": 12, "T": 9}, [x])
         assert executor.run([x])[1].shape == (2, 12)
 
 

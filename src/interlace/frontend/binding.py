@@ -70,12 +70,20 @@ class Bound:
 
     def fits(self, values: Mapping[str, int]) -> bool:
         """Whether these values of TorchDynamo's symbols are in its class of sizes."""
-        own = {name: values[symbol] for name, symbol in self.imported.symbols.items()}
-        return self.executor.sizes.holds(own)
+        return self.executor.sizes.holds(self._own(values))
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
-        """The graph's outputs for its arguments."""
-        return self.imported.scatter(self.executor.run(self.imported.gather(args)), args)
+    def _own(self, values: Mapping[str, int]) -> dict[str, int]:
+        return {name: values[symbol] for name, symbol in self.imported.symbols.items()}
+
+    def run(self, args: Sequence[Any], values: Mapping[str, int] | None = None) -> list[Any]:
+        """The graph's outputs for its arguments; `values` has those of TorchDynamo's symbols, where
+        tensors do not tell them all."""
+        given = self.imported.gather(args)
+        if values is None:
+            results = self.executor.run(given)
+        else:
+            results = self.executor.run_at(self._own(values), given)
+        return self.imported.scatter(results, args)
 
 
 def bind(

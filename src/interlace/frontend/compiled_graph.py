@@ -41,7 +41,6 @@ from interlace.frontend.importing.symbols import Symbols, pin
 from interlace.frontend.teams import Teams
 from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
-from interlace.runtime.inputs import measures
 
 DATA = "runs as traced: the sizes of an exchange are data, and no rank knows those of its peers"
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
@@ -203,7 +202,9 @@ class CompiledGraph:
         given = list(args)
         args.clear()
         tell = self.listener(given) if self.listener is not None else None
-        results = last[1].run(given)
+        bound = last[1]
+        told = bound.executor.measured  # else numbers beside the tensors tell sizes
+        results = bound.run(given, None if told else self._symbols.values(given))
         if tell is not None:
             tell(results)
         return results
@@ -285,8 +286,6 @@ class CompiledGraph:
             labels=setting.labels,
             sizes=sizes,
         )
-        if not all(measures(imported.program, imported.program.sizes)):
-            raise SizeError("a number of the call is not to be seen in its tensors")
         groups = teams.process_groups()
         bound = bind(self.kind, imported, groups, setting.options, setting.device)
         self._shelf.put(key, bound, list(groups.values()))

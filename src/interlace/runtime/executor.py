@@ -346,13 +346,22 @@ class Executor:
         if self._closed:
             raise ExecutorError(f"the Executor of {self.program.name} is closed: make another")
 
-    def turn_to(self, values: Mapping[str, int]) -> None:
-        """Makes the next runs those of these values of the named sizes. Only sizes that are no
-        dimension of an input need it: the others are measured in each run."""
-        if self.engine is not None and not all(self._measures):
-            at = tuple([values[name] for name in self.sizes.values])
-            with self._locked():
-                self._turn_to(at)
+    @property
+    def measured(self) -> bool:
+        """Whether the inputs of a run tell all named sizes: those of a Program without any do."""
+        return all(self._measures)
+
+    def run_at(
+        self,
+        values: Mapping[str, int],
+        inputs: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[Any, ...]:
+        """A run of these values of the named sizes. Only sizes that are no dimension of an input
+        need it: `run` measures the others."""
+        with self._locked():
+            self._turn_to(tuple([values[name] for name in self.sizes.values]))
+            return self.run(inputs, out)
 
     def _turn_to(self, at: tuple[int, ...]) -> None:
         """Makes the next runs those of these values of the named sizes."""
@@ -370,7 +379,7 @@ class Executor:
         try:
             self.engine.context.values.sizes.turn(at)
         except BaseException:
-            self._bound_resets = [-1]  # turned in part: bound anew before the next run
+            self._bind(self._values(self._at))  # what is turned in part
             raise
         self._at = at
 

@@ -108,7 +108,10 @@ class Symbols:
         """The value of each in a call."""
         if self._missing:
             raise SizeError(f"no argument is as large as {self._missing[0]}")
-        return {name: read(args[index]) for name, (index, read) in self._sources.items()}
+        found = {name: read(args[index]) for name, (index, read) in self._sources.items()}
+        if any(value < 0 for value in found.values()):
+            raise SizeError("a number of the call is negative, and a size is not")
+        return found
 
 
 def _numbers(fake: Any) -> Iterator[tuple[torch.SymInt, Callable[[Any], int]]]:
