@@ -5,7 +5,7 @@
 
 - DTensor asks for `sym_max(s0, 1)`. Where that is `s0`, torch takes it for the source of every
   other `s0`, its own argument among them, and looks for a beginning until Python's stack is full.
-  Here the source that was there before stays.
+  Here the source that was there before stays. (Not every torch has the function that notes it.)
 - A product of three sizes is written as `operator.mul` of three, which takes two.
 """
 
@@ -27,7 +27,7 @@ from interlace.frontend.calling.tracing import patched
 @contextlib.contextmanager
 def symbolic_sizes() -> Iterator[None]:
     """Both, around a trace."""
-    register: Any = proxy_tensor._sym_register
+    register: Any = getattr(proxy_tensor, "_sym_register", None)
     handlers: Any = {**proxy_tensor._sympy_handlers(), sympy.Mul: _product}
 
     def registered(tracer: Any, func: Any, args: tuple[Any, ...], out: Any) -> None:
@@ -38,7 +38,10 @@ def symbolic_sizes() -> Iterator[None]:
         if before is not None:
             sources[expr] = before
 
-    with patched(proxy_tensor, _sym_register=registered, _sympy_handlers=lambda: handlers):
+    mended: dict[str, Any] = {"_sympy_handlers": lambda: handlers}
+    if register is not None:
+        mended["_sym_register"] = registered
+    with patched(proxy_tensor, **mended):
         yield
 
 
