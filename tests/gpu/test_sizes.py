@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from interlace.frontend import backend, capture
+from interlace.frontend.compiled_graph import MOST_CAPTURED
 from interlace.ir import Program, parse
 from interlace.options import Options
 from interlace.passes import lower
@@ -101,8 +102,9 @@ def test_a_run_is_that_of_the_program_for_its_size(
         assert not wrong
 
 
-def decode(tokens: int, options: dict[str, Any]) -> tuple[float, int]:
-    """How far tokens one by one are from eager, and how many Programs were made."""
+def decode(tokens: int, options: dict[str, Any]) -> tuple[float, int, int, str]:
+    """How far tokens one by one are from eager, how many Programs were made, how many of one graph
+    are CUDA graphs, and what is said of them."""
     torch.compiler.reset()
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("tp",))
@@ -120,13 +122,17 @@ def decode(tokens: int, options: dict[str, Any]) -> tuple[float, int]:
             caches = [(keys, values) for _, keys, values in outputs]
             apart = max(apart, (outputs[0][0] - outputs[1][0]).abs().max().item())
             x = outputs[1][0][:, -1:].tanh()
-    return apart, len(captured.bound)
+    graphs = [sum(b.executor.options.graph for b in g.bound) for g in captured.graphs]
+    return apart, len(captured.bound), max(graphs), captured.explain()
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("regions", ["eager", "inductor"])
-def test_a_cache_that_grows(gpus: Ranks, regions: str) -> None:
-    options = {"time_out_s": 30.0, "regions": regions}
-    for apart, programs in gpus.run(decode, 24, options, time_out_s=150):
+@pytest.mark.parametrize("options", [{"regions": "eager"}, {}, {"graph": True}], ids=str)
+def test_a_cache_that_grows(gpus: Ranks, options: dict[str, Any]) -> None:
+    """The first sizes have CUDA graphs, if those are asked for, and others have none."""
+    given = {"time_out_s": 30.0, **options}
+    for apart, programs, captured, told in gpus.run(decode, 24, given, time_out_s=150):
         assert apart < 1e-4
-        assert programs < 12
+        assert programs < 12 + MOST_CAPTURED
+        assert captured == (MOST_CAPTURED if "graph" in options else 0)
+        assert ("not captured in CUDA graphs: its sizes change" in told) == ("graph" in options)

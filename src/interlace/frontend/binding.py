@@ -97,13 +97,9 @@ def bind(
     place = placed(device)
     machine = machine_for(options, place.type)
     options, noted = with_regions(options, place)
-    if options.graph and imported.host:
-        why = (
-            f"not captured in CUDA graphs: {min(imported.host)} is on the CPU, and a graph would "
-            "keep the value that it has now"
-        )
+    if options.graph and (why := _uncaptured(imported)):
         options = dataclasses.replace(options, graph=False, static_outputs=False)
-        noted.append(Remark("frontend", why))
+        noted.append(Remark("frontend", f"not captured in CUDA graphs: {why}"))
 
     def prepared(options: Options, machine: Machine, why: str = "") -> Bound:
         remarks = [*noted, *([Remark("frontend", why)] if why else [])]
@@ -133,6 +129,16 @@ def bind(
                 raise
     serially = dataclasses.replace(options, overlap=False)
     return prepared(serially, machine, f"{DIFFER}: it runs serially")
+
+
+def _uncaptured(imported: Imported) -> str:
+    """Why a graph of it would be wrong, or one of too many; empty: there may be one."""
+    if imported.host:
+        held = min(imported.host)
+        return f"{held} is on the CPU, and a graph would keep the value that it has now"
+    return (
+        "its sizes change, and as many as may have graphs" if imported.program.sizes.sizes else ""
+    )
 
 
 DIFFER = "the ranks' Programs differ, and overlapped they do not fit together"

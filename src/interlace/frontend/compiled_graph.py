@@ -43,6 +43,8 @@ from interlace.options import Options
 from interlace.runtime.calling.regions import compile_symbolic
 
 DATA = "runs as traced: the sizes of an exchange are data, and no rank knows those of its peers"
+MOST_CAPTURED = 8
+"""Sizes of a graph with symbols that have CUDA graphs, with the option `graph`; more run eager."""
 UNCLASSED = "runs as traced: its sizes change, and no class of them has one Program"
 INDUCTOR = "compiled by Inductor as a whole: its sizes change, and it communicates nothing"
 
@@ -165,7 +167,7 @@ class CompiledGraph:
         self.graph = gm.graph
         self._gm = gm
         self._exchange = Exchange(gm.graph)
-        self._unscheduled = ""
+        self._unscheduled, self._captured = "", 0
         self._run: Callable[[list[Any]], Any] | None = None
         """What runs it where it has no Program, once that is needed."""
         self._traced = recorded_signature(gm)
@@ -256,8 +258,11 @@ class CompiledGraph:
         """The bound Program for arguments of this signature: of a class of sizes, if there can be
         one, else of these very sizes where it communicates. None: there is to be none."""
         found = self._shelf.get(key)
-        if found is not None or self._traced is not None or self.setting.options.graph:
+        if found is not None or self._traced is not None:
             return found or self._bind(key, args)
+        if self.setting.options.graph and self._captured < MOST_CAPTURED:
+            self._captured += 1
+            return self._bind(key, args)
         try:
             sizes = self._symbols.values(args)
             found = self._shelf.fitting(sizes) or self._bind(("class", key), args, sizes)
