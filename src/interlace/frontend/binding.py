@@ -136,9 +136,9 @@ def _uncaptured(imported: Imported) -> str:
     if imported.host:
         held = min(imported.host)
         return f"{held} is on the CPU, and a graph would keep the value that it has now"
-    return (
-        "its sizes change, and as many as may have graphs" if imported.program.sizes.sizes else ""
-    )
+    if not imported.program.sizes.sizes:
+        return ""
+    return "its sizes change, and as many of them have graphs as may have"
 
 
 DIFFER = "the ranks' Programs differ, and overlapped they do not fit together"
