@@ -114,6 +114,7 @@ class EngineContext:
     def let_go(self) -> None:
         """Lets go of the callers' tensors: a closed engine may wait long for the collector."""
         self.values.registered = {}
+        self.values.sizes.clear()
         self.inputs.let_go()
         self.outputs.let_go()
 

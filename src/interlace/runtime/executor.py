@@ -359,6 +359,7 @@ class Executor:
     ) -> tuple[Any, ...]:
         """A run of these values of the named sizes. Only sizes that are no dimension of an input
         need it: `run` measures the others."""
+        self._check_ready()
         with self._locked():
             self._turn_to(tuple([values[name] for name in self.sizes.values]))
             return self.run(inputs, out)
