@@ -14,6 +14,7 @@ from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 
 from interlace.errors import ExecutorError, InterlaceError
+from interlace.ir import parse
 from interlace.ir.sizes import numbers
 from interlace.options import Options
 from interlace.passes import run_pipeline
@@ -103,3 +104,53 @@ def test_other_sizes_are_errors_that_say_so(pool: Pool) -> None:
         assert "is for sizes where" in outside
         assert "S = 64" in outside
     assert any("S = 16" in differ and "S = 20" in differ for _, differ in told), told
+
+
+UNEVEN = {
+    "rows": """
+def f(tp: Team[2], S: Size[6], T: Size[3], s: f32[S], t: f32[T], x: f32[rows[tp.rank], 4]):
+    rows = table(tp, S, T)
+    main: call("aten.mm.default", x.permute(1, 0), x, out=(a := f32[4, 4]))
+    y = empty(f32[4, 4])
+    main: all_reduce(a, y, team=tp, reduce="sum")
+    return y
+""",
+    "exchange": """
+def f(tp: Team[2], S: Size[6], T: Size[3], s: f32[S], t: f32[T], x: f32[S + T, 3]):
+    rows = table(tp, S, T)
+    mine = table(tp, 2 * S, 2 * T)
+    y = empty(f32[mine[tp.rank], 3])
+    main: all_to_all(x, y, team=tp, splits=rows)
+    return y
+""",
+}
+"""Tables of sizes: each rank has its own views."""
+
+
+def run_uneven(name: str) -> tuple[str, str, list[str]]:
+    """The class that was proved, the one that this rank runs, and what is wrong."""
+    options = Options(time_out_s=10)
+    groups, rank, wrong = {"tp": world_group()}, dist.get_rank(), list[str]()
+    program = parse(UNEVEN[name])
+    executor = Executor(program, groups=groups, options=options).prepare()
+    assert executor.agreement is not None
+    for sizes in ((6, 3), (5, 3), (7, 2), (6, 3)):
+        values = dict(zip("ST", sizes, strict=True))
+        twin = Executor(program.at(values), groups=groups, options=options).prepare()
+        rows, width = (sizes[rank], 4) if name == "rows" else (sum(sizes), 3)
+        g = torch.Generator().manual_seed(rank)
+        inputs = [*map(torch.empty, sizes), torch.randn(rows, width, generator=g)]
+        if not torch.equal(executor.run(inputs)[0], twin.run(inputs)[0]):
+            wrong.append(str(values))
+        dist.barrier()
+        twin.close()
+    proved = executor.agreement.report.sizes.bucket()
+    executor.close()
+    return str(proved), str(executor.sizes), wrong
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_ranks_with_views_of_their_own_run_the_class_that_was_proved(pool: Pool, name: str) -> None:
+    told = pool(2).run(run_uneven, name, time_out_s=60)
+    assert len({told[0][0], *(own for _, own, _ in told)}) == 1
+    assert [wrong for *_, wrong in told] == [[], []]

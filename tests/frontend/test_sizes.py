@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.frontend.models import gradients
+from tests.runtime.programs import world_group
 from tests.support.pool import Pool
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
@@ -311,3 +313,25 @@ def test_inductor_compiles_what_communicates_nothing() -> None:
                 assert torch.allclose(mine, eager, rtol=1e-4, atol=1e-4)
     assert captured.bound == []
     assert captured.explain().count("compiled by Inductor as a whole") == 2
+
+
+def own_lengths(steps: list[tuple[int, int]]) -> bool:
+    """Whether ranks with batches of other sizes each, as in data parallelism, do as in eager."""
+    torch.compiler.reset()
+    rank, group = dist.get_rank(), world_group()
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return all_reduce(x.t() @ x, "sum", group), (x @ w).sum(0)
+
+    options: Any = {"time_out_s": 30.0}
+    call, equal = torch.compile(fn, backend=backend, options=options), True
+    for lengths in steps:
+        x, w = torch.randn(lengths[rank], 4), torch.randn(4, 4)
+        pairs = zip(call(x, w), fn(x, w), strict=True)
+        equal &= all(torch.allclose(mine, eager, atol=1e-5) for mine, eager in pairs)
+    return equal
+
+
+def test_ranks_with_lengths_of_their_own(pool: Pool) -> None:
+    steps = [(5, 6), (7, 9), (8, 10), (7, 9)]
+    assert pool(2).run(own_lengths, steps, time_out_s=90) == [True, True]

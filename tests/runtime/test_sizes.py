@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -12,8 +14,11 @@ import torch
 
 from interlace.errors import ExecutorError
 from interlace.ir import parse
+from interlace.ir.sizes import named
 from interlace.options import Options
+from interlace.passes import run_pipeline
 from interlace.runtime import Executor
+from interlace.runtime.run_sizes import RunSizes
 
 TEXT = """
 def f(S: Size[12], T: Size[3], x: f32[S, 4], y: out[f32[S // 2, 4]]):
@@ -168,3 +173,60 @@ def f(x: f32[600, 600], y: out[f32[600, 600]]):
     thread.join(60)
     assert not thread.is_alive()
     assert torch.equal(found[0], x)
+
+
+def test_a_turn_that_fails_leaves_the_sizes_before() -> None:
+    sizes, size = RunSizes({"S": 8}), named("S")
+    told: dict[str, tuple[int, ...]] = {}
+
+    def tell(numbers: tuple[int, ...]) -> None:
+        if numbers == (24,):
+            raise MemoryError("full")
+        told["middle"] = numbers
+
+    assert sizes.follow((size, 4), lambda numbers: told.update(first=numbers))
+    sizes.follow((2 * size,), tell)
+    sizes.follow((size + 1,), lambda numbers: told.update(last=numbers))
+    assert not sizes.follow((7,), lambda numbers: told.update(fixed=numbers))
+    sizes.turn((6,))
+    assert told == {"first": (6, 4), "middle": (12,), "last": (7,), "fixed": (7,)}
+    with pytest.raises(MemoryError):
+        sizes.turn((12,))
+    assert sizes.values == {"S": 6}
+    assert told == {"first": (6, 4), "middle": (12,), "last": (7,), "fixed": (7,)}
+
+
+def test_sizes_among_the_arguments_of_small_calls() -> None:
+    """Regions have bodies without sizes: such calls stay outside."""
+    text = """
+def f(S: Size[6], x: f32[S, 4], w: f32[4, 4]):
+    main: call("aten.mul.Tensor", x, S, out=(a := f32[S, 4]))
+    main: call("aten.add.Tensor", a, 1.0, out=(b := f32[S, 4]))
+    main: call("aten.neg.default", b, out=(c := f32[S, 4]))
+    main: call("aten.add.Tensor", w, 1.0, out=(d := f32[4, 4]))
+    main: call("aten.mul.Tensor", d, S, out=(e := f32[4, 4]))
+    return c, e
+"""
+    program = run_pipeline(parse(text), "form_regions")
+    assert program.regions
+    assert parse(str(program)) == program
+    with Executor(program).prepare() as executor:
+        for rows in (6, 5, 7, 4):
+            x, w = given(rows), torch.randn(4, 4)
+            c, e = executor.run([x, w])
+            assert torch.equal(c, -(x * rows + 1))
+            assert torch.equal(e, (w + 1) * rows)
+
+
+def test_memory_goes_with_the_executor() -> None:
+    executor = Executor(parse(TEXT.replace("side:", "main:"))).prepare()
+    executor.run([given(12)])
+    executor.run([given(8)])
+    assert executor.engine is not None
+    table = weakref.ref(executor.engine.context.values)
+    gc.disable()
+    try:
+        executor.close()
+        assert table() is None
+    finally:
+        gc.enable()

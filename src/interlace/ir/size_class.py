@@ -26,6 +26,7 @@ from functools import lru_cache, wraps
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
+from interlace.errors import SizeError
 from interlace.ir.sizes import DECIDER, MOST, Int, Size
 
 P = ParamSpec("P")
@@ -112,10 +113,6 @@ class SizeClass:
     def alone(self) -> SizeClass:
         """The class of the values that decisions were made for, and no others."""
         return SizeClass(tuple(replace(s, low=s.value, high=s.value) for s in self.sizes))
-
-    def at(self, values: Mapping[str, int]) -> SizeClass:
-        """The class with these values at hand."""
-        return replace(self, sizes=tuple([replace(s, value=values[s.name]) for s in self.sizes]))
 
     def __and__(self, other: SizeClass) -> SizeClass:
         """The sizes that are in both."""
@@ -268,6 +265,32 @@ class Known:
         return True
 
 
+class Settled(Known):
+    """Answers only what holds for a whole class, and notes nothing: what is not known to be equal
+    counts as different, and what may be positive or not is a `SizeError`."""
+
+    def is_positive(self, value: Int) -> bool:
+        if isinstance(value, int):
+            return value > 0
+        low, high = self._bounds(value)
+        if low > 0 or Fact(value, ">") in self.facts:
+            return True
+        if high <= 0 or Fact(value, "<=") in self.facts:
+            return False
+        raise SizeError(f"whether {value} > 0 is not the same for all of a class")
+
+    def is_zero(self, value: Int) -> bool:
+        if isinstance(value, int):
+            return value == 0
+        return self._bounds(value) == (0, 0) or Fact(value, "==") in self.facts
+
+    def rest(self, value: Size, by: int) -> int:
+        found = _modular(value, value.over * by, self.sizes)
+        if found is None:
+            raise SizeError(f"{value} % {by} is not the same for all of a class")
+        return found // value.over
+
+
 def _modular(value: Size, over: int, sizes: Mapping[str, NamedSize]) -> int | None:
     """The terms' sum modulo `over`, where what is known of the named sizes settles it."""
     total = 0
@@ -302,7 +325,20 @@ def deciding(given: SizeClass) -> Generator[Known]:
     if outer is not None or not given.sizes:
         yield outer or Known(given)
         return
-    known = Known(given)
+    with _answering(Known(given)) as known:
+        yield known
+
+
+@contextlib.contextmanager
+def settled(given: SizeClass) -> Generator[None]:
+    """Questions about sizes are answered by what holds for all of a class: ranks that ask other
+    questions, as of views of their own, are for the same sizes all the same."""
+    with _answering(Settled(given)) if given.sizes else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _answering(known: Known) -> Generator[Known]:
     token = DECIDER.set(known)
     try:
         yield known
@@ -320,11 +356,8 @@ def supposing() -> Generator[None]:
         return
     own = Known(known.size_class())
     own.cache.update(known.cache)
-    token = DECIDER.set(own)
-    try:
+    with _answering(own):
         yield
-    finally:
-        DECIDER.reset(token)
 
 
 def note_buckets() -> None:

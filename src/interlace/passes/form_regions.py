@@ -38,6 +38,7 @@ from interlace.ir import (
     views_in,
 )
 from interlace.ir.operators import is_heavy
+from interlace.ir.sizes import Size
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,13 @@ def _small(op: Op) -> bool:
         and not (op.outs or op.mutates or op.rng)
         and op.site is None
         and not is_heavy(op.fn)
+        and _is_fixed((*op.args, *(value for _, value in op.kwargs)))
     )
+
+
+def _is_fixed(value: Arg) -> bool:
+    """Whether no size that differs from run to run is in it: the body of a region has no sizes."""
+    return all(map(_is_fixed, value)) if isinstance(value, tuple) else not isinstance(value, Size)
 
 
 def _runs(program: Program) -> Iterator[list[Op]]:
@@ -197,6 +204,11 @@ class _RegionBody:
 
 def _as_node(step: Step) -> tuple[str, tuple[Arg, ...]] | None:
     """The operator that takes a step of a view, with its arguments; None where none does."""
+    made = _operator(step)
+    return made if made is None or _is_fixed(made[1]) else None
+
+
+def _operator(step: Step) -> tuple[str, tuple[Arg, ...]] | None:
     match step:
         case Slice(dim, int(start), int(stop)):
             return "aten.slice.Tensor", (dim, start, stop)

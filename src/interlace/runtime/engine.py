@@ -159,8 +159,8 @@ class Engine(Protocol):
     def look(self) -> None:
         """Raises where the caller must not run anything now, such as inside of a graph capture."""
 
-    def refuse_nested(self) -> None:
-        """Raises within a run of its own, which another would change the table of."""
+    def turn(self, at: Sequence[int]) -> None:
+        """Makes the next runs those of these values of the named sizes; raises within a run."""
         ...
 
     def issue(

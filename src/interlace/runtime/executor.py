@@ -28,7 +28,7 @@ from interlace.cost import Timeline
 from interlace.errors import ExecutorError, SizeError, TeamError
 from interlace.ir import Program, validate
 from interlace.ir.call_names import refuse_others
-from interlace.ir.size_class import FIXED, deciding
+from interlace.ir.size_class import FIXED, settled
 from interlace.options import BACKENDS, Options
 from interlace.runtime.calling.calls import reader_of
 from interlace.runtime.engine import (
@@ -196,12 +196,13 @@ class Executor:
             self._own = self.program.instantiate(self.rank)
             self.sizes = self.agreement.report.sizes.bucket()
             self._measures = measures(self._own, self.sizes)
-            lasts = grows(self._own) and self.sizes.holds(self.sizes.largest)
-            if self.options.graph or not lasts:  # graphs and memory are for one size
+            # Proved as a set, the ranks' Programs are for their own sizes; graphs are for one.
+            if not self.sizes.sizes or self.options.graph or not self._lasts():
                 self._fix()
             try:
                 largest = self._own.at(self.sizes.largest)
-                plan = self._plan = make_plan(self.program, largest, self._backend_name)
+                with settled(self.sizes):
+                    plan = self._plan = make_plan(self.program, largest, self._backend_name)
                 needed = zip(self._teams, self.agreement.backends, strict=True)
                 pairs = [(team, name) for team, names in needed for name in names]
                 pairs.sort(key=lambda pair: (BACKENDS.index(pair[1]), pair[0]))
@@ -230,21 +231,24 @@ class Executor:
             asked = self.options.transport
         return self._teams[team].backend_name(asked, self.device.type)
 
+    def _lasts(self) -> bool:
+        """Whether memory for the largest sizes of the class does for all of them."""
+        return grows(self._own) and self.sizes.holds(self.sizes.largest)
+
     def _fix(self) -> None:
         """Leaves nothing but the sizes at hand."""
         self.sizes = self.program.sizes.alone()
+        self._measures = measures(self.program.instantiate(self.rank), self.sizes)
         self._own = self._own.at(self.sizes.values)
 
     def _bind(self, values: Mapping[str, int]) -> None:
         """Binds every op to the memory and the backends that are there, with these values of the
         named sizes at hand. Needs no other rank."""
-        at_hand = self.sizes.at(values)
-        with torch.inference_mode(False), torch.no_grad(), deciding(at_hand) as known:
+        with torch.inference_mode(False), torch.no_grad(), settled(self.sizes):
             context = self._context(RunSizes(values))
             self._kept.end_engine()
             self._kept.engine = engine = self._engine_class(context)
             engine.warm_up(self._ordered())
-        self.sizes = known.size_class()
         # Only now: what is bound in part is bound anew before it runs.
         self.engine, self._at, self._bound_resets = engine, context.values.sizes.at, self._resets()
 
@@ -274,20 +278,26 @@ class Executor:
             inputs=Parameters(program.name, "input", params[0], *facts),
             outputs=Parameters(program.name, "output", params[1], *facts),
             results=reader_of(program.returned(), plan, values),
-            label=RunLabel(program.name, agreement.tag_at, run_sizes, text),
+            label=RunLabel(program.name, self._tag, run_sizes, text),
         )
+
+    def _tag(self, at: tuple[int, ...]) -> int:
+        """The same on all ranks in a run of these sizes; where those are not to differ from run to
+        run, ranks may each have their own."""
+        assert self.agreement is not None
+        return self.agreement.tag_at(at) if self._own.sizes.sizes else self.agreement.tag
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, ...]:
         """One run: the Program's results for these inputs; `out` gives the output parameters."""
         lock = self._lock
-        engine = self.engine
-        if engine is None or self._poison is not None or not lock.acquire(False):
+        if self.engine is None or self._poison is not None or not lock.acquire(False):
             return self._check_and_run(inputs, out)
         try:
-            at = engine.admit(inputs, out)
-            if at is not None:
+            engine = self.engine  # another thread may have closed it
+            at = None if engine is None else engine.admit(inputs, out)
+            if engine is not None and at is not None:
                 return engine.issue(inputs, out, at)
         except BaseException as error:  # what cannot be issued stops the peers too
             self._fail(error)
@@ -376,12 +386,7 @@ class Executor:
                 f"{told}: prepare another Program for them"
             )
         assert self.engine is not None
-        self.engine.refuse_nested()
-        try:
-            self.engine.context.values.sizes.turn(at)
-        except BaseException:
-            self._bind(self._values(self._at))  # what is turned in part
-            raise
+        self.engine.turn(at)
         self._at = at
 
     def _values(self, at: tuple[int, ...]) -> dict[str, int]:

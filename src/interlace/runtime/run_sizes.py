@@ -51,7 +51,16 @@ class RunSizes:
         self.follow((box.offset, *box.sizes, *box.strides), told)
 
     def turn(self, at: Sequence[int]) -> None:
-        """Tells all who follow the numbers for these values of the named sizes."""
+        """Tells all who follow the numbers for these values of the named sizes; after an error,
+        those for the values before."""
+        before = self.at
+        try:
+            self._tell(at)
+        except BaseException:
+            self._tell(before)
+            raise
+
+    def _tell(self, at: Sequence[int]) -> None:
         evaluate = self._numbers
         if evaluate is None:
             asked = [sizes for _, sizes in self._followed]

@@ -355,7 +355,11 @@ def _result(arg: Arg, plan: Plan, values: ValueTable) -> int | Callable[[], Any]
         of_now = lambda: values.registered[name].tensor  # noqa: E731
         if box == whole(plan.buffers[name]):
             return of_now
-        values.sizes.follow_box(box, lambda found: boxes.insert(0, found))
+
+        def take(found: Box) -> None:
+            boxes[:] = [found]
+
+        values.sizes.follow_box(box, take)
         return lambda: derive(of_now(), boxes[0])
     if isinstance(arg, tuple):
         return reader_of(arg, plan, values)

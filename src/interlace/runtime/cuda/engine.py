@@ -163,7 +163,7 @@ class CudaEngine:
         if at is None:  # `admit` did not look at the current device
             with torch.cuda.device(self.device):
                 return self.issue(inputs, out, ())
-        self.refuse_nested()
+        self._refuse_nested()
         driver, graphs, pair, turn = self.driver, self.graphs, None, 0
         if self._controls:
             self._enter(inputs, out)
@@ -203,7 +203,12 @@ class CudaEngine:
                 self.changes.tell(inputs, out)
             self.watched.issuing = False
 
-    def refuse_nested(self) -> None:
+    def turn(self, at: Sequence[int]) -> None:
+        self._refuse_nested()
+        with torch.cuda.device(self.device):  # which kernels are loaded on
+            self.context.values.sizes.turn(at)
+
+    def _refuse_nested(self) -> None:
         if self._under_way:
             name = self.context.label.name
             raise ExecutorError(f"{name} was called in a run of its own: make another Executor")

@@ -193,7 +193,7 @@ class CpuEngine(Engine):
         at: object | None = None,
     ) -> tuple[Any, ...]:
         """Enters the teams, fills the table, drives the streams and reads the results."""
-        self.refuse_nested()
+        self._refuse_nested()
         tag, name, text = self._label.entry
         had_grad, mark = torch.is_grad_enabled(), 0
         self._under_way = True
@@ -234,7 +234,11 @@ class CpuEngine(Engine):
                 self._grad(True)
             self._under_way = False
 
-    def refuse_nested(self) -> None:
+    def turn(self, at: Sequence[int]) -> None:
+        self._refuse_nested()
+        self._values.sizes.turn(at)
+
+    def _refuse_nested(self) -> None:
         if self._under_way:
             name = self._label.name
             raise ExecutorError(f"{name} was called in a run of its own: make another Executor")
