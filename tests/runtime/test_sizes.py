@@ -219,7 +219,13 @@ def f(S: Size[6], x: f32[S, 4], w: f32[4, 4]):
 
 
 def test_memory_goes_with_the_executor() -> None:
-    executor = Executor(parse(TEXT.replace("side:", "main:"))).prepare()
+    text = """
+def f(S: Size[12], x: f32[S, 4], y: out[f32[S - 2, 4]]):
+    tmp = alloc(f32[S, 4])
+    main: call("aten.mul.out", x, 2.0, out=tmp)
+    main: call("aten.neg.out", tmp[2:S, :], out=y)
+"""
+    executor = Executor(parse(text)).prepare()
     executor.run([given(12)])
     executor.run([given(8)])
     assert executor.engine is not None
