@@ -265,6 +265,8 @@ class Executor:
         values = ValueTable(program, plan.box, resources.slots, self._arena, run_sizes, *known)
         params = [[b for b in program.params if b.kind == k] for k in ("input", "output")]
         facts = self.device, *known, run_sizes
+        # Sizes that do not differ from run to run may be others on each rank.
+        tag_at = agreement.tag_at if program.sizes.sizes else lambda _: agreement.tag
         text = None if agreement.texts else Flight(self.program, self.rank).text
         return EngineContext(
             plan=plan,
@@ -278,14 +280,8 @@ class Executor:
             inputs=Parameters(program.name, "input", params[0], *facts),
             outputs=Parameters(program.name, "output", params[1], *facts),
             results=reader_of(program.returned(), plan, values),
-            label=RunLabel(program.name, self._tag, run_sizes, text),
+            label=RunLabel(program.name, tag_at, run_sizes, text),
         )
-
-    def _tag(self, at: tuple[int, ...]) -> int:
-        """The same on all ranks in a run of these sizes; where those are not to differ from run to
-        run, ranks may each have their own."""
-        assert self.agreement is not None
-        return self.agreement.tag_at(at) if self._own.sizes.sizes else self.agreement.tag
 
     def run(
         self, inputs: Sequence[torch.Tensor], out: Sequence[torch.Tensor] | None = None
