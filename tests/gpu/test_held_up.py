@@ -197,8 +197,10 @@ def capture_beside(strategy: str, victim: int, seed: int) -> tuple[str, Outcome]
             begun.set()
         del graph
 
+    y = case.output()  # within the capture there may be no memory for it
+
     def only_run() -> None:
-        run(executor, case, inputs)
+        executor.run(inputs, out=[y])
 
     thread = threading.Thread(target=capture, daemon=True)
     thread.start()

@@ -142,6 +142,37 @@ def test_probes_are_used_again() -> None:
     assert len(marks.probes) <= 4
 
 
+def test_no_event_is_asked_for_once_it_is_destroyed() -> None:
+    """Neither by another thread nor, as a collector may have it, amid the question."""
+    device, asked, destroyed = Device(), threading.Event(), list[int]()
+
+    class Driver:
+        event, record = device.event, device.record
+
+        def done(self, event: int) -> bool:
+            asked.set()
+            time.sleep(0.05)
+            assert event not in destroyed
+            if amid:
+                marks.close()
+                assert event not in destroyed
+            return False
+
+        def destroy_event(self, event: int) -> None:
+            destroyed.append(event)
+
+    for amid in (False, True):
+        asked.clear()
+        marks = Marks(Driver(), 4)  # type: ignore[arg-type]
+        asking = threading.Thread(target=lambda marks=marks: marks.begun(1))
+        asking.start()
+        assert asked.wait(5)
+        marks.close()
+        asking.join(5)
+        assert len(destroyed) == len(set(destroyed)) == 10 * (1 + amid)
+        assert marks.ended(1)
+
+
 def let_pass(seconds: float, clock: list[float], watched: Watched) -> None:
     """Time, in which the watchdog looks."""
     for _ in range(round(seconds / 0.5)):

@@ -192,6 +192,8 @@ class CompiledGraph:
         if torch._C._is_any_autocast_enabled():
             with torch._C._DisableAutocast():
                 return self(args)
+        if self._run is not None:
+            return self._run(args)
         if self.unscheduled:
             return self._run_unscheduled(args)
         last = self._shelf.last
@@ -252,7 +254,7 @@ class CompiledGraph:
         if self._run is None:
             self._shelf.clear()
             self._run = boxed_nop(self._gm, [])
-        return list(self._run(args))
+        return self._run(args)
 
     def _for(self, key: Hashable, args: Sequence[Any]) -> Bound | None:
         """The bound Program for arguments of this signature: of a class of sizes, if there can be

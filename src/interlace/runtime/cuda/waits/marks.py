@@ -9,10 +9,16 @@ A run's two events are those of the run `num` before it: once so many are issued
 nothing of it any more, so `num` is more than a device lets a host be ahead, as a rule. And one run
 in `APART` leaves an event besides, which is used again only when it was seen to be done: progress
 is seen however far that is.
+
+Note [Events that are asked for as they go]
+    The driver crashes where an event is asked for that is destroyed, and the watchdog may be asking
+    when a thread closes an engine, or the garbage collector does, amid the question itself. So they
+    take turns; for who asks afterwards all is over.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 from interlace.comm.cuda.driver import Driver, Event
@@ -34,6 +40,8 @@ class Marks:
         self._free = deque(self.probes)
         self.next = 0
         """The run that leaves the next one."""
+        self._turn = threading.RLock()  # Note [Events that are asked for as they go]
+        self._asking = self._closed = False
 
     def of(self, run: int) -> tuple[Event, Event]:
         return self.events[run % self.num]
@@ -51,21 +59,39 @@ class Marks:
     def passed(self) -> int:
         """The last run whose probe is done; 0: none since the last call. One thread at a time."""
         last = 0
-        while self._probes and self._driver.done(self._probes[0][1]):
+        while self._probes and self._done(self._probes[0][1]):
             last, event = self._probes.popleft()
             self._free.append(event)
         return last
 
     def begun(self, run: int) -> bool:
-        return self._driver.done(self.of(run)[0])
+        return self._done(self.of(run)[0])
 
     def ended(self, run: int) -> bool:
         """Whether a run has ended, of the last few; a later one in its place counts as not."""
-        return self._driver.done(self.of(run)[1])
+        return self._done(self.of(run)[1])
+
+    def _done(self, event: Event) -> bool:
+        with self._turn:
+            if self._closed:
+                return True
+            self._asking = True
+            try:
+                return self._driver.done(event)
+            finally:
+                self._asking = False
+                if self._closed:
+                    self._destroy()
 
     def owns(self, event: Event) -> bool:
         return any(event in pair for pair in self.events)
 
     def close(self) -> None:
+        with self._turn:
+            closed, self._closed = self._closed, True
+            if not (closed or self._asking):
+                self._destroy()
+
+    def _destroy(self) -> None:
         for event in (*self.probes, *(event for pair in self.events for event in pair)):
             self._driver.destroy_event(event)
