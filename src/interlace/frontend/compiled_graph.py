@@ -230,7 +230,8 @@ class CompiledGraph:
         if self.unscheduled:
             return
         if self._traced is None and self._suits_inductor():
-            self._run, self._unscheduled = compile_symbolic(self._gm), INDUCTOR
+            inference = self.kind == "inference"
+            self._run, self._unscheduled = compile_symbolic(self._gm, inference), INDUCTOR
         if self._traced is not None and self._shelf.get(self._traced) is None:
             with torch._C._DisableAutocast():  # Note [Autocast is in the graph]
                 self._bind(self._traced, None)

@@ -110,16 +110,27 @@ def compile_graph(
     return _compiled_by_inductor(module, fakes, mode)
 
 
-def compile_symbolic(module: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """The same for a graph as it was traced, with its symbols: while TorchDynamo takes guards."""
-    from torch._guards import detect_fake_mode
+def compile_symbolic(
+    module: torch.fx.GraphModule, inference: bool
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """The same for a graph as it was traced, with its symbols, while TorchDynamo takes guards. Of an
+    inference graph Inductor is told all that torch.compile tells it."""
+    from torch._guards import TracingContext, detect_fake_mode
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
     given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    return _compiled_by_inductor(module, given, detect_fake_mode(given))
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None) if inference else None
+    lasting = getattr(metadata, "static_input_indices", None) or ()  # parameters: looked at once
+    more = [joint_graph_passes] if inference else []
+    return _compiled_by_inductor(module, given, detect_fake_mode(given), more, lasting)
 
 
 def _compiled_by_inductor(
-    module: torch.fx.GraphModule, given: Sequence[Any], mode: Any
+    module: torch.fx.GraphModule,
+    given: Sequence[Any],
+    mode: Any,
+    passes: Sequence[Callable[[torch.fx.GraphModule], torch.fx.GraphModule]] = (),
+    lasting: Sequence[int] = (),
 ) -> Callable[[list[Any]], Sequence[Any]]:
     from torch._dispatch.python import enable_python_dispatcher
     from torch._guards import TracingContext, tracing
@@ -134,11 +145,14 @@ def _compiled_by_inductor(
     with unset_fake_temporarily(), contexts[0], contexts[1], contexts[2]:
         with mode, enable_python_dispatcher():
             graph = make_fx(module, decomposition_table=select_decomp_table())(*given)
+        for each in passes:
+            graph = each(graph)
         output = next(node for node in reversed(graph.graph.nodes) if node.op == "output")
         # Every output has the strides that it would have eager: the Program counts on them.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         off = BoxedBool(False)  # whole Programs are captured in CUDA graphs, or nothing is
-        return compile_fx_inner(graph, list(given), is_inference=True, cudagraphs=off)
+        facts = {"is_inference": True, "cudagraphs": off, "static_input_idxs": list(lasting)}
+        return compile_fx_inner(graph, list(given), **facts)
 
 
 def _doubled(
