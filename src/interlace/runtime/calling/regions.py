@@ -113,8 +113,8 @@ def compile_graph(
 def compile_symbolic(
     module: torch.fx.GraphModule, inference: bool
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """The same for a graph as it was traced, with its symbols, while TorchDynamo takes guards. Of an
-    inference graph Inductor is told all that torch.compile tells it."""
+    """The same for a graph as it was traced, with its symbols, while TorchDynamo takes guards.
+    Of an inference graph Inductor is told all that torch.compile tells it."""
     from torch._guards import TracingContext, detect_fake_mode
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
