@@ -87,6 +87,22 @@ assert experts.weight.grad is before
 assert torch.equal(before, total + more)
 print("as told")
 """
+PARALLEL_CHECK = """
+def whole(tensor):
+    parts = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(parts, tensor.detach().contiguous())
+    return torch.cat(parts)
+
+rows, gates, ups = (whole(t).requires_grad_() for t in (x, gate, up))
+downs = whole(down.T).T
+wanted = (torch.nn.functional.silu(rows @ gates.T) * (rows @ ups.T)) @ downs.T
+torch.testing.assert_close(whole(y), wanted, rtol=1e-3, atol=0.1)
+(wanted.square().sum() / y.numel()).backward()
+torch.testing.assert_close(whole(gate.grad), gates.grad, rtol=1e-3, atol=0.1)
+torch.testing.assert_close(whole(x.grad), rows.grad, rtol=1e-3, atol=0.1)
+dist.destroy_process_group()
+print("as told")
+"""
 REGISTERED_CHECK = """
 assert y.tolist() == [[20.0 + i // 4] * 8 for i in range(8)]
 dist.destroy_process_group()
@@ -99,6 +115,7 @@ PIECES = {
         (ADAM_CHECK, "exp_avg_sq_dtype"),
         (REDUCER_CHECK, "GradReducer"),
         (ACCUMULATOR_CHECK, "GradAccumulator"),
+        (PARALLEL_CHECK, "import all_gather_linear"),
     )
     for name, code in PYTHON.items()
     if name.startswith("README.md") and word in code
@@ -124,7 +141,7 @@ def test_there_are_schedules_to_check() -> None:
 
 
 def test_there_are_training_pieces_to_run() -> None:
-    assert len(PIECES) == 4
+    assert len(PIECES) == 5
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

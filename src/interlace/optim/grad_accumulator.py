@@ -70,7 +70,7 @@ class GradAccumulator:
                 "its mesh as it comes, maybe as partial sums: a buffer is for a Parameter that a "
                 "rank has alone, such as one made of to_local()"
             )
-        if is_taken(param):
+        if accumulator_of(param) is not None:
             raise GradientError(
                 f"a Parameter of shape {list(param.shape)} has an accumulator: close() that one, "
                 "or the GradReducer that made it, first"
@@ -222,19 +222,20 @@ class GradAccumulator:
 
 
 class Take:
-    """The hook that moves what autograd brought; `is_taken` recognises an accumulator by it."""
+    """The hook that moves what autograd brought; by it `accumulator_of` finds the accumulator."""
 
     def __init__(self, accumulator: weakref.ref[GradAccumulator]) -> None:
-        self._accumulator = accumulator
+        self.accumulator = accumulator
 
     def __call__(self, _: torch.Tensor) -> None:
-        _call(self._accumulator, "_take")
+        _call(self.accumulator, "_take")
 
 
-def is_taken(param: torch.Tensor) -> bool:
-    """Whether a Parameter has an accumulator that is not closed."""
+def accumulator_of(param: torch.Tensor) -> GradAccumulator | None:
+    """The accumulator of a Parameter that is not closed, if it has one."""
     hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(hook, Take) for hook in hooks.values())
+    found = (hook.accumulator() for hook in hooks.values() if isinstance(hook, Take))
+    return next(filter(None, found), None)
 
 
 def _call(accumulator: weakref.ref[GradAccumulator], method: str) -> None:

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from interlace.cost import Timeline
 from interlace.errors import GradientError, OptionError
-from interlace.optim.grad_accumulator import GradAccumulator, is_taken
+from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
 from interlace.optim.reductions import Reductions
 from interlace.options import Options
 
@@ -106,7 +106,7 @@ class GradReducer:
                 "come, maybe as partial sums: reduce those with fully_shard or "
                 "DistributedDataParallel over the outer mesh, and give this the others"
             )
-        if any(is_taken(param) for param in listed):
+        if any(accumulator_of(param) is not None for param in listed):
             raise GradientError(
                 "some of the Parameters have an accumulator: close() the GradReducer or the "
                 "GradAccumulator that sums their gradients first"

@@ -35,9 +35,8 @@ from interlace.nn.cross_entropy.vocabulary import (
     find_shards,
     full_of,
     gather,
-    group_of,
-    is_dtensor,
 )
+from interlace.nn.groups import group_of, is_dtensor
 
 REDUCTIONS = ("none", "mean", "sum")
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from interlace.errors import InputError, UnsupportedError
 from interlace.nn.cross_entropy.steps import Shards
+from interlace.nn.groups import is_dtensor
 
 Waiting = Callable[[], object]
 """Makes the current stream wait for a communication (on the CPU: the host)."""
@@ -22,22 +23,6 @@ Waiting = Callable[[], object]
 
 def done() -> None:
     """Nothing to wait for."""
-
-
-def group_of(group: Any) -> dist.ProcessGroup | None:
-    """The process group of a group, or of a mesh of one dimension; None where it has one rank."""
-    if group is None:
-        return None
-    if isinstance(group, dist.DeviceMesh):
-        if group.ndim != 1:
-            raise InputError(
-                f"`group` is a mesh of {group.ndim} dimensions: give that of the vocabulary, "
-                "mesh[name]"
-            )
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise InputError(f"`group` is {group!r}: not a process group of this rank, nor a mesh")
-    return group if group.size() > 1 else None
 
 
 def find_shards(
@@ -144,8 +129,3 @@ def full_of(tensor: Any, what: str) -> torch.Tensor:
             "whole; redistribute it to Replicate()"
         )
     return tensor.to_local()
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Whether this is a DTensor."""
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")

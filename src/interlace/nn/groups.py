@@ -1,0 +1,35 @@
+"""What layers and losses are given as a `group`, and tensors that are cut over one.
+
+pg = group_of(mesh["tp"])        # a process group, or None where it has one rank
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.errors import InputError
+
+
+def group_of(group: Any) -> dist.ProcessGroup | None:
+    """The process group of a group, or of a mesh of one dimension; None where it has one rank."""
+    if group is None:
+        return None
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise InputError(
+                f"`group` is a mesh of {group.ndim} dimensions: give one of them, mesh[name]"
+            )
+        if group.get_coordinate() is None:
+            raise InputError(f"`group` is {group!r}, which this rank is not in")
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError(f"`group` is {group!r}: not a process group of this rank, nor a mesh")
+    return group if group.size() > 1 else None
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether this is a DTensor."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")

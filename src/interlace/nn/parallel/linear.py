@@ -1,0 +1,303 @@
+"""Linear layers over a group: the communication of their rows runs under the matmuls.
+
+    h = all_gather_linear(x, [w_gate, w_up], group=tp)    # x [rows / n, K] -> each [rows, N / n]
+    y = linear_reduce_scatter(h, w_down, group=tp)        # h [rows, K / n] -> [rows / n, N]
+
+Backward communicates anew: only this rank's own x is saved, and never memory of a communication.
+Every call is collective, and so is its backward. The first one for a class of row counts prepares a
+Program (see `interlace.Executor`), later ones run it.
+
+Note [Casts stay outside]: inputs are cast for autocast by operators of torch before the Function,
+so autograd casts the gradients back; the Programs hold one dtype, and run without autocast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear
+
+from interlace.errors import InputError
+from interlace.frontend.backend import options_from
+from interlace.frontend.importing.types import dtype_of
+from interlace.nn.autograd import eager, first_order, without_autocast
+from interlace.nn.groups import group_of, is_dtensor
+from interlace.nn.parallel.programs import Layer, programs
+from interlace.optim.grad_accumulator import GradAccumulator, accumulator_of
+from interlace.options import Options
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Given = Options | Mapping[str, Any] | None
+"""Options as a caller gives them."""
+
+
+@eager
+def all_gather_linear(
+    x: torch.Tensor,
+    weights: torch.Tensor | Sequence[torch.Tensor],
+    biases: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    *,
+    group: Any,
+    dim: int = 0,
+    overlap: bool = True,
+    options: Given = None,
+) -> Any:
+    """`F.linear(all_gather(x), weight, bias)` for one weight or several; x is gathered once.
+
+    Args:
+        x: [..., K], this rank's part of the rows. All ranks have equal parts; those of the result
+            are in the order of the group's ranks.
+        weights: this rank's rows [N, K] of a weight, or a sequence of such: that gives a tuple.
+        biases: this rank's part [N] of the bias of each weight, None where it has none.
+        group: a process group of this rank, or a DeviceMesh of one dimension.
+        dim: the dimension of x that is gathered: any but the last. Unless it is the first, x is
+            copied, and the output is a view that is not contiguous.
+        overlap: False runs the serial twin.
+        options: `interlace.Options`, or a mapping of them.
+
+    Gives [..., N] with the rows of all ranks. Backward gathers x anew for the gradients of weights,
+    and scatters that of x, summed over the ranks. A Parameter that has a `GradAccumulator` gets its
+    gradient there. Floating tensors are of one dtype, or cast alike by autocast. `InputError` names
+    the argument that does not fit the others.
+    """
+    many = not isinstance(weights, torch.Tensor)
+    each: Any = weights if many else [weights]
+    bias: Any = [None] * len(each) if biases is None else biases if many else [biases]
+    site, dim = Site.of("all_gather", group, options, overlap), _rows_dim(x, dim)
+    x, tensors, accumulators = _checked(x, each, bias)
+    if site is None:
+        pairs = zip(tensors[: len(each)], tensors[len(each) :], strict=True)
+        made = [linear(x, w, b) for w, b in pairs]
+    else:
+        moved = x.movedim(dim, 0)
+        shape = site.group.size() * moved.shape[0], *moved.shape[1:-1]
+        found = Sharded.apply(site, accumulators, _rows(moved), *tensors)
+        made = [y.view(*shape, y.shape[1]).movedim(0, dim) for y in found]
+    return tuple(made) if many else made[0]
+
+
+@eager
+def linear_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Any,
+    dim: int = 0,
+    overlap: bool = True,
+    options: Given = None,
+) -> torch.Tensor:
+    """`reduce_scatter(F.linear(x, weight)) + bias`: sums over the ranks, each keeps its rows.
+
+    Args:
+        x: [..., K], all rows, of this rank's columns. The size of `dim` is a multiple of the size
+            of the group.
+        weight: this rank's columns [N, K] of a weight.
+        bias: [N], the same on all ranks.
+        group, dim, overlap, options: as in `all_gather_linear`; `dim` is scattered.
+
+    Gives [..., N] with this rank's part of the rows. Backward gathers the upstream gradient for all
+    that needs it; that of the bias is of all rows, and the same on all ranks.
+    """
+    site, dim = Site.of("reduce_scatter", group, options, overlap), _rows_dim(x, dim)
+    x, tensors, accumulators = _checked(x, [weight], [bias])
+    if site is None:
+        return linear(x, *tensors)
+    moved, ranks = x.movedim(dim, 0), site.group.size()
+    if moved.shape[0] % ranks:
+        raise InputError(
+            f"`x` has size {moved.shape[0]} in dimension {dim}, which {ranks} ranks cannot share "
+            f"evenly: give a multiple of {ranks}, padded where need be"
+        )
+    (y,) = Sharded.apply(site, accumulators, _rows(moved), *tensors)
+    return y.view(moved.shape[0] // ranks, *moved.shape[1:-1], y.shape[1]).movedim(0, dim)
+
+
+@eager
+def linear_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Any,
+    overlap: bool = True,
+    options: Given = None,
+) -> torch.Tensor:
+    """`all_reduce(F.linear(x, weight)) + bias`: sums over the ranks, each has all rows.
+
+    Args:
+        x: [..., K], all rows, of this rank's columns.
+        weight: this rank's columns [N, K] of a weight.
+        bias: [N], the same on all ranks.
+        group, overlap, options: as in `all_gather_linear`.
+
+    Gives [..., N]. The upstream gradient is the same on all ranks, and backward communicates
+    nothing.
+    """
+    site = Site.of("all_reduce", group, options, overlap)
+    x, tensors, accumulators = _checked(x, [weight], [bias])
+    if site is None:
+        return linear(x, *tensors)
+    (y,) = Sharded.apply(site, accumulators, _rows(x), *tensors)
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+# what a call is given
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """How a call communicates."""
+
+    collective: str
+    group: dist.ProcessGroup
+    options: Options
+
+    @classmethod
+    def of(cls, collective: str, group: Any, options: Given, overlap: bool) -> Site | None:
+        """The site of a call; None where one rank has all."""
+        chosen = _options(options_from(options) if options else DEFAULT, overlap)
+        if group is None:
+            raise InputError("`group` is None: give a process group or a mesh of one dimension")
+        found = group_of(group)
+        return None if found is None else cls(collective, found, chosen)
+
+
+DEFAULT = Options()
+
+
+@functools.lru_cache
+def _options(options: Options, overlap: bool) -> Options:
+    return dataclasses.replace(options, overlap=overlap)
+
+
+def _rows_dim(x: torch.Tensor, dim: int) -> int:
+    """The dimension of the rows, from 0 up."""
+    if not -x.dim() <= dim < x.dim() - 1 or dim == -1:
+        raise InputError(
+            f"`dim` is {dim}, and `x` has shape {list(x.shape)}: give a dimension of x that is not "
+            "the last, which holds the features"
+        )
+    return dim % x.dim()
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _checked(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, list[Any], tuple[GradAccumulator | None, ...]]:
+    """x; weights and then biases, cast as autocast wants it; the weights' accumulators."""
+    count = len(weights)
+    if not weights or len(biases) != count:
+        raise InputError(f"`weights` are {count}, and `biases` {len(biases)}: give as many, >= 1")
+    names = ["weight", "bias"]
+    if count > 1:
+        names = [f"{kind}[{i}]" for kind in ("weights", "biases") for i in range(count)]
+    kind = x.device.type
+    target = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    rows = _cast(x, target)
+    tensors: list[Any] = [*weights, *biases]
+    if is_dtensor(x) or rows.dtype not in DTYPES:
+        what = "a DTensor: give its local part, to_local()" if is_dtensor(x) else x.dtype
+        raise InputError(f"`x` is {what}; floating types of 16 bits and more are taken")
+    for i, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+        if tensor is None:
+            continue
+        if is_dtensor(tensor):
+            raise InputError(f"`{name}` is a DTensor: give its local part, to_local()")
+        wanted = [*weights[i % count].shape[:1], *([x.shape[-1]] if i < count else [])]
+        if list(tensor.shape) != wanted or tensor.dim() != (2 if i < count else 1):
+            shape = f"[N, {wanted[-1]}]" if i < count else f"{wanted}, for its weight's rows"
+            raise InputError(f"`{name}` has shape {list(tensor.shape)}: give {shape}")
+        if tensor.device != x.device:
+            raise InputError(f"`{name}` is on {tensor.device}, and `x` on {x.device}")
+        tensors[i] = tensor = _cast(tensor, target)
+        if tensor.dtype != rows.dtype:
+            raise InputError(
+                f"`{name}` is {tensor.dtype}, and `x` {rows.dtype}: cast one, or use autocast"
+            )
+    return rows, tensors, tuple(map(accumulator_of, weights))
+
+
+def _cast(tensor: torch.Tensor, target: torch.dtype | None) -> torch.Tensor:
+    """As F.linear is cast under autocast, which leaves float64 alone."""
+    if target is None or tensor.dtype in (target, torch.float64) or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(target)
+
+
+# autograd
+
+
+class Sharded(torch.autograd.Function):
+    """The matmuls and the communication of rows [S, K]; see Note [Casts stay outside]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        site: Site,
+        accumulators: tuple[GradAccumulator | None, ...],
+        x: torch.Tensor,
+        *tensors: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Weights, then biases, give as many outputs as there are weights."""
+        x, count = x.contiguous(), len(accumulators)
+        dense = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        weights, biases = [w for w in dense[:count] if w is not None], dense[count:]
+        for_x, *for_w = ctx.needs_input_grad[2 : 3 + count]
+        ctx.save_for_backward(x if any(for_w) else None, *(weights if for_x else ()))
+        ctx.site, ctx.accumulators = site, accumulators
+        ctx.layer = layer = Layer(
+            site.collective,
+            dtype_of(x.dtype).value,
+            x.shape[1],
+            tuple([w.shape[0] for w in weights]),
+            tuple([b is not None for b in biases]),
+        )
+        ranks = site.group.size() if site.collective == "reduce_scatter" else 1
+        pairs = [t for pair in zip(weights, biases, strict=True) for t in pair if t is not None]
+        with without_autocast(x.device.type):
+            run = programs(site.group, layer, site.options, x.device)
+            return tuple(run(x.shape[0] // ranks, [x, *pairs]))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> Any:
+        """The gradients that are wanted, in the order of forward's tensors."""
+        x, *weights = ctx.saved_tensors
+        wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
+        # Where a graph of the gradient is made, autograd sums: a buffer would not know of it.
+        accumulators = () if torch.is_grad_enabled() else ctx.accumulators
+        with torch.no_grad(), without_autocast(dys[0].device.type):
+            given = [dy.contiguous() for dy in dys]
+            given += [t for t in (x, *weights) if t is not None]
+            found = iter(_gradients(ctx.site, ctx.layer, wanted, given))
+            grads = [next(found) if want else None for want in wanted]
+            for i, accumulator in enumerate(accumulators, 1):
+                into = accumulator.destination() if accumulator and wanted[i] else None
+                if into is not None:
+                    into.add_(grads[i])
+                    grads[i] = None
+        return None, None, *map(first_order, grads)
+
+
+def _gradients(
+    site: Site, layer: Layer, wanted: tuple[bool, ...], given: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Those that are wanted, of x, weights and biases; `given` are dys, then x, then weights."""
+    dy = given[0]
+    if site.collective == "all_reduce":
+        for_x, for_w, for_b = wanted
+        made = [dy.mm(given[-1])] if for_x else []
+        made += [dy.t().mm(given[1])] if for_w else []
+        return made + ([dy.sum(0)] if for_b else [])
+    ranks = site.group.size() if site.collective == "all_gather" else 1
+    layer = dataclasses.replace(layer, wanted=wanted)
+    return programs(site.group, layer, site.options, dy.device)(dy.shape[0] // ranks, given)
