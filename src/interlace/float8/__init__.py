@@ -1,0 +1,21 @@
+"""FP8 by current scaling: quantise a tensor by its own maximum, multiply what was quantised.
+
+    x8 = quantize(x, E4M3, transpose=True)      # amax, scale, cast, and the transpose for wgrad
+    w8 = quantize(weight, E4M3, transpose=True)
+    y = matmul(x8, w8, torch.bfloat16)          # x @ weight.T
+
+recipe.py    which formats, whose maximum, how a scale is rounded
+rule.py      amax, scale and cast in plain torch: the twin, and the CPU's path
+kernel.py    the same as Triton kernels
+data.py      a quantised matrix;  quantization.py: makes one
+products.py  GEMMs of quantised matrices, and the weight gradient over shards
+"""
+
+from interlace.float8.data import Float8Data
+from interlace.float8.products import matmul, wgrad
+from interlace.float8.quantization import amax_of, quantize
+from interlace.float8.recipe import E4M3, E5M2, ROW_WISE, Recipe
+
+__all__ = [
+    "E4M3", "E5M2", "ROW_WISE", "Float8Data", "Recipe", "amax_of", "matmul", "quantize", "wgrad",
+]  # fmt: skip

@@ -1,0 +1,69 @@
+"""How tensors become FP8: formats, whose maximum gives a scale, and how scales are rounded.
+
+Recipe()                                     # a scale for each shard
+Recipe(scale="team", power_of_two=True)      # one scale for all shards of a team
+ROW_WISE                                     # a scale for each row
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from interlace.errors import OptionError
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = (E4M3, E5M2)
+SCALINGS, SCALES = ("tensor", "row"), ("shard", "team")
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(value is one or (type(value) is type(one) and value == one) for one in allowed):
+        raise OptionError(f"{name} is {value!r}: take one of {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Current scaling: the scale of a tensor comes of its own values, not of earlier steps.
+
+    Inputs and weights are E4M3: FP8 GEMMs take E5M2 on one side at most. Raises OptionError where
+    a value is none that the option takes.
+    """
+
+    gradient: torch.dtype = E5M2
+    """The format of gradients: E5M2, or E4M3."""
+    scaling: str = "tensor"
+    """`tensor`, a scale for each tensor, or `row`: one for each row, and for each row of the
+    transpose."""
+    scale: str = "shard"
+    """`shard`, each rank's shard by its own maximum, or `team`: all shards by the greatest."""
+    power_of_two: bool = False
+    """Rounds scales down to a power of two, so that scaling itself rounds nothing."""
+    eps: float = 0.0
+    """A maximum below it counts as this (fp32)."""
+
+    def __post_init__(self) -> None:
+        _one_of("gradient", self.gradient, FORMATS)
+        _one_of("scaling", self.scaling, SCALINGS)
+        _one_of("scale", self.scale, SCALES)
+        _one_of("power_of_two", self.power_of_two, (False, True))
+        if isinstance(self.eps, bool) or not isinstance(self.eps, int | float):
+            raise OptionError(f"eps is {self.eps!r}: take a number")
+        if not 0 <= self.eps <= torch.finfo(torch.float32).max or math.isnan(self.eps):
+            raise OptionError(f"eps is {self.eps}: take a finite number of fp32, 0 or more")
+        if self.scaling == "row" and self.scale == "team":
+            raise OptionError(
+                "scale='team' with scaling='row': rows are whole on their rank and share no scale; "
+                "take scale='shard'"
+            )
+
+    @property
+    def forward(self) -> torch.dtype:
+        """The format of inputs and weights."""
+        return E4M3
+
+
+ROW_WISE = Recipe(scaling="row", gradient=E4M3, power_of_two=True)
+"""A power of two for each row, E4M3 throughout: torchao's row-wise recipe."""

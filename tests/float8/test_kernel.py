@@ -1,0 +1,117 @@
+"""The FP8 kernels without a GPU: their bits in Triton's interpreter, and what their PTX says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.resources import spills
+
+pytest.importorskip("triton")
+
+import interlace
+from interlace.float8 import E4M3, E5M2, Recipe, amax_of, kernel, quantization, quantize
+from interlace.kernels import launch as launcher
+
+SCRIPT = Path(__file__).with_name("interpreted_float8.py")
+SOURCE = Path(interlace.__file__).parents[1]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ALIGNED, ODD = (True,) * 3, (False,) * 3
+INEXACT = re.compile(r"\b(fma|mad)\.\w*\.?f32|\.ftz|\.approx|\.full")
+
+
+def test_kernels_have_the_bits_of_the_twin(seed: int) -> None:
+    """In a process of its own: Triton reads whether it interprets when a kernel is defined."""
+    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); sys.argv[1:] = ['{seed}', '25']\n"
+    code += f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "all right"
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accesses_are_wide_and_nothing_spills(dtype: torch.dtype, by_row: bool) -> None:
+    """x is read and both results are written 16 bytes at a time, and rounded by the hardware."""
+    compiled = kernel.cast_source(dtype, E4M3, by_row, False, True, 512, ALIGNED).compile()
+    assert not spills(compiled)
+    ptx = compiled.asm["ptx"]
+    each = 128 * 128 // (32 * kernel.WARPS)
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= each * dtype.itemsize // 16
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2 * each // 16
+    assert not re.search(r"st\.global\.(v\d\.)?b(8|16)", ptx)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+    assert "div.rn.f32" in ptx
+    assert not INEXACT.search(ptx)
+    for axis in (-1, 0, 1):
+        compiled = kernel.amax_source(dtype, axis, ALIGNED).compile()
+        assert not spills(compiled)
+        assert "ld.global.v4.b32" in compiled.asm["ptx"]
+        assert not INEXACT.search(compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+def test_what_is_not_aligned_is_not_read_wide(kind: torch.dtype) -> None:
+    for dtype in DTYPES:
+        ptx = kernel.cast_source(dtype, kind, False, True, True, 1, ODD).compile().asm["ptx"]
+        assert not re.search(r"ld\.global\.v", ptx)
+        assert not INEXACT.search(ptx)
+
+
+class Launched:
+    """Stands in for a compiled kernel: what it is given must be what it was compiled for."""
+
+    grids: list[tuple[str, int]]
+
+    def __init__(self, source: Any, device: torch.device) -> None:
+        self.source = source
+
+    def launch(self, stream: int, grid: int, args: tuple[Any, ...]) -> None:
+        source = self.source
+        names = source.kernel.arg_names
+        assert names[len(args) :] == [name for name in names if name in source.constants]
+        kinds = {"*": (torch.Tensor, type(None)), "i": (int,), "f": (float,)}
+        elements = {"*i16": torch.int16, "*fp16": torch.float16, "*fp32": torch.float32}
+        elements |= {"*fp8e4nv": E4M3, "*fp8e5": E5M2}
+        for name, value in zip(names, args, strict=False):
+            assert isinstance(value, kinds[source.types[name][0]]), (name, value)
+            by = source.divisible.get(name, 1)
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == elements[source.types[name]]
+                assert value.data_ptr() % source.divisible.get(name, 16) == 0
+            elif value is not None:
+                assert value % by == 0
+        self.grids.append((source.kernel.__name__, grid))
+
+
+def test_two_launches_for_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that reads for the maximum, one that casts and transposes; views are read in place."""
+    Launched.grids = []
+    monkeypatch.setattr(launcher, "LoadedKernel", Launched)
+    monkeypatch.setattr(kernel, "stream_of", lambda device: 7)
+    monkeypatch.setattr(quantization, "_by_kernel", lambda x: True)
+    launcher.kernel_of.cache_clear()
+    for dtype in DTYPES:
+        x = torch.ones(300, 520, dtype=dtype)
+        for view in (x, x[:, 3:516], x[1:, :512], x.view(2, 150, 520)[:, :, :511]):
+            Launched.grids.clear()
+            made = quantize(view, E4M3, transpose=True)
+            assert made.transposed is not None
+            assert Launched.grids == [("amax_kernel", kernel.PARTS), ("cast_kernel", 3 * 5 - (
+                0 if view.shape[-1] > 512 else 3))]  # fmt: skip
+    Launched.grids.clear()
+    assert amax_of(torch.zeros(0, 16)).tolist() == [0.0] * kernel.PARTS
+    quantize(torch.zeros(0, 16), E4M3, transpose=True)
+    assert not Launched.grids
+    quantize(torch.ones(5, 16), E5M2, Recipe(eps=1.0), amax=torch.ones(3)[1:])
+    assert Launched.grids == [("cast_kernel", 1)]
+    quantize(torch.ones(5, 300), E4M3, Recipe(scaling="row"), transpose=True)
+    assert Launched.grids[1:] == [("amax_kernel", 1), ("amax_kernel", 3), ("cast_kernel", 3)]
+    launcher.kernel_of.cache_clear()

@@ -1,0 +1,197 @@
+"""Products of quantised matrices: against their twins, fp64, and each other's accuracy."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from interlace.errors import InputError
+from interlace.float8 import E4M3, E5M2, ROW_WISE, Float8Data, Recipe, matmul, quantize, wgrad
+from interlace.float8.products import matmul_twin, wgrad_twin
+
+TEAM = Recipe(scale="team")
+
+
+def drawn(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, columns).to(dtype)
+
+
+def exact(a: Float8Data, b: Float8Data) -> tuple[Tensor, Tensor]:
+    """`a @ b.T` of what they stand for in fp64, and the sum of the terms' magnitudes."""
+    left, right = (x.data.double() * x.scale_inv.double() for x in (a, b))
+    return left @ right.t(), left.abs() @ right.abs().t()
+
+
+def sqnr(found: Tensor, wanted: Tensor) -> float:
+    """Signal to noise, in decibels."""
+    noise = (found.double() - wanted).square().sum()
+    return float(10 * (wanted.square().sum() / noise).log10())
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", [Recipe(), ROW_WISE], ids=["tensor", "row"])
+def test_three_products_of_a_layer(recipe: Recipe, out: torch.dtype, seed: int) -> None:
+    """Forward, dgrad and wgrad, within what fp32 sums and one rounding explain; odd row counts."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    for _ in range(4):
+        m, n, k = draw.randint(1, 70), 16 * draw.randint(1, 5), 16 * draw.randint(1, 5)
+        x = quantize(drawn(m, k), E4M3, recipe, transpose=True)
+        w = quantize(drawn(n, k), E4M3, recipe, transpose=True)
+        dy = quantize(drawn(m, n), recipe.gradient, recipe, transpose=True)
+        for a, b in ((x, w), (dy, w.t()), (dy.t(), x.t())):
+            made, twin = matmul(a, b, out), matmul_twin(a, b, out)
+            wanted, size = exact(a, b)
+            assert made.shape == wanted.shape
+            assert made.dtype == twin.dtype == out
+            terms = a.data.shape[1] + 4
+            room = size * terms * 2.0**-24 + wanted.abs() * torch.finfo(out).eps / 2 + 1e-7
+            assert ((made.double() - wanted).abs() <= room).all()
+            assert ((twin.double() - wanted).abs() <= room).all()
+
+
+def test_the_copy_is_the_transpose(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = quantize(drawn(21, 48), E4M3, transpose=True)
+    assert torch.equal(x.t().dequantize()[:, :21], x.dequantize().t())
+    assert not x.t().dequantize()[:, 21:].any()
+    assert torch.equal(x.t().t().dequantize(), x.dequantize())
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (16, 0, 37), (5, 6, 7, 8), (0, 0), (40,)], ids=str)
+def test_wgrad_over_shards(sizes: tuple[int, ...], seed: int) -> None:
+    """Each shard by its own scale; in the order given, to the bit; also where some are empty."""
+    torch.manual_seed(seed)
+    dys = [quantize(drawn(m, 32) * 10.0**i, E5M2, transpose=True) for i, m in enumerate(sizes)]
+    xs = [quantize(drawn(m, 48), E4M3, transpose=True) for m in sizes]
+    total = torch.zeros(32, 48)
+    for dy, x in zip(dys, xs, strict=True):
+        total = total + matmul(dy.t(), x.t(), torch.float32)
+    made = wgrad(dys, xs)
+    assert torch.equal(made, total)
+    assert torch.equal(wgrad(dys, xs, torch.bfloat16), total.bfloat16())
+    pairs = [exact(dy.t(), x.t()) for dy, x in zip(dys, xs, strict=True)]
+    wanted, size = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    room = size * (sum(sizes) + len(sizes) + 4) * 2.0**-24
+    for found in (made, wgrad_twin(dys, xs)):
+        assert ((found.double() - wanted).abs() <= room).all()
+
+
+def test_shards_of_one_tensor(seed: int) -> None:
+    """What one rank has whole is cut to go with the shards of others."""
+    torch.manual_seed(seed)
+    for recipe in (Recipe(), ROW_WISE):
+        x, dy = drawn(53, 48), drawn(53, 32)
+        dy8 = quantize(dy, E4M3, recipe, transpose=True)
+        parts = dy8.split([16, 32, 0, 5])
+        assert [len(part.data) for part in parts] == [16, 32, 0, 5]
+        together = torch.cat([part.dequantize() for part in parts])
+        assert torch.equal(together, dy8.dequantize())
+        xs = [quantize(shard, E4M3, recipe, transpose=True) for shard in x.split([16, 32, 0, 5])]
+        made = wgrad(parts, xs)
+        if recipe is ROW_WISE:  # the columns' scales are those of the whole
+            assert parts[1].transposed_scale_inv is dy8.transposed_scale_inv
+        wanted = sum(exact(dy.t(), x.t())[0] for dy, x in zip(parts, xs, strict=True))
+        torch.testing.assert_close(made.double(), wanted, rtol=1e-4, atol=1e-4)
+        for rows in ([17, 36], [53, 1], [-1, 54]):
+            with pytest.raises(InputError, match="rows"):
+                dy8.split(rows)
+
+
+def sharded(x: Tensor, kind: torch.dtype, by_shard: bool) -> list[Float8Data]:
+    """Four shards, by a scale each or by one."""
+    amax = None if by_shard else x.abs().amax().float()
+    return [quantize(part, kind, amax=amax, transpose=True) for part in x.chunk(4)]
+
+
+@pytest.mark.parametrize("spoil", ["nothing", "outlier", "sizes", "zeros"])
+def test_a_scale_each_is_no_less_accurate(spoil: str, seed: int) -> None:
+    """SQNR of the output and of the weight gradient; a shard of other size gains most."""
+    torch.manual_seed(seed)
+    x, dy, w = drawn(256, 128), drawn(256, 64) * 1e-3, drawn(64, 128)
+    if spoil == "outlier":
+        x[-1, 5] = 1e4
+        dy[-1, 3] = 1e4
+    if spoil == "sizes":
+        x[:128] *= 1e-4
+        dy[:128] *= 1e-5
+    if spoil == "zeros":
+        x[64:128] = 0
+    w8 = quantize(w, E4M3)
+    wanted = x.double() @ w.double().t()
+    wanted_w = dy.double().t() @ x.double()
+    found: list[tuple[float, ...]] = []
+    for by_shard in (True, False):
+        xs, dys = sharded(x, E4M3, by_shard), sharded(dy, E5M2, by_shard)
+        y = torch.cat([matmul(part, w8, torch.float32) for part in xs])
+        rows = slice(0, 64)  # those of a shard without the outlier
+        found.append((sqnr(y, wanted), sqnr(y[rows], wanted[rows]), sqnr(wgrad(dys, xs), wanted_w)))
+    slack = 0.5  # decibels: both round, each in its own way
+    for each, one in zip(*found, strict=True):
+        assert each >= one - slack
+    if spoil == "sizes":
+        assert found[0][1] > found[1][1] + 3
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+def test_powers_of_two_for_each_shard_are_nowhere_less_accurate(
+    kind: torch.dtype, seed: int
+) -> None:
+    """Element by element: what one scale makes subnormal has more bits by its shard's own."""
+    torch.manual_seed(seed)
+    x = torch.randn(64, 48) * 10.0 ** torch.randint(-6, 3, (64, 48))
+    recipe, amax = Recipe(power_of_two=True), x.abs().amax()
+    for part in x.chunk(4):
+        wanted = part.double()
+        own, one = (quantize(part, kind, recipe, amax=of) for of in (None, amax))
+        errors = [(made.dequantize().double() - wanted).abs() for made in (own, one)]
+        assert (errors[0] <= errors[1]).all()
+
+
+def test_a_shard_with_inf_or_only_zeros_spoils_no_other(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = drawn(64, 32)
+    x[48:] = torch.inf
+    x[16:32] = 0
+    clean = quantize(x[:16], E4M3)
+    shards = sharded(x, E4M3, True)
+    assert torch.equal(shards[0].dequantize(), clean.dequantize())
+    assert shards[1].scale_inv.item() == shards[3].scale_inv.item() == 1
+    assert (shards[3].dequantize() == 448).all()
+    w8 = quantize(drawn(16, 32), E4M3)
+    assert all(matmul(shard, w8).isfinite().all() for shard in shards)
+
+
+def operands(m: int = 4, n: int = 16, k: int = 32) -> tuple[Float8Data, Float8Data]:
+    return quantize(drawn(m, k), E4M3), quantize(drawn(n, k), E4M3)
+
+
+def test_what_the_gemm_cannot_take() -> None:
+    a, b = operands()
+    for product in (matmul, matmul_twin):
+        with pytest.raises(InputError, match=r"K \(columns of a and b\) is 31: .*multiples of 16"):
+            product(*operands(k=31))
+        with pytest.raises(InputError, match=r"N \(rows of b\) is 20: .*multiples of 16"):
+            product(*operands(n=20))
+        with pytest.raises(InputError, match=r"a is \[4, 32\] and b \[16, 48\]"):
+            product(a, operands(k=48)[1])
+        with pytest.raises(InputError, match="out_dtype is torch.float64: take one of"):
+            product(a, b, torch.float64)
+        with pytest.raises(InputError, match="both torch.float8_e5m2"):
+            product(quantize(drawn(4, 32), E5M2), quantize(drawn(16, 32), E5M2))
+        with pytest.raises(InputError, match="quantize both by one recipe"):
+            product(a, quantize(drawn(16, 32), E4M3, ROW_WISE))
+    with pytest.raises(InputError, match="transpose=True"):
+        wgrad([a], [b])
+    with pytest.raises(InputError, match="1 gradients and 0 inputs"):
+        wgrad([a], [])
+
+
+def test_nothing_times_something_is_zero() -> None:
+    for m, k in ((0, 32), (3, 0)):
+        made = matmul(*operands(m=m, k=k))
+        assert made.shape == (m, 16)
+        assert not made.any()
