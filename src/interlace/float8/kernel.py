@@ -1,4 +1,4 @@
-"""Current scaling on CUDA, bit for bit rule.py: a kernel that reads for the maximum, one that casts.
+"""Current scaling on CUDA, bit for bit rule.py: a kernel reads for the maximum, another casts.
 
     amax_kernel    the largest magnitude: of each of PARTS parts, or of each row, or column
     cast_kernel    scale, cast and transpose: one read, one write each of data and copy
