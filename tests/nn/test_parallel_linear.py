@@ -330,6 +330,7 @@ def refused() -> None:
     attempts: list[tuple[Callable[[], Any], str]] = [
         (lambda: call(x, torch.ones(4, 2)), r"`weight` has shape \[4, 2\].*give \[N, 3\]"),
         (lambda: call(x, [w, torch.ones(4)]), r"`weights\[1\]` has shape \[4\]"),
+        (lambda: call(x, torch.ones(0, 3)), r"`weight` has shape \[0, 3\].* N > 0"),
         (lambda: call(x, w, torch.ones(3)), r"`bias` has shape \[3\]: give \[4\]"),
         (lambda: call(x, [w, w], [b]), "`weights` are 2, and `biases` 1"),
         (lambda: call(x, []), "`weights` are 0"),

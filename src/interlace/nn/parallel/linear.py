@@ -214,8 +214,8 @@ def _checked(
         if is_dtensor(tensor):
             raise InputError(f"`{name}` is a DTensor: give its local part, to_local()")
         wanted = [*weights[i % count].shape[:1], *([x.shape[-1]] if i < count else [])]
-        if list(tensor.shape) != wanted or tensor.dim() != (2 if i < count else 1):
-            shape = f"[N, {wanted[-1]}]" if i < count else f"{wanted}, for its weight's rows"
+        if list(tensor.shape) != wanted or len(wanted) != 1 + (i < count) or not wanted[0]:
+            shape = f"[N, {wanted[-1]}], N > 0" if i < count else f"{wanted}, for its weight's rows"
             raise InputError(f"`{name}` has shape {list(tensor.shape)}: give {shape}")
         if tensor.device != x.device:
             raise InputError(f"`{name}` is on {tensor.device}, and `x` on {x.device}")
